@@ -1,25 +1,19 @@
-"""Prevent writes of a rank to the project store: by the system if possible, and always by Python.
+"""Keep a rank from writing to the project store: by the system if possible, and always by Python.
 
 `apply_rule` is called in a freshly forked rank before any of the user's code runs. Processes that
-the rank starts inherit the protection. The strongest mechanism of the host is used: a read-only
-mount, else Landlock, else Python alone. `strongest_protection` finds this mechanism: it tries each
-mechanism in a separate process. A trial in the rank itself could fail halfway: a process that has
-entered a user namespace cannot leave it.
+the rank starts inherit mounts and Landlock.
 
     mechanism        available to  error of a refused change  changes that stay possible
     read-only mount  root, user    EROFS                      none
     Landlock         anyone        EACCES                     chmod, utime, extended attributes
     Python alone     anyone        PermissionError            by subprocesses, C++ writers, ctypes
 
-Mounts are made in a private mount namespace, which disappears with its last process. Mounts need
-root, or a Linux kernel that lets ordinary users make user namespaces.
+Mounts need root, or a Linux kernel that lets ordinary users make user namespaces.
 
-Landlock (Linux 5.13 and later) needs neither. A Landlock rule set is an allow-list: an operation
-that the rule set handles is allowed only below the folders that the rules name. To protect the
-store, the rules therefore name all siblings of the store, and all siblings of each folder that
-contains it. The rules do not name the folders that contain the store, so no new entry can be made
-directly in them. The rule set does not handle reading, so reading is allowed everywhere. From ABI
-3 (Linux 6.2) on, the rule set also handles truncation.
+A Landlock rule set (Linux 5.13 and later) allows changes only below the folders that its rules
+name. To protect the store, the rules name all siblings of the store, and all siblings of each
+folder that contains the store. So no new entry can be made directly in a folder that contains the
+store. Before Linux 6.2 (Landlock ABI 3), Landlock cannot refuse truncation.
 https://docs.kernel.org/userspace-api/landlock.html
 """
 
@@ -50,7 +44,7 @@ PROTECTED_BY_PYTHON = (
 
 
 class StoreProtection(str, Enum):
-    """Mechanism that protects the store on a host; the values are shown to users."""
+    """Mechanism that protects the store on a host. The values are shown to users."""
 
     MOUNT = "read-only mount"
     USER_MOUNT = "read-only mount in a user namespace"
@@ -62,7 +56,8 @@ class StoreProtection(str, Enum):
 def strongest_protection() -> StoreProtection:
     """Return the strongest mechanism that works on this host; `PYTHON` if no trial succeeds.
 
-    Each trial takes about 0.1 s. The result is cached in this process.
+    Each trial takes about 0.1 s. The result is cached in this process. Trials run in separate
+    processes, because a process that has entered a user namespace cannot leave it.
     """
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     with suppress(OSError), tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
@@ -82,13 +77,10 @@ def strongest_protection() -> StoreProtection:
 
 
 def try_protection(protection: str, folder: str) -> None:
-    """Test a mechanism: make a folder read-only for this process, and try to write to it.
-
-    The process exits with an error if the write succeeds.
+    """Make `folder` read-only for this process; exit with an error if it can still be changed.
 
     Args:
         protection: Name of the `StoreProtection` member to try.
-        folder: Folder to protect.
 
     Raises:
         OSError: The mechanism is not available.
@@ -102,8 +94,7 @@ def try_protection(protection: str, folder: str) -> None:
 def possible_protections(user: int) -> tuple[StoreProtection, ...]:
     """Return the mechanisms to try for a user id, strongest first.
 
-    For root, the mount is made without a user namespace. Inside a user namespace, root would lose
-    its rights on other users' files.
+    Root does not enter a user namespace: there, root would lose its rights on other users' files.
     """
     mount = StoreProtection.MOUNT if user == 0 else StoreProtection.USER_MOUNT
     return (mount, StoreProtection.LANDLOCK, StoreProtection.PYTHON)
@@ -122,26 +113,22 @@ def apply_rule(
 ) -> StoreProtection:
     """Apply `rule` to this freshly forked process. Call once, before any of the user's code runs.
 
-    For a rank other than 0, and for all ranks in a rehearsal, make the store read-only. Redirect
-    the process's writes to the store, refuse them, or only report them (see `redirect.py`).
+    Make the store read-only, except for rank 0 of a real run. Then redirect the process's writes to
+    the store, refuse them, or only report them (see `redirect.py`).
 
     Args:
-        rule: Settings of the store.
         who: Name of the process in messages.
-        protection: Strongest mechanism by which this host can protect the store, from
-            `strongest_protection`.
-        scratch: Path at which to make the scratch folder of this process, on this host and
-            outside the store. After this process has ended, the agent or supervisor removes it.
+        protection: Strongest mechanism of this host, from `strongest_protection`.
+        scratch: Path at which to make the scratch folder of this process, outside the store. After
+            this process has ended, the agent or supervisor removes the folder.
         run_folder: Run folder, which stays writable.
         on_write: Called once with each path in the store that this process wrote or tried to write.
-        writes: Whether this process is rank 0. Rank 0 may write to the store: its writes are only
-            reported by `on_write`. In a rehearsal, rank 0 may not write either.
+        writes: Whether this process is rank 0.
         rehearsal: In a rehearsal, the folder that receives the writes that a real run would make to
-            the store; made if it is missing. None if the run is not a rehearsal.
+            the store; made if it is missing. None in a real run.
 
     Returns:
-        The mechanism that keeps this process from writing to the store. For rank 0, which may
-        write, `protection`.
+        The mechanism in effect. For rank 0 of a real run, which may write, `protection`.
     """
     scratch.mkdir(mode=0o700)
     usual = [*_caches(), tempfile.gettempdir()]
@@ -180,7 +167,6 @@ def apply_rule(
 
 
 def _redirect_calls(view: redirect.StoreView) -> None:
-    """Redirect this process's file calls, in Python and in libraries, as `view` decides."""
     redirect.install(view)
     libraries.install(view)
 
@@ -197,13 +183,10 @@ _REHEARSES = (
     "redirected; docs/rehearse.md"
 )
 _refusal_reasons: list[str] = [_ONLY_RANK_0]
-"""Explanations of a refused write, for the user; `{}` stands for the store. The last one is used.
-
-A rehearsal appends its own explanation.
-"""
+"""Explanations of a refused write; `{}` stands for the store. Only the last one is used."""
 
 _NO_FILES = ("/dev", "/proc", "/sys", "/run")
-"""System folders, which hold no files of users. A rehearsal does not report writes in them."""
+"""System folders in which a rehearsal does not report writes."""
 
 _REFUSED = re.compile(
     r"read-only file system|os error 30\b|errno(?: =)? 30\b|unable to open database file"
@@ -214,11 +197,7 @@ _REFUSED = re.compile(
 
 
 def why_refused(error: BaseException) -> str:
-    """Return an explanation for the user if `error` shows a write that the store's rule refused.
-
-    Returns:
-        The explanation; "" for any other error.
-    """
+    """Return an explanation for the user if `error` shows a refused write to the store; else ""."""
     if not _protected_store:
         return ""
     [store], errors = _protected_store, (errno.EROFS, errno.EACCES)
@@ -256,11 +235,11 @@ def _caches() -> list[str]:
 
 
 def writable_folders(store: str, writable: Iterable[str], protection: StoreProtection) -> list[str]:
-    """Return the `writable` folders below the store, which need exceptions from the protection.
+    """Return the `writable` folders below the store; make them if they are missing.
 
-    Missing folders are created first. A process under Landlock cannot create entries directly in a
-    folder that contains the store. So for Landlock, this function also creates the `writable`
-    folders that are missing there, but does not return them.
+    The protection must except the returned folders. A process under Landlock cannot make entries
+    directly in a folder that contains the store. So for Landlock, this function also makes the
+    `writable` folders that are missing there, but does not return them.
     """
     store = os.path.realpath(store)
     resolved = sorted({os.path.realpath(path) for path in writable})
@@ -275,11 +254,7 @@ def writable_folders(store: str, writable: Iterable[str], protection: StoreProte
 
 
 def _move_temporary_folder(store: str, protection: StoreProtection, scratch: Path) -> None:
-    """Set TMPDIR to a folder in `scratch` if this process cannot use the usual temporary folder.
-
-    The usual folder is unusable if it is the store. Under Landlock, a folder that contains the
-    store is also unusable, because this process cannot make entries directly in that folder.
-    """
+    """Set TMPDIR to a folder in `scratch` if this process cannot use the usual temporary folder."""
     usual = os.path.realpath(tempfile.gettempdir())
     if usual == store or (protection is StoreProtection.LANDLOCK and is_below(store, usual)):
         folder = scratch / "tmp"
@@ -290,13 +265,11 @@ def _move_temporary_folder(store: str, protection: StoreProtection, scratch: Pat
 def protect(store: str, writable: Sequence[str], protection: StoreProtection) -> StoreProtection:
     """Make the store read-only for this process and the processes that it will start.
 
-    Open descriptors that would bypass the protection are opened again. If `protection` is `PYTHON`,
-    this function does nothing: `redirect.py` then protects the store.
+    If `protection` is `PYTHON`, do nothing: `redirect.py` then protects the store.
 
     Args:
-        store: Path of the store.
         writable: Folders inside the store that stay writable, from `writable_folders`.
-        protection: Mechanism to try first, from `strongest_protection`.
+        protection: Mechanism to try first.
 
     Returns:
         The mechanism in effect: `protection`, or a weaker one if `protection` fails for this store.
@@ -333,9 +306,8 @@ def _apply(protection: StoreProtection, store: str, writable: Sequence[str]) -> 
 def _renew_descriptors(store: str, writable: Sequence[str]) -> None:
     """Reopen inherited descriptors, so that the protection applies to them.
 
-    A descriptor keeps the rights and the mount with which it was opened. Through an old descriptor
-    of a file in the store, the process could still write the file. Through an old descriptor of any
-    folder, the process could bypass the new mount.
+    A descriptor keeps the rights and the mount with which it was opened. So the process could still
+    write a file of the store through an old descriptor, or bypass the new mount.
     """
     for name in os.listdir("/proc/self/fd"):
         descriptor = int(name)
@@ -365,12 +337,6 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 def _checked(result: int, what: str) -> int:
-    """Return the result of a C function; raise OSError with errno if the result is negative.
-
-    Args:
-        result: Result of the C function.
-        what: Name of the function, for the error message.
-    """
     if result < 0:
         code = ctypes.get_errno()
         raise OSError(code, f"{what}: {os.strerror(code)}")
@@ -394,18 +360,15 @@ _KEPT_FLAGS = {
     0x800: 0x800,  # nodiratime
     0x1000: 0x200000,  # relatime
 }
-"""Map from statvfs flag to mount flag.
-
-In a user namespace, a remount must keep these flags, so `_mount_read_only` repeats them.
-"""
+"""Mount flag for each statvfs flag that a remount in a user namespace must keep."""
 
 
 def _enter_namespace(*, as_user: bool) -> None:
     """Enter a private mount namespace. Later mounts of the host still appear in this namespace.
 
     Args:
-        as_user: Whether to also enter a user namespace, in which an ordinary user may mount. In
-            this user namespace, files of all other users appear to belong to `nobody`.
+        as_user: Whether to also enter a user namespace, in which an ordinary user may mount. There,
+            files of all other users appear to belong to `nobody`.
     """
     user, group = os.geteuid(), os.getegid()
     flags = _CLONE_NEWNS | (_CLONE_NEWUSER if as_user else 0)
@@ -489,10 +452,7 @@ def _restrict_by_landlock(folder: str, writable: Sequence[str]) -> None:
 
 
 def _neighbours(folder: str) -> list[str]:
-    """Return the siblings of `folder` and of each folder that contains it.
-
-    The Landlock rules allow writing below these entries (module docstring).
-    """
+    """Return the siblings of `folder` and of each folder that contains it."""
     found = []
     while folder != "/":
         parent, name = os.path.split(folder)
@@ -508,7 +468,7 @@ def _neighbours(folder: str) -> list[str]:
 def _allow(rules: int, path: str, rights: int) -> None:
     """Add a rule to a Landlock rule set: allow access to `path` and everything below `path`.
 
-    Symbolic links, and paths that cannot be opened or no longer exist, get no rule.
+    Symbolic links, and paths that cannot be opened, get no rule.
 
     Args:
         rules: Descriptor of the rule set.

@@ -1,9 +1,7 @@
 """Redirect file accesses of libraries in C, C++ and Rust. Such libraries bypass Python's `open`.
 
 `CALLS` lists functions that Python code calls and that open files in compiled code. In a rank, each
-of these functions is replaced when its module is imported. The replacement changes the path as
-`redirect.py` does for `open`, and calls the original function. A function that only reads is
-replaced only in a rank whose scratch folder may hold versions of files (`redirect.DiscardingView`).
+of these functions is replaced by one that redirects the path, as `redirect.py` does for `open`.
 """
 
 import functools
@@ -28,12 +26,11 @@ class _Call(NamedTuple):
     """A library function or method that opens a file.
 
     Attributes:
-        module: Module that contains the function or the class.
         name: Name of the function, or of a method as `Class.method`.
         position: Index of the path in the positional arguments; `self` of a method has index 0.
         parameter: Name of the path's parameter.
         writes: Whether the function writes; None if this depends on its argument `mode`.
-        makes_folder: Whether the function makes a folder.
+        makes_folder: Whether the path is that of a folder, which the function makes.
     """
 
     module: str
@@ -68,7 +65,8 @@ CALLS = (
 def install(view: StoreView) -> None:
     """Permanently replace the functions in `CALLS` by functions that redirect paths.
 
-    A function is replaced now, or when its module is imported.
+    A function is replaced now, or when its module is imported. A function that only reads is
+    replaced only for a `DiscardingView`, whose scratch folder may hold versions of files.
     """
     modules: dict[str, list[_Call]] = {}
     for call in CALLS:
@@ -79,10 +77,7 @@ def install(view: StoreView) -> None:
 
 
 def _replace_all(view: StoreView, calls: list[_Call]) -> None:
-    """Replace functions of one imported module by functions that redirect paths.
-
-    References to these functions in other modules are replaced as well.
-    """
+    """Replace functions of one imported module by functions that redirect paths."""
     for call in calls:
         holder: Any = sys.modules[call.module]
         *classes, name = call.name.split(".")
@@ -152,11 +147,7 @@ def _redirect_argument(view: StoreView, call: _Call, path: Any, mode: Any) -> An
     """Return the path to pass to a library's function: the caller's path, or the redirected path.
 
     Args:
-        view: The rank's view of the store, which decides about paths.
-        call: The function.
-        path: The caller's path.
-        mode: The caller's `mode` argument. If `call.writes` is None, `mode` decides whether the
-            call writes.
+        mode: The caller's `mode` argument; used only if `call.writes` is None.
     """
     if call.makes_folder:
         return library_write_path(view, view.path_to_write, path)

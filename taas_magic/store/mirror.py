@@ -2,8 +2,8 @@
 
 Before the ranks start, `update_mirror` fetches files that changed in the store. While the ranks
 run, `StoreUpdater` fetches changes that other hosts made, and `outbound.py` sends files written in
-the mirror back to the store. These modules depend on no transport: a host sends its requests to the
-notebook's side, `server.py`, through a function of type `SendRequest`.
+the mirror back to the store. These modules depend on no transport: they send requests to
+`server.py` by a function of type `SendRequest`.
 """
 
 import hashlib
@@ -56,7 +56,6 @@ class Mirror:
 
     Attributes:
         path: Path of the copy; the ranks' working directory.
-        tree: Safe access to the files of the copy.
         staging: Descriptor of the folder in which arriving files are written.
         hashes: Folders, and hashes of files, that were last known to be equal in the copy and in
             the store.
@@ -91,8 +90,7 @@ def reserve(store: str, owner: str, cache: Path | None = None) -> Mirror:
     Args:
         store: Path of the store on the notebook's machine.
         owner: Machine and user of the notebook.
-        cache: Folder of all mirrors; None for `$XDG_CACHE_HOME/taas/projects`, by default in
-            ~/.cache.
+        cache: Folder of all mirrors; None for the default folder in the user's cache.
 
     Raises:
         StoreError: No mirror can be made, or `MAX_MIRRORS` are in use.
@@ -115,8 +113,8 @@ def reserve(store: str, owner: str, cache: Path | None = None) -> Mirror:
 def _candidates(cache: Path, store: str, owner: str) -> Iterator[Path]:
     """Yield the possible mirror folders of a store on this host.
 
-    Hosts may share a home folder on a file system without locks. So no two hosts may use the same
-    mirror folder: each folder's name contains a digest that depends on the host's name.
+    Hosts may share a home folder on a file system without locks. So the folders' names contain a
+    digest that depends on the host's name.
     """
     digest = hashlib.sha256(f"{owner}\0{store}\0{platform.node()}".encode()).hexdigest()[:12]
     readable = re.sub(r"[^A-Za-z0-9._-]", "_", os.path.basename(store))[:40].lstrip(".")
@@ -144,17 +142,13 @@ def update_mirror(mirror: Mirror, send_request: SendRequest, fresh: bool = False
     """Update the mirror to the content of the store; fetch only content that the mirror lacks.
 
     Args:
-        mirror: Mirror to update.
-        send_request: Sends requests to the notebook's side.
-        fresh: Whether the notebook's side must search the store again. If False, the mirror first
-            gets the files that the run's last search of the store found.
+        fresh: Whether to search the store again, instead of using the run's last search.
 
     Returns:
         Manifest of the mirror's new content.
 
     Raises:
-        StoreError: The mirror cannot be written, for example because the disk is full. Or a file
-            arrived damaged in all `ATTEMPTS`.
+        StoreError: The mirror cannot be written, or a file arrived damaged in all `ATTEMPTS`.
     """
     damaged: list[str] = []
     for attempt in range(ATTEMPTS):
@@ -227,10 +221,6 @@ def _scan_files(mirror: Mirror, wanted: Collection[str]) -> dict[str, Entry]:
     A file is useful if its path is in `wanted`. A file with a known hash is also useful, because a
     wanted file at another path may have the same content.
 
-    Args:
-        mirror: The mirror.
-        wanted: Paths of the new content.
-
     Returns:
         The remaining files and folders by path, outer folders first.
     """
@@ -251,16 +241,7 @@ def _scan_files(mirror: Mirror, wanted: Collection[str]) -> dict[str, Entry]:
 
 
 def _copy(mirror: Mirror, entry: Entry, source: str) -> bool:
-    """Make the file that `entry` describes as a copy of another file of the mirror.
-
-    Args:
-        mirror: The mirror.
-        entry: The file to make.
-        source: Path of a file in the mirror with the same content.
-
-    Returns:
-        Whether the file was made.
-    """
+    """Copy the mirror's file `source` to the path of `entry`; return whether this succeeded."""
     with suppress(OSError), mirror.tree.open_file(source) as file:
         incoming = IncomingFile(mirror.staging)
         try:
@@ -332,10 +313,7 @@ class StoreUpdater:
     """Thread that applies the other hosts' changes of the store to this mirror.
 
     Args:
-        mirror: Mirror to update.
-        send_request: Sends requests to the notebook's side.
-        note: Function that shows the user a message: why a file was not copied to the mirror, or
-            why the mirror gets no further changes.
+        note: Shows the user why a file was not copied, or why the updates have ended.
     """
 
     def __init__(
@@ -351,7 +329,7 @@ class StoreUpdater:
         self._thread.start()
 
     def finish(self) -> None:
-        """Stop the thread, and wait until the thread has completed its current update and ended."""
+        """Let the thread complete its current update, and wait until the thread has ended."""
         self._over.set()
         self._thread.join()
 
@@ -378,21 +356,15 @@ class StoreUpdater:
         self._number = changes.number
 
     def _remove(self, path: str) -> bool:
-        """Remove a file or an empty folder. Return True if nothing is at the path now."""
+        """Remove a file or an empty folder. Return False if a folder is not empty, and stays."""
         self._mirror.hashes.forget(path)
         return self._mirror.tree.remove(path)
 
     def _clear_path(self, entry: Entry) -> bool:
-        """Remove what is in the way of a new file or folder.
-
-        A file is in the way if a folder must be at its path. An empty folder is in the way if a
-        file must be at its path.
-
-        Args:
-            entry: The new file or folder.
+        """Remove a file or an empty folder that is in the way of the file or folder of `entry`.
 
         Returns:
-            Whether the new file or folder can be made. If not, the user gets a note.
+            Whether nothing is in the way now. If something is, the user gets a note.
         """
         for path in (*reversed([*folders_of(entry.path)]), entry.path):
             status = self._mirror.tree.status(path)

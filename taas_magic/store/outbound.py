@@ -1,13 +1,9 @@
-"""Send files that are written in a mirror back to the project store, as soon as they are closed.
+"""Send files that are written in a mirror back to the project store, soon after they are closed.
 
-An event of inotify(7) only marks a path to be checked. Later, `_ChangeSender` checks the path, and
-sends the file that is then at the path. This has four consequences:
-
-- A file that is rewritten a thousand times is not sent a thousand times, because `_ChangeSender`
-  sends only the version that it finds.
-- A temporary file that was renamed before the check is not sent under its temporary name.
-- A file that is still being written is sent after it is closed.
-- If events were lost, or inotify is not available, all paths are checked, so no change is missed.
+An event of inotify(7) only marks a path to be checked. Soon afterwards, `_ChangeSender` sends the
+file that is then at the path. So temporary files that were renamed meanwhile, and many versions of
+a file that is often rewritten, are not sent. If events were lost, or inotify is not available, all
+paths are checked.
 
 Neither a package nor polling can replace inotify: docs/decisions.md has the measurements.
 """
@@ -62,9 +58,7 @@ class _Watch:
     """Inotify watch of a folder and all folders below it, including new ones.
 
     Args:
-        root: Path of the folder.
-        skips: Function that returns whether a folder need not be watched. Its argument is the
-            folder's path relative to `root`.
+        skips: Returns whether a folder need not be watched, from its path relative to `root`.
     """
 
     def __init__(self, root: str, skips: Callable[[str], bool]) -> None:
@@ -95,8 +89,8 @@ class _Watch:
             timeout_s: Seconds to wait at most; None for no limit.
 
         Returns:
-            Paths to check, and whether to check all other paths, too. The second value is True if
-            events may have been lost.
+            Paths to check, and whether to check all other paths, too, because events may have been
+            lost.
         """
         if self._misses_events:
             timeout_s = BLIND_S if timeout_s is None else min(timeout_s, BLIND_S)
@@ -134,8 +128,8 @@ class _Watch:
         """Watch a folder and all folders below it; return all paths that already exist below it.
 
         The system keeps the watch of a moved folder. If the folder was moved within the tree, this
-        method records the new path. If the folder was moved out of the tree, events of the watch
-        name the old path, and a check finds nothing at that path.
+        method records the new path. If it was moved out of the tree, its events name the old path,
+        at which a check finds nothing.
         """
         if path and self._skips(path):
             return []
@@ -163,9 +157,8 @@ def is_being_written(file: FileIO) -> bool:
     """Return whether any process has the file open for writing; False if it cannot be determined.
 
     The system grants a read lease on a file (fcntl(2), F_SETLEASE) only if no process has the file
-    open for writing. This function releases the lease immediately. If another process opens the
-    file before the release, the system sends SIGURG to the calling process, which ignores SIGURG by
-    default.
+    open for writing. If another process opens the file before this function releases the lease, the
+    system sends SIGURG to this process, which ignores SIGURG by default.
     """
     try:
         fcntl.fcntl(file, fcntl.F_SETSIG, signal.SIGURG)
@@ -195,10 +188,8 @@ class _ChangeSender:
     """Sender of the changes in one host's mirror to the notebook's side.
 
     Args:
-        mirror: Mirror to send from.
-        send_request: Sends requests to the notebook's side.
-        note: Function that shows the user immediately which file could not be sent, and why.
-        receipt_builder: Record of files that were sent or refused. This class updates the record.
+        note: Shows the user which file could not be sent, and why.
+        receipt_builder: Record of files that were sent or refused, which this class updates.
 
     Attributes:
         large: Remaining pieces of the large files that are being sent, by path.
@@ -221,11 +212,10 @@ class _ChangeSender:
         self.large: dict[str, Iterator[FilePiece]] = {}
 
     def send_changes(self, paths: Iterable[str]) -> None:
-        """Send the changes at `paths`, except the content of large files.
+        """Send the changes at `paths`; add large files to `large`, which `send_large` sends later.
 
         A path that no longer exists is sent as a removal. A path that the project ignores, or that
-        is neither a file nor a folder (such as a symbolic link), is recorded as refused. Large
-        files are added to `large`, and `send_large` sends them later.
+        is neither a file nor a folder, is recorded as refused.
 
         Args:
             paths: Paths relative to the mirror; a folder comes before its contents.
@@ -245,7 +235,7 @@ class _ChangeSender:
     def send_large(self) -> None:
         """Send the next piece of the first large file.
 
-        If the file changes meanwhile, or the store refuses it, the remaining pieces are dropped.
+        If the file changes meanwhile, or the store refuses it, drop the remaining pieces.
         """
         path, pieces = next(iter(self.large.items()))
         try:
@@ -267,7 +257,7 @@ class _ChangeSender:
         """Yield the pieces of a file. A small file is a single piece.
 
         If the file is being written or changes meanwhile, the iterator ends early. When the writer
-        closes the file, an event of inotify causes another check.
+        closes the file, it is checked again.
 
         Raises:
             UnsafeError: The file cannot be read.
@@ -392,12 +382,9 @@ class MirrorSender:
     """Thread that sends changes in a host's mirror back to the project store.
 
     Args:
-        mirror: Mirror to watch.
-        send_request: Sends requests to the notebook's side.
-        note: Function that shows the user which files could not be sent, and why.
-        receipt_builder: Record of the files that were sent, and of those that were refused.
-        shared: Relative paths of the folders to send. None sends all folders, as on the host of
-            rank 0.
+        note: Shows the user which files could not be sent, and why.
+        receipt_builder: Record of files that were sent or refused, which this class updates.
+        shared: Relative paths of the folders to send; None for all, as on the host of rank 0.
     """
 
     def __init__(
@@ -442,12 +429,12 @@ class MirrorSender:
             self._note(f"rank 0's writes are no longer copied to the project store: {error}")
 
     def _schedule_checks(self, paths: Iterable[str], everything: bool) -> None:
-        """Schedule checks of paths.
+        """Schedule a check of each path in `paths`.
 
         Args:
             paths: Paths at which something has changed.
             everything: Whether to also check all other paths at which the mirror differs from the
-                store. True if events may have been lost.
+                store.
         """
         now = time.monotonic()
         self._quiet_until = {p: until for p, until in self._quiet_until.items() if until > now}
@@ -458,8 +445,7 @@ class MirrorSender:
     def _sends_path(self, path: str) -> bool:
         """Return whether this host sends changes at `path`.
 
-        No host sends paths that an ignore rule matches. A host without rank 0 sends only paths in
-        shared folders.
+        A host without rank 0 sends only paths in shared folders.
         """
         is_ours = self._shared is None or any(is_below(path, it) for it in self._shared)
         return is_ours and not self._ignore.leaves_out_any_kind(path)
@@ -468,8 +454,8 @@ class MirrorSender:
         """Return all paths to check because of changes at `paths`, outer folders first.
 
         The result includes the parent folders of each path, because new parent folders must be sent
-        first. For a known folder, the result includes all known paths below the folder, because
-        another folder may have replaced it.
+        first. It also includes all known paths below a changed folder, because another folder may
+        have replaced this folder.
         """
         hashes = self._mirror.hashes
         named = {path for path in paths if hashes.is_content(path, FOLDER)}
@@ -479,10 +465,7 @@ class MirrorSender:
         return sorted(paths.union(above, below))
 
     def _send_due(self) -> None:
-        """Send all changes that are due, and the next piece of a large file.
-
-        A large file is not checked again while its pieces are being sent.
-        """
+        """Send all changes that are due, and the next piece of a large file."""
         now, large = time.monotonic(), self._sender.large
         due = [path for path, at in self._due.items() if at <= now and path not in large]
         for path in due:

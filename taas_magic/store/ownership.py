@@ -1,15 +1,11 @@
 """Rules that decide which files of a project store belong to the user, and which to runs.
 
-A host that does not share the store sends the files that rank 0 wrote. If a run made a file, and
-nobody has changed the file since, a host may replace or remove it. All other files belong to the
-user, and stay. If rank 0 writes a file of the user, the store keeps both versions. Rank 0's
-version is named like the user's file, with `KEPT_BESIDE` at the end of the name.
+A host with a mirror may replace or remove a file if a run made the file, and nobody has changed the
+file since. All other files belong to the user. If rank 0 writes a file of the user, the store keeps
+both versions. The name of rank 0's version ends with `KEPT_BESIDE`.
 
 In the user's own folders, a host may not make hidden files, programs or modules. Shells, tools and
-Python would use such files without being asked. Files such as `conftest.py`, for which tools look
-in every folder, are refused in all folders. `[store] overwrite` in taas.toml names exceptions.
-
-The list of files and folders that runs made is in the state folder, never in the store.
+Python would use such files without being asked. `[store] overwrite` in taas.toml names exceptions.
 """
 
 import hashlib
@@ -72,12 +68,12 @@ _PROGRAM = (b"#!", b"\x7fELF", b"MZ", b"\xcf\xfa\xed\xfe", b"\xca\xfe\xba\xbe")
 def may_be_run_by_tools(name: str, *, in_users_folder: bool) -> bool:
     """Return whether a tool may run a new file with this name without a request of the user.
 
-    If the result is True, the store does not accept the file from a host.
+    The store accepts no such file from a host.
 
     Args:
-        name: Last part of the path, as normalized by `manifest.normal_form`.
-        in_users_folder: Whether the folder that contains the file belongs to the user, and not to
-            runs. Hosts may put code into folders of runs.
+        name: Last part of the path, as normalized by `normal_form`.
+        in_users_folder: Whether the folder of the file belongs to the user. In folders of runs,
+            only names in `_COLLECTED` count, such as `conftest.py`.
     """
     if _COLLECTED.fullmatch(name):
         return True
@@ -97,10 +93,8 @@ class _Record(Struct, array_like=True):
 
     Attributes:
         path: Path relative to the store.
-        key: Inode, size in bytes and modification time of a file, from `file_key`. None for a
-            folder and for a removal.
+        key: Result of `file_key` for a file; None for a folder and for a removal.
         sha256: Hash of the file; "" if it is not known.
-        is_gone: Whether this is the record of a removal.
     """
 
     path: str
@@ -112,7 +106,7 @@ class _Record(Struct, array_like=True):
 class RunFileRecord:
     """List of the files and folders that runs made in a store.
 
-    Each change is appended immediately to a file in the store's state folder.
+    Each change is appended immediately to a file outside the store, in the store's state folder.
 
     Args:
         folder: The store's state folder, from `rule.store_state_folder`.
@@ -142,11 +136,6 @@ class RunFileRecord:
 
         The content is read only if the inode or the modification time has changed, as after a copy
         or `touch`.
-
-        Args:
-            tree: Tree of the store.
-            path: Path of the file.
-            status: Current status of the file.
         """
         known = self._known.get(path)
         if known is None or known.key is None:
@@ -164,7 +153,8 @@ class RunFileRecord:
     def record_file(self, path: str, status: os.stat_result, sha256: str = "") -> None:
         """Record a file that a run made.
 
-        Call this before the file is moved to its path. Then a kill cannot leave an unrecorded file.
+        Call this before the file is moved to its path, so that a kill cannot leave an unrecorded
+        file.
         """
         self._append(_Record(path, file_key(status), sha256))
 
@@ -182,7 +172,7 @@ class RunFileRecord:
 
         Args:
             store: Path of the store.
-            paths: Paths of the files, relative to the store.
+            paths: Paths relative to the store.
         """
         for path in paths:
             with suppress(OSError):
@@ -222,10 +212,9 @@ def _read(path: Path) -> Iterator[_Record]:
 
 
 class OverwriteRules:
-    """The setting `[store] overwrite`: exceptions to the rules that protect the user's files.
+    """The setting `[store] overwrite`: files that a host with a mirror may make or replace.
 
-    A host with a mirror may replace a file of the user only if a pattern matches the file's path.
-    The same is true of a new file that tools run by themselves, such as a script.
+    These files are exceptions to the rules of this module.
 
     Args:
         patterns: Patterns in gitignore's syntax.

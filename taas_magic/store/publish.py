@@ -1,8 +1,7 @@
 """Atomic file writes: `taas.save` and its parts.
 
 A file is written beside its destination, forced to the disk, and moved to the destination by
-rename(2), which is atomic. So a kill at any point, or a full disk, leaves either the old file or
-the new file. The folder of the new file is forced to the disk as well, as fsync(2) advises.
+rename(2). So a kill at any point, or a full disk, leaves either the old file or the new file.
 """
 
 import contextlib
@@ -26,10 +25,7 @@ The variable is set only in the process of a farm's job.
 
 _SUFFIX = ".taas-saving"
 _TORCH_CANNOT_WRITE = ("inline_container", "write(): fd")
-"""Texts in torch's errors for a full disk. `atomic` recognizes the errors by these texts.
-
-The errors name no path and no disk.
-"""
+"""Texts by which `atomic` recognizes torch's errors for a full disk, which name no path."""
 
 
 def save(obj: object, f: str | os.PathLike[str] | IO[bytes], *args: Any, **kwargs: Any) -> None:
@@ -63,9 +59,7 @@ def save(obj: object, f: str | os.PathLike[str] | IO[bytes], *args: Any, **kwarg
 def _in_job(path: str | os.PathLike[str]) -> str | os.PathLike[str]:
     """Return the path in the job's folder that corresponds to a path in the project store.
 
-    Returns:
-        The path in the job's folder. If this process runs no job, or the path is outside the
-        store, `path` itself.
+    If this process runs no job, or the path is outside the store, return `path`.
     """
     folder = os.environ.get(SAVES)
     # First try the path as given. If the path is outside the working directory, follow its symbolic
@@ -113,8 +107,7 @@ def _folder_beside(destination: str) -> Iterator[str]:
     """Yield a temporary folder beside the destination, and remove leftovers of killed writers.
 
     torch writes the file's name into the file. So the temporary file must have the same name as the
-    destination, and needs a folder of its own. A living writer holds a lock on its folder; a
-    leftover has no lock.
+    destination, and needs a folder of its own. A living writer holds a lock on its folder.
     """
     parent, name = os.path.split(destination)
     prefix = f".{name}."

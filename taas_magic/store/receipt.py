@@ -1,17 +1,12 @@
 """Receipt of a run: rank 0's files in the store, and other ranks' files kept out of the store.
 
-Each host has one record of what its ranks wrote, the `ReceiptBuilder`. The sources of the
-`ReceiptBuilder` depend on the host:
+Each host records in a `ReceiptBuilder` what its ranks wrote:
 
 - On a host that shares the store, rank 0 reports the files that its Python code opens for writing.
-  Rank 0's subprocesses and C++ writers report nothing. Their files are found at the end, by a
-  search of the store for files that changed since the run began. The search skips hidden folders,
-  in which tools keep their own files.
+  At the end, a search finds files of rank 0's subprocesses and C++ writers: the files that changed
+  since the run began.
 - On a host with a mirror, `outbound.py` records each file that the store has accepted, whichever
-  process wrote the file. So rank 0's reports are not needed there.
-
-The host makes its part of the receipt when its ranks have ended. So the receipt includes the files
-of a killed rank.
+  process wrote the file.
 """
 
 import os
@@ -40,8 +35,7 @@ from taas_magic.store.tree import Tree, TreeEntry, printable
 LOOK_LIMIT_S = 0.25
 """Maximum seconds for the search of a store.
 
-After this time, the receipt may miss files that rank 0's subprocesses or C++ writers changed. Files
-that rank 0 reported are always listed.
+After this time, the receipt may miss files of rank 0's subprocesses and C++ writers.
 """
 
 _NOTEBOOK = ".ipynb"
@@ -74,7 +68,7 @@ class Receipt:
     not_sent: Mapping[str, str] = field(default_factory=dict)
 
     def with_event(self, event: StoreReceipt) -> "Receipt":
-        """Return a copy of this receipt to which the receipt of one more host is added."""
+        """Return a copy of this receipt with the receipt of one more host added."""
         kept_out = {path: set(ranks) for path, ranks in self.kept_out.items()}
         for file in event.kept_out:
             kept_out.setdefault(file.path, set()).add(file.rank)
@@ -113,11 +107,7 @@ class ReceiptBuilder:
         self._protection = ""
 
     def record(self, rank: int, message: StoreMessage) -> None:
-        """Record a rank's message.
-
-        The message names a path that the rank wrote or tried to write, or the mechanism that
-        protects the store from the rank.
-        """
+        """Record a rank's message: a path that it wrote or tried to write, or its protection."""
         with self._lock:
             if isinstance(message, StoreWriteReported):
                 self._reported[rank, message.path] = None
@@ -147,9 +137,9 @@ class ReceiptBuilder:
 
         Args:
             searches: Whether the host ran rank 0 and shares the store. If True, the receipt lists
-                the files that rank 0 reported and the files that a search of the store finds. The
-                search also removes unfinished saves of killed ranks. If False, the receipt lists
-                the files that were sent from the mirror; a host without rank 0 has no such files.
+                the files that rank 0 reported or that a search of the store finds. The search also
+                removes unfinished saves of killed ranks. If False, the receipt lists the files that
+                were sent from the mirror.
         """
         with self._lock:
             reported = list(self._reported)
@@ -202,8 +192,8 @@ def find_changed_files(
 ) -> tuple[set[str], bool]:
     """Search a store for files that were made or changed since `since_ns`.
 
-    Unfinished saves of killed ranks are removed. The search compares each file's ctime with
-    `since_ns`, because no call can set a ctime back.
+    Notebooks and hidden folders are skipped. Unfinished saves of killed ranks are removed. The
+    search uses each file's ctime, because no call can set a ctime back.
 
     Args:
         store: Absolute path of the store.

@@ -1,14 +1,12 @@
 """Redirect Python's own file calls in a rank, so that only rank 0 writes to the project store.
 
-All Python code opens files through `open` and the functions of `os`. This includes pathlib, shutil,
-tempfile, numpy, and the Python part of torch. `install` replaces these functions in the rank before
-user code runs. `libraries.py` redirects libraries that open files in C, C++ or Rust.
-`guard.py` stops writes that bypass both modules, such as those of subprocesses and ctypes.
+`install` replaces `open` and the functions of `os`, by which all Python code opens files.
+`libraries.py` redirects libraries that open files in C, C++ or Rust. `guard.py` stops writes that
+bypass both modules, such as those of subprocesses and ctypes.
 
 A `StoreView` decides which path a call really uses. Rank 0 has a plain `StoreView`, which redirects
-no call and records each path that rank 0 writes. Another rank has a `DiscardingView`, which
-redirects writes to a scratch folder, or a `RefusingView`, which refuses writes; `--store-writes`
-selects the view. In a rehearsal, all ranks have a `RehearsalView`, and no rank writes to the store.
+no call and records each path that rank 0 writes. Another rank has a `DiscardingView` or a
+`RefusingView`, as `--store-writes` selects. In a rehearsal, all ranks have a `RehearsalView`.
 """
 
 import contextlib
@@ -36,13 +34,13 @@ from taas_magic.store.rule import is_below
 COPY_LIMIT_BYTES = 1 << 30
 """Maximum size of a file of the store that a rank other than 0 can append to or change in place.
 
-The rank changes a copy in its scratch folder. For a larger file, the rank gets PermissionError.
+The rank changes a copy of the file. For a larger file, the rank gets PermissionError.
 """
 
 _SHARDS = (".distcp",)
 """Suffixes of shards: every rank writes one shard of a checkpoint, and loading needs all shards.
 
-A shard in a rank's scratch folder would be lost. So a write of such a file raises PermissionError.
+A shard in a rank's scratch folder would be lost. So its write raises PermissionError.
 """
 
 Path = Any
@@ -76,15 +74,11 @@ class StoreView:
         self._redirecting = threading.local()
 
     def path_to_write(self, store_path: str, *, needs_content: bool = False) -> str | None:
-        """Choose the path for a call that writes or makes a file at `store_path`.
+        """Return the path to write instead of `store_path`; None to write `store_path` itself.
 
         Args:
             store_path: Absolute path in the store.
             needs_content: Whether the call appends to the existing content or changes it.
-
-        Returns:
-            The path that the call must use instead of `store_path`; None if the call must use
-            `store_path`.
 
         Raises:
             OSError: The rank may not write there.
@@ -93,44 +87,30 @@ class StoreView:
         return None
 
     def path_to_change(self, store_path: str, *, folder: bool = False) -> str | None:
-        """Choose the path for a call that removes or changes `store_path`, such as `os.chmod`.
+        """Return the path to change instead of `store_path`; None to change `store_path` itself.
+
+        A change is a removal, or a call such as `os.chmod`.
 
         Args:
             store_path: Absolute path in the store.
             folder: Whether the call accepts only folders.
-
-        Returns:
-            The path that the call must use instead of `store_path`; None if the call must use
-            `store_path`.
         """
         return None
 
     def path_to_move(self, store_path: str) -> str | None:
-        """Choose the path for a call that moves or links `store_path` to another path.
-
-        Returns:
-            The path that the call must use instead of `store_path`; None if the call must use
-            `store_path`.
-        """
+        """Return the path to move or link instead of `store_path`; None for `store_path` itself."""
         return None
 
     def own_path(self, store_path: str) -> str | None:
-        """Return the path of this rank's own version of the store's file `store_path`.
+        """Return the path of this rank's own version of `store_path`; None if there is none.
 
-        If a rank other than 0 writes to a file of the store, the write goes to the rank's scratch
+        If a rank other than 0 writes a file of the store, the write goes to the rank's scratch
         folder. The file there is the rank's own version.
-
-        Returns:
-            The path in the scratch folder; None if the rank has no version of its own.
         """
         return None
 
     def replacement_path(self, store_path: str) -> str | None:
-        """Return the path of the file that replaces the store's file `store_path` in a rehearsal.
-
-        Returns:
-            The path; None if no file replaces the store's file.
-        """
+        """Return the path that replaces `store_path` in a rehearsal; None if there is none."""
         return None
 
     def common_path(self, store_path: str) -> str:
@@ -138,12 +118,7 @@ class StoreView:
         return self.replacement_path(store_path) or store_path
 
     def path_to_read(self, store_path: str) -> str | None:
-        """Choose the path for a call that only reads `store_path`.
-
-        Returns:
-            The path that the call must use instead of `store_path`; None if the call must use
-            `store_path`.
-        """
+        """Return the path to read instead of `store_path`; None to read `store_path` itself."""
         return self.replacement_path(store_path) or (
             None if os.path.exists(store_path) else self.own_path(store_path)
         )
@@ -168,17 +143,15 @@ class StoreView:
     ) -> str | None:
         """Return the path that a file call must use instead of `path`; None for `path` itself.
 
+        The result is None if `path` is outside the store, or in a folder that every rank may write.
+        It is also None if this thread is already inside a redirected call.
+
         Args:
             decide: Method that maps a path in the store to the path to use, such as
                 `path_to_write`.
             path: Path argument of the file call.
             folder: Descriptor of the folder at which a relative path starts (`dir_fd`).
             follow: Whether the call follows a symbolic link at the end of the path.
-
-        Returns:
-            The result of `decide` for the store path that `path` resolves to. None if that path is
-            outside the store, or in a folder that every rank may write. Also None if this thread is
-            already inside a redirected call.
         """
         if self.is_redirecting:
             return None
@@ -214,9 +187,8 @@ class StoreView:
     def record_write(self, store_path: str) -> None:
         """Report a path that the rank wrote, or would have written without redirection.
 
-        Each path is reported only once. Bytecode files are not reported, because Python itself
-        writes them. Forked children of the rank report nothing, because the channel for reports may
-        have been in use during the fork.
+        Each path is reported only once; bytecode files are not reported. Forked children of the
+        rank report nothing, because the channel for reports may have been in use during the fork.
         """
         known = store_path in self._noted or "/__pycache__/" in store_path
         if not known and os.getpid() == self._pid:
@@ -261,9 +233,8 @@ def _refusal(who: str, store_path: str) -> PermissionError:
 class DiscardingView(StoreView):
     """View for `--store-writes discard`: the rank writes to its private scratch folder.
 
-    Changes of different ranks do not conflict: all ranks may `mkdir` the same folder, or remove the
-    same file. Some calls that would fail on rank 0 succeed with this view, for example the removal
-    of a file that never existed.
+    All ranks may `mkdir` the same folder, or remove the same file. Some calls that would fail on
+    rank 0 succeed with this view, for example the removal of a file that never existed.
 
     Args:
         *args: See `StoreView`.
@@ -300,10 +271,7 @@ class DiscardingView(StoreView):
         return path if os.path.lexists(path) else None
 
     def is_own(self, path: str) -> bool:
-        """Return whether `path` is in the part of the scratch folder that mirrors the store.
-
-        In a rehearsal, the path may also be in the rehearsal folder, which is not the rank's own.
-        """
+        """Return whether `path` is in the part of the scratch folder that mirrors the store."""
         return is_below(path, self._tree)
 
     def path_to_write(self, store_path: str, *, needs_content: bool = False) -> str | None:
@@ -311,8 +279,7 @@ class DiscardingView(StoreView):
 
         Args:
             store_path: Absolute path in the store.
-            needs_content: See `StoreView.path_to_write`. If True, the existing file is first copied
-                to the scratch folder.
+            needs_content: Whether to first copy the existing file to the scratch folder.
 
         Raises:
             PermissionError: The file is a shard of a checkpoint, or is too large to be copied.
@@ -337,8 +304,8 @@ class DiscardingView(StoreView):
     def path_to_change(self, store_path: str, *, folder: bool = False) -> str:
         """Return the path of the rank's own version of `store_path`, or of a new placeholder.
 
-        The placeholder is an empty file or folder. The call changes or removes the placeholder, and
-        the file in the store stays as it is.
+        The placeholder is an empty file or folder, which the call changes or removes. The file in
+        the store stays as it is.
         """
         self.record_write(store_path)
         is_folder = folder or os.path.isdir(self.common_path(store_path))
@@ -365,7 +332,6 @@ class DiscardingView(StoreView):
         return os.path.join(self._tree, os.path.relpath(store_path, self.store))
 
     def _make_placeholder(self, folder: bool) -> str:
-        """Make a placeholder (`path_to_change`), and return its path."""
         path = os.path.join(self._placeholders, str(next(self._numbers)))
         if folder:
             os.mkdir(path)
@@ -394,8 +360,7 @@ class RehearsalView(DiscardingView):
         folder: The rehearsal folder, which all ranks of the run use.
         shared: Folders in the store that every rank may write (`--shared-writes`).
         is_writer: Whether this is rank 0.
-        refuses: Whether this rank gets PermissionError for a write that would go to its scratch
-            folder (`--store-writes refuse`).
+        refuses: Whether the run has `--store-writes refuse`.
         ignored: Folders outside the store in which writes are not recorded.
     """
 
@@ -423,7 +388,7 @@ class RehearsalView(DiscardingView):
         """See `DiscardingView.path_to_write`.
 
         Raises:
-            PermissionError: The run has `--store-writes refuse`, which forbids the write.
+            PermissionError: `--store-writes refuse` forbids the write.
         """
         if self._refuses and not self._writes_to_rehearsal(store_path):
             raise _refusal(self._who, store_path)
@@ -433,7 +398,7 @@ class RehearsalView(DiscardingView):
         """See `DiscardingView.path_to_change`.
 
         Raises:
-            PermissionError: The run has `--store-writes refuse`, which forbids the change.
+            PermissionError: `--store-writes refuse` forbids the change.
         """
         if self._refuses and not self._writes_to_rehearsal(store_path):
             raise _refusal(self._who, store_path)
@@ -469,10 +434,7 @@ class RehearsalView(DiscardingView):
             }
 
     def outside(self) -> dict[str, int]:
-        """Return the size in bytes of each file that this rank wrote outside the store, by path.
-
-        Files that no longer exist are left out.
-        """
+        """Return the size in bytes of each file that this rank wrote outside the store, by path."""
         with self.without_redirection():
             return {
                 path: os.path.getsize(path)
@@ -481,7 +443,7 @@ class RehearsalView(DiscardingView):
             }
 
     def redirected_path(self, store_path: str) -> str:
-        """Return the path that this rank really writes when the program writes `store_path`."""
+        """See `DiscardingView.redirected_path`."""
         return (
             self._rehearsal_path(store_path)
             if self._writes_to_rehearsal(store_path)
@@ -494,8 +456,7 @@ class RehearsalView(DiscardingView):
     def _writes_to_rehearsal(self, store_path: str) -> bool:
         """Return whether this rank's writes to `store_path` go to the rehearsal folder.
 
-        In a real run, these writes would go to the store. All other writes of the rank go to its
-        scratch folder.
+        In a real run, these writes would go to the store.
         """
         return self._is_writer or any(is_below(store_path, folder) for folder in self._shared)
 
@@ -528,8 +489,7 @@ def install(view: StoreView) -> None:
     """Permanently replace Python's file calls in this process by redirecting calls.
 
     Call once in a rank. Calls that only read are replaced only for a `DiscardingView`, because only
-    a rank with this view can have its own versions of files. This function imports torch and numpy,
-    which a rank has already imported.
+    a rank with this view can have its own versions of files.
     """
     _installed.append(view)
     for name, redirect in _writing_calls(view).items():
@@ -609,8 +569,6 @@ def _reading_calls(view: StoreView) -> dict[str, _Call]:
 
 
 def _redirected(real: _Call, redirect: _Call) -> _Call:
-    """Return a wrapper of `real` that calls `redirect(real, ...)` with the caller's arguments."""
-
     @functools.wraps(real)
     def call(*args: Any, **kw: Any) -> Any:
         return redirect(real, *args, **kw)
@@ -621,9 +579,8 @@ def _redirected(real: _Call, redirect: _Call) -> _Call:
 def _replace(name: str, redirect: _Call) -> None:
     """Replace the function `name` of `os` and of `posix` by a function that calls `redirect`.
 
-    `posix` matters because pickle names the functions of `os` by this module: `listdir` from a
-    notebook's `from os import listdir` is loaded in the rank as `posix.listdir`. If this system
-    lacks the function, do nothing.
+    pickle names the functions of `os` by the module `posix`. If this system lacks the function, do
+    nothing.
     """
     real = getattr(os, name, None)
     if real is None:
@@ -668,8 +625,8 @@ def _replace_open(call: _Call) -> None:
 def _replace_in_pathlib(name: str, real: _Call, call: _Call) -> None:
     """Replace a function in the class of pathlib or glob that keeps its own reference to `real`.
 
-    In Python 3.10, such a class is in pathlib, and its `open` is `io.open`. In Python 3.13, the
-    class is in glob; pathlib uses this class. Both classes get the references at import.
+    In Python 3.10, such a class is in pathlib. In Python 3.13, the class is in glob; pathlib uses
+    it.
     """
     for module, holder in ((pathlib, "_NormalAccessor"), (glob, "_StringGlobber")):
         held_by = getattr(module, holder, None)
@@ -708,12 +665,8 @@ def _call_redirected(
     """Call a function with a redirected path. An OSError from the call names the caller's path.
 
     Args:
-        real: The function, such as `os.open`.
         requested: The path that the caller passed.
-        redirected: The redirected path.
         folder: Descriptor of the folder at which `redirected` starts (`dir_fd`); None to pass none.
-        *args: Further arguments of the function.
-        **kw: Further arguments of the function.
     """
     if folder is not None:
         kw["dir_fd"] = folder
@@ -757,8 +710,7 @@ def library_write_path(view: StoreView, decide: Callable[[str], str | None], pat
     """Return the path to pass to a library's writing function: `path`, or the redirected path.
 
     Args:
-        decide: Function that maps a path in the store to the path to use; see
-            `StoreView.resolve`.
+        decide: See `StoreView.resolve`.
     """
     redirected, _ = _redirect_path(view, decide, path, follow=True)
     return redirected
@@ -804,7 +756,6 @@ def _os_open(
     *,
     dir_fd: int | None = None,
 ) -> Any:
-    """Call `os.open`, with a redirected path if the flags allow writing."""
     if not flags & _WRITE_FLAGS:
         return _call_on_existing(view, real, path, flags, mode, dir_fd=dir_fd)
     target = partial(path_to_open, view, needs_content=not flags & (os.O_TRUNC | os.O_EXCL))
@@ -825,14 +776,9 @@ def _write(
     """Call `real` with the redirected path in place of `path`.
 
     Args:
-        view: The view of this process.
         decide: Method that maps a path in the store to the path to use (`StoreView.resolve`).
         real: The original function, such as `os.mkdir`, which changes the entry at `path`.
-        path: The path that the program passed.
-        *args: Further arguments of `real`.
-        dir_fd: As in the functions of `os`.
         follow: Whether `real` follows a symbolic link at the end of `path`.
-        **kw: Further keyword arguments of `real`.
     """
     to_end = follow and kw.get("follow_symlinks", True)
     redirected = _redirect_path(view, decide, path, dir_fd, follow=to_end)
@@ -842,8 +788,7 @@ def _write(
 def _move(view: StoreView, across: _Call, real: _Call, src: Path, dst: Path, **kw: Any) -> None:
     """Call `real`, which takes two paths, with the redirected paths.
 
-    If `real` fails because a redirected path is on another file system, call `across` instead.
-    `across` moves or copies the file.
+    If a redirected path is on another file system, call `across`, which moves or copies the file.
     """
     source, kw["src_dir_fd"] = _redirect_path(view, view.path_to_move, src, kw.get("src_dir_fd"))
     target, kw["dst_dir_fd"] = _redirect_path(view, view.path_to_write, dst, kw.get("dst_dir_fd"))
@@ -883,10 +828,8 @@ def _list(view: StoreView, join: _Call, real: _Call, path: Path = None) -> Any:
     """List a folder: entries of the store, of the scratch folder, and of the rehearsal folder.
 
     Args:
-        view: The rank's view.
         join: Function that merges the entries of all versions of the folder.
         real: The function that lists a folder.
-        path: The folder; None for the working directory.
     """
     path = "." if path is None else path
     own_path = _own_path(view, path)
@@ -959,10 +902,7 @@ def _redirect_torch_writer(view: StoreView) -> None:
 
 
 def _redirect_torch_reader(view: DiscardingView) -> None:
-    """Redirect torch's C++ reader, so that it finds files that exist only for this rank.
-
-    `torch.export.load` and `torch.package` use the reader.
-    """
+    """Redirect torch's C++ reader, which `torch.export.load` and `torch.package` use."""
     import torch
 
     real: Any = torch._C.PyTorchFileReader
@@ -1054,9 +994,8 @@ def _is_common_file(view: StoreView, file: Any) -> bool:
 def _redirect_torch_maps(view: StoreView) -> None:
     """Redirect `torch.from_file`, which maps a file into memory.
 
-    If the map is shared, its writes would change the file. With a `DiscardingView`, a file of the
-    store is therefore mapped privately, as in `_map_privately`. tensordict reads all its files by
-    `torch.from_file`, with shared maps.
+    Writes to a shared map would change the file. So with a `DiscardingView`, a file of the store is
+    mapped privately. tensordict reads all its files by shared maps.
     """
     import torch
 

@@ -1,10 +1,4 @@
-"""The project store of a run: choose it, check that it can be written, lock it, identify it.
-
-A host must find out whether it shares the store. On the notebook's own machine, a folder is
-identified by the numbers of its file system and its inode. Between machines, these numbers prove
-nothing, because two clones of one disk have the same numbers. So a host on another machine looks
-for a file with a random name, which the notebook's machine makes in the store during the run.
-"""
+"""The project store of a run: choose it, check that it can be written, lock it, identify it."""
 
 import contextlib
 import getpass
@@ -64,15 +58,12 @@ def choose(
     limit_bytes: int = 1 << 30,
     overwrite: tuple[str, ...] = (),
 ) -> StoreRule:
-    """Choose the store of a run; change no files.
+    """Choose the store of a run; change no files. See `StoreRule` for the other arguments.
 
     Args:
         notebook_folder: Default store; also the base of a relative `path`.
         path: Value of `--store`, else of `[store] path`; "" for the default.
-        writes: See `StoreRule`.
         shared: Folders of `--shared-writes`, relative to the store.
-        limit_bytes: See `StoreRule`.
-        overwrite: See `StoreRule`.
 
     Raises:
         StoreError: The path is not a folder, or the folder is not allowed as a store. Or a path in
@@ -121,8 +112,8 @@ def prepare(rule: StoreRule) -> None:
 def warnings(rule: StoreRule, world_size: int) -> list[str]:
     """Return warnings for the user about the store of a run, one line each.
 
-    There are two warnings: the store contains the home folder; a symbolic link in the store leads
-    to a writable file or folder outside the store.
+    The user is warned if the store contains the home folder. The user is also warned if a symbolic
+    link in the store leads to a writable file or folder outside the store.
     """
     found = []
     if is_below(os.path.realpath(os.path.expanduser("~")), rule.path):
@@ -166,8 +157,7 @@ def _leads_out(link: str, store: str) -> bool:
 def _try_to_write(store: str) -> None:
     """Write a temporary file to the store, to find errors that rank 0 would get.
 
-    Only a real write detects an exceeded quota. The file is removed again. If the file system
-    supports unnamed files, the file never has a name.
+    Only a real write detects an exceeded quota.
     """
     try:
         with tempfile.TemporaryFile(dir=store) as file:
@@ -190,10 +180,7 @@ def user_name() -> str:
 
 
 def store_state_folder(store: str) -> Path:
-    """Return the store's state folder, for data about the store that must stay after a run.
-
-    The result is a folder inside the state folder of taas-magic; it may not exist yet.
-    """
+    """Return the folder for data about a store that must stay after a run; it may not exist yet."""
     return state_dir() / "stores" / hashlib.sha256(os.fsencode(store)).hexdigest()[:20]
 
 
@@ -201,12 +188,9 @@ class StoreOwner(Struct):
     """Record of the run that owns a store. Other runs read it from the lock file, for messages.
 
     Attributes:
-        store: Path of the store.
-        run_id: Id of the run.
         name: Name of the run; may be empty.
         pid: Id of the process that holds the lock.
         host: Name of that process's machine.
-        user: Name of the user.
         since: Local time at which the run took the lock, as HH:MM:SS.
     """
 
@@ -223,10 +207,9 @@ class StoreOwner(Struct):
 def locked_store(store: str, run_id: str, name: str = "") -> Iterator[None]:
     """Lock the store for one run against all other runs of this user.
 
-    The lock also covers folders inside the store, and folders that contain the store. The lock file
-    is in the state folder, so that the store stays clean. The lock is an flock(2) lock: the system
-    releases the lock when the owning process ends, even by a kill. Enter this context in the
-    process that lives as long as the run.
+    The lock also covers folders inside the store, and folders that contain the store. The lock is
+    an flock(2) lock: the system releases it when the owning process ends, even by a kill. Enter
+    this context in the process that lives as long as the run.
 
     Args:
         store: Path of the store, absolute and without symbolic links.
@@ -234,8 +217,7 @@ def locked_store(store: str, run_id: str, name: str = "") -> Iterator[None]:
         name: Name of that run, also for messages; may be empty.
 
     Raises:
-        StoreError: Another run owns the store. The message names that run, its process and its
-            host. Or the lock file cannot be written.
+        StoreError: Another run owns the store, or the lock file cannot be written.
     """
     kept = store_state_folder(store)
     folder, path = kept.parent, kept.with_suffix(".lock")
@@ -266,7 +248,7 @@ def _refuse_overlap(store: str, path: Path) -> None:
     """Raise StoreError if the lock file at `path` belongs to a run whose store overlaps `store`.
 
     Two folders overlap if they are the same, or if one contains the other. If no process holds the
-    lock, the run has ended, and this function removes the lock file.
+    lock, its run has ended, and this function removes the lock file.
     """
     with locked(path, wait=False) as free:
         if free:
@@ -284,10 +266,14 @@ def _refuse_overlap(store: str, path: Path) -> None:
 
 
 class Identity(Struct, frozen=True):
-    """Identity of a folder on one machine, valid until the machine's next boot.
+    """Identity of a folder, by which a host finds out whether it shares the project store.
+
+    On one machine, the numbers of the file system and the inode identify a folder until the next
+    boot. Between machines, these numbers prove nothing, because two clones of one disk have the
+    same numbers. So a host on another machine looks for a file with a random name, which the
+    notebook's machine makes in the store.
 
     Attributes:
-        path: Path of the folder.
         kernel: Boot id of the machine's running kernel.
         device: Number of the file system (`st_dev`).
         inode: Inode number.

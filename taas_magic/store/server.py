@@ -85,9 +85,8 @@ class StoreServer:
     The caller must not call `answer` again before the last call has returned.
 
     Args:
-        rule: Settings of the store.
         folder: The store's state folder, in which the hashes of files are saved for the next run.
-        writer: Number of the host that runs rank 0. This host may write anywhere in the store. The
+        writer: Number of the host that runs rank 0, which may write anywhere in the store. The
             other hosts may write only below `rule.shared`.
     """
 
@@ -98,10 +97,7 @@ class StoreServer:
         self._ignore, self._cases = ignore_of(self._tree), CaseChecker()
         self._made, self._overwrite_rules = RunFileRecord(folder), OverwriteRules(rule.overwrite)
         self._beside: set[str] = set()
-        """Paths of the user's files that rank 0 wrote in this run.
-
-        The user's file stays, and rank 0's version is beside it, with the suffix `KEPT_BESIDE`.
-        """
+        """Paths of the user's files that rank 0 wrote. Rank 0's versions are beside them."""
         self._incoming: dict[tuple[int, str], IncomingFile] = {}
         self._checks: dict[tuple[int, str], PathFileCheck] = {}
         self._flushers = ThreadPoolExecutor(FLUSHERS, "taas-store-flush")
@@ -125,7 +121,6 @@ class StoreServer:
 
         Args:
             host_rank: Number of the host that sent the request.
-            request: The request.
 
         Raises:
             ProtocolError: The request is not valid, or the run has ended.
@@ -153,10 +148,9 @@ class StoreServer:
         self._tree.close()
 
     def _make_token(self, host_rank: int, request: MakeToken) -> str:
-        """Return the name of a marker file in the store.
+        """Return the name of a marker file in the store. A host that sees it shares the store.
 
-        A host that sees this file shares the store. The first request makes the file, and `close`
-        removes the file.
+        The first request makes the file, and `close` removes the file.
         """
         if self._token is None:
             for seen in self._tree.entries(""):
@@ -168,7 +162,7 @@ class StoreServer:
     def _list(self, host_rank: int, request: ListFiles) -> Manifest | None:
         """Return the manifest of the store; None while the store is being searched.
 
-        If there was no search yet, or `request.fresh` is True, first start a search in a thread.
+        The first call, or a request with `fresh`, starts a search in a thread.
         """
         if self._search is None or (request.fresh and self._search.done()):
             # The search runs in a thread. Meanwhile, no other thread may use the hashes.
@@ -184,9 +178,9 @@ class StoreServer:
     def _with_run_versions(self, manifest: Manifest) -> Manifest:
         """Return the store's manifest, with rank 0's versions in place of the user's files.
 
-        If rank 0 writes `a.txt` and the user has a file `a.txt`, the store keeps rank 0's version
-        as `a.txt.from-host`. Ranks must see rank 0's version. So the returned manifest lists that
-        version as `a.txt`, and lists no `a.txt.from-host`.
+        If rank 0 writes the user's file `a.txt`, the store keeps rank 0's version as
+        `a.txt.from-host`. Ranks must see rank 0's version, so the result lists this version as
+        `a.txt`.
         """
         if not self._beside:
             return manifest
@@ -240,13 +234,7 @@ class StoreServer:
         return {path: why for path, why in answers.items() if why}
 
     def _try(self, step: Callable[..., None], host_rank: int, path: str, *more: object) -> str:
-        """Call `step` for a path if the host may change the path.
-
-        Args:
-            step: Function that makes the change; called with `host_rank`, `path` and `more`.
-            host_rank: Number of the host.
-            path: Path relative to the store.
-            *more: Further arguments of `step`.
+        """Call `step(host_rank, path, *more)` if the host may change `path`.
 
         Returns:
             Why the change was refused or failed; "" if it was made.
@@ -261,11 +249,7 @@ class StoreServer:
         return ""
 
     def _check(self, host_rank: int, path: str) -> None:
-        """Raise UnsafeError if a host may not change `path`.
-
-        There are four reasons: the path is unsafe; only rank 0 may write there; files such as
-        secrets are never accepted; another path differs from `path` only by case.
-        """
+        """Raise UnsafeError if a host may not change `path`."""
         if why := why_unsafe(path):
             raise UnsafeError(path, why)
         place = os.path.join(self._rule.path, path)
@@ -279,8 +263,7 @@ class StoreServer:
     def _check_new(self, path: str) -> None:
         """Raise UnsafeError if a host may not make `path` or one of its missing parent folders.
 
-        A host may not make a file or folder that tools run by themselves (`may_be_run_by_tools`),
-        unless `[store] overwrite` names the path.
+        Only files and folders that tools run by themselves (`may_be_run_by_tools`) are refused.
         """
         if self._overwrite_rules.has(path):
             return
@@ -301,9 +284,8 @@ class StoreServer:
     def _is_runs_folder(self, path: str) -> bool:
         """Return whether a folder belongs to runs.
 
-        A folder belongs to runs in three cases: a run has made the folder or a folder that contains
-        it; the folder is in a shared folder; or the folder does not exist yet, so a run will make
-        it.
+        A folder belongs to runs if a run has made it or a folder that contains it, or if it does
+        not exist yet. The folders of `--shared-writes` also belong to runs.
         """
         if path and self._tree.status(path) is None:
             return True
@@ -314,9 +296,8 @@ class StoreServer:
     def _may_replace(self, path: str) -> bool:
         """Return whether a host may replace or remove what is at `path`.
 
-        A host may do so if a run made the file and nobody changed the file since, unless the file
-        is a notebook. A host may also do so if `[store] overwrite` names the path, or if no
-        regular file is there.
+        A host may do so in three cases: no regular file is there; `[store] overwrite` names the
+        path; or a run made the file, nobody has changed it since, and it is no notebook.
         """
         status = self._tree.status(path)
         if status is None or not stat.S_ISREG(status.st_mode) or self._overwrite_rules.has(path):
@@ -368,9 +349,6 @@ class StoreServer:
         """Write one piece of a file to its temporary file, or make a folder.
 
         Args:
-            host_rank: Number of the host that sent the piece.
-            path: Path of the file or folder.
-            piece: The piece.
             whole: List to which the file is added if this piece completes it.
         """
         entry, key = piece.entry, (host_rank, path)
@@ -414,10 +392,6 @@ class StoreServer:
         UnsafeError reports this to the host.
 
         Args:
-            host_rank: Number of the host that sent the file.
-            path: Path of the file.
-            entry: Description of the file.
-            incoming: The temporary file.
             flushed: Future of the call that forces the file to the disk.
 
         Raises:
@@ -460,8 +434,8 @@ class StoreServer:
     def _remove(self, host_rank: int, path: str) -> None:
         """Remove a file or an empty folder for a host. A file of the user is not removed.
 
-        Rank 0's version of a user's file may be in the same folder, under a name with the suffix
-        `KEPT_BESIDE`. If there is such a version of the file at `path`, this version is removed.
+        If rank 0's version of the file at `path` is beside the user's file, remove rank 0's
+        version.
         """
         status = self._tree.status(path)
         if status is not None and not stat.S_ISDIR(status.st_mode):

@@ -1,8 +1,8 @@
 """Access to the files below a folder without following links, and atomic writing of received files.
 
-Paths are relative, with parts joined by `/`. A path is checked, and then opened part by part
-(openat(2) with O_NOFOLLOW). So an access through a symbolic link fails, even if the link replaces a
-folder during the access.
+Paths are relative, with parts joined by `/`. A path is opened part by part (openat(2) with
+O_NOFOLLOW). So an access through a symbolic link fails, even if the link replaces a folder during
+the access.
 
 An arriving file is written under a temporary name, verified, and moved to its path in one step.
 Until the move, the writer holds a lock on the file. A temporary file without a lock is a leftover
@@ -59,7 +59,7 @@ def why_invalid(path: str) -> str:
 def why_unsafe(path: str) -> str:
     """Return why a path must not be copied to another machine; "" if it may be copied.
 
-    In addition to `why_invalid`, this function refuses names that are not UTF-8 or are too long.
+    Unlike `why_invalid`, this function also refuses names that are not UTF-8 or are too long.
     """
     if why := why_invalid(path):
         return why
@@ -99,19 +99,16 @@ def folders_of(path: str) -> Iterator[str]:
 class CaseChecker:
     """Set of paths of a tree in which no two paths differ only by case.
 
-    Some file systems treat paths that differ only by case as the same path.
+    Some file systems treat such paths as the same path.
     """
 
     def __init__(self) -> None:
         self._known: dict[str, str] = {}
 
     def clash(self, path: str) -> str:
-        """Find a path in the set that differs from `path` or one of its parents only by case.
+        """Return a path in the set that differs from `path` or one of its parents only by case.
 
-        If there is no such path, add `path` and its parents to the set.
-
-        Returns:
-            The path found; "" if there is none.
+        If there is no such path, add `path` and its parents to the set, and return "".
         """
         ends = [at for at, char in enumerate(path) if char == "/"] + [len(path)]
         prefixes = {_folded(path[:end]): path[:end] for end in ends}
@@ -172,7 +169,7 @@ class Tree:
     """A folder held open by a descriptor, with safe access to the files in it.
 
     Args:
-        root: Path of the folder. The user chose this path, so symbolic links in it are followed.
+        root: Path of the folder. Symbolic links in this path are followed.
 
     Raises:
         OSError: The folder cannot be opened.
@@ -183,7 +180,7 @@ class Tree:
         self._descriptor = os.open(self.root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
 
     def close(self) -> None:
-        """Close the descriptor; the tree cannot be used afterwards."""
+        """Close the descriptor."""
         os.close(self._descriptor)
 
     @contextmanager
@@ -277,10 +274,7 @@ class Tree:
         return True
 
     def remove_leftover(self, path: str) -> None:
-        """Remove a file if it is the temporary file of an `IncomingFile` whose process has ended.
-
-        Such a file is recognized by its name and by its free lock. Any other file stays.
-        """
+        """Remove a file if it is the temporary file of an `IncomingFile` of a dead process."""
         if path.rpartition("/")[2].startswith(ARRIVING):
             with suppress(OSError), self.open_file(path) as file:  # the file may be gone by now
                 if lock(file.fileno(), shared=True):
@@ -369,8 +363,7 @@ class IncomingFile:
         """Append the file's next bytes.
 
         Raises:
-            OSError: The bytes cannot be written, for example because the disk is full. The caller
-                must call `discard`.
+            OSError: The bytes cannot be written. The caller must call `discard`.
         """
         view = memoryview(data)
         self.begins += bytes(view[: _BEGINS_BYTES - len(self.begins)])
@@ -391,8 +384,7 @@ class IncomingFile:
     def move_to(self, tree: Tree, path: str, *, executable: bool) -> None:
         """Move the file to `path`, and replace an old file there.
 
-        The new file gets the permissions of the old file for reading and writing. `executable`
-        decides about the permission to execute.
+        The new file keeps the old file's permissions for reading and writing.
 
         Args:
             tree: Tree of the destination.
