@@ -1,8 +1,7 @@
 """The base classes of engines. An engine gets hosts for a pool.
 
 An engine opens the pool's Dask scheduler, and the agents of its hosts connect to that scheduler.
-The controller does everything else in the same way for every engine: it assigns hosts to runs,
-follows the runs, and decides when hosts are returned.
+The controller does everything else in the same way for every engine.
 
 To add an engine, write a subclass of `Engine`, and add it to `_ENGINES`. If the engine starts each
 host itself, write a subclass of `HostsEngine` instead. An engine's module must not import Dask at
@@ -35,10 +34,7 @@ _ENGINES = {
     "local": "taas_magic.engines.local:LocalEngine",
     "ssh": "taas_magic.engines.ssh:SshEngine",
 }
-"""Import path of each engine's class, by the engine's name in taas.toml.
-
-`find_engine` imports only the class that the pool needs.
-"""
+"""Import path of each engine's class, by the engine's name in taas.toml."""
 
 _DASK_CLASS = "taas_magic.engines.dask_class:DaskClassEngine"
 
@@ -88,17 +84,14 @@ class Engine(ABC):
         return
 
     def shells(self, stop: threading.Event) -> Mapping[str, AbstractContextManager[Shell]]:
-        """Return shells that run commands on the pool's hosts.
-
-        The shells also reach hosts that no run has requested.
+        """Return shells that run commands on the pool's hosts, also on hosts that no run uses.
 
         Args:
             stop: Event that the caller sets to end attempts to connect.
 
         Returns:
             For each host name, a context manager that connects to the host when it is entered, and
-            yields the shell. The mapping is empty if the engine's hosts do not exist before they
-            are requested.
+            yields the shell. Empty if the hosts do not exist before they are requested.
         """
         return {}
 
@@ -121,9 +114,7 @@ class Engine(ABC):
 
     @abstractmethod
     async def release_hosts(self, keep: Collection[str]) -> None:
-        """End or return all hosts except those in `keep`.
-
-        Hosts that have not joined yet are also ended.
+        """End or return all hosts except those in `keep`, also hosts that have not joined yet.
 
         Args:
             keep: Names of the agents whose hosts the pool keeps.
@@ -132,8 +123,8 @@ class Engine(ABC):
     def is_starting(self) -> bool:
         """Return whether a host is starting and makes progress, as far as the engine can see.
 
-        The pool waits at most `start_timeout_s` for hosts. Whenever this method returns True, the
-        pool starts this wait again from zero.
+        The pool waits at most `start_timeout_s` for hosts. Whenever this method returns True, this
+        time starts again from zero.
         """
         return False
 
@@ -238,7 +229,7 @@ class HostsEngine(Engine):
 
         Starts the missing hosts in background tasks. If hosts of earlier calls failed to start,
         this method raises one PoolError with all failures and forgets the failed hosts. The next
-        call starts new hosts in place of the failed ones.
+        call replaces them.
         """
         while len(self.hosts) < count and not self._is_over:
             host = self.make_host(self.new_name())
@@ -257,9 +248,8 @@ class HostsEngine(Engine):
     def is_starting(self) -> bool:
         """Return whether any host is starting; see `Engine.is_starting`.
 
-        Every starting host counts as making progress, because no start can hang. If the agent is
-        stuck before it joins the pool, the supervisor ends the host. If the forkserver is stuck
-        afterwards, the agent ends the host.
+        Every starting host counts as making progress, because no start can hang: the supervisor or
+        the agent ends a host that is stuck.
         """
         return any(not host.start_task.done() for host in self.hosts.values())
 

@@ -1,12 +1,11 @@
 """The engine for pools whose hosts come from a Dask cluster class: batch systems, clouds, others.
 
-taas.toml names the class by its import path. The class starts plain Dask workers, the vehicles. The
-only task of a vehicle is to start an agent of this package on its host (`host/vehicle.py`). This
-package's scheduler, which runs in the pool's process, replaces the scheduler that the class would
-start.
+The class starts plain Dask workers, the vehicles. The only task of a vehicle is to start an agent
+of this package on its host (`host/vehicle.py`). This package's scheduler, which runs in the pool's
+process, replaces the scheduler that the class would start.
 
 For Slurm and PBS, the engine asks the batch system about jobs whose hosts have not joined or are
-lost. For other systems, the engine waits without knowing the state of a job.
+lost.
 """
 
 import asyncio
@@ -69,8 +68,8 @@ class DaskClassEngine(Engine):
     def capacity(self) -> HostCapacity:
         """Return the GPUs and cores of one host, as taas.toml specifies them.
 
-        By default, the result is 0 GPUs and the number of cores of this machine. The engine cannot
-        ask the hosts, because the batch system has not allocated them yet.
+        By default, the result is 0 GPUs and the number of cores of this machine, because the hosts
+        have not been allocated yet.
         """
         cores = self.pool.cores or self.pool.options.get("cores") or probe.cores()
         return HostCapacity(self.pool.gpus or 0, int(cores))
@@ -117,8 +116,8 @@ class DaskClassEngine(Engine):
     async def request_hosts(self, count: int) -> list[str]:
         """See `Engine.request_hosts`. Also queries the batch system about missing hosts.
 
-        If the caller is cancelled, the request continues (`asyncio.shield`), so that the engine
-        still records the host that it is just requesting.
+        If the caller is cancelled, the request continues, so that the engine still records the host
+        that it is just requesting.
         """
         return await asyncio.shield(self._request_hosts(count))
 
@@ -161,8 +160,7 @@ class DaskClassEngine(Engine):
         """Return whether any host's Dask worker has joined, but its agent has not.
 
         Such a host counts as making progress (see `Engine.is_starting`), because the supervisor
-        ends the host if the agent is stuck. A host whose job waits in the batch system's queue does
-        not count as starting.
+        ends the host if the agent is stuck.
         """
         requested = set(map(str, self._cluster.worker_spec))
         joined = {str(worker.name) for worker in self._cluster.scheduler.workers.values()}
@@ -215,11 +213,8 @@ def batch_options(
 ) -> dict[str, Any]:
     """Return keyword arguments for a dask-jobqueue class: our defaults and the user's options.
 
-    An option of the user replaces the default of the same name.
-
     Args:
-        pool: The pool's settings.
-        options: The user's own keyword arguments.
+        options: The user's own keyword arguments; they replace the defaults.
         system: dask-jobqueue's name of the batch system.
         folder: The pool's private folder, with the keys (0600) and the output of jobs. The hosts
             must share this folder with this machine.
@@ -267,8 +262,7 @@ def _scheduler_place(cluster: "SpecCluster") -> dict[str, Any]:
     """Return options for this package's scheduler: an address on which hosts can reach it.
 
     The options are `host`, `interface` and `port`, if the cluster class sets them for Dask's own
-    scheduler. If the class sets neither `host` nor `interface`, `host` is this machine's IP
-    address.
+    scheduler. By default, `host` is this machine's IP address.
     """
     from distributed import Scheduler
     from distributed.utils import get_ip
@@ -440,7 +434,7 @@ SYSTEMS: Mapping[str, BatchSystem] = {
 def find_system(name: str) -> BatchSystem | None:
     """Return the batch system that dask-jobqueue calls `name`.
 
-    Returns None if `SYSTEMS` has no such system, or if the system's command is not installed.
+    None if `SYSTEMS` has no such system, or if the system's command is not installed.
     """
     system = SYSTEMS.get(name)
     return system if system and shutil.which(system.command([])[0]) else None
@@ -449,11 +443,7 @@ def find_system(name: str) -> BatchSystem | None:
 def output_tail(folder: Path, job_id: str) -> str:
     """Return the last lines of a batch job's output file and its path; "" if there is no file.
 
-    The output file is the newest file that is not empty and has the job's number in its name.
-
-    Args:
-        folder: Folder with the output files of jobs.
-        job_id: The batch system's id of the job.
+    The output file is the newest file with the job's number in its name that is not empty.
     """
     number = job_id.partition(".")[0]
     named = re.compile(rf"(?<!\d){re.escape(number)}(?!\d)")
@@ -559,7 +549,7 @@ class Vehicles:
             awaited: Job id of each worker, by worker name.
 
         Raises:
-            PoolError: A job has ended. The message contains the last lines of the job's output.
+            PoolError: A job has ended.
         """
         if self._system is None or not awaited:
             return {}

@@ -1,8 +1,8 @@
 """The certificates of a pool: of its process, of its kernels, and of each of its hosts.
 
-Each side trusts as little as possible. The pool's process trusts certificates that it has signed
-itself, and reads from each certificate who its holder is. Kernels and hosts trust only the pool's
-own certificate. So no host can impersonate the pool, and only the pool can connect to a host.
+The pool's process trusts certificates that it has signed itself, and reads from each certificate
+who its holder is. Kernels and hosts trust only the pool's own certificate. So no host can
+impersonate the pool, and only the pool can connect to a host.
 """
 
 from collections.abc import Mapping
@@ -72,9 +72,9 @@ class Peer(NamedTuple):
 class Keys:
     """The keys and certificates of one pool, which the pool's process creates when it starts.
 
-    Every method returns keyword arguments for dask's `Security`. These arguments contain private
-    keys. So they are stored only in files that the user alone can read (0600), and are sent only
-    over standard input or TLS.
+    Every method returns keyword arguments for dask's `Security`, which contain private keys. So
+    they are stored only in files that the user alone can read (0600), and are sent only over
+    standard input or TLS.
     """
 
     def __init__(self) -> None:

@@ -22,9 +22,9 @@ from taas_magic.messages import AgentSettings, to_json
 from taas_magic.plan import HostCapacity
 
 START_FAILED_S = 1.5
-"""Seconds for which a problem of a starting host must last before the start fails.
+"""Seconds for which a problem of a starting host, such as a stopped process, must last.
 
-`_LocalHost.start` lists the problems, such as a stopped process.
+Then the start fails.
 """
 
 _LOOK_S = 0.5
@@ -48,16 +48,12 @@ class LocalEngine(HostsEngine):
     def prepare(self) -> None:
         """Start the first host's supervisor early, while this process imports Dask.
 
-        The slowest step of a host's start is the imports in the host's own processes. This step
-        needs no scheduler.
+        The supervisor's own slow imports need no scheduler.
         """
         self._started.append(self.take_supervisor())
 
     def take_supervisor(self) -> subprocess.Popen[bytes]:
-        """Return a supervisor that waits for its agent's settings on standard input.
-
-        This is the supervisor that `prepare` started, or a new one.
-        """
+        """Return a supervisor that waits for its agent's settings on standard input."""
         if self._started:
             return self._started.pop()
         command = spawn_command("taas_magic.host.supervisor")
@@ -78,8 +74,6 @@ class _LocalHost(Host):
     """A host on this machine: a supervisor process and its agent.
 
     Args:
-        engine: The host's engine.
-        name: See `Host`.
         number: Number of the host in its pool, unique among the hosts that run.
     """
 
@@ -90,10 +84,7 @@ class _LocalHost(Host):
         self._supervisor: subprocess.Popen[bytes] | None = None
 
     def _host_name(self) -> str:
-        """Return the name of the host for the user; "" if the pool has only one host.
-
-        A host with the name "" uses the machine's own name.
-        """
+        """Return the name of the host for the user; "" stands for the machine's own name."""
         pool = self._engine.pool
         return f"{socket.gethostname()}-{pool.name}-{self.number}" if pool.max_hosts > 1 else ""
 
@@ -102,7 +93,7 @@ class _LocalHost(Host):
 
         The start fails if one of these problems lasts for `START_FAILED_S`: the supervisor has
         ended, a process of the host is stopped (SIGSTOP), the agent has left the pool, or the
-        supervisor has done nothing for `start_timeout_s` and the agent has not joined the pool.
+        supervisor has done nothing for `start_timeout_s` before the agent joined.
         """
         engine, pool = self._engine, self._engine.pool
         settings = AgentSettings(
@@ -146,8 +137,8 @@ class _LocalHost(Host):
     async def end(self) -> None:
         """Close the supervisor's standard input, and wait until the supervisor has ended the host.
 
-        If the supervisor has not ended after `HOST_END_S` seconds, kill the supervisor. Linux then
-        also kills the agent (`die_with_parent`).
+        After `HOST_END_S` seconds, kill the supervisor. Linux then also kills the agent
+        (`die_with_parent`).
         """
         if asyncio.current_task() is not self.start_task:
             self.start_task.cancel()
@@ -167,8 +158,8 @@ class _LocalHost(Host):
     async def why_lost(self) -> str:
         """End the host and return "", because the reason is unknown; see `Host.why_lost`.
 
-        The host has ended when this method returns. So when the next attempt starts another rank
-        0, the old rank 0 can no longer write to the project store.
+        When this method returns, the old rank 0 can no longer write to the project store. So the
+        next attempt can start another rank 0.
         """
         await self.end()
         return ""

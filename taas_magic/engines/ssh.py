@@ -62,8 +62,8 @@ class SshEngine(HostsEngine):
     def capacity(self) -> HostCapacity:
         """Return the GPUs and cores of one host, as taas.toml specifies them.
 
-        If taas.toml lacks a value, this method asks all hosts and uses the first response. This
-        process remembers the response for later calls.
+        If taas.toml lacks a value, this method asks all hosts, and uses and remembers the first
+        response.
 
         Raises:
             PoolError: No host could be asked.
@@ -82,10 +82,7 @@ class SshEngine(HostsEngine):
         return {host: _shell(host, self.config_file, stop) for host in self.pool.hosts}
 
     def notes(self) -> tuple[str, ...]:
-        """See `Engine.notes`.
-
-        The note says that the SSH configuration is ignored, because no `ssh` is installed.
-        """
+        """See `Engine.notes`. The note says if the SSH configuration is ignored."""
         note = unread_config(self.config_file)
         return (note,) if note else ()
 
@@ -160,9 +157,6 @@ class SshEngine(HostsEngine):
     async def return_host(self, host: str, end: Callable[[], None]) -> None:
         """Call `end` in a thread; then append `host` to the list of free hosts.
 
-        `acquire_host` takes the first host of this list. So of all free hosts, `host` is taken
-        last.
-
         Args:
             host: The host, as taas.toml names it.
             end: Ends everything that runs on the host; may block.
@@ -214,9 +208,7 @@ class _SshHost(Host):
         super().__init__(name)
         self._engine = engine
         self._host: str | None = None
-        """Name of the host in taas.toml; None while no host is taken.
-
-        Each new connection looks up this name in the SSH configuration."""
+        """Name of the host in taas.toml; None while no host is taken."""
         self.connection: Connection | None = None
         self._command: HeartbeatCommand | None = None
         self._stop = threading.Event()
@@ -259,7 +251,7 @@ class _SshHost(Host):
         raise PoolError("\n".join([*failures.values(), *self._engine.notes()]))
 
     async def end(self) -> None:
-        """See `Host.end`. If `start` is still running, cancels `start` first."""
+        """See `Host.end`."""
         self._stop.set()
         if not self.start_task.done():
             if self.connection is not None:
@@ -295,7 +287,7 @@ class _SshHost(Host):
     def _start_host(self, host: str) -> None:
         """Connect to the host, install packages there if needed, and start an agent's supervisor.
 
-        Runs in a thread. `_begin_step` records each step, so that a message can name a slow step.
+        Runs in a thread.
         """
         pool, name = self._engine.pool, self.name
         self._begin_step("`ssh -G` is still reading its settings")

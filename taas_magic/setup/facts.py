@@ -1,11 +1,11 @@
 """Ask hosts for their facts before taas-magic runs there, and find the problems in the facts.
 
 The program `probe.py` is sent as text to the standard input of the host's own Python and returns
-the facts. `judge` is a pure function: it compares facts with what a run needs and returns findings,
-each with a remedy. `check` asks all hosts of pools in parallel.
+the facts. `judge` compares facts with what a run needs. `check` asks all hosts of pools in
+parallel.
 
 Kernels and pools import this module when they start, so it must load fast. It imports only
-`packaging.version`; the other modules of `packaging` take 30 ms, and only install.py imports them.
+`packaging.version`, because the other modules of `packaging` take 30 ms.
 """
 
 import importlib.metadata
@@ -43,10 +43,7 @@ MARK = "taas-magic says: "
 """Prefix of the line with the probe's result. A login script may print other lines first."""
 
 MIN_FREE_BYTES = 256 * 1024**2
-"""Minimum free bytes of the host's cache folder. With fewer bytes, a run cannot use the host.
-
-taas-magic's packages and the files of a run need this space.
-"""
+"""Minimum free bytes of the host's cache folder. With fewer bytes, a run cannot use the host."""
 
 LOW_FREE_BYTES = 2 * 1024**3
 """If the host's cache folder has fewer free bytes, a check of the host gives a warning."""
@@ -72,9 +69,6 @@ class Shell(Protocol):
     """Connection to a host, which can run commands and write files there.
 
     Each method blocks until it is done. On failure, it raises a `PoolError` that names the host.
-
-    Attributes:
-        host: Name of the host for the user.
     """
 
     host: str
@@ -159,8 +153,6 @@ class KernelVersions(Struct, frozen=True):
     """The versions of this process, which hosts must match.
 
     Attributes:
-        python: Version of Python.
-        torch: Version of torch.
         ours: Digest of taas-magic's own files.
     """
 
@@ -189,7 +181,7 @@ def of_this_machine(
     Args:
         host: Name of this machine for the user.
         packages: Distributions whose versions are reported.
-        mark: Path of a file in the project store. If this process can see the file, it shares the
+        mark: Path of a file in the project store, to find out whether this process shares the
             store; "" skips this check.
         modules: Top-level modules to check; those that are missing are reported.
     """
@@ -211,11 +203,11 @@ def ask_host(
         python: The interpreter on the host; None means `python3`.
         packages: Distributions whose versions are reported.
         modules: Top-level modules to check; those that are missing are reported.
-        mark: Path of a file in the project store, to find out whether the host shares the store;
-            "" skips this check.
+        mark: Path of a file in the project store, to find out whether the host shares the store; ""
+            skips this check.
 
     Raises:
-        PoolError: The interpreter does not exist or does not work. The message names the host.
+        PoolError: The interpreter does not exist or does not work.
     """
     arguments = {"packages": sorted(packages), "modules": sorted(modules), "mark": mark}
     begin = time.time()
@@ -239,11 +231,7 @@ class RequiredPackage:
 
     @property
     def pin(self) -> str:
-        """Requirement for pip, such as `zict==3.0.0`: exactly the version of this machine.
-
-        If the package is not installed on this machine, the requirement allows any of
-        `allowed`.
-        """
+        """Requirement for pip, such as `zict==3.0.0`: the version of this machine, if any."""
         return f"{self.name}=={self.version}" if self.version else f"{self.name}{self.allowed}"
 
     def is_met_by(self, version: str) -> bool:
@@ -271,8 +259,7 @@ class HostProblem:
     Attributes:
         level: ERROR if the host cannot be used. WARNING for a problem that the user sees once.
             REMARK for a problem that only a check of the hosts shows.
-        what: The problem. If a value on the host differs from the required value, the text has
-            both values.
+        what: The problem.
         todo: What to do; "" if nothing needs to be done.
     """
 
@@ -294,7 +281,6 @@ def judge(
     """Return all findings about a host, errors first.
 
     Args:
-        facts: The facts of the host.
         here: The versions that the host must match.
         gpus: Number of CUDA devices in taas.toml; None if taas.toml has none.
         interface: Network interface for ranks in taas.toml; None if taas.toml has none.
@@ -312,10 +298,9 @@ def judge(
 
 
 def refuse(all_facts: Iterable[HostFacts], here: KernelVersions) -> None:
-    """Raise an error if one of the hosts cannot execute a run.
+    """Raise PoolError if one of the hosts cannot execute a run.
 
-    Raises:
-        PoolError: At least one host has an error. The message lists hosts, errors and remedies.
+    The message lists hosts, errors and remedies.
     """
     lines = [
         f"host {facts.host}: {finding}"
@@ -394,9 +379,7 @@ def _warnings(
     """Yield findings about GPUs, the clock and package versions, which do not prevent a run.
 
     Args:
-        facts: The facts of the host.
         promised: Number of CUDA devices in taas.toml; None if taas.toml has none.
-        packages: Packages that taas-magic needs on a host.
     """
     if promised is not None and facts.gpus < promised:
         what = f"{facts.gpus} GPUs there, gpus = {promised} in taas.toml"
@@ -459,7 +442,6 @@ def check(
     """Check the hosts of pools in parallel. Can be interrupted at any time.
 
     Args:
-        pools: The pools to check.
         shells: Function that takes a pool and an event, and returns the pool's shells by host name
             (`Engine.shells`). `check` sets the event when it ends, to cancel shells that are still
             connecting.

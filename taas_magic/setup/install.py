@@ -1,9 +1,8 @@
 """Install the packages that an agent and its ranks need on a host.
 
-This module tries the host's own pip first. If pip fails, the module sends packages of this
-environment as one zip file. These packages may not work on a host with another processor or an
-older C library. For such a host, an error says what to install there. torch is never installed,
-because a host's torch must fit the host's GPUs.
+This module tries the host's own pip first. If pip fails, it sends packages of this environment as
+one zip file. If these packages may not work on the host, an error says what to install there. torch
+is never installed, because a host's torch must fit the host's GPUs.
 """
 
 import hashlib
@@ -61,10 +60,9 @@ DOWNLOAD_LIMIT_S = 300.0
 _SAID_LINES = 4
 
 _parsing = threading.Lock()
-"""Lock for parsing requirements.
+"""Lock for parsing requirements, which packaging parses with `ast`.
 
 On Python 3.11, `ast` fails if two threads parse at the same time (python/cpython#106905).
-packaging parses requirements with `ast`.
 """
 
 _making = threading.Lock()
@@ -133,15 +131,13 @@ def _wanted(name: str, allowed: SpecifierSet, here: InstalledPackage | None) -> 
 
 
 def prepare(shell: Shell, pool: PoolConfig) -> tuple[str, ...]:
-    """Prepare a host for an agent: install missing packages into its user's cache.
-
-    Blocks. If nothing has to be installed, this takes a fraction of a second.
+    """Prepare a host for an agent: install missing packages into its user's cache. Blocks.
 
     Returns:
         Entries for the agent's PYTHONPATH; empty if the agent needs none.
 
     Raises:
-        PoolError: The host cannot be used. The message names the host, the reason and the remedy.
+        PoolError: The host cannot be used.
     """
     here = this_kernel()
     facts = ask_host(shell, pool.python, packages_needed())
@@ -197,7 +193,7 @@ def install_package(
     """Install a package folder on a host: by the host's own pip, or else by sending the files.
 
     Raises:
-        PoolError: The folder could not be installed; the message says why.
+        PoolError: The folder could not be installed.
     """
     folder = posixpath.join(cache, "site", package_folder.name)
     if package_folder.pins:
@@ -237,9 +233,8 @@ def bundle_for(packages: Sequence[RequiredPackage], facts: HostFacts) -> bytes:
     """Return a zip file with packages for a host, laid out as a folder on `sys.path`.
 
     Raises:
-        PoolError: The packages of this machine may not work on the host, or this machine can
-            neither copy a package from its own environment nor download the package with pip. The
-            message says what the user must install on the host.
+        PoolError: The packages of this machine may not work on the host, or a package can neither
+            be copied from this environment nor downloaded with pip.
     """
     if why := why_unlike(facts):
         pins = [each.pin for each in packages]
@@ -287,9 +282,9 @@ def zipped(files: Mapping[str, bytes]) -> bytes:
 def installed_files(name: str) -> Files | None:
     """Return a package's files from this environment; None if they may not work on other machines.
 
-    A host can use the files if they come from a wheel for any Linux (PEP 600). A wheel that was
-    built on this machine may need libraries that only this machine has. The result is also None if
-    the package is not installed here.
+    Only files from a wheel for any Linux (PEP 600) work on other machines. A wheel that was built
+    on this machine may need libraries that only this machine has. The result is also None if the
+    package is not installed here.
     """
     if installed(name) is None:
         return None

@@ -1,9 +1,8 @@
 """Find the settings, known_hosts files and private keys with which ssh would connect to a host.
 
-A user who can run `ssh gpu1` can use `gpu1` in a pool. `find_target` asks `ssh -G` for the settings
-of a host, so OpenSSH itself reads the user's configuration. paramiko makes the connection:
-`KnownHosts` checks the host's key before anything secret is sent, then `UserKeys` offers the user's
-keys.
+`find_target` asks `ssh -G` for the settings of a host, so OpenSSH itself reads the user's
+configuration. paramiko makes the connection: `KnownHosts` checks the host's key before anything
+secret is sent, then `UserKeys` offers the user's keys.
 """
 
 import base64
@@ -46,7 +45,7 @@ MAX_JUMPS = 8
 """Maximum number of jump hosts on the way to a host."""
 
 CONNECT_TIMEOUT_S = 15.0
-"""Seconds to wait for a connection if the configuration does not say (`ConnectTimeout`)."""
+"""Seconds to wait for a connection if the configuration has no `ConnectTimeout`."""
 
 _HOST = re.compile(
     r"(?:ssh://)?(?:(?P<user>\S+)@)?(?:\[(?P<bracketed>[^\]]+)\]|(?P<name>[^:@\s]+))"
@@ -62,10 +61,7 @@ _TAIL_LINES = 5
 
 _AGENT_S = 5.0
 _ASK_KEYS, _KEYS = b"\0\0\0\1\x0b", b"\x0c"
-"""Messages of the ssh agent's protocol: a request for its keys, and the type byte of its answer.
-
-The request begins with its length, in four bytes.
-"""
+"""Messages of the ssh agent's protocol: a request for its keys, and the type byte of its answer."""
 
 _USUAL_KEYS = tuple(
     f"~/.ssh/id_{kind}"
@@ -94,11 +90,8 @@ class SshTarget:
     Attributes:
         label: The host as the user wrote it.
         hostname: Name or address to connect to.
-        port: Port of the host's sshd.
-        user: Name of the user to log in as.
         known_as: Name under which known_hosts files list the host's key.
-        identity_files: Paths of the private keys to offer: those in the configuration, else the
-            usual ones in ~/.ssh that exist.
+        identity_files: Paths of the private keys to offer.
         identities_only: Whether to offer only the keys of `identity_files`, even if the ssh agent
             has more.
         known_hosts: Paths of the known_hosts files; the user's come first.
@@ -107,7 +100,7 @@ class SshTarget:
             to the host; None if there is none.
         connect_timeout_s: Maximum seconds until the connection is open.
         adds_new_keys: Whether the key of a host that no known_hosts file lists is accepted, and
-            added to the first of these files (`StrictHostKeyChecking accept-new` or `no`).
+            added to the first of these files.
     """
 
     label: str
@@ -135,10 +128,9 @@ class SshTarget:
 
 
 def unread_config(config_file: str | None) -> str:
-    """Return a note if an SSH configuration file is ignored because no `ssh` is installed; else "".
+    """Return a note if an SSH configuration file is ignored because no `ssh` is installed.
 
-    Args:
-        config_file: See `find_target`.
+    The note is "" if there is no such file, or if `ssh` is installed.
     """
     name = config_file or "~/.ssh/config"
     if shutil.which("ssh") or not os.path.exists(_expand_home(name)):
@@ -158,8 +150,8 @@ def find_target(
 ) -> SshTarget:
     """Return the `SshTarget` of a host, as `ssh` would connect to it.
 
-    Blocks. `ssh -G` gives the settings of the host and of each jump host. If no `ssh` is installed,
-    the user and the port in `host` count, and all other settings are OpenSSH's defaults.
+    Blocks. If no `ssh` is installed, only the user and the port in `host` count. All other settings
+    are OpenSSH's defaults.
 
     Args:
         host: The host, such as `gpu1`, `me@gpu3:2222`, `[fe80::1]:22` or `ssh://gpu1`.
@@ -167,8 +159,7 @@ def find_target(
             and the system's.
         stop: Event that the caller sets to cancel; the call then raises within about 0.1 s.
         jumps: Jump hosts on the way to `host`, as with `ssh -J`; "" for those in the configuration.
-        through: The hosts for which `host` is a jump host. If `host` is among them, the jump hosts
-            form a circle.
+        through: The hosts for which `host` is a jump host.
 
     Raises:
         UsageError: `host` has none of the forms above, the jump hosts form a circle, or there are
@@ -238,8 +229,6 @@ def _ask_ssh(host: str, command: Sequence[str], stop: threading.Event) -> _Setti
 
     Args:
         host: The host as the user wrote it, for messages.
-        command: The command as a list of words.
-        stop: See `find_target`.
 
     Raises:
         PoolError: The command failed, or printed no settings within `_SSH_S`.
@@ -298,7 +287,6 @@ def _tokens(settings: _Settings, name: str, alias: str | None) -> dict[str, str]
     """Return the values of ssh's `%` tokens. In most settings, `ssh -G` does not expand them.
 
     Args:
-        settings: The host's settings.
         name: The host's name as the user wrote it, without user and port.
         alias: The host's `HostKeyAlias`.
     """
@@ -323,7 +311,7 @@ def _expand_tokens(text: str, tokens: Mapping[str, str]) -> str:
 
 
 def _expand_home(path: str) -> str:
-    """Expand a leading `~` as ssh does: to the home folder in the user database, not to `$HOME`."""
+    """Expand a leading `~` to the home folder that `_home` returns."""
     return _home() + path[1:] if path.startswith("~/") else os.path.expanduser(path)
 
 
@@ -349,10 +337,6 @@ def _identity_files(values: Sequence[str], tokens: Mapping[str, str]) -> tuple[s
     """Return the paths of the identity files, with `~`, variables and tokens expanded.
 
     A file in `_USUAL_KEYS` is left out if it does not exist.
-
-    Args:
-        values: Values of the setting IdentityFile.
-        tokens: Values of ssh's `%` tokens.
     """
     found = []
     for value in filter(_is_set, values):
@@ -367,15 +351,12 @@ class KnownHosts(MissingHostKeyPolicy):
     """Policy that accepts a host's key if the user's known_hosts files list the key.
 
     For any other key, the policy raises PoolError. There is one exception: if the target has
-    `adds_new_keys`, and no file lists any key of the host, the policy accepts and stores the key.
-
-    A key that differs from the listed one is never accepted, whatever StrictHostKeyChecking says.
-    ssh can be set to continue with such a key, but then it forwards no ports, which a pool needs.
+    `adds_new_keys`, and no file lists any key of the host, the policy accepts and stores the key. A
+    key that differs from the listed one is never accepted, whatever StrictHostKeyChecking says.
 
     The policy replaces paramiko's own check, which does not support patterns (`*.lab`), and fails
-    on lines with a marker (`@revoked`). The error of that check names neither the file nor a
-    remedy. paramiko's client gets no list of host keys, so the client passes every key to this
-    policy.
+    on lines with a marker (`@revoked`). paramiko's client gets no list of host keys, so the client
+    passes every key to this policy.
     """
 
     def __init__(self, target: SshTarget) -> None:
@@ -425,11 +406,8 @@ class KnownHosts(MissingHostKeyPolicy):
     def missing_host_key(self, client: SSHClient, hostname: str, key: PKey) -> None:
         """Check the key that a host has shown; called by paramiko.
 
-        If `adds_new_keys` allows it, an unknown key is stored instead of refused.
-
         Raises:
-            PoolError: The key is unknown, revoked, or not the one in known_hosts. The message has
-                the key's fingerprint and a remedy.
+            PoolError: The key is unknown, revoked, or not the one in known_hosts.
         """
         target = self._target
         shown = (
@@ -504,7 +482,6 @@ def _how_to_accept(target: SshTarget, key: PKey, *commands: str) -> str:
     """Return text for the user: how to verify a host's key, and the commands that accept it.
 
     Args:
-        target: The host.
         key: The key that the host has shown.
         *commands: Commands to run before the key is accepted, such as one that removes an old key.
     """
@@ -527,10 +504,7 @@ def _how_to_accept(target: SshTarget, key: PKey, *commands: str) -> str:
 
 
 class UserKeys(AuthStrategy):
-    """Strategy that offers the user's keys to a host, until the host accepts a key.
-
-    The keys of the ssh agent come first, then those in files.
-    """
+    """Strategy that offers the user's keys to a host, until the host accepts a key."""
 
     def __init__(self, target: SshTarget) -> None:
         super().__init__(ssh_config=SSHConfig())
@@ -577,7 +551,6 @@ class _OfferedKey(AuthSource):
     """A key to offer to a host.
 
     Args:
-        user: Name of the user to log in as.
         name: Path of the key's file, or a description of the agent's key; messages show it.
         key: The agent's key; None to read the file `name` when the key is offered.
     """

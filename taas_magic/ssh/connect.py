@@ -1,8 +1,7 @@
 """SSH connections to hosts: run commands, write files, and forward ports back to this machine.
 
 This module opens the socket, and paramiko's SSHClient does the handshake over it. To cancel an
-attempt at any moment, this module closes the socket. Each error names the host, the failed step
-and what to do.
+attempt at any moment, this module closes the socket.
 """
 
 import contextlib
@@ -50,7 +49,7 @@ _ENDED = SSHException, OSError, EOFError
 _TCP_RTO_MAX_MS = 44
 """Number of Linux's socket option for the maximum time, in ms, between retransmissions.
 
-The option is in linux/tcp.h since Linux 6.15. Python's socket module has no constant for it.
+The option exists since Linux 6.15. Python's socket module has no constant for it.
 """
 _RELAY_CHUNK_BYTES = 1 << 16
 _LONGEST_LINE = 4096
@@ -82,7 +81,6 @@ class Connection:
     """An authenticated connection to a host. Every method may be called from any thread.
 
     Args:
-        target: Address and settings of the host.
         client: Client with an open transport.
         undo: Exit stack with the callbacks that close the connection and its jump connections.
 
@@ -251,7 +249,7 @@ class _Deadline:
 
         Raises:
             ConnectStopped: `stop` is set.
-            PoolError: The time is over. The message names the host and the step.
+            PoolError: The time is over.
         """
         if self.stop.is_set():
             raise ConnectStopped
@@ -264,10 +262,10 @@ class _Deadline:
 
 @contextmanager
 def _handshake_slot(deadline: _Deadline) -> Iterator[None]:
-    """Run a `with` block while at most `_AT_ONCE` threads connect to the target's sshd.
+    """Wait until fewer than `_AT_ONCE` threads connect to the target's sshd; then run the block.
 
-    First wait until fewer threads connect to this sshd. Without the limit, all threads that connect
-    through the same jump host would connect to its sshd at once.
+    Without the limit, all threads that connect through the same jump host would connect to its sshd
+    at once.
     """
     turn = _handshake_slots.setdefault(deadline.target.address, threading.Semaphore(_AT_ONCE))
     while not turn.acquire(timeout=_TICK_S):
@@ -323,7 +321,6 @@ def _open_stream(
 ) -> socket.socket | Channel:
     """Open a byte stream to a host's sshd, as the settings of the target require.
 
-    The stream is a TCP connection, a channel through a jump host, or a socket to a ProxyCommand.
     This function adds callbacks that close the stream to `undo`.
     """
     if target.proxy_command and target.jump is None:
@@ -365,11 +362,7 @@ def _program(command: str, undo: ExitStack) -> socket.socket:
 
 
 def _end(program: "subprocess.Popen[bytes]") -> None:
-    """Send SIGTERM to a ProxyCommand, and SIGKILL if it does not exit within `_END_S` seconds.
-
-    SIGTERM lets the program clean up. For example, it may have to close a session of a service
-    through which it connects.
-    """
+    """Send SIGTERM to a ProxyCommand, and SIGKILL if it does not exit within `_END_S` seconds."""
     program.terminate()
     try:
         program.wait(_END_S)
@@ -383,8 +376,7 @@ def _dial(
 ) -> socket.socket:
     """Open a TCP connection to the host, and try all of its addresses in turn.
 
-    Each address gets an equal part of the remaining time, so that one silent address does not use
-    up the time of the others.
+    Each address gets an equal part of the remaining time.
 
     Raises:
         PoolError: The name cannot be resolved, no address can be reached, or the time is over.
@@ -420,8 +412,7 @@ def _connect(
     Args:
         sock: Unconnected socket; blocking again after the call.
         address: Address from `getaddrinfo`.
-        deadline: Deadline of the connection attempt.
-        limit_s: Maximum seconds for this address; if None, only `deadline` limits the time.
+        limit_s: Maximum seconds for this address; None for no limit except `deadline`.
 
     Returns:
         An error number; 0 for success.
@@ -445,7 +436,7 @@ def _notice_silence(sock: socket.socket, silence_s: float) -> None:
     """Make the system close a connection if the other end does not answer for `silence_s` seconds.
 
     paramiko's keepalive sends messages but does not check for answers. So this function sets TCP's
-    own timeout: TCP knows whether the other end has acknowledged the sent bytes.
+    own timeout.
 
     By default, TCP doubles the time between its attempts to send a lost packet. So over a bad link,
     a host could receive nothing for longer than its lease. On Linux 6.15 and newer, this function
@@ -464,12 +455,11 @@ class HeartbeatCommand:
     """A running command that gets an empty line on its standard input at regular intervals.
 
     Args:
-        connection: Connection to the host.
         command: Command line for the host's shell.
-        first_line: First input of the command. It may contain secrets, because `ps` shows only a
-            command's arguments, not its input.
+        first_line: First input of the command. It may contain secrets, because `ps` does not show
+            it.
         beat_s: Seconds from one empty line to the next.
-        log: Function that is called with each line of the command's output, except empty lines.
+        log: Called with each line of the command's output, except empty lines.
 
     Attributes:
         has_output: Whether the command has written anything, even if only an empty line.
@@ -520,10 +510,7 @@ class HeartbeatCommand:
                 self._channel.sendall(b"\n")
 
     def _read(self) -> None:
-        """Log the lines of the command's output, and keep the last ones, until the output ends.
-
-        Runs in a thread of its own.
-        """
+        """Log the lines of the command's output, and keep the last ones, until the output ends."""
         output = self._channel.makefile("rb")
         with contextlib.suppress(*_ENDED):
             while line := output.readline(_LONGEST_LINE):
@@ -553,8 +540,7 @@ def open_tunnel(connection: Connection, host: str, port: int) -> int:
     """Forward a loopback port of the connected host to the server at (`host`, `port`).
 
     The tunnel lasts as long as the connection, or until `close_tunnel`. Every user of the connected
-    host may use the tunnel, so the server must authenticate its clients. Servers of pools and farms
-    use TLS with certificates on both sides.
+    host may use the tunnel, so the server must authenticate its clients.
 
     Args:
         connection: Connection to the host.
@@ -597,13 +583,11 @@ def open_tunnel(connection: Connection, host: str, port: int) -> int:
 def close_tunnel(connection: Connection, port: int) -> None:
     """Stop forwarding `port` of the connected host; connections that exist already stay open.
 
-    The tunnel leads from `port` on the host to a server on this machine. Call this function when
-    the server has ended. Another program may get the
-    server's port on this machine, and the tunnel would lead to that program. paramiko's own
-    function is not used because it stops all forwarded ports of the connection.
+    Call this function when the server on this machine has ended. Otherwise, the tunnel would lead
+    to any program that gets the server's port. paramiko's own function is not used because it stops
+    all forwarded ports of the connection.
 
     Args:
-        connection: Connection to the host.
         port: The forwarded port on the connected host, as returned by `open_tunnel`.
     """
     connection.tunnels.pop(port, None)
