@@ -1,8 +1,5 @@
 """The base classes of engines. An engine gets hosts for a pool.
 
-An engine opens the pool's Dask scheduler, and the agents of its hosts connect to that scheduler.
-The controller does everything else in the same way for every engine.
-
 To add an engine, write a subclass of `Engine`, and add it to `_ENGINES`. If the engine starts each
 host itself, write a subclass of `HostsEngine` instead. An engine's module must not import Dask at
 module level: a kernel calls `capacity`, and the pool's process calls `prepare`, before Dask is
@@ -46,7 +43,7 @@ LOG_LINES = 15
 
 
 class Engine(ABC):
-    """The engine of one pool, which gets the pool's hosts.
+    """The engine of one pool, which opens the pool's Dask scheduler and gets the pool's hosts.
 
     A kernel calls `capacity`, `shells` and `notes`. The pool's process calls the other methods.
 
@@ -77,9 +74,9 @@ class Engine(ABC):
         """
 
     def prepare(self) -> None:
-        """Start processes that do not need Dask, before the pool's process imports Dask.
+        """Start processes that do not need Dask, while the pool's process still imports Dask.
 
-        Does not block.
+        This method does not block.
         """
         return
 
@@ -228,8 +225,7 @@ class HostsEngine(Engine):
         """See `Engine.request_hosts`.
 
         Starts the missing hosts in background tasks. If hosts of earlier calls failed to start,
-        this method raises one PoolError with all failures and forgets the failed hosts. The next
-        call replaces them.
+        raises one PoolError with all failures; the next call replaces the failed hosts.
         """
         while len(self.hosts) < count and not self._is_over:
             host = self.make_host(self.new_name())

@@ -68,8 +68,7 @@ class DaskClassEngine(Engine):
     def capacity(self) -> HostCapacity:
         """Return the GPUs and cores of one host, as taas.toml specifies them.
 
-        By default, the result is 0 GPUs and the number of cores of this machine, because the hosts
-        have not been allocated yet.
+        The default is 0 GPUs and the number of cores of this machine.
         """
         cores = self.pool.cores or self.pool.options.get("cores") or probe.cores()
         return HostCapacity(self.pool.gpus or 0, int(cores))
@@ -116,8 +115,7 @@ class DaskClassEngine(Engine):
     async def request_hosts(self, count: int) -> list[str]:
         """See `Engine.request_hosts`. Also queries the batch system about missing hosts.
 
-        If the caller is cancelled, the request continues, so that the engine still records the host
-        that it is just requesting.
+        If the caller is cancelled, the request continues, so that no requested host is forgotten.
         """
         return await asyncio.shield(self._request_hosts(count))
 
@@ -128,8 +126,8 @@ class DaskClassEngine(Engine):
             The lines of `Vehicles.describe_awaited`.
 
         Raises:
-            PoolError: A worker could not be started, or a worker's batch job ended before the
-                worker's agent joined.
+            PoolError: A worker could not be started, or its batch job ended before its agent
+                joined.
         """
         from distributed import Status
 
@@ -159,8 +157,7 @@ class DaskClassEngine(Engine):
     def is_starting(self) -> bool:
         """Return whether any host's Dask worker has joined, but its agent has not.
 
-        Such a host counts as making progress (see `Engine.is_starting`), because the supervisor
-        ends the host if the agent is stuck.
+        Such a host counts as making progress, because the supervisor ends it if the agent is stuck.
         """
         requested = set(map(str, self._cluster.worker_spec))
         joined = {str(worker.name) for worker in self._cluster.scheduler.workers.values()}
@@ -201,7 +198,6 @@ def _find_class(pool: PoolConfig) -> Any:
 
 
 def _accepted_arguments(cluster_class: type, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keyword arguments in `values` that a class accepts."""
     parameters = inspect.signature(cluster_class).parameters
     if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
         return dict(values)
@@ -278,7 +274,7 @@ def _scheduler_place(cluster: "SpecCluster") -> dict[str, Any]:
 def _make_workers_start_agents(scheduler: Any, pool: PoolConfig, keys: "Keys") -> Any:
     """Make every vehicle (plain Dask worker) of `scheduler` start an agent; return the scheduler.
 
-    Also add a handler to the scheduler that gives each new agent its name and certificate.
+    Each agent gets its name and certificate from a new handler of the scheduler.
     """
     from distributed.protocol.pickle import dumps
 
@@ -441,10 +437,7 @@ def find_system(name: str) -> BatchSystem | None:
 
 
 def output_tail(folder: Path, job_id: str) -> str:
-    """Return the last lines of a batch job's output file and its path; "" if there is no file.
-
-    The output file is the newest file with the job's number in its name that is not empty.
-    """
+    """Return the last lines of a batch job's newest output file, and the file's path, or ""."""
     number = job_id.partition(".")[0]
     named = re.compile(rf"(?<!\d){re.escape(number)}(?!\d)")
     files = [file for file in folder.glob("*") if named.search(file.name) and file.stat().st_size]
@@ -496,7 +489,6 @@ class Vehicles:
         of the last query.
 
         Args:
-            requested: Names of all requested Dask workers.
             up: Names of the Dask workers that have joined the pool's scheduler.
             agents: Names of the Dask workers whose agents have joined the pool.
 

@@ -72,9 +72,9 @@ class Peer(NamedTuple):
 class Keys:
     """The keys and certificates of one pool, which the pool's process creates when it starts.
 
-    Every method returns keyword arguments for dask's `Security`, which contain private keys. So
-    they are stored only in files that the user alone can read (0600), and are sent only over
-    standard input or TLS.
+    Every method returns keyword arguments for dask's `Security`, which contain private keys. Store
+    them only in files that the user alone can read (0600), and send them only over standard input
+    or TLS.
     """
 
     def __init__(self) -> None:
@@ -103,9 +103,9 @@ class Keys:
         """Return the options for a Dask cluster class and its workers.
 
         Args:
-            talks: Whether a worker consists of processes that connect to each other, as with Dask's
-                nannies. If so, any worker can also connect to any other worker, because all workers
-                share one certificate.
+            talks: Whether processes of a worker connect to each other, as with Dask's nannies. If
+                so, any worker can also connect to any other worker, because all workers share one
+                certificate.
         """
         trusted = self._pool[0] + (self._carriers.certificate if talks else "")
         return security(trusted, client=self._kernel, worker=self._vehicle)

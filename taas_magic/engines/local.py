@@ -22,19 +22,13 @@ from taas_magic.messages import AgentSettings, to_json
 from taas_magic.plan import HostCapacity
 
 START_FAILED_S = 1.5
-"""Seconds for which a problem of a starting host, such as a stopped process, must last.
-
-Then the start fails.
-"""
+"""Maximum seconds for which a starting host may have a problem, such as a stopped process."""
 
 _LOOK_S = 0.5
 
 
 class LocalEngine(HostsEngine):
-    """Engine whose hosts are on this machine. It starts a supervisor for each host.
-
-    The supervisor then starts the host's agent.
-    """
+    """Engine whose hosts are on this machine. It starts a supervisor for each host."""
 
     def __init__(self, pool: PoolConfig) -> None:
         super().__init__(pool)
@@ -46,10 +40,7 @@ class LocalEngine(HostsEngine):
         return HostCapacity(gpus, self.pool.cores or probe.cores())
 
     def prepare(self) -> None:
-        """Start the first host's supervisor early, while this process imports Dask.
-
-        The supervisor's own slow imports need no scheduler.
-        """
+        """Start the first host's supervisor early, while this process imports Dask."""
         self._started.append(self.take_supervisor())
 
     def take_supervisor(self) -> subprocess.Popen[bytes]:
@@ -158,8 +149,7 @@ class _LocalHost(Host):
     async def why_lost(self) -> str:
         """End the host and return "", because the reason is unknown; see `Host.why_lost`.
 
-        When this method returns, the old rank 0 can no longer write to the project store. So the
-        next attempt can start another rank 0.
+        When this method returns, the host's rank 0 can no longer write to the project store.
         """
         await self.end()
         return ""

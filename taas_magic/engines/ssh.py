@@ -44,9 +44,7 @@ _T = TypeVar("_T")
 
 
 class SshEngine(HostsEngine):
-    """Engine that reaches its hosts over SSH. It starts a supervisor on each host.
-
-    The supervisor then starts the host's agent.
+    """Engine that reaches its hosts over SSH, and starts a supervisor on each host.
 
     Attributes:
         config_file: SSH configuration file that the pool names; None for ssh's usual files.
@@ -90,9 +88,6 @@ class SshEngine(HostsEngine):
         """Ask all hosts; return the first response, because the hosts of a pool are alike.
 
         An interrupt ends the wait at once, because the connections run in other threads.
-
-        Raises:
-            PoolError: No host gave a response.
         """
         stop = threading.Event()
 
@@ -120,11 +115,7 @@ class SshEngine(HostsEngine):
 
     @asynccontextmanager
     async def tunnel(self, agent: str, address: str) -> AsyncIterator[str]:
-        """See `Engine.tunnel`. The host reaches this machine through the SSH connection.
-
-        Raises:
-            PoolError: The host is gone, or its sshd forwards no ports.
-        """
+        """See `Engine.tunnel`. The host reaches this machine through the SSH connection."""
         host = self.hosts.get(agent)
         connection = host.connection if isinstance(host, _SshHost) else None
         if connection is None:
@@ -139,7 +130,6 @@ class SshEngine(HostsEngine):
         """Take a free host. If none is free, wait for hosts that are being returned.
 
         Args:
-            excluded: Hosts that must not be chosen.
             stop: Event that the caller sets to end the wait.
 
         Returns:
@@ -158,7 +148,6 @@ class SshEngine(HostsEngine):
         """Call `end` in a thread; then append `host` to the list of free hosts.
 
         Args:
-            host: The host, as taas.toml names it.
             end: Ends everything that runs on the host; may block.
         """
         self._leaving += 1
@@ -179,16 +168,7 @@ class SshEngine(HostsEngine):
 
 @contextmanager
 def _shell(host: str, config_file: str | None, stop: threading.Event) -> Iterator[Shell]:
-    """Connect to a host, yield the connection as a shell, and close the connection at the end.
-
-    Args:
-        host: The host, as taas.toml names it.
-        config_file: See `find_target`.
-        stop: See `find_target`.
-
-    Raises:
-        PoolError: The connection failed.
-    """
+    """Connect to a host, yield the connection as a shell, and close the connection at the end."""
     try:
         connection = connect(find_target(host, config_file, stop), stop)
     except PoolError as error:
@@ -202,7 +182,7 @@ def _shell(host: str, config_file: str | None, stop: threading.Event) -> Iterato
 
 
 class _SshHost(Host):
-    """A host that is reached over SSH; the host runs a supervisor and an agent."""
+    """A host that is reached over SSH."""
 
     def __init__(self, engine: SshEngine, name: str) -> None:
         super().__init__(name)
@@ -217,7 +197,7 @@ class _SshHost(Host):
     async def start(self) -> None:
         """Start an agent on a free host of the pool; return when the host can start ranks.
 
-        If a host fails, this method tries the next free host.
+        If a host fails, try the next free host.
 
         Raises:
             PoolError: No free host could be started, or `end` was called.
@@ -265,10 +245,7 @@ class _SshHost(Host):
         return f"host {self._host}: {self._doing}" if slow and self._host else ""
 
     async def why_lost(self) -> str:
-        """See `Host.why_lost`.
-
-        The reason is the error of the SSH connection, or the last line that the supervisor wrote.
-        """
+        """See `Host.why_lost`."""
         command, connection = self._command, self.connection
         if command is None or connection is None:
             return ""
@@ -354,7 +331,7 @@ class _SshHost(Host):
             await asyncio.sleep(_POLL_S)
 
     async def _release_host(self) -> None:
-        """End everything that runs on the host, close the connection, and make the host free."""
+        """End everything that runs on the host, close the connection, and mark the host as free."""
         host, self._host = self._host, None
         if host is not None:
             await self._engine.return_host(host, self._end)

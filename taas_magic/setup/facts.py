@@ -1,8 +1,7 @@
 """Ask hosts for their facts before taas-magic runs there, and find the problems in the facts.
 
 The program `probe.py` is sent as text to the standard input of the host's own Python and returns
-the facts. `judge` compares facts with what a run needs. `check` asks all hosts of pools in
-parallel.
+the facts.
 
 Kernels and pools import this module when they start, so it must load fast. It imports only
 `packaging.version`, because the other modules of `packaging` take 30 ms.
@@ -52,7 +51,7 @@ CLOCK_S = 60.0
 """Maximum seconds by which a host's clock may differ from this machine's without a warning."""
 
 MAX_AT_ONCE = 64
-"""Maximum number of hosts that `check` asks for their facts at the same time."""
+"""Maximum number of hosts that `check` asks at the same time."""
 
 _TAIL_LINES = 5
 
@@ -102,11 +101,8 @@ def call_probe(
     """Call a function of `probe` in the host's own Python; return its result as JSON.
 
     Args:
-        shell: The connection to the host.
         python: The interpreter on the host; None means `python3`.
-        function: Name of the function.
         arguments: Keyword arguments of the function, plain JSON values.
-        timeout_s: Seconds that the call may take.
 
     Raises:
         PoolError: The interpreter does not exist, or the program failed.
@@ -129,8 +125,7 @@ def call_probe(
 def _program(function: str, arguments: Mapping[str, object]) -> bytes:
     """Return a program that calls a function of `probe` and prints its result as JSON.
 
-    Every Python since 2.6 can parse the program. A Python that is too old for `probe` reports its
-    version.
+    Every Python since 2.6 can parse it. A Python that is too old for `probe` reports its version.
     """
     source = Path(probe.__file__).read_text(encoding="utf-8")
     lines = [
@@ -179,7 +174,6 @@ def of_this_machine(
     """Return the facts of this machine and this Python.
 
     Args:
-        host: Name of this machine for the user.
         packages: Distributions whose versions are reported.
         mark: Path of a file in the project store, to find out whether this process shares the
             store; "" skips this check.
@@ -196,13 +190,10 @@ def ask_host(
     modules: Iterable[str] = (),
     mark: str = "",
 ) -> HostFacts:
-    """Return the facts of a host. The host needs only a Python.
+    """Return the facts of a host, which needs only a Python. See `of_this_machine`.
 
     Args:
-        shell: The connection to the host.
         python: The interpreter on the host; None means `python3`.
-        packages: Distributions whose versions are reported.
-        modules: Top-level modules to check; those that are missing are reported.
         mark: Path of a file in the project store, to find out whether the host shares the store; ""
             skips this check.
 
@@ -231,7 +222,7 @@ class RequiredPackage:
 
     @property
     def pin(self) -> str:
-        """Requirement for pip, such as `zict==3.0.0`: the version of this machine, if any."""
+        """Requirement for pip: this machine's version, such as `zict==3.0.0`, if it has one."""
         return f"{self.name}=={self.version}" if self.version else f"{self.name}{self.allowed}"
 
     def is_met_by(self, version: str) -> bool:
@@ -259,7 +250,6 @@ class HostProblem:
     Attributes:
         level: ERROR if the host cannot be used. WARNING for a problem that the user sees once.
             REMARK for a problem that only a check of the hosts shows.
-        what: The problem.
         todo: What to do; "" if nothing needs to be done.
     """
 
@@ -281,10 +271,8 @@ def judge(
     """Return all findings about a host, errors first.
 
     Args:
-        here: The versions that the host must match.
         gpus: Number of CUDA devices in taas.toml; None if taas.toml has none.
         interface: Network interface for ranks in taas.toml; None if taas.toml has none.
-        packages: Packages that taas-magic needs on a host.
     """
     if major_minor(facts.python) != major_minor(here.python) or not facts.system:
         return [_other_python(facts, here)]  # the other facts describe the wrong interpreter
@@ -298,10 +286,7 @@ def judge(
 
 
 def refuse(all_facts: Iterable[HostFacts], here: KernelVersions) -> None:
-    """Raise PoolError if one of the hosts cannot execute a run.
-
-    The message lists hosts, errors and remedies.
-    """
+    """Raise PoolError with all errors and remedies if one of the hosts cannot execute a run."""
     lines = [
         f"host {facts.host}: {finding}"
         for facts in all_facts
@@ -313,7 +298,6 @@ def refuse(all_facts: Iterable[HostFacts], here: KernelVersions) -> None:
 
 
 def _other_python(facts: HostFacts, here: KernelVersions) -> HostProblem:
-    """Return the finding about a host whose Python has another minor version than this kernel's."""
     return HostProblem(
         ERROR,
         f"Python {facts.python} there, {here.python} in this kernel: it cannot read the pickles of "
@@ -410,7 +394,6 @@ class HostCheck:
     """The result of checking one host of a pool.
 
     Attributes:
-        pool: Name of the pool.
         host: Name of the host, as shown to the user; "" if the pool has no host that is up.
         facts: The facts of the host; None if it did not answer.
         findings: Problems, errors first.
@@ -445,8 +428,6 @@ def check(
         shells: Function that takes a pool and an event, and returns the pool's shells by host name
             (`Engine.shells`). `check` sets the event when it ends, to cancel shells that are still
             connecting.
-        here: The versions that hosts must match.
-        packages: Packages that taas-magic needs on a host.
         mark: Path of a file in the project store, to find out whether hosts share the store; ""
             skips this check.
         modules: Top-level modules that a host must have.
@@ -491,6 +472,6 @@ def check_facts(
     here: KernelVersions,
     packages: Mapping[str, RequiredPackage],
 ) -> HostCheck:
-    """Check the facts of a host, as `judge` does, by the settings of the host's pool."""
+    """Check the facts of a host by the settings of its pool (`judge`)."""
     found = judge(facts, here, pool.gpus, pool.interface, packages)
     return HostCheck(pool.name, facts.host, facts, tuple(found))

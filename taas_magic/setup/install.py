@@ -97,8 +97,7 @@ def packages_needed(
     the host's Python has the same minor version.
 
     Args:
-        find: Function that takes the canonical name of a package, and returns its version and
-            requirements; None if the package is not installed here.
+        find: Function that looks up a package of this environment by its canonical name.
 
     Raises:
         PoolError: taas-magic itself is not installed here, so its requirements are unknown.
@@ -170,8 +169,7 @@ def needed_package_folders(facts: HostFacts, here: KernelVersions) -> list[Packa
     """Return the package folders that a host needs on PYTHONPATH.
 
     There is a folder for dependencies that the host lacks, and a folder for taas-magic if the host
-    has other files of taas-magic than this machine. The host's cache may already contain these
-    folders.
+    has other files of taas-magic than this machine.
     """
     package_folders = []
     missing = lacking(packages_needed(), facts)
@@ -249,11 +247,7 @@ def bundle_for(packages: Sequence[RequiredPackage], facts: HostFacts) -> bytes:
 
 
 def why_unlike(facts: HostFacts) -> str:
-    """Return the reason why packages of this machine may not work on a host; "" if there is none.
-
-    The packages should work if the host has the same kind of processor, and the same C library or a
-    newer glibc.
-    """
+    """Return why packages of this machine may not work on a host; "" if they should work."""
     machine, glibc = platform.machine(), probe.glibc()
     if facts.machine != machine:
         return f"its processor is {facts.machine}, but this machine's is {machine}"
@@ -282,9 +276,8 @@ def zipped(files: Mapping[str, bytes]) -> bytes:
 def installed_files(name: str) -> Files | None:
     """Return a package's files from this environment; None if they may not work on other machines.
 
-    Only files from a wheel for any Linux (PEP 600) work on other machines. A wheel that was built
-    on this machine may need libraries that only this machine has. The result is also None if the
-    package is not installed here.
+    Only files from a wheel for any Linux (PEP 600) work on other machines. The result is also None
+    if the package is not installed here.
     """
     if installed(name) is None:
         return None
@@ -307,8 +300,7 @@ def installed_files(name: str) -> Files | None:
 def downloaded(pins: Sequence[str], facts: HostFacts) -> Files:
     """Download wheels for a host with this machine's pip, and return their files except programs.
 
-    The wheels fit this machine, so call this function only if `why_unlike` gives no reason. The
-    files stay in this machine's cache for the next host.
+    The wheels fit this machine, so call this function only if `why_unlike` gives no reason.
 
     Raises:
         PoolError: pip is missing, reaches no index, or the index has no such wheel.

@@ -98,7 +98,6 @@ class SshTarget:
         jump: Jump host through which the connection goes; None for a direct connection.
         proxy_command: Shell command of a program whose standard input and output are the connection
             to the host; None if there is none.
-        connect_timeout_s: Maximum seconds until the connection is open.
         adds_new_keys: Whether the key of a host that no known_hosts file lists is accepted, and
             added to the first of these files.
     """
@@ -213,7 +212,6 @@ def find_target(
 
 
 def _settings_without_ssh(name: str, user: str | None, port: str | None) -> _Settings:
-    """Return the settings of a host if no `ssh` is installed: OpenSSH's defaults."""
     return {
         "hostname": [name],
         "user": [user or user_name()],
@@ -226,9 +224,6 @@ def _settings_without_ssh(name: str, user: str | None, port: str | None) -> _Set
 
 def _ask_ssh(host: str, command: Sequence[str], stop: threading.Event) -> _Settings:
     """Run `ssh -G` for a host and return the settings that it prints.
-
-    Args:
-        host: The host as the user wrote it, for messages.
 
     Raises:
         PoolError: The command failed, or printed no settings within `_SSH_S`.
@@ -288,7 +283,6 @@ def _tokens(settings: _Settings, name: str, alias: str | None) -> dict[str, str]
 
     Args:
         name: The host's name as the user wrote it, without user and port.
-        alias: The host's `HostKeyAlias`.
     """
     here = socket.gethostname()
     return {
@@ -311,7 +305,6 @@ def _expand_tokens(text: str, tokens: Mapping[str, str]) -> str:
 
 
 def _expand_home(path: str) -> str:
-    """Expand a leading `~` to the home folder that `_home` returns."""
     return _home() + path[1:] if path.startswith("~/") else os.path.expanduser(path)
 
 
@@ -355,8 +348,7 @@ class KnownHosts(MissingHostKeyPolicy):
     key that differs from the listed one is never accepted, whatever StrictHostKeyChecking says.
 
     The policy replaces paramiko's own check, which does not support patterns (`*.lab`), and fails
-    on lines with a marker (`@revoked`). paramiko's client gets no list of host keys, so the client
-    passes every key to this policy.
+    on lines with a marker (`@revoked`).
     """
 
     def __init__(self, target: SshTarget) -> None:
@@ -378,10 +370,7 @@ class KnownHosts(MissingHostKeyPolicy):
                         self._add(path, " ".join(line.split()))
 
     def _add(self, path: str, line: str) -> None:
-        """Record a line of the known_hosts file `path` if it lists a key of the host.
-
-        Lines with the marker `@revoked` are recorded for all hosts.
-        """
+        """Record a line of the known_hosts file `path` if it lists a key of the host."""
         if line.startswith("@revoked"):
             self._revoked.append(line)
         elif line and line[0] not in "#@" and (entry := HostKeyEntry.from_line(line)):
@@ -435,10 +424,7 @@ class KnownHosts(MissingHostKeyPolicy):
         )
 
     def _store(self, key: PKey) -> None:
-        """Add the host's key to the user's first known_hosts file.
-
-        If the file cannot be written, the key is accepted nevertheless, as with ssh.
-        """
+        """Add the host's key to the user's first known_hosts file."""
         line = f"{self._target.known_as} {key.get_name()} {key.get_base64()}\n"
         # as ssh does, connect even if the file cannot be written
         with contextlib.suppress(OSError, IndexError):
@@ -455,7 +441,6 @@ def _is_named(name: str, patterns: Iterable[str]) -> bool:
     """Return whether a line of known_hosts applies to a host.
 
     Args:
-        name: Name of the host.
         patterns: The line's names: plain names, hashed names, or patterns such as `*.lab`.
 
     Raises:
@@ -482,7 +467,6 @@ def _how_to_accept(target: SshTarget, key: PKey, *commands: str) -> str:
     """Return text for the user: how to verify a host's key, and the commands that accept it.
 
     Args:
-        key: The key that the host has shown.
         *commands: Commands to run before the key is accepted, such as one that removes an old key.
     """
     name = key.get_name()
@@ -536,8 +520,8 @@ class UserKeys(AuthStrategy):
 def _agent_answers() -> bool:
     """Return whether an ssh agent exists and answers within `_AGENT_S` seconds.
 
-    The agent may be forwarded from a machine that has gone to sleep. paramiko would wait for the
-    answer of such an agent without a time limit.
+    The agent may be forwarded from a machine that has gone to sleep. paramiko would wait for its
+    answer without a time limit.
     """
     with contextlib.suppress(OSError, KeyError), socket.socket(socket.AF_UNIX) as agent:
         agent.settimeout(_AGENT_S)

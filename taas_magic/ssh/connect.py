@@ -70,7 +70,7 @@ _PUT_SCRIPT = (
 )
 """Shell script that writes standard input to a file.
 
-Its arguments are the file's path, a random suffix for the temporary file, and the number of bytes.
+Arguments: the file's path, a random suffix for the temporary file, and the number of bytes.
 """
 
 # Failures are raised as exceptions, which say more than paramiko's log.
@@ -119,7 +119,6 @@ class Connection:
         """Run a command in the host's shell, and wait until it ends.
 
         Args:
-            command: Command line for the shell.
             data: Standard input of the command.
             timeout_s: Maximum seconds without output.
 
@@ -144,7 +143,6 @@ class Connection:
         """Write a small file to the host atomically, accessible to the user only.
 
         Args:
-            data: Content of the file.
             path: Absolute, or relative to the home folder. The parent folder must exist.
 
         Raises:
@@ -164,7 +162,7 @@ class Connection:
         Args:
             what: Text about the failed action, such as "no port was forwarded".
             error: The exception of the action. If the transport has recorded another exception, the
-                message names the recorded one.
+                message names that one.
         """
         why = self.transport.get_exception() or error
         return PoolError(f"host {self.host}: {what}: {type(why).__name__}: {why}")
@@ -244,9 +242,6 @@ class _Deadline:
     def check(self, doing: str) -> None:
         """Raise if the attempt must end.
 
-        Args:
-            doing: Current step, for the message.
-
         Raises:
             ConnectStopped: `stop` is set.
             PoolError: The time is over.
@@ -264,8 +259,8 @@ class _Deadline:
 def _handshake_slot(deadline: _Deadline) -> Iterator[None]:
     """Wait until fewer than `_AT_ONCE` threads connect to the target's sshd; then run the block.
 
-    Without the limit, all threads that connect through the same jump host would connect to its sshd
-    at once.
+    Otherwise, all threads that connect through the same jump host would connect to its sshd at
+    once.
     """
     turn = _handshake_slots.setdefault(deadline.target.address, threading.Semaphore(_AT_ONCE))
     while not turn.acquire(timeout=_TICK_S):
@@ -281,7 +276,6 @@ def _handshake(sock: socket.socket | Channel, deadline: _Deadline) -> Iterator[N
     """Run a `with` block that does an SSH handshake over `sock`; raise its errors as PoolError.
 
     The handshake may block. So another thread closes `sock` at the deadline, or when `stop` is set.
-    Then the handshake fails.
     """
     target, done = deadline.target, threading.Event()
 
@@ -319,9 +313,9 @@ def _close(client: SSHClient) -> None:
 def _open_stream(
     target: SshTarget, deadline: _Deadline, silence_s: float, undo: ExitStack
 ) -> socket.socket | Channel:
-    """Open a byte stream to a host's sshd, as the settings of the target require.
+    """Open a byte stream to a host's sshd: a TCP connection, or by jump host or ProxyCommand.
 
-    This function adds callbacks that close the stream to `undo`.
+    Callbacks that close the stream are added to `undo`.
     """
     if target.proxy_command and target.jump is None:
         return _program(target.proxy_command, undo)
@@ -435,8 +429,7 @@ def _connect(
 def _notice_silence(sock: socket.socket, silence_s: float) -> None:
     """Make the system close a connection if the other end does not answer for `silence_s` seconds.
 
-    paramiko's keepalive sends messages but does not check for answers. So this function sets TCP's
-    own timeout.
+    paramiko's keepalive sends messages but does not check for answers.
 
     By default, TCP doubles the time between its attempts to send a lost packet. So over a bad link,
     a host could receive nothing for longer than its lease. On Linux 6.15 and newer, this function
@@ -455,10 +448,8 @@ class HeartbeatCommand:
     """A running command that gets an empty line on its standard input at regular intervals.
 
     Args:
-        command: Command line for the host's shell.
         first_line: First input of the command. It may contain secrets, because `ps` does not show
             it.
-        beat_s: Seconds from one empty line to the next.
         log: Called with each line of the command's output, except empty lines.
 
     Attributes:
@@ -543,9 +534,7 @@ def open_tunnel(connection: Connection, host: str, port: int) -> int:
     host may use the tunnel, so the server must authenticate its clients.
 
     Args:
-        connection: Connection to the host.
         host: Address of the server, as reachable from this machine.
-        port: Port of the server.
 
     Returns:
         The forwarded port on the connected host.
@@ -584,8 +573,8 @@ def close_tunnel(connection: Connection, port: int) -> None:
     """Stop forwarding `port` of the connected host; connections that exist already stay open.
 
     Call this function when the server on this machine has ended. Otherwise, the tunnel would lead
-    to any program that gets the server's port. paramiko's own function is not used because it stops
-    all forwarded ports of the connection.
+    to any program that gets the server's port. paramiko's own function would stop all forwarded
+    ports of the connection.
 
     Args:
         port: The forwarded port on the connected host, as returned by `open_tunnel`.

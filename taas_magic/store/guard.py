@@ -44,7 +44,7 @@ PROTECTED_BY_PYTHON = (
 
 
 class StoreProtection(str, Enum):
-    """Mechanism that protects the store on a host. The values are shown to users."""
+    """Mechanism that protects the store on a host. Users see the values."""
 
     MOUNT = "read-only mount"
     USER_MOUNT = "read-only mount in a user namespace"
@@ -121,7 +121,6 @@ def apply_rule(
         protection: Strongest mechanism of this host, from `strongest_protection`.
         scratch: Path at which to make the scratch folder of this process, outside the store. After
             this process has ended, the agent or supervisor removes the folder.
-        run_folder: Run folder, which stays writable.
         on_write: Called once with each path in the store that this process wrote or tried to write.
         writes: Whether this process is rank 0.
         rehearsal: In a rehearsal, the folder that receives the writes that a real run would make to
@@ -237,9 +236,9 @@ def _caches() -> list[str]:
 def writable_folders(store: str, writable: Iterable[str], protection: StoreProtection) -> list[str]:
     """Return the `writable` folders below the store; make them if they are missing.
 
-    The protection must except the returned folders. A process under Landlock cannot make entries
-    directly in a folder that contains the store. So for Landlock, this function also makes the
-    `writable` folders that are missing there, but does not return them.
+    A process under Landlock cannot make entries directly in a folder that contains the store. So
+    for Landlock, this function also makes the `writable` folders that are missing there, but does
+    not return them.
     """
     store = os.path.realpath(store)
     resolved = sorted({os.path.realpath(path) for path in writable})
@@ -269,7 +268,6 @@ def protect(store: str, writable: Sequence[str], protection: StoreProtection) ->
 
     Args:
         writable: Folders inside the store that stay writable, from `writable_folders`.
-        protection: Mechanism to try first.
 
     Returns:
         The mechanism in effect: `protection`, or a weaker one if `protection` fails for this store.
@@ -385,7 +383,6 @@ def _mount_read_only(folder: str, writable: Sequence[str]) -> None:
 
     Args:
         folder: Absolute path without symbolic links.
-        writable: Folders inside `folder` that stay writable.
     """
     for path in (folder, *writable):
         _mount(path, path, _MS_BIND | _MS_REC)
@@ -433,7 +430,6 @@ def _restrict_by_landlock(folder: str, writable: Sequence[str]) -> None:
 
     Args:
         folder: Absolute path without symbolic links.
-        writable: Folders inside `folder` in which changes stay allowed.
     """
     abi = _landlock(_CREATE_RULESET, None, ctypes.c_size_t(0), ctypes.c_uint32(_CREATE_VERSION))
     rights = _WRITE_FILE | _REMOVE_AND_MAKE  # every ABI handles these
@@ -466,13 +462,12 @@ def _neighbours(folder: str) -> list[str]:
 
 
 def _allow(rules: int, path: str, rights: int) -> None:
-    """Add a rule to a Landlock rule set: allow access to `path` and everything below `path`.
+    """Add a rule to a Landlock rule set: allow changes of `path` and of everything below `path`.
 
     Symbolic links, and paths that cannot be opened, get no rule.
 
     Args:
         rules: Descriptor of the rule set.
-        rights: Bits of the allowed kinds of access.
     """
     try:
         descriptor = os.open(path, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)

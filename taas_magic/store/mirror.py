@@ -2,8 +2,7 @@
 
 Before the ranks start, `update_mirror` fetches files that changed in the store. While the ranks
 run, `StoreUpdater` fetches changes that other hosts made, and `outbound.py` sends files written in
-the mirror back to the store. These modules depend on no transport: they send requests to
-`server.py` by a function of type `SendRequest`.
+the mirror back to the store.
 """
 
 import hashlib
@@ -113,8 +112,7 @@ def reserve(store: str, owner: str, cache: Path | None = None) -> Mirror:
 def _candidates(cache: Path, store: str, owner: str) -> Iterator[Path]:
     """Yield the possible mirror folders of a store on this host.
 
-    Hosts may share a home folder on a file system without locks. So the folders' names contain a
-    digest that depends on the host's name.
+    Their names depend on the host's name, because hosts may share a home folder without file locks.
     """
     digest = hashlib.sha256(f"{owner}\0{store}\0{platform.node()}".encode()).hexdigest()[:12]
     readable = re.sub(r"[^A-Za-z0-9._-]", "_", os.path.basename(store))[:40].lstrip(".")
@@ -356,7 +354,6 @@ class StoreUpdater:
         self._number = changes.number
 
     def _remove(self, path: str) -> bool:
-        """Remove a file or an empty folder. Return False if a folder is not empty, and stays."""
         self._mirror.hashes.forget(path)
         return self._mirror.tree.remove(path)
 

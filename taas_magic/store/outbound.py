@@ -127,9 +127,8 @@ class _Watch:
     def _add(self, path: str) -> list[str]:
         """Watch a folder and all folders below it; return all paths that already exist below it.
 
-        The system keeps the watch of a moved folder. If the folder was moved within the tree, this
-        method records the new path. If it was moved out of the tree, its events name the old path,
-        at which a check finds nothing.
+        The system keeps the watch of a folder that is moved within the tree. For such a folder,
+        this method records the new path.
         """
         if path and self._skips(path):
             return []
@@ -256,8 +255,7 @@ class _ChangeSender:
     def _pieces(self, path: str) -> Iterator[FilePiece]:
         """Yield the pieces of a file. A small file is a single piece.
 
-        If the file is being written or changes meanwhile, the iterator ends early. When the writer
-        closes the file, it is checked again.
+        If the file is being written or changes meanwhile, the iterator ends early.
 
         Raises:
             UnsafeError: The file cannot be read.
@@ -432,7 +430,6 @@ class MirrorSender:
         """Schedule a check of each path in `paths`.
 
         Args:
-            paths: Paths at which something has changed.
             everything: Whether to also check all other paths at which the mirror differs from the
                 store.
         """
@@ -454,8 +451,8 @@ class MirrorSender:
         """Return all paths to check because of changes at `paths`, outer folders first.
 
         The result includes the parent folders of each path, because new parent folders must be sent
-        first. It also includes all known paths below a changed folder, because another folder may
-        have replaced this folder.
+        first. If a changed path is a known folder, the result includes all known paths below it,
+        because another folder may have replaced it.
         """
         hashes = self._mirror.hashes
         named = {path for path in paths if hashes.is_content(path, FOLDER)}

@@ -68,8 +68,6 @@ _PROGRAM = (b"#!", b"\x7fELF", b"MZ", b"\xcf\xfa\xed\xfe", b"\xca\xfe\xba\xbe")
 def may_be_run_by_tools(name: str, *, in_users_folder: bool) -> bool:
     """Return whether a tool may run a new file with this name without a request of the user.
 
-    The store accepts no such file from a host.
-
     Args:
         name: Last part of the path, as normalized by `normal_form`.
         in_users_folder: Whether the folder of the file belongs to the user. In folders of runs,
@@ -92,7 +90,6 @@ class _Record(Struct, array_like=True):
     """Record of a file or folder that a run made or removed.
 
     Attributes:
-        path: Path relative to the store.
         key: Result of `file_key` for a file; None for a folder and for a removal.
         sha256: Hash of the file; "" if it is not known.
     """
@@ -134,8 +131,7 @@ class RunFileRecord:
     def has_file(self, tree: Tree, path: str, status: os.stat_result) -> bool:
         """Return whether a run made the file, and the content of the file is unchanged since.
 
-        The content is read only if the inode or the modification time has changed, as after a copy
-        or `touch`.
+        The content is read only if the inode or the modification time has changed.
         """
         known = self._known.get(path)
         if known is None or known.key is None:
@@ -153,8 +149,7 @@ class RunFileRecord:
     def record_file(self, path: str, status: os.stat_result, sha256: str = "") -> None:
         """Record a file that a run made.
 
-        Call this before the file is moved to its path, so that a kill cannot leave an unrecorded
-        file.
+        Call this before the file is moved to its path, so that a kill leaves no unrecorded file.
         """
         self._append(_Record(path, file_key(status), sha256))
 

@@ -18,10 +18,7 @@ from taas_magic.errors import StoreError
 from taas_magic.shared_files import lock
 
 SAVES = "TAAS_SAVES"
-"""Name of the environment variable that holds a job's folder for files from `taas.save`.
-
-The variable is set only in the process of a farm's job.
-"""
+"""Name of the environment variable with the folder for files that a farm's job saves."""
 
 _SUFFIX = ".taas-saving"
 _TORCH_CANNOT_WRITE = ("inline_container", "write(): fd")
@@ -107,7 +104,7 @@ def _folder_beside(destination: str) -> Iterator[str]:
     """Yield a temporary folder beside the destination, and remove leftovers of killed writers.
 
     torch writes the file's name into the file. So the temporary file must have the same name as the
-    destination, and needs a folder of its own. A living writer holds a lock on its folder.
+    destination, and needs a folder of its own.
     """
     parent, name = os.path.split(destination)
     prefix = f".{name}."

@@ -3,10 +3,8 @@
 Each host records in a `ReceiptBuilder` what its ranks wrote:
 
 - On a host that shares the store, rank 0 reports the files that its Python code opens for writing.
-  At the end, a search finds files of rank 0's subprocesses and C++ writers: the files that changed
-  since the run began.
-- On a host with a mirror, `outbound.py` records each file that the store has accepted, whichever
-  process wrote the file.
+  At the end, a search finds files of rank 0's subprocesses and C++ writers.
+- On a host with a mirror, `outbound.py` records each file that the store has accepted.
 """
 
 import os
@@ -137,9 +135,8 @@ class ReceiptBuilder:
 
         Args:
             searches: Whether the host ran rank 0 and shares the store. If True, the receipt lists
-                the files that rank 0 reported or that a search of the store finds. The search also
-                removes unfinished saves of killed ranks. If False, the receipt lists the files that
-                were sent from the mirror.
+                the files that rank 0 reported or that a search of the store finds. If False, the
+                receipt lists the files that were sent from the mirror.
         """
         with self._lock:
             reported = list(self._reported)
@@ -196,10 +193,8 @@ def find_changed_files(
     search uses each file's ctime, because no call can set a ctime back.
 
     Args:
-        store: Absolute path of the store.
         shared: Absolute paths of folders to skip, because any rank may have written files there.
         since_ns: Time on the file system's clock, in nanoseconds.
-        limit_s: Maximum seconds for the search.
 
     Returns:
         Absolute paths of the files, and whether the search covered all of the store.
@@ -236,8 +231,5 @@ _CLOCK_REALTIME_COARSE = 5
 
 
 def _now_ns() -> int:
-    """Return the time of the clock that file systems use for time stamps.
-
-    This clock is behind the usual clock by up to one kernel tick.
-    """
+    """Return the time of the clock that file systems use for time stamps, in nanoseconds."""
     return time.clock_gettime_ns(_CLOCK_REALTIME_COARSE)

@@ -2,7 +2,7 @@
 
 `install` replaces `open` and the functions of `os`, by which all Python code opens files.
 `libraries.py` redirects libraries that open files in C, C++ or Rust. `guard.py` stops writes that
-bypass both modules, such as those of subprocesses and ctypes.
+bypass both modules, such as those of subprocesses.
 
 A `StoreView` decides which path a call really uses. Rank 0 has a plain `StoreView`, which redirects
 no call and records each path that rank 0 writes. Another rank has a `DiscardingView` or a
@@ -40,7 +40,7 @@ The rank changes a copy of the file. For a larger file, the rank gets Permission
 _SHARDS = (".distcp",)
 """Suffixes of shards: every rank writes one shard of a checkpoint, and loading needs all shards.
 
-A shard in a rank's scratch folder would be lost. So its write raises PermissionError.
+A shard in a scratch folder would be lost, so its write raises PermissionError.
 """
 
 Path = Any
@@ -77,7 +77,6 @@ class StoreView:
         """Return the path to write instead of `store_path`; None to write `store_path` itself.
 
         Args:
-            store_path: Absolute path in the store.
             needs_content: Whether the call appends to the existing content or changes it.
 
         Raises:
@@ -92,7 +91,6 @@ class StoreView:
         A change is a removal, or a call such as `os.chmod`.
 
         Args:
-            store_path: Absolute path in the store.
             folder: Whether the call accepts only folders.
         """
         return None
@@ -104,8 +102,7 @@ class StoreView:
     def own_path(self, store_path: str) -> str | None:
         """Return the path of this rank's own version of `store_path`; None if there is none.
 
-        If a rank other than 0 writes a file of the store, the write goes to the rank's scratch
-        folder. The file there is the rank's own version.
+        The own version is the file that the rank has written to its scratch folder instead.
         """
         return None
 
@@ -149,7 +146,6 @@ class StoreView:
         Args:
             decide: Method that maps a path in the store to the path to use, such as
                 `path_to_write`.
-            path: Path argument of the file call.
             folder: Descriptor of the folder at which a relative path starts (`dir_fd`).
             follow: Whether the call follows a symbolic link at the end of the path.
         """
@@ -201,7 +197,7 @@ class StoreView:
 
     @property
     def is_redirecting(self) -> bool:
-        """Whether this thread is inside a redirected call; if so, its other calls are unchanged."""
+        """Whether this thread is inside a redirected call. Its other calls are then unchanged."""
         return getattr(self._redirecting, "flag", False)
 
     @contextlib.contextmanager
@@ -233,8 +229,8 @@ def _refusal(who: str, store_path: str) -> PermissionError:
 class DiscardingView(StoreView):
     """View for `--store-writes discard`: the rank writes to its private scratch folder.
 
-    All ranks may `mkdir` the same folder, or remove the same file. Some calls that would fail on
-    rank 0 succeed with this view, for example the removal of a file that never existed.
+    Some calls that would fail on rank 0 succeed with this view, for example the removal of a file
+    that never existed.
 
     Args:
         *args: See `StoreView`.
@@ -278,7 +274,6 @@ class DiscardingView(StoreView):
         """Return the path in the scratch folder that a call must write instead of `store_path`.
 
         Args:
-            store_path: Absolute path in the store.
             needs_content: Whether to first copy the existing file to the scratch folder.
 
         Raises:
@@ -356,7 +351,6 @@ class RehearsalView(DiscardingView):
 
     Args:
         *args: See `StoreView`. `open_folders` must not contain the shared folders of the run.
-        scratch: See `DiscardingView`.
         folder: The rehearsal folder, which all ranks of the run use.
         shared: Folders in the store that every rank may write (`--shared-writes`).
         is_writer: Whether this is rank 0.
@@ -385,21 +379,13 @@ class RehearsalView(DiscardingView):
             os.makedirs(self._rehearsal_path(path), exist_ok=True)
 
     def path_to_write(self, store_path: str, *, needs_content: bool = False) -> str | None:
-        """See `DiscardingView.path_to_write`.
-
-        Raises:
-            PermissionError: `--store-writes refuse` forbids the write.
-        """
+        """See `DiscardingView.path_to_write`; obeys `--store-writes refuse`."""
         if self._refuses and not self._writes_to_rehearsal(store_path):
             raise _refusal(self._who, store_path)
         return super().path_to_write(store_path, needs_content=needs_content)
 
     def path_to_change(self, store_path: str, *, folder: bool = False) -> str:
-        """See `DiscardingView.path_to_change`.
-
-        Raises:
-            PermissionError: `--store-writes refuse` forbids the change.
-        """
+        """See `DiscardingView.path_to_change`; obeys `--store-writes refuse`."""
         if self._refuses and not self._writes_to_rehearsal(store_path):
             raise _refusal(self._who, store_path)
         return super().path_to_change(store_path, folder=folder)
@@ -412,7 +398,7 @@ class RehearsalView(DiscardingView):
     def record_outside(self, path: Path, folder: int | None = None) -> None:
         """Record a path that a call writes or changes, if it is outside the store.
 
-        A forked child of the rank has its own record, which `outside` does not return.
+        `outside` does not return what forked children of the rank record.
         """
         if self.is_redirecting or isinstance(path, int):
             return
@@ -486,10 +472,10 @@ def begin_run() -> None:
 
 
 def install(view: StoreView) -> None:
-    """Permanently replace Python's file calls in this process by redirecting calls.
+    """Permanently replace Python's file calls in this process by redirecting calls. Call once.
 
-    Call once in a rank. Calls that only read are replaced only for a `DiscardingView`, because only
-    a rank with this view can have its own versions of files.
+    Calls that only read are replaced only for a `DiscardingView`, because only a rank with this
+    view can have its own versions of files.
     """
     _installed.append(view)
     for name, redirect in _writing_calls(view).items():
@@ -644,8 +630,7 @@ def _redirect_path(
 ) -> tuple[Path, int | None]:
     """Return the path and the `dir_fd` that a writing function of `os` must use.
 
-    In a rehearsal, also record the path if it is outside the store. See `StoreView.resolve` for the
-    parameters.
+    In a rehearsal, also record the path if it is outside the store.
     """
     view.record_outside(path, folder)
     redirected = view.resolve(decide, path, folder, follow=follow)
@@ -655,7 +640,6 @@ def _redirect_path(
 def _own_path(
     view: StoreView, path: Path, folder: int | None = None, *, follow: bool = True
 ) -> str | None:
-    """Return the path of the rank's own version of a file; None if there is no own version."""
     return view.resolve(view.own_path, path, folder, follow=follow) if view.has_own_files else None
 
 
@@ -776,8 +760,7 @@ def _write(
     """Call `real` with the redirected path in place of `path`.
 
     Args:
-        decide: Method that maps a path in the store to the path to use (`StoreView.resolve`).
-        real: The original function, such as `os.mkdir`, which changes the entry at `path`.
+        decide: See `StoreView.resolve`.
         follow: Whether `real` follows a symbolic link at the end of `path`.
     """
     to_end = follow and kw.get("follow_symlinks", True)
@@ -829,7 +812,6 @@ def _list(view: StoreView, join: _Call, real: _Call, path: Path = None) -> Any:
 
     Args:
         join: Function that merges the entries of all versions of the folder.
-        real: The function that lists a folder.
     """
     path = "." if path is None else path
     own_path = _own_path(view, path)
@@ -976,10 +958,7 @@ def _warn_about_locks(view: DiscardingView) -> None:
 
 
 def _is_common_file(view: StoreView, file: Any) -> bool:
-    """Return whether a memory map of `file` would map a file that other ranks see, too.
-
-    The result is True for a file in the store, unless this rank has its own version of the file.
-    """
+    """Return whether `file` is in the store, and this rank has no version of its own."""
 
     def common_path(store_path: str) -> str | None:
         return (
@@ -995,7 +974,7 @@ def _redirect_torch_maps(view: StoreView) -> None:
     """Redirect `torch.from_file`, which maps a file into memory.
 
     Writes to a shared map would change the file. So with a `DiscardingView`, a file of the store is
-    mapped privately. tensordict reads all its files by shared maps.
+    mapped privately.
     """
     import torch
 

@@ -112,8 +112,8 @@ def prepare(rule: StoreRule) -> None:
 def warnings(rule: StoreRule, world_size: int) -> list[str]:
     """Return warnings for the user about the store of a run, one line each.
 
-    The user is warned if the store contains the home folder. The user is also warned if a symbolic
-    link in the store leads to a writable file or folder outside the store.
+    There are two warnings: the store contains the home folder; a symbolic link in the store leads
+    to a writable file or folder outside the store.
     """
     found = []
     if is_below(os.path.realpath(os.path.expanduser("~")), rule.path):
@@ -172,7 +172,7 @@ def _try_to_write(store: str) -> None:
 
 
 def user_name() -> str:
-    """Return the user's name, or the user id if the user has no name, as in many containers."""
+    """Return the user's name, or the user id if the user has no name."""
     try:
         return getpass.getuser()
     except (KeyError, OSError):  # KeyError before Python 3.13, OSError since
@@ -213,8 +213,6 @@ def locked_store(store: str, run_id: str, name: str = "") -> Iterator[None]:
 
     Args:
         store: Path of the store, absolute and without symbolic links.
-        run_id: Id of the run that takes the lock, for messages to other runs.
-        name: Name of that run, also for messages; may be empty.
 
     Raises:
         StoreError: Another run owns the store, or the lock file cannot be written.
@@ -268,10 +266,10 @@ def _refuse_overlap(store: str, path: Path) -> None:
 class Identity(Struct, frozen=True):
     """Identity of a folder, by which a host finds out whether it shares the project store.
 
-    On one machine, the numbers of the file system and the inode identify a folder until the next
-    boot. Between machines, these numbers prove nothing, because two clones of one disk have the
-    same numbers. So a host on another machine looks for a file with a random name, which the
-    notebook's machine makes in the store.
+    On one machine, the numbers of the file system and the inode identify a folder. Between
+    machines, these numbers prove nothing, because two clones of one disk have the same numbers. So
+    a host on another machine looks for a file with a random name, which the notebook's machine
+    makes in the store.
 
     Attributes:
         kernel: Boot id of the machine's running kernel.

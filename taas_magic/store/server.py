@@ -70,7 +70,6 @@ class _Change(NamedTuple):
 
     Attributes:
         number: Number of the change, ascending over all changes of the run.
-        host_rank: Number of the host that made the change.
         entry: The file or folder that was written; None for a removal.
     """
 
@@ -97,7 +96,7 @@ class StoreServer:
         self._ignore, self._cases = ignore_of(self._tree), CaseChecker()
         self._made, self._overwrite_rules = RunFileRecord(folder), OverwriteRules(rule.overwrite)
         self._beside: set[str] = set()
-        """Paths of the user's files that rank 0 wrote. Rank 0's versions are beside them."""
+        """Paths of the user's files beside which the store keeps rank 0's versions."""
         self._incoming: dict[tuple[int, str], IncomingFile] = {}
         self._checks: dict[tuple[int, str], PathFileCheck] = {}
         self._flushers = ThreadPoolExecutor(FLUSHERS, "taas-store-flush")
@@ -118,9 +117,6 @@ class StoreServer:
 
     def answer(self, host_rank: int, request: FileRequest[_T]) -> _T:
         """Handle a host's request and return the response. Block until written data is on the disk.
-
-        Args:
-            host_rank: Number of the host that sent the request.
 
         Raises:
             ProtocolError: The request is not valid, or the run has ended.
@@ -249,7 +245,7 @@ class StoreServer:
         return ""
 
     def _check(self, host_rank: int, path: str) -> None:
-        """Raise UnsafeError if a host may not change `path`."""
+        """Raise UnsafeError if the host may not change `path`, whatever is at `path` now."""
         if why := why_unsafe(path):
             raise UnsafeError(path, why)
         place = os.path.join(self._rule.path, path)
@@ -263,7 +259,8 @@ class StoreServer:
     def _check_new(self, path: str) -> None:
         """Raise UnsafeError if a host may not make `path` or one of its missing parent folders.
 
-        Only files and folders that tools run by themselves (`may_be_run_by_tools`) are refused.
+        The store refuses new files and folders that tools run by themselves
+        (`may_be_run_by_tools`).
         """
         if self._overwrite_rules.has(path):
             return
@@ -313,7 +310,6 @@ class StoreServer:
         return path + KEPT_BESIDE if path in self._beside else path
 
     def _make_folders(self, path: str) -> None:
-        """Make a folder and its missing parents, and record that a run made them."""
         for folder in reversed([path, *folders_of(path)]):
             if folder and self._tree.status(folder) is None:
                 self._tree.make_folder(folder)
@@ -321,9 +317,6 @@ class StoreServer:
 
     def _write_pieces(self, host_rank: int, pieces: Sequence[FilePiece]) -> dict[str, str]:
         """Write pieces of files, and move all files that are now complete to their paths.
-
-        All complete files are forced to the disk at the same time, because this takes hardly longer
-        than for one file.
 
         Returns:
             For each path, the reason why the path was refused; "" if it was accepted.
@@ -397,7 +390,6 @@ class StoreServer:
         Raises:
             UnsafeError: The host may not write the file, or the file is kept beside the user's
                 file.
-            OSError: The file could not be written.
         """
         try:
             flushed.result()

@@ -129,7 +129,7 @@ def _folded(path: str) -> str:
 
 
 class UnsafeError(OSError):
-    """Error for a path that is unsafe or names no regular file; with path and reason."""
+    """Error for a path that is unsafe or names no regular file."""
 
     def __init__(self, path: str, why: str) -> None:
         super().__init__(errno.EPERM, why, path)
@@ -170,9 +170,6 @@ class Tree:
 
     Args:
         root: Path of the folder. Symbolic links in this path are followed.
-
-    Raises:
-        OSError: The folder cannot be opened.
     """
 
     def __init__(self, root: str | os.PathLike[str]) -> None:
@@ -216,7 +213,6 @@ class Tree:
 
         Raises:
             UnsafeError: The path is unsafe, or the entry is not a regular file.
-            OSError: The file does not exist, or cannot be read.
         """
         folder, name = split_path(path)
         with self.folder(folder) as here:
@@ -321,7 +317,7 @@ def _open_folder(part: str, here: int, path: str) -> int:
 
 
 class DamagedError(UnsafeError):
-    """Error for an arrived file that differs from the file that was sent; has the file's path."""
+    """Error for an arrived file that differs from the file that was sent."""
 
     def __init__(self, path: str, size: int, received: int) -> None:
         what = f"{received:,} of {size:,} bytes" if received != size else "its hash differs"
@@ -341,7 +337,6 @@ class IncomingFile:
     Attributes:
         name: Temporary name in the staging folder.
         file: Descriptor of the file.
-        received: Number of bytes received.
         begins: The first bytes received, at most `_BEGINS_BYTES`.
     """
 
@@ -387,13 +382,11 @@ class IncomingFile:
         The new file keeps the old file's permissions for reading and writing.
 
         Args:
-            tree: Tree of the destination.
             path: Relative path; missing parent folders are made.
             executable: Whether users who may read the file may also execute it.
 
         Raises:
             UnsafeError: The path is unsafe, or the entry at the path is not a regular file.
-            OSError: The file cannot be moved.
         """
         old = tree.status(path)
         if old is not None and (what := special_kind(old)):
