@@ -74,7 +74,7 @@ class Engine(ABC):
         """
 
     def prepare(self) -> None:
-        """Start processes that do not need Dask, while the pool's process still imports Dask.
+        """Start processes that do not need Dask, before the pool's process imports Dask.
 
         This method does not block.
         """
@@ -87,8 +87,8 @@ class Engine(ABC):
             stop: Event that the caller sets to end attempts to connect.
 
         Returns:
-            For each host name, a context manager that connects to the host when it is entered, and
-            yields the shell. Empty if the hosts do not exist before they are requested.
+            For each host name, a context manager that connects to the host when it is entered.
+            Empty if the hosts do not exist before they are requested.
         """
         return {}
 
@@ -134,7 +134,7 @@ class Engine(ABC):
         Args:
             agent: Name of the host's agent.
             address: Address of the port on this machine, as "tls://host:port". The server on this
-                port must authenticate its clients itself.
+                port must authenticate its clients.
 
         Raises:
             PoolError: The host cannot reach the port.
@@ -272,7 +272,7 @@ class HostsEngine(Engine):
 
 
 def find_engine(pool: PoolConfig) -> Engine:
-    """Return a new engine for a pool, as the pool's setting `engine` names it.
+    """Return a new engine for a pool: the one that the pool's setting `engine` names.
 
     A name with a dot is the import path of a Dask cluster class.
 

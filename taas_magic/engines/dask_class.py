@@ -1,8 +1,8 @@
 """The engine for pools whose hosts come from a Dask cluster class: batch systems, clouds, others.
 
 The class starts plain Dask workers, the vehicles. The only task of a vehicle is to start an agent
-of this package on its host (`host/vehicle.py`). This package's scheduler, which runs in the pool's
-process, replaces the scheduler that the class would start.
+of this package on its host (`host/vehicle.py`). This package's scheduler replaces the scheduler
+that the class would start.
 
 For Slurm and PBS, the engine asks the batch system about jobs whose hosts have not joined or are
 lost.
@@ -122,12 +122,7 @@ class DaskClassEngine(Engine):
     async def _request_hosts(self, count: int) -> list[str]:
         """Let the cluster start Dask workers until `count` workers have been requested.
 
-        Returns:
-            The lines of `Vehicles.describe_awaited`.
-
-        Raises:
-            PoolError: A worker could not be started, or its batch job ended before its agent
-                joined.
+        Returns the lines of `Vehicles.describe_awaited`.
         """
         from distributed import Status
 
@@ -320,7 +315,6 @@ class BatchJob:
     """One job of a batch system.
 
     Attributes:
-        job_id: The batch system's id.
         state: The state as the batch system names it.
         reason: Why the job is in this state; "" if the system does not say.
         ended: Whether the job has ended for good.
@@ -485,8 +479,8 @@ class Vehicles:
     ) -> list[str]:
         """Return one line for the user about each requested worker whose agent has not joined.
 
-        Queries the batch system at most every `QUERY_GAP_S`. Between two queries, returns the lines
-        of the last query.
+        The batch system is queried at most every `QUERY_GAP_S`. Between two queries, the lines of
+        the last query are returned.
 
         Args:
             up: Names of the Dask workers that have joined the pool's scheduler.

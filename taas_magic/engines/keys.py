@@ -25,7 +25,7 @@ class PeerRole(str, Enum):
         KERNEL: A kernel of the user. It may send any operation to the pool's process.
         HOST: The agent of one host.
         VEHICLE: A plain Dask worker that starts an agent on its host. All vehicles of a pool share
-            one certificate, because the batch system starts them with one command.
+            one certificate.
     """
 
     KERNEL = "kernel"
@@ -53,10 +53,7 @@ class Peer(NamedTuple):
 
     @classmethod
     def of(cls, peercert: Mapping[str, Any]) -> "Peer":
-        """Return the peer that a certificate describes.
-
-        Args:
-            peercert: The result of `ssl.SSLSocket.getpeercert`.
+        """Return the peer that a certificate, from `ssl.SSLSocket.getpeercert`, describes.
 
         Raises:
             ValueError: The certificate contains no role and name in the form of `identity`.

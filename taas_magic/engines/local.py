@@ -54,8 +54,8 @@ class LocalEngine(HostsEngine):
     def make_host(self, name: str) -> Host:
         """See `HostsEngine.make_host`.
 
-        The host gets the lowest free number. So a new host has the same host name as the host that
-        it replaces, and settings that name hosts (`per_host`) still apply.
+        The host gets the lowest free number. So a new host has the host name of the host that it
+        replaces, and settings for this name (`per_host`) still apply.
         """
         used = {host.number for host in self.hosts.values() if isinstance(host, _LocalHost)}
         return _LocalHost(self, name, next(n for n in itertools.count() if n not in used))

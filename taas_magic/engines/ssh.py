@@ -129,9 +129,6 @@ class SshEngine(HostsEngine):
     async def acquire_host(self, excluded: Collection[str], stop: threading.Event) -> str | None:
         """Take a free host. If none is free, wait for hosts that are being returned.
 
-        Args:
-            stop: Event that the caller sets to end the wait.
-
         Returns:
             The host as taas.toml names it; None if all hosts are in use or `stop` is set.
         """
@@ -300,8 +297,8 @@ class _SshHost(Host):
     async def _wait_until_joined(self, host: str) -> None:
         """Wait until the host can start ranks.
 
-        The wait for the supervisor's first line of output has a time limit (`start_timeout_s`).
-        After this line, the supervisor ends the host if the agent is stuck.
+        `start_timeout_s` limits only the wait for the supervisor's first line of output. After this
+        line, the supervisor ends the host if the agent is stuck.
 
         Raises:
             PoolError: The supervisor did not start in time, or the agent ended or left the pool.

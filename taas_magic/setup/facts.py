@@ -425,9 +425,8 @@ def check(
     """Check the hosts of pools in parallel. Can be interrupted at any time.
 
     Args:
-        shells: Function that takes a pool and an event, and returns the pool's shells by host name
-            (`Engine.shells`). `check` sets the event when it ends, to cancel shells that are still
-            connecting.
+        shells: Function like `Engine.shells`, for any pool. `check` sets the event when it ends, to
+            cancel shells that are still connecting.
         mark: Path of a file in the project store, to find out whether hosts share the store; ""
             skips this check.
         modules: Top-level modules that a host must have.

@@ -93,8 +93,8 @@ def packages_needed(
 ) -> dict[str, RequiredPackage]:
     """Return the packages that a host needs, with their dependencies, by canonical name.
 
-    Requirements of extras are left out. Environment markers are evaluated for this Python, because
-    the host's Python has the same minor version.
+    Environment markers are evaluated for this Python, because the host's Python has the same minor
+    version.
 
     Args:
         find: Function that looks up a package of this environment by its canonical name.
@@ -154,8 +154,8 @@ class PackageFolder:
     """A folder of packages to install on a host.
 
     Attributes:
-        name: Name of the folder. The name identifies the content, so the content of an existing
-            folder is not checked.
+        name: Name of the folder. The name identifies the content, so an existing folder is not
+            checked.
         pins: Requirements for pip; empty if pip cannot provide the packages.
         bundle: Function that returns a zip file with the packages.
     """

@@ -92,14 +92,12 @@ class SshTarget:
         hostname: Name or address to connect to.
         known_as: Name under which known_hosts files list the host's key.
         identity_files: Paths of the private keys to offer.
-        identities_only: Whether to offer only the keys of `identity_files`, even if the ssh agent
-            has more.
+        identities_only: Whether to offer no other keys of the ssh agent.
         known_hosts: Paths of the known_hosts files; the user's come first.
         jump: Jump host through which the connection goes; None for a direct connection.
-        proxy_command: Shell command of a program whose standard input and output are the connection
-            to the host; None if there is none.
-        adds_new_keys: Whether the key of a host that no known_hosts file lists is accepted, and
-            added to the first of these files.
+        proxy_command: Shell command whose standard input and output are the connection; None for
+            none.
+        adds_new_keys: Whether to accept and store the key of a host that no known_hosts file lists.
     """
 
     label: str
@@ -147,16 +145,16 @@ def find_target(
     jumps: str = "",
     through: tuple[str, ...] = (),
 ) -> SshTarget:
-    """Return the `SshTarget` of a host, as `ssh` would connect to it.
+    """Return the `SshTarget` of a host, as `ssh` would connect to it. Blocks.
 
-    Blocks. If no `ssh` is installed, only the user and the port in `host` count. All other settings
-    are OpenSSH's defaults.
+    If no `ssh` is installed, only the user and the port in `host` count. All other settings are
+    OpenSSH's defaults.
 
     Args:
         host: The host, such as `gpu1`, `me@gpu3:2222`, `[fe80::1]:22` or `ssh://gpu1`.
         config_file: The only configuration file to read, as with `ssh -F`; None for the user's file
             and the system's.
-        stop: Event that the caller sets to cancel; the call then raises within about 0.1 s.
+        stop: Event that the caller sets to cancel.
         jumps: Jump hosts on the way to `host`, as with `ssh -J`; "" for those in the configuration.
         through: The hosts for which `host` is a jump host.
 
@@ -164,7 +162,7 @@ def find_target(
         UsageError: `host` has none of the forms above, the jump hosts form a circle, or there are
             more than `MAX_JUMPS` of them.
         PoolError: `ssh -G` failed or took too long.
-        ConnectStopped: `stop` was set.
+        ConnectStopped: `stop` was set; raised within about 0.1 s.
     """
     match = _HOST.fullmatch(host)
     if match is None:
@@ -343,9 +341,9 @@ def _identity_files(values: Sequence[str], tokens: Mapping[str, str]) -> tuple[s
 class KnownHosts(MissingHostKeyPolicy):
     """Policy that accepts a host's key if the user's known_hosts files list the key.
 
-    For any other key, the policy raises PoolError. There is one exception: if the target has
-    `adds_new_keys`, and no file lists any key of the host, the policy accepts and stores the key. A
-    key that differs from the listed one is never accepted, whatever StrictHostKeyChecking says.
+    If the target has `adds_new_keys`, and no file lists any key of the host, the policy accepts and
+    stores the key. For any other key, the policy raises PoolError, whatever StrictHostKeyChecking
+    says.
 
     The policy replaces paramiko's own check, which does not support patterns (`*.lab`), and fails
     on lines with a marker (`@revoked`).
@@ -498,7 +496,7 @@ class UserKeys(AuthStrategy):
         """Yield the keys in the order in which they are offered.
 
         Keys of the ssh agent come first, and among these the keys that are also in identity files.
-        A host disconnects after a few refused keys, so the order matters.
+        The order matters, because a host disconnects after a few refused keys.
         """
         target, agent = self._target, Agent() if _agent_answers() else None
         blobs = {path: _public_blob(path) for path in target.identity_files}
@@ -559,7 +557,7 @@ def _load(path: str) -> PKey:
     """Read a private key.
 
     Raises:
-        SSHException: The key cannot be used; the message has the reason.
+        SSHException: The key cannot be used.
     """
     try:
         return PKey.from_path(path)
@@ -581,8 +579,7 @@ def _public_blob(path: str) -> bytes:
     """Return the public key that belongs to an identity file; empty if there is none.
 
     Args:
-        path: Path of a private key; its public key is in `<path>.pub`. Or path of a public key, if
-            only the ssh agent has the private key.
+        path: Path of a private key, or of a public key whose private key only the ssh agent has.
     """
     for file in (f"{path}.pub", path):
         with contextlib.suppress(OSError, ValueError):

@@ -1,7 +1,7 @@
 """SSH connections to hosts: run commands, write files, and forward ports back to this machine.
 
-This module opens the socket, and paramiko's SSHClient does the handshake over it. To cancel an
-attempt at any moment, this module closes the socket.
+This module opens the socket for paramiko's SSHClient, so that it can close the socket to cancel an
+attempt.
 """
 
 import contextlib
@@ -78,7 +78,9 @@ logging.getLogger("paramiko").setLevel(logging.CRITICAL)
 
 
 class Connection:
-    """An authenticated connection to a host. Every method may be called from any thread.
+    """An authenticated connection to a host.
+
+    Any thread may call the methods. They raise PoolError if the connection breaks.
 
     Args:
         client: Client with an open transport.
@@ -87,7 +89,7 @@ class Connection:
     Attributes:
         host: Name of the host in messages, as the user gave it.
         tunnels: For each forwarded port of the host, the address and port of the server to which
-            the tunnel leads (`open_tunnel`).
+            the tunnel leads.
     """
 
     def __init__(self, target: SshTarget, client: SSHClient, undo: ExitStack) -> None:
@@ -103,11 +105,7 @@ class Connection:
         return self.transport.is_active()
 
     def start(self, command: str) -> Channel:
-        """Start a command and return the channel of its standard input, output and error.
-
-        Raises:
-            PoolError: The command could not be started.
-        """
+        """Start a command and return the channel of its standard input, output and error."""
         try:
             channel = self.transport.open_session(timeout=CONNECT_TIMEOUT_S)
             channel.exec_command(command)
@@ -120,10 +118,7 @@ class Connection:
 
         Args:
             data: Standard input of the command.
-            timeout_s: Maximum seconds without output.
-
-        Raises:
-            PoolError: The connection broke, or the command printed nothing for `timeout_s`.
+            timeout_s: Maximum seconds without output; then PoolError is raised.
         """
         errors: list[bytes] = []
         with self.start(command) as channel:
@@ -161,8 +156,7 @@ class Connection:
 
         Args:
             what: Text about the failed action, such as "no port was forwarded".
-            error: The exception of the action. If the transport has recorded another exception, the
-                message names that one.
+            error: The exception of the action; used if the transport has recorded no exception.
         """
         why = self.transport.get_exception() or error
         return PoolError(f"host {self.host}: {what}: {type(why).__name__}: {why}")
@@ -185,18 +179,16 @@ def connect(
     timeout_s: float | None = None,
     silence_s: float = SILENCE_S,
 ) -> Connection:
-    """Connect to a host, through its jump hosts if it has any.
+    """Connect to a host, through its jump hosts if it has any. Blocks.
 
     Args:
-        target: Address and settings of the host.
         stop: Event that the caller sets to cancel; the call then raises within about 0.1 s.
         timeout_s: Maximum seconds until the connection is open; None for
             `target.connect_timeout_s`.
         silence_s: Seconds without an acknowledgement after which an open connection is closed.
 
     Raises:
-        PoolError: The host cannot be reached, the host's key is not known, or the host refuses the
-            login.
+        PoolError: The host cannot be reached, its key is not known, or it refuses the login.
         ConnectStopped: `stop` was set.
     """
     if timeout_s is None:
@@ -371,10 +363,6 @@ def _dial(
     """Open a TCP connection to the host, and try all of its addresses in turn.
 
     Each address gets an equal part of the remaining time.
-
-    Raises:
-        PoolError: The name cannot be resolved, no address can be reached, or the time is over.
-        ConnectStopped: `stop` was set.
     """
     try:
         found = socket.getaddrinfo(target.hostname, target.port, type=socket.SOCK_STREAM)
@@ -454,8 +442,7 @@ class HeartbeatCommand:
 
     Attributes:
         has_output: Whether the command has written anything, even if only an empty line.
-        ended: Event that is set at the end of the output, when the command or the connection has
-            ended.
+        ended: Event that is set when the command or the connection has ended.
 
     Raises:
         PoolError: The command could not be started.

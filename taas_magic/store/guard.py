@@ -56,8 +56,8 @@ class StoreProtection(str, Enum):
 def strongest_protection() -> StoreProtection:
     """Return the strongest mechanism that works on this host; `PYTHON` if no trial succeeds.
 
-    Each trial takes about 0.1 s. The result is cached in this process. Trials run in separate
-    processes, because a process that has entered a user namespace cannot leave it.
+    Each trial takes about 0.1 s; the result is cached. Trials run in separate processes, because a
+    process that has entered a user namespace cannot leave it.
     """
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     with suppress(OSError), tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
@@ -119,12 +119,11 @@ def apply_rule(
     Args:
         who: Name of the process in messages.
         protection: Strongest mechanism of this host, from `strongest_protection`.
-        scratch: Path at which to make the scratch folder of this process, outside the store. After
-            this process has ended, the agent or supervisor removes the folder.
+        scratch: Path of the scratch folder to make, outside the store. The agent or supervisor
+            removes the folder after this process has ended.
         on_write: Called once with each path in the store that this process wrote or tried to write.
         writes: Whether this process is rank 0.
-        rehearsal: In a rehearsal, the folder that receives the writes that a real run would make to
-            the store; made if it is missing. None in a real run.
+        rehearsal: The rehearsal folder, which is made if it is missing; None in a real run.
 
     Returns:
         The mechanism in effect. For rank 0 of a real run, which may write, `protection`.
@@ -267,7 +266,7 @@ def protect(store: str, writable: Sequence[str], protection: StoreProtection) ->
     If `protection` is `PYTHON`, do nothing: `redirect.py` then protects the store.
 
     Args:
-        writable: Folders inside the store that stay writable, from `writable_folders`.
+        writable: Folders inside the store that stay writable.
 
     Returns:
         The mechanism in effect: `protection`, or a weaker one if `protection` fails for this store.
@@ -304,8 +303,7 @@ def _apply(protection: StoreProtection, store: str, writable: Sequence[str]) -> 
 def _renew_descriptors(store: str, writable: Sequence[str]) -> None:
     """Reopen inherited descriptors, so that the protection applies to them.
 
-    A descriptor keeps the rights and the mount with which it was opened. So the process could still
-    write a file of the store through an old descriptor, or bypass the new mount.
+    A descriptor keeps the rights and the mount with which it was opened.
     """
     for name in os.listdir("/proc/self/fd"):
         descriptor = int(name)
@@ -365,8 +363,7 @@ def _enter_namespace(*, as_user: bool) -> None:
     """Enter a private mount namespace. Later mounts of the host still appear in this namespace.
 
     Args:
-        as_user: Whether to also enter a user namespace, in which an ordinary user may mount. There,
-            files of all other users appear to belong to `nobody`.
+        as_user: Whether to also enter a user namespace, in which an ordinary user may mount.
     """
     user, group = os.geteuid(), os.getegid()
     flags = _CLONE_NEWNS | (_CLONE_NEWUSER if as_user else 0)

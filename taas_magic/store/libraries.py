@@ -1,7 +1,7 @@
 """Redirect file accesses of libraries in C, C++ and Rust. Such libraries bypass Python's `open`.
 
-`CALLS` lists functions that Python code calls and that open files in compiled code. In a rank, each
-of these functions is replaced by one that redirects the path, as `redirect.py` does for `open`.
+In a rank, each function in `CALLS`, which opens files in compiled code, is replaced by a function
+that redirects the path, as `redirect.py` does for `open`.
 """
 
 import functools
@@ -30,7 +30,7 @@ class _Call(NamedTuple):
         position: Index of the path in the positional arguments; `self` of a method has index 0.
         parameter: Name of the path's parameter.
         writes: Whether the function writes; None if this depends on its argument `mode`.
-        makes_folder: Whether the path is that of a folder, which the function makes.
+        makes_folder: Whether the function makes a folder at the path.
     """
 
     module: str
@@ -63,10 +63,10 @@ CALLS = (
 
 
 def install(view: StoreView) -> None:
-    """Permanently replace the functions in `CALLS` by functions that redirect paths.
+    """Permanently replace the functions in `CALLS`, now or when their modules are imported.
 
-    A function is replaced now, or when its module is imported. A function that only reads is
-    replaced only for a `DiscardingView`, whose scratch folder may hold versions of files.
+    A function that only reads is replaced only for a `DiscardingView`, whose scratch folder may
+    hold versions of files.
     """
     modules: dict[str, list[_Call]] = {}
     for call in CALLS:
@@ -99,7 +99,6 @@ def _replace_all(view: StoreView, calls: list[_Call]) -> None:
 
 
 def _replace_where_imported(name: str, real: object, replacement: object) -> None:
-    """Replace a function in all modules that imported it by `from … import`."""
     for module in list(sys.modules.values()):
         if vars(module).get(name) is real:
             setattr(module, name, replacement)

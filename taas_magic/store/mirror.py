@@ -216,8 +216,8 @@ def _copy_known_content(mirror: Mirror, want: Manifest, there: Mapping[str, Entr
 def _scan_files(mirror: Mirror, wanted: Collection[str]) -> dict[str, Entry]:
     """List and hash the useful files of a mirror, and remove all other files.
 
-    A file is useful if its path is in `wanted`. A file with a known hash is also useful, because a
-    wanted file at another path may have the same content.
+    A file is useful if its path is in `wanted`, or if its hash is known. A wanted file at another
+    path may have the same content.
 
     Returns:
         The remaining files and folders by path, outer folders first.

@@ -1,9 +1,8 @@
 """Send files that are written in a mirror back to the project store, soon after they are closed.
 
 An event of inotify(7) only marks a path to be checked. Soon afterwards, `_ChangeSender` sends the
-file that is then at the path. So temporary files that were renamed meanwhile, and many versions of
-a file that is often rewritten, are not sent. If events were lost, or inotify is not available, all
-paths are checked.
+file that is then at the path. If events were lost, or inotify is not available, all paths are
+checked.
 
 Neither a package nor polling can replace inotify: docs/decisions.md has the measurements.
 """
@@ -155,9 +154,9 @@ def _below(folder: str, name: str) -> str:
 def is_being_written(file: FileIO) -> bool:
     """Return whether any process has the file open for writing; False if it cannot be determined.
 
-    The system grants a read lease on a file (fcntl(2), F_SETLEASE) only if no process has the file
-    open for writing. If another process opens the file before this function releases the lease, the
-    system sends SIGURG to this process, which ignores SIGURG by default.
+    The system grants a read lease (F_SETLEASE in fcntl(2)) only if no process has the file open for
+    writing. If another process opens the file during the lease, the system sends SIGURG to this
+    process, which ignores SIGURG by default.
     """
     try:
         fcntl.fcntl(file, fcntl.F_SETSIG, signal.SIGURG)
@@ -188,7 +187,7 @@ class _ChangeSender:
 
     Args:
         note: Shows the user which file could not be sent, and why.
-        receipt_builder: Record of files that were sent or refused, which this class updates.
+        receipt_builder: Record of sent and refused files, which this class updates.
 
     Attributes:
         large: Remaining pieces of the large files that are being sent, by path.
@@ -247,7 +246,7 @@ class _ChangeSender:
             del self.large[path]
 
     def send_all(self, paths: Iterable[str]) -> None:
-        """Send the changes at `paths`, and then all large files, including pending ones."""
+        """Send the changes at `paths`, and then all large files."""
         self.send_changes(paths)
         while self.large:
             self.send_large()
@@ -381,7 +380,7 @@ class MirrorSender:
 
     Args:
         note: Shows the user which files could not be sent, and why.
-        receipt_builder: Record of files that were sent or refused, which this class updates.
+        receipt_builder: Record of sent and refused files, which this class updates.
         shared: Relative paths of the folders to send; None for all, as on the host of rank 0.
     """
 
@@ -473,10 +472,7 @@ class MirrorSender:
             self._sender.send_large()
 
     def _differing_paths(self) -> Iterator[str]:
-        """Yield all paths at which the mirror may differ from the known content of the store.
-
-        This method compares inodes, sizes and times of change, and reads no file.
-        """
+        """Yield all paths at which the mirror may differ from the store; read no file."""
         hashes, there = self._mirror.hashes, set()
         left_out = self._ignore.leaves_out
         for found in self._mirror.tree.walk(lambda it: not left_out(it.path, it.is_folder)):

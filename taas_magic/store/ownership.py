@@ -103,10 +103,7 @@ class _Record(Struct, array_like=True):
 class RunFileRecord:
     """List of the files and folders that runs made in a store.
 
-    Each change is appended immediately to a file outside the store, in the store's state folder.
-
-    Args:
-        folder: The store's state folder, from `rule.store_state_folder`.
+    Each change is appended immediately to a file in `folder`, the store's state folder.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -166,7 +163,6 @@ class RunFileRecord:
         """Record the files that rank 0 wrote on a host that shares the store.
 
         Args:
-            store: Path of the store.
             paths: Paths relative to the store.
         """
         for path in paths:

@@ -58,7 +58,7 @@ class StoreView:
         who: Name of the rank in messages.
         store: Path of the store, absolute and without symbolic links.
         open_folders: Folders in the store that every rank may write: shared folders and caches.
-        on_write: Function called once with each path that the rank wrote or would have written.
+        on_write: Called once with each path that the rank wrote or would have written.
     """
 
     has_own_files = False
@@ -183,8 +183,8 @@ class StoreView:
     def record_write(self, store_path: str) -> None:
         """Report a path that the rank wrote, or would have written without redirection.
 
-        Each path is reported only once; bytecode files are not reported. Forked children of the
-        rank report nothing, because the channel for reports may have been in use during the fork.
+        Each path is reported only once. Forked children of the rank report nothing, because the
+        channel for reports may have been in use during the fork.
         """
         known = store_path in self._noted or "/__pycache__/" in store_path
         if not known and os.getpid() == self._pid:
@@ -299,8 +299,7 @@ class DiscardingView(StoreView):
     def path_to_change(self, store_path: str, *, folder: bool = False) -> str:
         """Return the path of the rank's own version of `store_path`, or of a new placeholder.
 
-        The placeholder is an empty file or folder, which the call changes or removes. The file in
-        the store stays as it is.
+        The call changes or removes the placeholder, and the file in the store stays as it is.
         """
         self.record_write(store_path)
         is_folder = folder or os.path.isdir(self.common_path(store_path))
@@ -590,10 +589,7 @@ _OPENS = (
     ("tarfile", "bltn_open"),
     ("numpy.lib._datasource", "_open"),
 )
-"""Modules and names that refer to `open`.
-
-The modules after the first three copied the reference when Python imported them.
-"""
+"""Modules and names that refer to `open`. Most modules copied the reference when imported."""
 
 
 def _replace_open(call: _Call) -> None:
@@ -611,8 +607,7 @@ def _replace_open(call: _Call) -> None:
 def _replace_in_pathlib(name: str, real: _Call, call: _Call) -> None:
     """Replace a function in the class of pathlib or glob that keeps its own reference to `real`.
 
-    In Python 3.10, such a class is in pathlib. In Python 3.13, the class is in glob; pathlib uses
-    it.
+    In Python 3.10, this class is in pathlib. In Python 3.13, it is in glob, and pathlib uses it.
     """
     for module, holder in ((pathlib, "_NormalAccessor"), (glob, "_StringGlobber")):
         held_by = getattr(module, holder, None)
@@ -708,7 +703,7 @@ def library_read_path(view: StoreView, path: Path) -> Path:
 def path_to_open(view: StoreView, store_path: str, *, needs_content: bool = False) -> str | None:
     """Return the path to open for writing instead of `store_path`; None for `store_path` itself.
 
-    A folder is not redirected, so that opening a folder for writing raises the system's error.
+    A folder is not redirected, so that the call raises the system's error.
     """
     return (
         None
@@ -925,7 +920,7 @@ def _redirect_temporary_files() -> None:
 
 
 def _save_atomically(view: StoreView) -> None:
-    """Make `torch.save` on rank 0 atomic for files in the store: a kill leaves no partial file."""
+    """Make `torch.save` on rank 0 atomic for files in the store."""
     import torch
 
     def save(real: _Call, obj: object, f: Any, *args: Any, **kw: Any) -> None:
@@ -997,7 +992,7 @@ def _redirect_torch_maps(view: StoreView) -> None:
 def _map_privately(view: StoreView) -> None:
     """Make numpy map a file of the store privately if the mode allows writing (numpy's default).
 
-    Only this rank sees changes in a private map, and the file is not copied.
+    Only this rank then sees its changes, and the file is not copied.
     """
     if importlib.util.find_spec("numpy") is None:  # torch works without numpy
         return

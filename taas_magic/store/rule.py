@@ -66,8 +66,7 @@ def choose(
         shared: Folders of `--shared-writes`, relative to the store.
 
     Raises:
-        StoreError: The path is not a folder, or the folder is not allowed as a store. Or a path in
-            `shared` is a file, or is not inside the store.
+        StoreError: A path is not a folder, or is not allowed.
     """
     store = os.path.realpath(os.path.join(notebook_folder, os.path.expanduser(path)))
     if not os.path.exists(store):
@@ -207,9 +206,9 @@ class StoreOwner(Struct):
 def locked_store(store: str, run_id: str, name: str = "") -> Iterator[None]:
     """Lock the store for one run against all other runs of this user.
 
-    The lock also covers folders inside the store, and folders that contain the store. The lock is
-    an flock(2) lock: the system releases it when the owning process ends, even by a kill. Enter
-    this context in the process that lives as long as the run.
+    The lock also covers folders inside the store, and folders that contain the store. The system
+    releases this flock(2) lock when the owning process ends, even by a kill. Enter this context in
+    the process that lives as long as the run.
 
     Args:
         store: Path of the store, absolute and without symbolic links.
@@ -245,8 +244,8 @@ def locked_store(store: str, run_id: str, name: str = "") -> Iterator[None]:
 def _refuse_overlap(store: str, path: Path) -> None:
     """Raise StoreError if the lock file at `path` belongs to a run whose store overlaps `store`.
 
-    Two folders overlap if they are the same, or if one contains the other. If no process holds the
-    lock, its run has ended, and this function removes the lock file.
+    Two folders overlap if they are the same, or if one contains the other. If the run has ended,
+    remove the lock file.
     """
     with locked(path, wait=False) as free:
         if free:

@@ -1,8 +1,8 @@
 """The notebook's side of a mirrored project store: responds to the requests of one run's hosts.
 
 The pool's process has one `StoreServer` for all ranks of a run, and one for all fetchers of a run.
-The controller checks which host of the run sent a request. This module checks everything else in
-the request, because a host may be hostile.
+The controller checks which host sent a request. This module checks everything else, because a host
+may be hostile.
 """
 
 import os
@@ -175,8 +175,7 @@ class StoreServer:
         """Return the store's manifest, with rank 0's versions in place of the user's files.
 
         If rank 0 writes the user's file `a.txt`, the store keeps rank 0's version as
-        `a.txt.from-host`. Ranks must see rank 0's version, so the result lists this version as
-        `a.txt`.
+        `a.txt.from-host`. The result lists this version as `a.txt`.
         """
         if not self._beside:
             return manifest
@@ -381,7 +380,7 @@ class StoreServer:
     ) -> None:
         """Move a complete file from its temporary name to its path; discard it on failure.
 
-        If the user has a file at `path`, the new file is moved beside the user's file instead, and
+        If the user has a file at `path`, the new file is moved beside the user's file instead.
         UnsafeError reports this to the host.
 
         Args:
@@ -416,7 +415,7 @@ class StoreServer:
         """Discard an incomplete file that is being received, if there is such a file.
 
         Args:
-            key: Number of the host that sends the file, and path of the file.
+            key: Number of the sending host, and path of the file.
         """
         self._checks.pop(key, None)
         incoming = self._incoming.pop(key, None)

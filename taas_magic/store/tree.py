@@ -5,8 +5,8 @@ O_NOFOLLOW). So an access through a symbolic link fails, even if the link replac
 the access.
 
 An arriving file is written under a temporary name, verified, and moved to its path in one step.
-Until the move, the writer holds a lock on the file. A temporary file without a lock is a leftover
-of a dead writer, and a later search of the store removes it.
+Until the move, the writer holds a lock on the file. A later search of the store removes temporary
+files without a lock.
 """
 
 import errno
@@ -145,7 +145,7 @@ class TreeEntry:
 
     @property
     def is_folder(self) -> bool:
-        """Whether the entry is a folder. A link to a folder is not a folder."""
+        """Whether the entry is a folder, and not a link to a folder."""
         return stat.S_ISDIR(self.status.st_mode)
 
     @property
@@ -191,7 +191,6 @@ class Tree:
         Raises:
             UnsafeError: The path is unsafe, or one of its parts is neither a folder nor a file.
             NotADirectoryError: A part of the path is a file.
-            FileNotFoundError: The folder does not exist.
         """
         if path and (why := why_invalid(path)):
             raise UnsafeError(path, why)
@@ -331,8 +330,8 @@ class IncomingFile:
     """A file that is being received under a temporary name. Call `move_to` or `discard`.
 
     Args:
-        staging: Descriptor of the folder in which the file is written. The folder must be on the
-            file system of the destination.
+        staging: Descriptor of the folder in which the file is written, on the destination's file
+            system.
 
     Attributes:
         name: Temporary name in the staging folder.
