@@ -7,8 +7,8 @@ libraries.py redirects file writes of libraries in C, C++ and Rust
 receipt.py   records what a host's ranks wrote, and makes the receipt of a run
 publish.py   atomic file writes, and `taas.save`
 
-A host that shares no file system with the notebook has a mirror, which these modules update. Neither
-side trusts the names or bytes that the other side sends.
+A host that shares no file system with the notebook has a mirror, which these modules update.
+Neither side trusts the names or bytes that the other side sends.
 
 tree.py      access to files below a folder without following links, and atomic writing of files
 manifest.py  selects the files to copy, and defines the requests that copy files
