@@ -2,8 +2,7 @@
 
     python benchmarks/attach.py
 
-The script measures two runs. The journal of the first is full of lines from 8 ranks. The journal of
-the second is full of reports about the ranks' loaders.
+The journal of one run is full of printed lines, that of another run of reports about loaders.
 """
 
 import contextlib
@@ -51,7 +50,6 @@ def journal(run_id: str, kind: str) -> Run:
 
 
 def main() -> None:
-    """Attach to each run five times, and print the shortest times."""
     with tempfile.TemporaryDirectory() as state:
         os.environ["TAAS_STATE_DIR"] = state
         for number, kind in enumerate(("lines", "reports")):

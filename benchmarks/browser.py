@@ -1,7 +1,7 @@
 """Measure JupyterLab while a run prints or displays a lot: stalls, CPU time and memory.
 
 Run from the checkout, where chromium and JupyterLab are installed: `python -m benchmarks.browser`.
-A stall is a time in which the page handles no events. A timer in the page measures the stalls.
+A stall is a time in which the page handles no events.
 """
 
 import argparse
@@ -50,8 +50,7 @@ class Cost(NamedTuple):
     Attributes:
         seconds: Time from the cell's start to its end.
         stall_s: Longest stall.
-        cpu_s: CPU seconds of the page's main thread, which handles no events while it works. If no
-            other program uses the processor, this work is the only cause of stalls.
+        cpu_s: CPU seconds of the page's main thread, which handles no events while it works.
         memory_mb: Peak growth of the page's process, in MB.
         shown_bytes: Length of the cell's output text at the end.
     """
@@ -67,7 +66,6 @@ def measure(page: Page, cell: int) -> Cost:
     """Run the selected cell, and return its cost for the page.
 
     Args:
-        page: Page of the notebook.
         cell: Index of the selected cell among the code cells.
     """
     output = f"({CELL.format(cell)}?.innerText ?? '')"
@@ -106,7 +104,6 @@ def _renderer_bytes() -> int:
 
 
 def main() -> None:
-    """Run all scenes, and print one line for each."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--lines", type=int, default=200_000, help="lines of each rank")
     parser.add_argument("--ranks", type=int, default=2)

@@ -6,23 +6,19 @@
     python -m benchmarks.chaos --first-cells 200 [--deed "kill pool"] [--seed 1]
     python -m benchmarks.chaos --runs 300
 
-- `--faults` (the default) harms the data service while two ranks train: it kills fetchers, kills or
-  stops their workers, and cuts connections. One rank is on the fetchers' host. The other one gets
-  its batches by TCP, or under TLS with `--tls`. `--rest S` lets the ranks pause after every 40
-  steps, for S seconds on average. The faults must not change the batches, the weights and the
-  ledger of read samples.
+- `--faults` (the default) kills fetchers, kills or stops their workers, and cuts connections, while
+  two ranks train. One rank is on the fetchers' host; the other one gets its batches by TCP, or
+  under TLS with `--tls`. With `--rest S`, the ranks pause after every 40 steps, for S seconds on
+  average. The batches, the weights and the ledger of read samples must not change.
 - `--processes` kills or stops one of a kernel's descendant processes while a cell runs. The cell
   must end, and the next cell must run.
 - `--session` does the same during the cells of a session with a fetcher, and also interrupts
-  processes. If the session has ended, the next cell must say in one line how to start it again.
-  With `--detach`, the session is detached: after the kernel was killed, a new kernel takes the
-  session over.
-- `--first-cells` starts a kernel in each round. It does one of these deeds at a random moment
-  between the loading of the extension and the end of the second cell: it kills the pool's process,
-  ends the pool, or interrupts, restarts or kills the kernel. Each cell must succeed or say clearly
-  why it failed.
-- `--runs` runs many cells, and prints how the memory, descriptors and threads of the kernel, the
-  pool, the supervisor, the agent and the forkserver have grown.
+  processes. If the session has ended, the next cell must say so in one line. With `--detach`, the
+  session is detached, and a new kernel takes it over after the kernel was killed.
+- `--first-cells` starts a kernel in each round. At a random moment of the first two cells, it kills
+  the pool's process, ends the pool, or interrupts, restarts or kills the kernel. Each cell must
+  succeed or say clearly why it failed.
+- `--runs` runs many cells, and prints how much memory, descriptors and threads have grown.
 
 The same seed gives the same faults again.
 """

@@ -111,8 +111,6 @@ def accelerate() -> Figures:
 def ipyparallel_cells(port: int) -> tuple[list[str], Callable[[str], str]]:
     """Return the cells that start engines, and a function that makes a cell for the engines.
 
-    The function takes the program that the engines run.
-
     ipyparallel does not set torch's environment, so a cell sets it by hand. Without `--no-stream`,
     `%%px` shows its output as a display, which `kernel_client` does not record.
 
@@ -149,10 +147,7 @@ def ipyparallel() -> Figures:
 
 
 def nbdistributed() -> Figures:
-    """Measure the cells after the first on nbdistributed's ranks.
-
-    All cells use the process group of `%dist_init`.
-    """
+    """Measure the cells after the first on nbdistributed's ranks."""
     with notebook() as kernel:
         kernel.run("%load_ext nbdistributed", f"%dist_init --num-processes {RANKS}", SESSION_START)
         figures = _session_figures(kernel, lambda program: program)
@@ -191,7 +186,6 @@ def _session_figures(kernel: Notebook, cell: Callable[[str], str]) -> Figures:
 
 
 def free_port() -> int:
-    """Return a TCP port that is free now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]

@@ -3,20 +3,18 @@
     python benchmarks/data.py [--rounds 5] [--seconds 2] [--only delivery|ranks|first|step|collate|
                                         slow|cpu] [--row "ours, TCP"]…
 
-Each round measures every row of a table once. So if the machine is slow for some time, this affects
-all rows. Each measurement runs in a new process. The consumer touches every batch: it reads one
-byte of each 4 KiB page.
+Each round measures every row of a table once, each in a new process. The consumer touches every
+batch: it reads one byte of each 4 KiB page.
 
 The tables show medians over the rounds. "spread" is the difference between the fastest and the
-slowest round, relative to the median. "memory" is the growth of the consumer's resident memory from
-before the first batch to its peak; it includes shared memory that the consumer reads. "all CPU" is
-the CPU time of the consumer and of every process below it, so it includes the fetchers. For Ray
-Data, it includes only the consumer. Ratios compare figures of the same round.
+slowest round, relative to the median. "memory" is the peak growth of the consumer's resident memory
+since its first batch; it includes shared memory that the consumer reads. "all CPU" is the CPU time
+of the consumer and of every process below it, so it includes the fetchers. For Ray Data, it
+includes only the consumer. Ratios compare figures of the same round.
 
-Figures differ between machines. Compare only rows of one run, and only if the machine did nothing
-else. Between the measurements, the script samples the CPU use of other processes. Its last line
-says whether the machine was quiet. The rows of the tf.data service and of Ray Data need
-`pip install '.[bench]'`.
+Compare only rows of one run, and only if the machine did nothing else: the last line of the output
+says whether it was quiet. The rows of the tf.data service and of Ray Data need `pip install
+'.[bench]'`.
 """
 
 import argparse
@@ -46,8 +44,11 @@ FIRST_BATCHES = 9
 STEPS, STEP_S = 3, 5.0
 RANKS = 8
 QUIET_LOAD, QUIET_CORES, QUIET_SHARE = 0.5, 0.1, 0.9
-"""Limits of a quiet machine: load average before the run, cores used by others in a quiet sample,
-and share of quiet samples."""
+"""Limits of a quiet machine.
+
+They are the load average before the run, the cores used by others in a quiet sample, and the share
+of quiet samples.
+"""
 
 LOOK_S = 0.3
 """Seconds that one sample of the other processes takes."""
@@ -72,7 +73,7 @@ cores_used_by_others: list[float] = []
 def sample_other_processes() -> None:
     """Record how many cores other processes use.
 
-    Call this between measurements, when this script runs no other process.
+    Call this when this script runs no other process.
     """
     time.sleep(SETTLE_S)
     before = busy_s()
@@ -105,8 +106,7 @@ class Figures(NamedTuple):
     """Result of one measurement of one row.
 
     Attributes:
-        batches: Number of batches received.
-        size: Bytes of these batches.
+        size: Bytes of the received batches.
         elapsed_s: Wall time.
         cpu_s: CPU time of the consumer, or of all ranks.
         all_cpu_s: CPU time of all processes.
@@ -156,8 +156,6 @@ def measured(take: Take, seconds: float, before: int) -> Figures:
     """Receive batches for `seconds` seconds, and return the figures.
 
     Args:
-        take: Function that returns the next batch.
-        seconds: Seconds to measure.
         before: Resident memory before the first batch, in bytes.
     """
     batches = size = 0
@@ -173,10 +171,7 @@ def measured(take: Take, seconds: float, before: int) -> Figures:
 
 
 def memory_from_here() -> int:
-    """Return the resident memory in bytes, and reset the peak of this process's memory.
-
-    So the peak that is measured later does not include the imports before this call.
-    """
+    """Return the resident memory in bytes, and reset the peak of this process's memory."""
     Path("/proc/self/clear_refs").write_text("5")
     return int(psutil.Process().memory_info().rss)
 
@@ -233,10 +228,7 @@ def one_rank(
 
 
 def first_batches(make: Services, results: Connection) -> None:
-    """Send the milliseconds from `iter(loader)` to the first batch.
-
-    `FIRST_BATCHES` remote loaders give one time each.
-    """
+    """Send `FIRST_BATCHES` times from `iter(loader)` to the first batch, in milliseconds."""
     with make() as running:
         running.wait_until_filled()
         times = []
@@ -250,10 +242,7 @@ def first_batches(make: Services, results: Connection) -> None:
 
 
 def after_steps(make: Takes, results: Connection) -> None:
-    """Send the milliseconds until the next batch after a step that takes `STEP_S` seconds.
-
-    `STEPS` steps give one time each.
-    """
+    """Send the milliseconds until the next batch, after each of `STEPS` steps of `STEP_S`."""
     times = []
     with make() as take:
         touch(take())
@@ -288,7 +277,6 @@ def compare(
     The other row is the first row, unless `COMPARED_WITH` names another one.
 
     Args:
-        title: Title of the table.
         rows: For each row, a function that makes its source of batches.
         rounds: Number of measurements of each row.
         seconds: Seconds of one measurement.
@@ -349,10 +337,7 @@ def delivery(rounds: int, seconds: float, wanted: list[str]) -> None:
 
 
 def several(rounds: int, seconds: float) -> None:
-    """Compare one fetcher with two, for one rank and for `RANKS` ranks.
-
-    The figures are for all ranks together (`consume_by_ranks`).
-    """
+    """Compare one fetcher with two, for one rank and for `RANKS` ranks."""
     loader = DataLoader(Ready(SIZES["196 KiB"]), batch_size=None)
     for way, direct in (("TCP", False), ("shared memory", True)):
         make = partial(service, loader, direct=direct)

@@ -131,7 +131,6 @@ class Service:
     """Running fetchers, and the settings with which a rank connects to them.
 
     Attributes:
-        loader: The registered loader.
         feed: Connection settings, for rank 0 of 1.
         controls: Pipes from the fetchers, which send their reports.
     """
@@ -141,7 +140,6 @@ class Service:
     controls: list[Connection]
 
     def remote(self, rank: int = 0, world_size: int = 1) -> RemoteLoader:
-        """Return the remote loader of a rank."""
         loader, feed = self.loader, dataclasses.replace(self.feed, rank=rank, world_size=world_size)
         settings = {"batch_size": loader.batch_size, "drop_last": False, "num_workers": 0}
         shape = LoaderShape("train", len(loader), None, False, settings)
@@ -220,12 +218,7 @@ def service(
 
 @contextlib.contextmanager
 def ours(loader: DataLoader[Any], **arguments: object) -> Iterator[Take]:
-    """Yield a function that returns batches of the data service.
-
-    Args:
-        loader: Loader to register.
-        **arguments: Other arguments of `service`.
-    """
+    """Yield a function that returns batches of the data service."""
     with service(loader, **arguments) as running:  # type: ignore[arg-type]
         remote = running.remote()
         batches = iter(remote)

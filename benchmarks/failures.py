@@ -2,9 +2,8 @@
 
     python benchmarks/failures.py --rounds 10 --busy 8
 
-A round runs one failing cell of each kind with `%%taas --gpus 2` in a real kernel, while other
-processes keep the processors busy. A failure is shown whole if the notebook shows the text and the
-line number of the user's failing line. The exit code is 1 if a failure is not shown whole.
+A round runs one failing cell of each kind with `%%taas --gpus 2` in a real kernel. The exit code is
+1 if the notebook does not show the text and the line number of the user's failing line.
 """
 
 import argparse
@@ -22,7 +21,7 @@ from kernel_client import CellError, Notebook
 
 HEAD = "%%taas --gpus 2 --timeout 100s\n"
 MARK = "# here"
-"""Comment that marks the failing line of a program. The traceback must show this line."""
+"""Comment that marks the failing line of a program."""
 
 CRASH = "a crash in native code"
 """Kind whose traceback has only line numbers: faulthandler writes no source text."""
@@ -151,7 +150,6 @@ def numbers_of(shown: str) -> set[str]:
 
 @contextmanager
 def busy(processes: int) -> Iterator[None]:
-    """Keep the processors busy while the block runs."""
     context = multiprocessing.get_context("spawn")
     spinning = [context.Process(target=_spin, args=(os.getpid(),)) for _ in range(processes)]
     for process in spinning:

@@ -2,10 +2,10 @@
 
     python benchmarks/farm.py [--jobs 1000] [--rounds 5] [--only dask,taas]
 
-Each contestant has two worker processes and one round to warm up. Contestants take turns; a round
-is timed from the first submit to the last result. Contestants that are not installed are left out.
-"CPU" is the CPU time of this process and all its descendants in a round. If others use the machine,
-compare the CPU times rather than the times.
+Each contestant has two worker processes and one round to warm up. A round is timed from the first
+submit to the last result. Contestants that are not installed are left out. "CPU" is the CPU time of
+this process and all its descendants in a round. If others use the machine, compare the CPU times
+rather than the times.
 """
 
 import argparse

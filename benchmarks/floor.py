@@ -1,7 +1,7 @@
 """A minimal launcher, as a lower bound for launch.py: a fork server that has imported torch.
 
 The module runs in the kernel. It transfers no notebook objects and no environment, keeps no log for
-each rank and detects no failures. The ranks write to one pipe, which the kernel reads and prints.
+each rank and detects no failures.
 """
 
 import multiprocessing

@@ -2,11 +2,9 @@
 
     python benchmarks/hosts.py --rounds 5        (Linux, root)
 
-The script uses the simulated hosts of the tests (tests/rig). They run on this machine, but each has
-its own network, files, processes and sshd. They share no folders with the notebook except Slurm's.
-So the figures show the cost of our code, but not of a real network. Every pool runs the same cells:
-two ranks that meet and print, and one rank that touches 2,000 batches of 196 KiB from a fetcher in
-another pool.
+The hosts are the simulated hosts of the tests (tests/rig) on this machine. So the figures show the
+cost of our code, but not of a real network. Every pool runs the same cells: two ranks that meet and
+print, and one rank that touches 2,000 batches of 196 KiB from a fetcher in another pool.
 """
 
 import argparse
@@ -128,10 +126,7 @@ def _ok(outcome: Any) -> None:
 
 
 def _delays() -> list[float]:
-    """Return the seconds from each rank's print to the line's record in the last run's journal.
-
-    The times are comparable, because all hosts use this machine's clock.
-    """
+    """Return the seconds from each rank's print to the line's record in the last run's journal."""
     assert launch.last_run is not None
     found = []
     for seen in journal.RunFolder(launch.last_run.path).read_events():

@@ -2,11 +2,11 @@
 
     python -m benchmarks.interrupts [--rounds 500] [--busy 4] [--seed 1]
 
-A round runs a cell of one kind in a real kernel. It interrupts the cell at a random moment of the
-cell's first 4 s: once, or twice in every fourth round. Then it runs `6 * 7`, and finally a `%%taas`
-cell. The script prints the seconds from the interrupt to the reply of `6 * 7`. It also lists what
-went wrong: interrupted cells that did not end with KeyboardInterrupt, and final cells that failed.
-The exit code is 1 if anything went wrong, or if any reply took longer than `USABLE_S` seconds.
+A round interrupts a cell at a random moment of the cell's first 4 s: once, or twice in every fourth
+round. Then it runs `6 * 7`, and finally a `%%taas` cell. The script prints the seconds from the
+interrupt to the reply of `6 * 7`. It also lists what went wrong: interrupted cells that did not end
+with KeyboardInterrupt, and final cells that failed. The exit code is 1 if anything went wrong, or
+if any reply took longer than `USABLE_S` seconds.
 """
 
 import argparse
@@ -90,11 +90,9 @@ def interrupt(frontend: Frontend, kind: str, after_s: float, times: int, result:
     """Play one round, and add its outcome to `result`.
 
     Args:
-        frontend: The kernel.
         kind: Kind of cell, a key of KINDS.
         after_s: Seconds from the cell's start to the interrupt.
         times: Number of interrupts.
-        result: Results of all rounds.
     """
     request = frontend.send(KINDS[kind])
     with suppress(AssertionError):  # raised if the cell still runs after `after_s`
@@ -118,7 +116,6 @@ def interrupt(frontend: Frontend, kind: str, after_s: float, times: int, result:
 
 @contextmanager
 def busy(processes: int) -> Iterator[None]:
-    """Keep the processors busy while the block runs."""
     spin = [sys.executable, "-c", "while True: sum(range(10_000))"]
     spinning = [subprocess.Popen(spin) for _ in range(processes)]
     try:

@@ -1,7 +1,7 @@
 """A real Jupyter kernel and a client that records its output with the times of arrival.
 
-The client reads the frames of messages itself, and parses only the parts that it needs. So the
-client is fast enough for 40,000 messages, and a measured time is that of the tool that sends them.
+The client parses only the parts of messages that it needs. So it is fast enough for 40,000
+messages, and a measured time is that of the tool that sends them.
 """
 
 import json
@@ -92,7 +92,6 @@ class Notebook:
         self._manager.cleanup_resources()
 
     def interrupt(self) -> None:
-        """Interrupt the running cell."""
         self._manager.interrupt_kernel()
 
     def run(self, *cells: str) -> Output:

@@ -2,10 +2,9 @@
 
     python benchmarks/launch.py --rounds 7
 
-The client of a real Jupyter kernel measures all times as a user would see them: from the sending of
-a cell to the arrival of its text. A round measures every contestant once. Each round starts with
-another contestant, so that a change of the machine's load affects all alike. A round takes about a
-minute. Nearly half of this is one cell of accelerate, which prints 2 x 10,000 lines (the flood).
+The client of a real Jupyter kernel measures all times, from the sending of a cell to the arrival of
+its text. A round measures every contestant once, and takes about a minute. Nearly half of this is
+one cell of accelerate, which prints 2 x 10,000 lines (the flood).
 """
 
 import argparse
@@ -73,8 +72,7 @@ def main() -> int:
 def measure(names: Sequence[str], n_rounds: int) -> Rounds:
     """Measure the contestants in turn; each round starts with another one.
 
-    If a contestant fails, this function prints the error, and keeps no figures of the contestant
-    for this round.
+    If a contestant fails in a round, its error is printed, and the round has no figures of it.
     """
     rounds: Rounds = defaultdict(list)
     for number in range(n_rounds):

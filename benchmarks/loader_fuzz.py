@@ -2,9 +2,8 @@
 
     python -m benchmarks.loader_fuzz [--draws 500] [--first 0] [--seed N]
 
-Each draw is a loader with its ranks, its fetchers and its faults (tests/data/draws.py). A seed
-determines the draw. For each draw with a difference, the script prints the seed; `--seed` repeats
-the draw.
+Each draw is a loader with its ranks, its fetchers and its faults (tests/data/draws.py). For each
+draw with a difference, the script prints the seed; `--seed` repeats the draw.
 """
 
 import argparse

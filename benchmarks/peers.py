@@ -1,7 +1,7 @@
 """Other services that deliver batches to a process, as rows of benchmarks/data.py.
 
-Each service is used as its documentation says, with one process that prepares batches. If the
-service's package is not installed (`pip install '.[bench]'`), the service's row is left out.
+Each service is used as its documentation says, with one process that prepares batches. Services
+that are not installed (`pip install '.[bench]'`) are left out.
 """
 
 import contextlib
@@ -34,10 +34,7 @@ def _serve(address: Connection) -> None:
 
 @contextlib.contextmanager
 def tf_data(size: int) -> Iterator[Take]:
-    """Yield a function that returns batches of the tf.data service.
-
-    A worker prepares the tensors, and gRPC transfers them.
-    """
+    """Yield a function that returns batches of the tf.data service, which gRPC transfers."""
     os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
     ours, theirs = FORK.Pipe()
     server = FORK.Process(target=_serve, args=(theirs,), daemon=True)
@@ -62,10 +59,7 @@ def tf_data(size: int) -> Iterator[Take]:
 
 @contextlib.contextmanager
 def ray_data(size: int) -> Iterator[Take]:
-    """Yield a function that returns batches of Ray Data.
-
-    A task makes the rows, and the object store of this host transfers them.
-    """
+    """Yield a function that returns batches of Ray Data from this host's object store."""
     for name in [name for name in os.environ if name.lower().endswith("_proxy")]:
         # Ray's processes would try to reach each other through the proxy.
         del os.environ[name]

@@ -2,8 +2,8 @@
 
     python benchmarks/protection.py
 
-Each figure is the median over new ranks. These ranks are forks of a process that has imported
-torch, as an agent's ranks are. `launch.py` prints the same table.
+Each figure is the median over new ranks, which are forks of a process that has imported torch.
+`launch.py` prints the same table.
 """
 
 import multiprocessing

@@ -2,12 +2,11 @@
 
     python benchmarks/scale.py --ranks 1 8 64 512 8192
 
-The hosts are simulated; each has eight ranks. One part measures the pool's process with its
-connections (scale_hosts.py), the other part the notebook's view (scale_view.py). The times of the
-first part are CPU time, except the delay of a line. The times of the view are elapsed time. A user
-notices two figures: the delay of a line, and the longest time in which the notebook is busy without
-a pause. 8,192 ranks take some minutes. Most of this time goes to TLS handshakes, and to the agents'
-side of the connections, which runs in the same process.
+One part measures the pool's process with its connections (scale_hosts.py), in CPU time except for
+the delay of a line. The other part measures the notebook's view (scale_view.py), in elapsed time. A
+user notices two figures: the delay of a line, and the longest time in which the notebook is busy
+without a pause. 8,192 ranks take some minutes, mostly for TLS handshakes and for the simulated
+agents.
 """
 
 import argparse

@@ -1,8 +1,7 @@
 """Measure the work of the pool's process for a run on many hosts, with simulated agents.
 
 The scheduler, the controller, its journal, TLS and the kernel's Dask client are real. A simulated
-agent is only a connection. It joins as an agent does, sends beats, responds to the controller's
-requests, and sends the events of eight ranks. It starts no process. Everything runs in one process.
+agent is only a connection, which sends the events of eight ranks. Everything runs in one process.
 So a figure is the sum over the pool's process, the kernel, and the agents' ends of the connections.
 """
 
@@ -53,8 +52,10 @@ LEASE_S = 8.0
 """Lease in seconds that determines how often the agents send beats."""
 
 PATIENT_S = 600.0
-"""Lease in seconds that the pool enforces. It is long, because this process does the work of 1,025
-processes and may be late."""
+"""Lease in seconds that the pool enforces.
+
+It is long, because one process does the work of all agents and may be late.
+"""
 
 JOINING = 32
 """Number of hosts that join at the same time."""
@@ -93,8 +94,8 @@ class Figures(NamedTuple):
 class Agent:
     """A simulated agent.
 
-    An agent learns the numbers of its ranks from the request to start them. They are not known
-    before, because hosts join in any order.
+    It learns the numbers of its ranks from the request to start them, because hosts join in any
+    order.
     """
 
     def __init__(self, number: int, name: str, keys: Keys) -> None:
@@ -140,7 +141,6 @@ class Agent:
         ]
 
     def send_events(self, events: list[Event]) -> None:
-        """Send events of the run."""
         for said in events:
             message = {"op": words.EVENT, "run_id": self._run_id, "event": encode(said)}
             self._stream.send(message)
@@ -153,11 +153,9 @@ class Agent:
         )
 
     def report_success(self) -> None:
-        """Report that all ranks have succeeded."""
         self.send_events([RanksEnded(host=self.name, state="SUCCEEDED")])
 
     async def leave(self) -> None:
-        """Close the connection."""
         for task in self._tasks:
             task.cancel()
         self._stream.abort()

@@ -32,7 +32,6 @@ class Scene(NamedTuple):
     """Cost of a scene.
 
     Attributes:
-        name: Name of the scene.
         per_event_us: Microseconds that the view takes per event.
         longest_ms: Longest time in which the view works without a pause, in milliseconds.
     """

@@ -2,10 +2,9 @@
 
     python benchmarks/session.py --cells 200
 
-A real kernel runs cells in one session; every tenth cell raises an exception. After the first cells
-and again after the last cell, the script measures the memory and the open descriptors of the
-kernel, the pool's processes and the ranks. The exit code is 1 if a process has grown beyond the
-limits, or was started or ended in between.
+A real kernel runs cells in one session; every tenth cell raises an exception. The exit code is 1 if
+the kernel, a process of the pool or a rank has grown beyond the limits, or was started or ended in
+between.
 """
 
 import argparse

@@ -2,12 +2,9 @@
 
     python benchmarks/session_steps.py
 
-Each tool runs the same program on two ranks, in a kernel of its own. The steps build a model, train
-two epochs in two cells, print a gradient and change the learning rate. Then rank 1 fails before a
-collective that rank 0 has entered. Later, the script interrupts a cell in which one rank waits. The
-table shows how long each cell took and whether it failed. If a cell does not end within 180 s, the
-tool's other steps are left out. Tools that are not installed (`pip install '.[bench]'`) are left
-out.
+Each tool runs the same program on two ranks, in a kernel of its own. The table shows how long each
+cell took and whether it failed. If a cell does not end within 180 s, the tool's other steps are
+left out. Tools that are not installed (`pip install '.[bench]'`) are left out.
 """
 
 import sys

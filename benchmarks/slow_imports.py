@@ -3,10 +3,9 @@
     python -m benchmarks.slow_imports [--torch 60] [--dynamo 90] [--wait 1200]
 
 A real kernel with the default settings runs ten cells, a registered loader with a fetcher, a farm
-of five jobs, and a federation of two hosts. To simulate a slow network disk, each process sleeps
-before it imports torch or torch._dynamo (`sitecustomize`). The script prints how long each step
-took, and which messages about imports the step showed. The exit code is 1 if a step fails, or if
-the first cell shows no message about an import.
+of five jobs, and a federation of two hosts. Each process sleeps before it imports torch or
+torch._dynamo (`sitecustomize`). The script prints how long each step took, and its messages about
+imports. The exit code is 1 if a step fails, or if the first cell shows no message about an import.
 """
 
 import argparse
@@ -46,7 +45,6 @@ _IMPORTS = re.compile(r"[^\n]*imports torch[^\n]*")
 
 
 def main() -> int:
-    """Run all steps, and return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--torch", type=float, default=60.0, help="seconds before `import torch`")
     parser.add_argument("--dynamo", type=float, default=90.0, help="before torch._dynamo")
@@ -78,7 +76,6 @@ def play(frontend: Frontend, wait_s: float, must_name: bool) -> int:
     """Run the steps in order, and return the exit code.
 
     Args:
-        frontend: The kernel.
         wait_s: Maximum seconds of a step.
         must_name: Whether the first cell must show that it waits for an import.
     """

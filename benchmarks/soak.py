@@ -67,7 +67,6 @@ def seen(batches: int, rest_s: float, **way: object) -> Iterator[tuple[int, dict
     """Receive `batches` batches; at each moment, yield their number so far and the counts.
 
     Args:
-        batches: Number of batches.
         rest_s: Seconds to sleep after each yield.
         way: Arguments of `service`.
     """

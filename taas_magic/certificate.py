@@ -19,9 +19,6 @@ def make(name: str) -> tuple[str, str]:
     """Make a self-signed certificate and its private key, both as PEM.
 
     The holder of this private key can sign other certificates.
-
-    Args:
-        name: Common name of the holder.
     """
     return _issue(name, name, "", (x509.BasicConstraints(ca=True, path_length=0), True))
 
@@ -53,7 +50,6 @@ class Authority:
         The holder cannot sign other certificates.
 
         Args:
-            name: Common name of the holder.
             identity: URI that identifies the holder.
             serves: Whether the certificate is also valid for a server.
         """
@@ -70,8 +66,6 @@ def _issue(
     """Make a certificate and its private key, both as PEM.
 
     Args:
-        name: Common name of the holder.
-        issuer: Common name of the issuer.
         signer: The issuer's private key; "" for a self-signed certificate.
         *extensions: Extensions, each with a flag that marks the extension as critical.
     """

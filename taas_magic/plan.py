@@ -26,7 +26,6 @@ class FetcherPlan(Struct, frozen=True):
     """Plan of one fetcher.
 
     Attributes:
-        number: Number of the fetcher in the run.
         index: Index of the fetcher among those that run the same loaders, from 0.
         host: Index of the fetcher's host among the hosts for fetchers.
     """
@@ -41,7 +40,6 @@ class DataPlan(Struct, frozen=True):
     """Plan of all fetchers of a run.
 
     Attributes:
-        hosts: Number of hosts for fetchers.
         pool_hosts: Number of hosts to wait for before the fetchers' hosts are chosen. If the pool
             also runs the ranks, this number includes the hosts of the ranks. So ranks and fetchers
             get different hosts if the pool has enough.
@@ -100,7 +98,6 @@ def place_fetchers(
     Args:
         loaders: Names of the registered loaders that the cell uses; at least one.
         cpus: Number of hosts for each loader; at least one.
-        pool: The pool that runs the fetchers.
         cores: Processors of each host of the pool.
         rank_hosts: Number of the pool's hosts that run ranks; 0 if another pool runs the ranks.
 
@@ -364,7 +361,6 @@ def make_plan(
     """Make the plan of a run, for a pool whose hosts all have the same capacity.
 
     Args:
-        host: Capacity of each host of the pool.
         max_hosts: Number of hosts that the pool may have.
         store: Rule for access to the project store; None for no restrictions.
 
@@ -396,8 +392,6 @@ def _check_fits(
 
     Args:
         per_host: Maximum number of ranks on a host.
-        n_hosts: Number of hosts that the ranks need.
-        max_hosts: Number of hosts that the pool may have.
     """
     most = per_host * max_hosts
     if flags.gpus > most:

@@ -307,10 +307,7 @@ def install(
     Args:
         folder: The folder to create; its name identifies the content.
         pins: Requirements for pip, such as `zict==3.0.0`.
-        options: Further options of `pip install`.
-        limit_s: Seconds that pip may take.
         bundle: Path of a zip file to use instead of pip; removed at the end.
-        sha256: Checksum of the zip file.
     """
     parent, error = os.path.dirname(folder), ""
     try:
@@ -356,9 +353,6 @@ def _unpack(bundle: str, sha256: str, into: str) -> str:
 
 def _pip(words: Sequence[str], into: str, limit_s: float) -> str:
     """Install wheels into a folder with pip, without their dependencies.
-
-    Args:
-        words: Requirements and further options of `pip install`.
 
     Returns:
         The end of pip's output if pip failed; else "".

@@ -93,7 +93,6 @@ class PackedLoader(NamedTuple):
 
     Attributes:
         shape: Description of the loader, without its data; ranks get it instead of the loader.
-        payload: Parts of the loader, pickled for the fetchers.
     """
 
     shape: "LoaderShape"
@@ -243,8 +242,6 @@ def serve(
     The files have the pickled loaders, the settings of the data service, and the run's key.
 
     Args:
-        loaders: The loaders that the run's cell uses, by name. If there are none, nothing is
-            written.
         tls: Whether to encrypt batches. Must be True if other people use the network, too.
     """
     if not loaders:

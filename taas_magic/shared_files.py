@@ -35,7 +35,6 @@ def take_lock(path: Path, flags: int = os.O_CREAT, *, wait: bool = False) -> int
     """Open a file, take its lock and return the descriptor; None if another process holds it.
 
     Args:
-        flags: Additional flags for `os.open`.
         wait: Whether to block until the lock is free.
 
     Raises:
@@ -60,9 +59,6 @@ def locked(path: Path, *, wait: bool) -> Iterator[bool]:
     """Hold a file's lock within the block, and yield whether this succeeded.
 
     If another process holds the lock and `wait` is False, the block runs without the lock.
-
-    Args:
-        wait: Whether to block until the lock is free.
     """
     descriptor = take_lock(path, wait=wait)
     try:
@@ -78,9 +74,6 @@ def replacing(path: Path) -> Iterator[IO[bytes]]:
 
     Only the user can read the file. The file is not flushed to the disk, so a crash of the machine
     may lose it. `store.publish` writes files that survive such a crash.
-
-    Raises:
-        OSError: The disk is full, or the folder is not writable.
     """
     unfinished = path.with_name(f".{path.name}.{os.getpid()}.{time.monotonic_ns()}")
     descriptor = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)

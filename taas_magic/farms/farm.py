@@ -76,10 +76,7 @@ END_S = 30.0
 """Seconds to wait for the farm's process to end before it is killed."""
 
 EXIT_CODE_S = 10.0
-"""Seconds to wait for the farm's process to end after the connection to this process broke.
-
-If the process has ended by then, the error message has its exit code.
-"""
+"""Seconds to wait for the exit code of the farm's process after the connection to it broke."""
 
 WATCH_S = 0.5
 """Seconds between refreshes of the table, and between checks that the farm's process still runs."""
@@ -427,9 +424,6 @@ class Farm:
 
         Returns:
             The payload, and the value of `JobCall.settings_hash`.
-
-        Raises:
-            CaptureError: An object that the function uses cannot be pickled.
         """
         path = self.folder / f"function-{threading.get_ident()}"
         settings = launch.capture_settings(self._shell, self._config)
@@ -449,11 +443,7 @@ class Farm:
             path.unlink(missing_ok=True)
 
     def _watch(self) -> None:
-        """Refresh the table, and end jobs for which no message will arrive. Runs in a thread.
-
-        These are all jobs if the farm's process has ended, else each job whose Dask future has
-        failed or was cancelled.
-        """
+        """Refresh the table, and end jobs for which no message will arrive. Runs in a thread."""
         shown = 0
         while not self._closed.wait(WATCH_S):
             if not self._why_over and self._process.poll() is not None:
@@ -560,11 +550,7 @@ class Farm:
                     logging.getLogger("taas").exception("on_solution of job %s", job.name)
 
     def _make_exception(self, job: Job, error: BaseException) -> JobFailed:
-        """Return the exception of a job that failed.
-
-        Args:
-            error: The error of the job's Dask future.
-        """
+        """Return the exception of a job that failed."""
         from distributed.scheduler import KilledWorker
 
         ended = cleaned(error.outcome) if isinstance(error, JobEnded) else JobOutcome()
@@ -664,9 +650,7 @@ class _PackedCall:
     """A job's function call, with its pickled arguments.
 
     Attributes:
-        work: The function and its arguments, not pickled.
-        parts: First the pickled arguments, then the memory of each array and tensor among them. The
-            pickle has no copy of this memory.
+        parts: First the pickled arguments, then the memory of each array and tensor among them.
         needs: Names of notebook variables that functions among the arguments use.
         modules: Names of modules that the arguments refer to.
     """
@@ -678,11 +662,7 @@ class _PackedCall:
 
 
 def _pack_arguments(work: FunctionWork, namespace: dict[str, Any]) -> _PackedCall:
-    """Pickle a call's arguments without copying the memory of arrays and tensors.
-
-    Raises:
-        CaptureError: An argument cannot be pickled; the message has the path to the cause.
-    """
+    """Pickle a call's arguments without copying the memory of arrays and tensors."""
     pickler = pickling.ValuePickler(namespace, "jobs")
     for name, value in work.arguments():
         pickler.pickle_variable(name, value)
@@ -766,8 +746,7 @@ def _bounds(nodes: tuple[int, int] | int | None, hosts: int) -> tuple[int, int]:
     """Return the smallest and the largest number of nodes for the argument `nodes` of `farm`.
 
     Raises:
-        UsageError: The smallest number is below 0 or exceeds the largest, or the largest is below 1
-            or exceeds `hosts`.
+        UsageError: The numbers contradict each other, or exceed `hosts`.
     """
     least, most = (
         (0, hosts) if nodes is None else (nodes, nodes) if isinstance(nodes, int) else nodes

@@ -203,11 +203,7 @@ def _make_call(assignment: JobAssignment) -> Any:
 
 
 def _open_part(part: bytes | str) -> memoryview | bytearray:
-    """Return a part of the job's pickled arguments as memory that the job may write to.
-
-    Args:
-        part: The bytes, or the path of a file that is mapped copy-on-write.
-    """
+    """Return a part of the arguments as writable memory; map it copy-on-write if it is a path."""
     if not isinstance(part, str):
         return bytearray(part)
     with open(part, "rb") as file:

@@ -21,9 +21,8 @@ Each host receives these bytes once. The jobs on the host map the bytes into the
 PUT_PART, GET_PART, DROP_PART = "taas_put_part", "taas_get_part", "taas_drop_part"
 """Names of the Dask messages that store, fetch and remove large parts of arguments.
 
-The kernel stores large parts in the farm's process, which keeps one copy while a job needs it.
-Nodes fetch each part once. No process connects to a node, because a node may be behind an SSH
-server or in a batch system's network.
+The parts are stored in the farm's process, because no process can connect to a node: the node may
+be behind an SSH server or in a batch system's network.
 """
 
 LOST_NODES = 3
@@ -75,11 +74,7 @@ class FarmSettings(Struct, frozen=True):
 
 
 class FarmAddress(Struct, frozen=True):
-    """The address and key by which the kernel connects to the farm's process.
-
-    Attributes:
-        slots: Number of jobs that a node runs at a time.
-    """
+    """The address and key by which the kernel connects to the farm's process."""
 
     address: str
     security: Security
@@ -92,7 +87,6 @@ class NodeSettings(Struct, frozen=True):
     Attributes:
         unique_address: An address that is different for each node, because Dask identifies workers
             by their address. Nothing listens there.
-        slots: Number of jobs that run at a time.
         store: The rule of the project store, with the path on the notebook's machine.
         start_timeout_s: Seconds without any activity after which the start of the node fails.
     """
@@ -155,7 +149,6 @@ class JobCall(Struct, frozen=True):
     Attributes:
         shape: The call without its values. The payload has the function, and the job's other parts
             have the arguments.
-        fresh: Whether the job needs a process in which no other job has run.
         settings_hash: A hash of the project's modules and of the settings that the notebook has
             made in its process. Only jobs with the same hash may share a process, because a process
             cannot undo imports and settings.
@@ -237,7 +230,6 @@ class JobUpdate(Struct, tag="job"):
 
     Attributes:
         state: "running", "erred" (the job's Dask future has the error), or "" for output only.
-        lines: Output of the job.
     """
 
     job: str

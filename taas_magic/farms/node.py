@@ -155,8 +155,6 @@ async def _serve(process_state: NodeProcessState, folder: Path, starting: int) -
     """Join the farm when the forkserver is ready, and run jobs until the farm ends the node.
 
     Args:
-        process_state: The settings of the node.
-        folder: The node's own folder, for the files of Dask and of jobs.
         starting: The descriptor to close when the node has joined the farm.
     """
     import dask
@@ -198,11 +196,7 @@ async def _serve(process_state: NodeProcessState, folder: Path, starting: int) -
 async def _report_imports(
     warming: "asyncio.Future[list[str]]", process_state: NodeProcessState, security: "Security"
 ) -> None:
-    """Report the module that the forkserver imports, until the forkserver has imported all.
-
-    Args:
-        warming: Future that is done when the forkserver has imported all modules.
-    """
+    """Report the module that the forkserver imports, until the forkserver has imported all."""
     from distributed.core import rpc
 
     options = security.get_connection_args("worker")
@@ -486,9 +480,6 @@ def _kill_session(session: int) -> None:
     """Kill the processes of a POSIX session, including orphans and other process groups.
 
     Search again after each kill, because a process may have forked during the search.
-
-    Args:
-        session: Id of the session: the pid of the job's process, which has called `os.setsid`.
     """
     killed: set[int] = set()
     while found := {pid for pid in psutil.pids() if _session_of(pid) == session} - killed:
@@ -513,10 +504,7 @@ class _Lines:
         self._left_out, self._flushed_at = 0, time.monotonic()
 
     def add(self, data: bytes) -> None:
-        """Add output of the job. Drop and count the bytes that exceed `LINES_BYTES`.
-
-        If the last `flush` was at least `_FLUSH_S` ago, pass on the buffered output.
-        """
+        """Add output of the job. Drop and count the bytes that exceed `LINES_BYTES`."""
         room = LINES_BYTES - len(self._waiting)
         self._left_out += max(0, len(data) - room)
         self._waiting += data[:room]

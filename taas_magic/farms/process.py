@@ -81,9 +81,6 @@ def main() -> int:
 
     The first line of standard input is a packed `FarmSettings`. Once the scheduler listens, the
     process writes a packed `FarmAddress` to standard output.
-
-    Returns:
-        The exit code of the process.
     """
     settings = messages.from_json(sys.stdin.buffer.readline(), FarmSettings)
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(name)s: %(message)s")
@@ -162,7 +159,6 @@ class _NodeRun:
         pool: The pool that provides the node's host; None until the farm has chosen a pool.
         connection: The connection to the pool's process that launched the node's run; None before
             the launch.
-        run_id: Id of the node's run; "" before the launch.
         wait: The pending wait for a host; None if the node does not wait.
     """
 
@@ -206,10 +202,7 @@ class NodeManager(SchedulerPlugin):
         return min(by_cores, offers.gpus // settings.gpus) if settings.gpus else by_cores
 
     async def maintain(self) -> None:
-        """Start nodes when jobs need them, and end nodes that are not needed, until cancelled.
-
-        Nodes are ended only when `IDLE_LOOKS` checks in a row have found more nodes than needed.
-        """
+        """Start nodes when jobs need them, and end nodes that are not needed, until cancelled."""
         looks = 0
         while True:
             spare = len(self._living()) - self._needed_nodes()
@@ -242,9 +235,6 @@ class NodeManager(SchedulerPlugin):
         """End nodes that are not needed, so that their hosts return to the pools.
 
         Nodes that have not started yet are ended first, then idle ones. Nodes that run a job stay.
-
-        Args:
-            count: Largest number of nodes to end.
         """
         here, workers = self._living(["ready"]), self._scheduler.workers
         places = {name: place for place, name in self._names.items() if name in here}
@@ -380,10 +370,7 @@ class NodeManager(SchedulerPlugin):
         )
 
     def _record_lost_node(self, name: str, why: str) -> None:
-        """Mark a node as lost because it ended by itself or did not start.
-
-        At its next check, `maintain` starts another node if jobs need one.
-        """
+        """Mark a node as lost because it ended by itself or did not start."""
         node = self._nodes[name]
         if node.state == "left":
             return

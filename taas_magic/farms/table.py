@@ -30,8 +30,6 @@ class JobState:
     Attributes:
         name: The function's name and a number.
         host: Name of the host that runs the job or ran it last; "" before the job first runs.
-        node: Name of the node on that host.
-        last_line: The last line that the job printed.
         runs: Whether a node runs the job; meaningful only until the job has ended.
         took_s: Seconds that the call took; 0 until it has returned.
         outcome: The result or the exception. If several threads set the outcome, the first counts.
@@ -76,8 +74,6 @@ class FarmState:
     Some threads change the state while others read it. So readers iterate over copies of the dicts.
 
     Attributes:
-        slots: Number of jobs that a node runs at a time.
-        jobs: All jobs, by name.
         nodes: The state of each node, by name: its messages merged into one.
         changes: Number of changes so far. If the number has grown, the farm refreshes its table.
     """
@@ -180,9 +176,6 @@ def rows(state: FarmState) -> list[tuple[str, str, str, str]]:
     A closed farm shows no nodes. Jobs are sorted by state: running, failed, cancelled, done,
     queued. Within a state, the newest job is first. But of the queued jobs, the oldest is first,
     because this job starts next.
-
-    Returns:
-        Name, state, host and last line of each node and job.
     """
     there = [] if state.is_closed else list(state.nodes.values())
     nodes = [n for n in there if n.state != "left"]

@@ -1,7 +1,6 @@
 """Analysis of a run's loaders: how long ranks waited for batches, why, and what would help.
 
-Ranks and fetchers send events with counts, such as batches received and seconds waited. The status
-header, the advice and the plot use the same sums of these counts.
+Ranks and fetchers send events with counts, such as batches received and seconds waited.
 
 The clocks of hosts may differ by days. So the caller passes the arrival time of each event, and
 ranks and workers measure only durations. The module does no I/O.
@@ -46,8 +45,6 @@ class Point(NamedTuple):
 
     Attributes:
         time: Seconds on the caller's clock; in a difference, the seconds between the two sums.
-        batches: Batches that the ranks received.
-        units: Units that the ranks received.
         bytes: Bytes that the ranks received from fetchers.
         waited_s: Seconds that the ranks waited for batches.
         span_s: Seconds that the ranks spent in loops over the loader, waiting or working.
@@ -169,9 +166,7 @@ class RunCounts:
         keep_points: Number of newest points to keep for each loader; None keeps all.
 
     Attributes:
-        loaders: The counts about each loader, by its name.
         fetchers: The start event of each fetcher, by its number.
-        fetchers_ended: Numbers of the fetchers that have ended.
     """
 
     def __init__(self, keep_points: int | None = RATE_POINTS) -> None:
@@ -257,22 +252,17 @@ class LoaderUse:
     Attributes:
         waited: The fraction of the loop time that ranks spent waiting for batches.
         first: The fraction of the loop time that ranks spent waiting for their first batches.
-        ranks: Number of ranks that use the loader.
         fetchers: Number of fetchers that prepared batches; 0 if the ranks prepared them.
-        workers: Number of worker processes.
         working: Mean number of workers that work in parallel: the work of all workers, divided by
             the work of the busiest one.
         busy: The fraction of time in which the busiest worker prepared batches.
         cpu: The fraction of the preparation time that was CPU time. In the rest of the preparation
             time, workers waited for storage.
         cores: The fraction of all cores of the fetchers' hosts that the workers kept busy.
-        own_hosts: Whether every fetcher has a host to itself.
         room: Maximum number of fetchers for which the hosts have enough cores, if each fetcher has
             as many workers as now. Infinite if each fetcher has a host to itself, or if the number
             of cores is unknown.
-        crosses: Whether batches are sent from host to host.
         receiving: The fraction of the time for receiving batches that was CPU time of the ranks.
-        mb_per_s: Megabytes per second that all ranks received.
     """
 
     name: str
@@ -471,7 +461,6 @@ def _spent(last: FetcherCounts, first: FetcherCounts | None) -> FetcherCounts:
     """Return the seconds that a fetcher and its workers spent while ranks received batches.
 
     Args:
-        last: The fetcher's counts at the end of that time.
         first: The fetcher's counts at the beginning; None if the fetcher started later.
 
     Returns:

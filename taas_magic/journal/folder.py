@@ -159,10 +159,7 @@ class RunContext(msgspec.Struct, kw_only=True):
 
 
 class PlanHead(msgspec.Struct):
-    """The fields of the plan in `plan.json` that a list of runs shows.
-
-    To decode only these fields is faster than to decode the whole plan.
-    """
+    """The fields of the plan in `plan.json` that a list of runs shows."""
 
     run_id: str
     name: str
@@ -179,7 +176,7 @@ class RunFolder:
 
     @property
     def run_id(self) -> str:
-        """The run's id, which is also the name of the folder."""
+        """The run's id."""
         return self.path.name
 
     @property
@@ -321,11 +318,7 @@ NO_ROOM = "its file system is almost full, and the rest is reserved for the run'
 
 
 class DiskRoom:
-    """Limit on the size of a log or the journal, so that the run's results still fit on the disk.
-
-    Args:
-        folder: The folder of the logs or the journal.
-    """
+    """Limit on the size of a log or journal, so that the run's results still fit on the disk."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -367,7 +360,6 @@ class Writer:
     lock. So a reader can recognize a run that is not active any more, although its end is missing.
 
     Args:
-        folder: The folder of the run.
         on_incomplete: Called once, in any thread, with the reason why the journal is incomplete.
         limit_bytes: Size of the journal in bytes above which the writer leaves out bulk events
             (`_BULK`).
@@ -390,11 +382,7 @@ class Writer:
         self._thread.start()
 
     def append(self, event: Event) -> bytes:
-        """Queue an event for the journal, and return at once.
-
-        Returns:
-            The encoded event, which the caller may send to others.
-        """
+        """Queue an event for the journal, and return the encoded event without waiting."""
         encoded = messages.encode(event)
         line = encoded + b"\n"
         if isinstance(event, _BULK) and (why := self._why_full(len(line))):
@@ -484,7 +472,6 @@ class RunSummary:
     """The state and times of a run, read from its journal without decoding all of it.
 
     Attributes:
-        state: The state of the run, such as "RUNNING".
         started: Time at which the run's hosts were ready, in seconds since 1970; before that, the
             time at which the run folder was created.
         elapsed_s: Seconds from the start to the end, or until now.
@@ -545,8 +532,6 @@ def ids() -> Iterator[str]:
 
 def readable(read: Callable[[RunFolder], T]) -> Iterator[T]:
     """Yield the result of `read` for each run folder, newest first; skip broken folders.
-
-    Folders that are being created or removed count as broken.
 
     Args:
         read: Reads a folder; raises OSError or ValueError for a broken one.

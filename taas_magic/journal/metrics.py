@@ -38,10 +38,6 @@ class Curve:
 
     Each point is the mean of `_width` consecutive values. When there are too many points, each pair
     of neighbours becomes one point.
-
-    Attributes:
-        last: The newest value.
-        count: Number of values added.
     """
 
     def __init__(self) -> None:
@@ -156,7 +152,6 @@ def rows(event: Metrics, is_first: bool) -> bytes:
     """Return the lines of `metrics.csv` for an event.
 
     Args:
-        event: The points that a rank logged.
         is_first: Whether the lines begin the file, and so need the header.
     """
     text = io.StringIO()
@@ -174,9 +169,6 @@ def read(folder: Path) -> Any:
 
     If a value was logged again, for example after a restart, the later value counts. A missing
     value is NaN.
-
-    Args:
-        folder: The run's folder.
 
     Returns:
         A pandas DataFrame with the columns `step`, `rank`, `time` and the metrics; a dict of lists

@@ -68,7 +68,6 @@ class Trace:
     """One rank's trace, reduced to the spans that the timeline needs.
 
     Attributes:
-        host: Name of the rank's host.
         steps: Span of each step, by the step's number.
         loads: Spans in which the rank waited for a batch.
         collectives: Spans of collectives by name, in order.
@@ -239,7 +238,6 @@ def merged(traces: Mapping[int, Mapping[str, Any]], offsets_us: Mapping[int, flo
     """Return one trace of all ranks in Chrome's format, with a group of tracks for each rank.
 
     Args:
-        traces: The ranks' traces, as torch.profiler writes them.
         offsets_us: Correction of each rank's times in microseconds.
     """
     first_ns = min((trace.get("baseTimeNanoseconds", 0) for trace in traces.values()), default=0)
