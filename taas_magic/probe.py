@@ -31,7 +31,7 @@ _LINK_LOCAL = "20"
 """Scope of link-local addresses in /proc/net/if_inet6. Other hosts cannot use these addresses."""
 
 _SIZE_STEP = 1 << 20
-"""Number of bytes that `write_error` writes on trial."""
+"""Number of bytes that `write_error` writes."""
 
 _CGROUPS = "/sys/fs/cgroup"
 _ABANDONED_AFTER_S = 24 * 3600
@@ -206,9 +206,9 @@ def digest(files: Iterable[tuple[str, bytes]]) -> str:
 
 
 def write_error(folder: str) -> str:
-    """Create a folder if it is missing, and write to it on trial; return the error text, or "".
+    """Create a folder if it is missing, and test whether it is writable; return the error, or "".
 
-    The trial writes `_SIZE_STEP` bytes, so that a full disk is an error, too.
+    The test writes `_SIZE_STEP` bytes, so that a full disk is an error, too.
     """
     try:
         os.makedirs(folder, mode=0o700, exist_ok=True)
@@ -237,7 +237,8 @@ def sites(cache: str) -> list[str]:
 def count_gpus() -> int:
     """Count the CUDA devices that a process on this host would see, without using CUDA.
 
-    Torch could create a CUDA context in this process. Then CUDA would not work in its forks.
+    Torch could create a CUDA context in this process. Then CUDA would not work in forks of the
+    process.
     """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:

@@ -54,8 +54,8 @@ class RegisteredLoader:
         name: Name of the loader in runs; "" if it has none yet.
         held: Function that returns the loader, or None if the loader no longer exists.
         seed: Seed of the loader's random numbers; None for the run's seed.
-        uneven: Rule if the number of batches does not divide by the number of ranks: `pad`, `drop`
-            or `keep`.
+        uneven: Rule if the number of batches does not divide by the number of ranks; see
+            `register`.
         is_named: Whether the user gave the name. Otherwise, the loader is named after its variable.
         start: Pickled state that the loader's sampler and generator had at the registration; None
             for their current state.
@@ -239,8 +239,6 @@ def serve(
 ) -> None:
     """Write the files that a run's ranks and fetchers need to run registered loaders.
 
-    The files have the pickled loaders, the settings of the data service, and the run's key.
-
     Args:
         tls: Whether to encrypt batches. Must be True if other people use the network, too.
     """
@@ -392,11 +390,7 @@ def _variable_of(loader: Any, preferred: str = "") -> str | None:
 
 
 def _shape_of(entry: RegisteredLoader, loader: Any, parts: "LoaderParts") -> "LoaderShape":
-    """Return the description from which ranks make a remote loader.
-
-    It has the loader's settings, its lengths and the dataset's small attributes, but not the
-    dataset.
-    """
+    """Return the description of a loader, from which ranks make a remote loader."""
     from torch.utils.data import IterableDataset
 
     from taas_magic.data.loader import SETTINGS, LoaderShape

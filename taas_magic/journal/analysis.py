@@ -76,11 +76,11 @@ class LoaderCounts:
     """The counts that ranks and fetchers have sent about one loader.
 
     Attributes:
-        ranks: The last counts of each rank (`data` events).
-        fetchers: The last counts of each fetcher (`fetched` events).
+        ranks: The last counts of each rank.
+        fetchers: The last counts of each fetcher.
         began: The fetchers' counts at the time of the ranks' first batches.
         until: The fetchers' counts at the time of the ranks' last batches so far.
-        points: The sums over all ranks, over time.
+        points: The sums over all ranks, oldest first.
     """
 
     name: str
@@ -218,16 +218,16 @@ _LEAST_SPAN_S = 1.0
 """Minimum seconds that some rank must have spent in loops over a loader, for advice on it."""
 
 _BUSY = 0.7
-"""Minimum fraction of time spent preparing batches for which workers count as busy.
+"""Minimum fraction of the time that busy workers spend preparing batches.
 
 If a smaller fraction of the workers work in parallel, the dataset counts as having too few streams.
 """
 
 _CPU_BOUND = 0.6
-"""Minimum fraction of CPU time in an activity for which the CPU counts as the limit.
+"""Minimum fraction of CPU time in an activity that counts as limited by the CPU.
 
-Below this fraction, the limit is storage when workers prepare batches, and the network or the
-buffer when ranks receive batches.
+Below this fraction, storage limits the preparation of batches, and the network or the buffer limits
+their delivery.
 """
 
 _FULL = 0.8
@@ -405,7 +405,6 @@ def _advised_count(load: LoaderUse, most: float, busy: float) -> tuple[int, floa
     than the present number.
 
     Args:
-        most: Maximum of the factor.
         busy: The fraction of time in which the busiest worker works now.
     """
     wanted = math.ceil(load.fetchers * min(load.possible, most) * busy - 1e-9)
@@ -464,8 +463,7 @@ def _spent(last: FetcherCounts, first: FetcherCounts | None) -> FetcherCounts:
         first: The fetcher's counts at the beginning; None if the fetcher started later.
 
     Returns:
-        Counts of which only the four fields in seconds are valid: `fetch_s`, `fetch_cpu_s`,
-        `fetch_most_s` and `up_s`.
+        Counts of which only the four fields in seconds are valid.
     """
     if first is None or first.up_s >= last.up_s:
         return last

@@ -93,7 +93,7 @@ _BULK = (Lines, LinesDropped, Progress, Display, ClearOutput, RankReport, Fetche
 _LOCK_TRIES, _LOCK_AGAIN_S = 20, 0.01
 
 _YOUNG_S = 60.0
-"""Minimum age in seconds of a run folder without a plan to count as broken.
+"""Minimum age in seconds at which a run folder without a plan counts as broken.
 
 A younger folder may belong to a run that is being created.
 """
@@ -309,8 +309,8 @@ class RunFolder:
 KEPT_FREE_BYTES = 64 << 20
 """Bytes of free disk space that logs and the journal leave for the run's results.
 
-If an eighth of the disk, or half of its free space, is smaller, they leave only that. The free
-space is measured once, when the `DiskRoom` is created.
+They leave less if an eighth of the disk, or half of its free space, is less. The free space is
+measured once, when the `DiskRoom` is created.
 """
 
 GRANT_BYTES = 256 << 10
@@ -327,10 +327,10 @@ class DiskRoom:
         self._granted_bytes = 0
 
     def reserve(self, size_bytes: int) -> bool:
-        """Return whether the caller may write `size_bytes` more.
+        """Return whether the caller may write `size_bytes` more; if so, count them as written.
 
-        If so, count these bytes as written. A call may also reserve space for later small writes,
-        so that most calls need not ask the system for the free space.
+        A call may also reserve space for later small writes, so that most calls need not ask the
+        system for the free space.
         """
         if size_bytes > self._granted_bytes:
             free = self._space()[0] - self._kept_bytes
@@ -353,8 +353,7 @@ class Writer:
     """Writer of a run's journal, with its own thread. The pool's process has one for each run.
 
     `append` never blocks, because the event loop that calls it also answers the hosts' heartbeats.
-    If the disk fails, the writer raises no exception. It leaves out the events that it cannot
-    write.
+    If the disk fails, the writer leaves out the events that it cannot write.
 
     The writer locks the journal. If the pool's process ends for any reason, the system releases the
     lock. So a reader can recognize a run that is not active any more, although its end is missing.
@@ -469,7 +468,7 @@ def _lock(descriptor: int) -> None:
 
 @dataclass(frozen=True)
 class RunSummary:
-    """The state and times of a run, read from its journal without decoding all of it.
+    """The state and times of a run.
 
     Attributes:
         started: Time at which the run's hosts were ready, in seconds since 1970; before that, the
@@ -491,8 +490,6 @@ LOST_WHY = "the process that owned the run is gone"
 
 def summary(folder: RunFolder) -> RunSummary:
     """Return the state and times of a run, usually from the journal's first and last events.
-
-    If the last event is not the run's end, and no process owns the run, search the whole journal.
 
     Raises:
         OSError: The folder has no plan.

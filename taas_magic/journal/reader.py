@@ -1,7 +1,7 @@
 """Read a run's journal in any process: new events, and the first and last events.
 
 A journal may have 256 MiB, mostly lines that ranks printed. So this module decodes only the events
-that its caller needs. The kind of an event is at the beginning of its line in the journal.
+that its caller needs.
 """
 
 import contextlib
@@ -22,10 +22,7 @@ _TAIL_BYTES = 1 << 16
 
 
 class JournalReader:
-    """Reader of one journal.
-
-    The first call of `chunks` reads all lines; each later call reads the lines added since. The
-    other methods do not depend on these calls.
+    """Reader of one journal. Only `chunks` remembers what it has read.
 
     Args:
         path: Path of the journal. A missing journal counts as empty.
@@ -36,7 +33,7 @@ class JournalReader:
         self._at_bytes = 0
 
     def chunks(self) -> Iterator[bytes]:
-        """Yield the bytes added since the last call, in chunks of whole lines.
+        """Yield the bytes added since the last call, or at first all, in chunks of whole lines.
 
         If the last line is still incomplete, a later call yields it.
         """

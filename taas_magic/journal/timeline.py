@@ -142,8 +142,8 @@ def aligned(traces: Mapping[int, Trace]) -> tuple[dict[int, Trace], dict[int, fl
     """Correct the times in the traces, because the clocks of hosts differ.
 
     A collective ends on all ranks at the same time. So the ends of the same collectives in two
-    traces show how much the clocks differ. The times of the first rank and of all ranks on its host
-    stay as they are. The same holds for a rank that has no collective in common with the first one.
+    traces show how much the clocks differ. Traces of the first rank's host stay as they are, and so
+    do traces that have no collective in common with the first one.
 
     Returns:
         The corrected traces by rank; and for each rank, the microseconds added to its times.
