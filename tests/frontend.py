@@ -81,7 +81,6 @@ class Frontend:
     """Client that sends cells to a kernel and collects the output of each cell.
 
     Attributes:
-        manager: Starts, interrupts and ends the kernel.
         outputs: The messages of the iopub channel, by the id of the request.
         replies: The content of the reply to each request that was answered.
     """
@@ -233,7 +232,6 @@ class Scene:
         folder: Parent of all folders except TMPDIR.
         project: The notebook's folder.
         state: The state folder.
-        tmp: TMPDIR.
     """
 
     def __init__(self, folder: Path) -> None:

@@ -85,13 +85,7 @@ def without_pytests_filter() -> Iterator[None]:
 
 @dataclass
 class Notebook:
-    """A notebook that runs cells in an IPython shell.
-
-    Attributes:
-        shell: The IPython shell, with the extension loaded.
-        project: The notebook's folder.
-        state_dir: The state folder.
-    """
+    """A notebook that runs cells in an IPython shell, with the extension loaded."""
 
     shell: InteractiveShell
     project: Path

@@ -1,9 +1,9 @@
 """The mark `process` for tests that start processes, and a check that other tests start none.
 
 `make unit` runs the tests without this mark. A test gets the mark if it uses the fixture
-`no_leftovers`, or if its code or its fixtures' code uses a name in `STARTERS`, directly or through
-helper functions in tests/. If only taas_magic's code starts the process, the test's author sets the
-mark.
+`no_leftovers`. It also gets the mark if its code uses a name in `STARTERS`, directly or through
+fixtures and helpers in tests/. If only taas_magic's code starts the process, the test's author sets
+the mark.
 """
 
 import inspect

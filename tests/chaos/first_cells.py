@@ -1,9 +1,8 @@
 """Disturb a kernel between the loading of the extension and the end of its second cell.
 
-Each round starts a kernel and runs two cells. The kernel loads the extension, which warms the local
-pool in a thread. One deed is done at a random moment: kill the pool's process, run `%taas down`, or
-interrupt, restart or kill the kernel. Each cell must succeed, or fail soon afterwards with a
-message that says what ended. No process and no file may be left.
+At a random moment, each round kills the pool's process, runs `%taas down`, or interrupts, restarts
+or kills the kernel. Each cell must succeed, or fail soon afterwards with a message that says what
+ended. No process and no file may be left.
 """
 
 import random
@@ -74,7 +73,6 @@ class FirstCells:
     """Rounds that each start a kernel, run the cells and do one deed.
 
     Args:
-        scene: Folders and environment of the kernels.
         seed: Seed of the deeds and their moments.
         deeds: The deeds to choose from; a subset of DEEDS.
         end_s: Longest time between the deed and the end of a cell that fails, in seconds.

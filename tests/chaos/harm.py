@@ -29,10 +29,8 @@ class Chaos:
     """A thread that injects a number of faults into a service.
 
     Args:
-        running: The service.
         seed: Seed of the kinds, the order and the victims of the faults. The exact moments also
             depend on the machine.
-        faults: Number of faults.
     """
 
     def __init__(self, running: Service, seed: int, faults: int) -> None:

@@ -1,7 +1,6 @@
 """Kill, stop and interrupt processes of a kernel and its pool at random moments, from a seed.
 
-After each harm, the cell must end and the next cell must run. After a while, no process and no file
-of the harmed processes may be left.
+After each harm, the cell must end, the next cell must run, and nothing may be left.
 """
 
 import os
@@ -64,7 +63,6 @@ class Program:
         cell: Cell that is running when the harm is done.
         next: Cell that must succeed afterwards.
         way_out: Part of a line that `next` may show instead; "" if it must succeed.
-        harms: The possible harms.
         back: Cell that runs in a new kernel after the old one was killed; "" runs `start` again.
     """
 
@@ -113,7 +111,6 @@ class Outcomes:
     """Numbers of rounds with one harm, by what the next cell did.
 
     Attributes:
-        rounds: Number of rounds with this harm.
         ran: Number of rounds in which the next cell ran.
         said: Number of rounds in which the next cell said how to start the session again.
     """
@@ -162,9 +159,6 @@ class Chaos:
     """Rounds of harm to the processes of one kernel and its pool.
 
     Args:
-        scene: Folders of the kernel.
-        seed: Seed of all random choices.
-        program: The cells.
         harms: The harms to choose from; a subset of the program's harms.
         end_s: Seconds for a cell to end after the harm.
         gone_s: Seconds after which nothing of the harmed processes may be left.

@@ -2,7 +2,7 @@
 
 python -m tests.children.stuck_vehicle COMMAND
 
-The process looks like COMMAND, for example a command of Dask.
+`sys.argv` of the process is COMMAND, for example a command of Dask.
 """
 
 import asyncio

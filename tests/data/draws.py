@@ -1,8 +1,8 @@
 """Compares random registered loaders with local DataLoaders; a seed determines each loader.
 
-A test iterates each loader with real fetchers, or with the ranks' own servers. The batches must be
-those of a local DataLoader with the same arguments, bit for bit and each exactly once. Exceptions
-that docs/data.md lists are not drawn, or are checked in another way (`Draw.is_unseeded`).
+The batches must be those of a local DataLoader with the same arguments, bit for bit and each
+exactly once. Exceptions that docs/data.md lists are not drawn, or are checked in another way
+(`Draw.is_unseeded`).
 """
 
 import contextlib

@@ -1,7 +1,6 @@
 """Tests of the data service with slow, stopped, killed and foreign processes.
 
-Pauses, long calls, foreign connections and killed workers must not change the batches. If all
-fetchers are stopped, the run must fail, and the error must name the fetchers.
+Pauses, long calls, foreign connections and killed workers must not change the batches.
 """
 
 import contextlib
@@ -111,11 +110,7 @@ def test_a_rank_that_pauses_in_the_middle_of_a_pass_loses_nothing(tmp_path: Path
 
 
 class TakesItsTime(Rows):
-    """Base class of datasets with one long operation.
-
-    The operation begins when the file `gate` exists. The test creates the file just before a rank
-    requests batches.
-    """
+    """Base class of datasets with one long operation, which begins when the file `gate` exists."""
 
     def __init__(self, size: int, gate: Path) -> None:
         super().__init__(size)

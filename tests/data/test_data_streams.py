@@ -1,7 +1,6 @@
 """Tests that batches, states and exceptions in a cell equal those of a local DataLoader.
 
-Each test registers a group of loaders in a notebook and iterates all of them in one cell, with
-several numbers of fetchers. The same source makes the local loaders for the comparison.
+Each test iterates a group of loaders in one cell, with several numbers of fetchers.
 """
 
 import json

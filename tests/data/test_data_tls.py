@@ -1,8 +1,4 @@
-"""Tests of TLS between fetchers and ranks, and of faults at a fetcher's port.
-
-The faults are 47 to 50 of docs/faults.md: wrong keys, strangers, recorded messages, and very
-many connections.
-"""
+"""Tests of TLS between fetchers and ranks, and of faults 47 to 50 of docs/faults.md."""
 
 import contextlib
 import socket

@@ -1,7 +1,7 @@
 """Cells on a private Slurm, through dask-jobqueue, and what users see of it.
 
 Its nodes are two hosts of the rig. They share the folders of the notebook and of the runs with this
-machine. Several tests cause fault 57 of docs/faults.md.
+machine.
 """
 
 import os

@@ -29,7 +29,6 @@ class Rank:
     """A reader of one rank's pipes, the rank's ends of them, and what the reader delivers.
 
     Attributes:
-        log: The rank's log file.
         events: Events for the pool's process.
         messages: Messages of the rank, and the reader's notes about invalid ones.
     """

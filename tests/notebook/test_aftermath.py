@@ -1,6 +1,6 @@
 """Faults of a run or pool do not affect the next cell: docs/faults.md 61 to 65 and 69 to 72.
 
-Most tests start a kernel with its own project folder, state folder and TMPDIR, and damage these.
+Most tests start a kernel with folders of its own, and damage these.
 """
 
 import contextlib

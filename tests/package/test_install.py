@@ -1,7 +1,6 @@
 """Tests that `pip install .` and `pip install -e .` install the modules and the kernelspec.
 
-Each test uses a new environment. It finds the dependencies in the tests' own environment, so that
-pip downloads nothing.
+Each test uses a new environment, which finds the dependencies in the tests' own environment.
 """
 
 import json

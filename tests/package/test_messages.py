@@ -1,9 +1,8 @@
 """Tests that `messages.txt` lists all texts of the package for users, so that people review them.
 
 `python tests/package/test_messages.py` writes the file again. A text is a string of at least two
-words in the code, except docstrings and regular expressions. If the code joins several strings, the
-file has one line for the result. In a line, `{name}` is a value, `[one|other]` are alternatives,
-and `⏎` is a line break. HTML tags are removed.
+words in the code, except docstrings and regular expressions. In a line, `{name}` is a value,
+`[one|other]` are alternatives, and `⏎` is a line break.
 """
 
 import ast

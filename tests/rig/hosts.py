@@ -41,7 +41,6 @@ class Hosts:
         prefix: Start of the hosts' names.
         subnet: First three parts of the hosts' addresses; this machine has the address `.254`.
         state: Folder with `ssh_config`, `known_hosts` and `id_ed25519`.
-        count: Number of hosts.
         environ: Environment variables for hosts.sh.
     """
 

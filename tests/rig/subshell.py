@@ -14,7 +14,6 @@ class SubShell:
     """Shell that runs commands like sshd: in the home folder, with a minimal environment.
 
     Attributes:
-        home: The home folder.
         host: Name of the host, for messages.
         environ: Environment variables in addition to PATH and HOME.
         profile: Output of a login script before each command.

@@ -1,8 +1,8 @@
 """Results of the programs in tests/programs under torchrun, without this package.
 
 torchrun.json has the recorded results, and the versions of the libraries that the programs import.
-If a test's results differ from the record, or the record lacks this text of the program, the test
-runs torchrun. So a new release of a library costs a run of torchrun only if it changes results.
+A test runs torchrun only if its results differ from the record, or if the record lacks this text of
+the program.
 
     python -m tests.rig.torchrun    runs all programs and writes torchrun.json again
 """

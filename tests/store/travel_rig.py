@@ -41,7 +41,6 @@ class Travel:
     """The store of one run, its server, and the mirrors of its hosts.
 
     Args:
-        folder: Folder for the store, the server's state and the mirrors.
         limit_bytes: Maximum total size of the files to copy.
         shared: Folders that all ranks may write.
         overwrite: Patterns of the user's files that hosts may overwrite; all by default.

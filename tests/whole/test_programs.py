@@ -1,9 +1,8 @@
 """Tests that the programs in tests/programs have the same results in cells and under torchrun.
 
-A program is a plain Python file that `# %%` lines divide into cells. A cell that begins with
-`# %% taas` runs on two ranks, with the flags in that line; other cells run in the notebook. Some
-programs also run with each `taas` cell as the body of a function that `taas.run` calls.
-rig/torchrun.py has the recorded results of torchrun.
+A program is a plain Python file that `# %%` lines divide into cells. A cell that begins with `# %%
+taas` runs on two ranks, with the flags in that line; other cells run in the notebook. Some programs
+also run with each `taas` cell as the body of a function that `taas.run` calls.
 """
 
 import json

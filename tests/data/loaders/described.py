@@ -1,6 +1,6 @@
 """Converts what a case's script receives from a loader to tuples that can be compared and printed.
 
-The ranks run this code as well as the tests' process. It needs only torch.
+The ranks run this code, too. It needs only torch.
 """
 
 import dataclasses

@@ -4,8 +4,7 @@ A case is a function without parameters in one of the modules of this folder. It
 or a loader and a script; or a loader, a script and further arguments of `taas.register`. A script
 takes a loader and returns what it receives from it. The default script returns two epochs.
 
-`Seen` runs the text of a module as an ordinary cell, registers its loaders, and runs the scripts in
-`%%taas` cells. The cases of a module are distributed over its SETTINGS. If the environment variable
+The cases of a module are distributed over its SETTINGS. If the environment variable
 TAAS_EVERY_SETTING is set, each case runs in all of them.
 """
 
@@ -162,11 +161,7 @@ def settings_of(module: ModuleType) -> list[Setting]:
 
 
 class Seen:
-    """Results of the cases on the ranks. Runs a cell when a test first asks for its results.
-
-    Args:
-        settings: Empty folder for the notebook's taas.toml.
-    """
+    """Results of the cases on the ranks. Runs a cell when a test first asks for its results."""
 
     def __init__(self, notebook: Notebook, settings: Path) -> None:
         self._notebook, self._settings = notebook, settings_in(settings, PATIENT)

@@ -1,7 +1,7 @@
 """A page in a headless chromium, driven by chromium's DevTools protocol.
 
-No browser driver is needed: chromium serves the protocol on a websocket, and Jupyter's server
-already depends on a websocket client.
+Chromium serves the protocol on a websocket, and Jupyter's server already depends on a websocket
+client. So no browser driver is needed.
 """
 
 import base64

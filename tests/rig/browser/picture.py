@@ -1,8 +1,7 @@
 """Script that takes the pictures in docs/: notebooks in JupyterLab in a real browser.
 
 Run it from the checkout: `python -m tests.rig.browser.picture FOLDER [NAME ...]`. Without names, it
-takes all pictures. A picture has the name of the function that takes it. The status headers in the
-pictures show run folders of the user who runs the script.
+takes all pictures. A picture has the name of the function that takes it.
 """
 
 import io
@@ -61,8 +60,6 @@ class Session:
     """A page of a browser, and the JupyterLab that it shows.
 
     Attributes:
-        page: The page.
-        lab: The server.
         folder: The folder with the server's notebooks.
     """
 
