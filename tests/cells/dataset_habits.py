@@ -20,7 +20,7 @@ class Rows(Dataset):
 
 
 class Curriculum(Rows):
-    """A dataset with a method `set_epoch`. Its sampler also holds it."""
+    """A dataset with a method `set_epoch`. Its sampler refers to it, too."""
 
     epoch = 0
 

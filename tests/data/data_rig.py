@@ -57,7 +57,7 @@ WAIT_S = 100.0
 
 
 class Rows(Dataset[object]):
-    """Row n is a tensor filled with n, and n itself."""
+    """Dataset whose row n is a pair: a tensor filled with n, and n itself."""
 
     def __init__(self, size: int, width: int = 8) -> None:
         self.size, self.width = size, width

@@ -1,4 +1,4 @@
-"""docs/faults.md 17 to 27, by real fetchers, real sockets and real signals."""
+"""Faults 17 to 27 of docs/faults.md, with real fetchers, real sockets and real signals."""
 
 import contextlib
 import os
@@ -295,7 +295,7 @@ def test_a_batch_beyond_the_limit_is_refused() -> None:
 
 
 class TooBig(Rows):
-    """Has a batch that is larger than its worker thinks one may be."""
+    """Dataset that lowers its process's limit for batches, and then yields a larger batch."""
 
     def __getitem__(self, index: int) -> object:
         protocol.MAX_BATCH_BYTES = 1000

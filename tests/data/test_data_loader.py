@@ -131,7 +131,7 @@ def test_iterable_style(tmp_path: Path, workers: int, uneven: Uneven) -> None:
 
 
 class Noted(Lines):
-    """Notes the epoch in a file each time that it is begun."""
+    """Stream that writes its epoch to a file at the beginning of each pass."""
 
     def __init__(self, size: int, file: Path) -> None:
         super().__init__(size)
@@ -391,7 +391,7 @@ def test_a_loaders_timeout(tmp_path: Path) -> None:
 
 
 class Unseeded(torch.utils.data.Sampler[int]):
-    """Gives another order in each process."""
+    """Sampler with a different order in each process."""
 
     def __iter__(self) -> Iterator[int]:
         import os
@@ -432,7 +432,7 @@ def test_a_fetcher_that_starts_later_does_not_tell_the_epochs_order(
 
 
 class UnseededStream(IterableDataset[int]):
-    """Yields 0 to 19 in an order that is different in each process."""
+    """Stream of 0 to 19 in an order that is different in each process."""
 
     def __iter__(self) -> Iterator[int]:
         return iter(Unseeded())
@@ -468,7 +468,7 @@ def test_ranks_do_not_wait_for_a_fetcher_that_cannot_start(tmp_path: Path) -> No
 
 
 class SlowStream(IterableDataset[torch.Tensor]):
-    """Yields 0 to 39 slowly; all rows of one reading have the same random token."""
+    """Stream that slowly yields 0 to 39; all rows of one reading have the same random token."""
 
     def __iter__(self) -> Iterator[torch.Tensor]:
         token = random.SystemRandom().getrandbits(62)
@@ -509,7 +509,7 @@ def test_a_stream_that_gives_other_data_after_a_restart_is_reported(
 
 
 class Counted(IterableDataset[torch.Tensor]):
-    """Yields 0 to `size` - 1, and writes a line to a file each time that it is read."""
+    """Stream that yields 0 to `size` - 1, and writes a line to a file each time that it is read."""
 
     def __init__(self, size: int, log: Path) -> None:
         self.size, self.log = size, log

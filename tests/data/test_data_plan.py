@@ -1,4 +1,4 @@
-"""Fetchers on hosts, as values."""
+"""Tests of the plan of fetchers: their number, their loaders, their hosts and their pool."""
 
 from typing import Literal
 

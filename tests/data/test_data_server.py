@@ -59,7 +59,7 @@ def test_a_worker_is_told_as_much_as_is_worth_a_message(
 
 
 class Spawning(Service):
-    """Its workers import torch before they say their first word, which takes a while."""
+    """Fetchers whose workers start by spawn, and first import torch, which takes a while."""
 
     def spec(self, number: int) -> FetcherSpec:
         spec = super().spec(number)
@@ -140,7 +140,7 @@ def test_a_rank_that_comes_alone_is_told_that_a_server_has_no_room(tmp_path: Pat
 
 
 class Gated(Dataset[torch.Tensor]):
-    """Large samples, once a file is there."""
+    """Dataset of one large sample, which waits until a file exists."""
 
     def __init__(self, gate: Path) -> None:
         self.gate = gate

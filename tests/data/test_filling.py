@@ -1,4 +1,4 @@
-"""When ranks may start: `--prefill` against what fetchers say."""
+"""Tests of `--prefill`: when ranks may start, by the reports of the fetchers."""
 
 import pytest
 from msgspec import structs

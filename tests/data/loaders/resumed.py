@@ -28,7 +28,7 @@ class Stream(IterableDataset):
 
 
 class StatefulIterator:
-    """Iterator that has the state, as opposed to its dataset."""
+    """Iterator with a state, for a dataset that has no state."""
 
     def __init__(self, samples):
         self.samples, self.place = samples, 0
