@@ -1,8 +1,8 @@
 """Find the notebook's values that a cell has changed in rank 0.
 
-A plain cell changes the notebook's own values. A `%%taas` cell changes only the ranks' copies, so
-each run gives the user at most one note, with the changed names. Values are not compared if the
-comparison would cost too much or would run the user's code.
+Such a change does not reach the notebook, so each run gives the user at most one note with the
+changed names. Values are not compared if the comparison would cost too much or would run the user's
+code.
 """
 
 import functools
@@ -21,8 +21,7 @@ from taas_magic.capture.reducers import LruCache
 _BUDGET = 10_000
 """Limit on the cost of the digests of all values; it applies once before and once after the cell.
 
-The cost counts objects and bytes, not time. So a busy machine compares the same values as an idle
-one. The limit corresponds to about 10 ms.
+The cost counts objects and bytes, not time. The limit corresponds to about 10 ms.
 """
 
 _TENSOR_COST = 10
@@ -57,7 +56,6 @@ class ChangeDetector:
         values: The notebook's values by name, small values first.
         out: Variables listed in `--out`. Their values return to the notebook, so they are not
             compared.
-        stores: Names that the cell sets.
         updates: Subset of `stores` that the cell sets from their own value (`total += 1`).
     """
 
@@ -162,7 +160,6 @@ def _digest_of_content(value: Any, known: Collection[int], budget: _Budget) -> b
 
     Args:
         known: Ids of objects that `--out` returns. The digest does not depend on their content.
-        budget: The remaining cost limit. This function subtracts its cost.
     """
     digest = _Digest(budget)
     try:

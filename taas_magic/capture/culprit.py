@@ -83,8 +83,6 @@ def refusal(
     advice.
 
     Args:
-        probe: Function that pickles an object, and raises an exception if that fails.
-        error: Exception that `probe` raised for `value`.
         note: Reason why the variable is captured; may be empty.
     """
     path, offender = culprit(name, value, probe)
@@ -120,7 +118,6 @@ def culprit(name: str, value: Any, dump: Probe) -> tuple[str, Any]:
 
     Args:
         name: Name of the variable. The path starts with this name.
-        dump: Function that pickles an object, and raises an exception if that fails.
 
     Returns:
         The path to the part at which the search ended (`config['a'][3].db`), and this part.
@@ -259,11 +256,7 @@ def type_name(value: Any) -> str:
 
 
 def _advice(value: Any, names: list[str]) -> str | None:
-    """Return the advice for an object that cannot be sent to the ranks; None if there is none.
-
-    Args:
-        names: Names of the object's class and of its base classes.
-    """
+    """Return the advice for an object that cannot be sent to the ranks; None if there is none."""
     if is_process_bound(type(value)):
         return _PROCESS_BOUND
     if _is_compiled(value):

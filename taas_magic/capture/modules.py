@@ -48,7 +48,6 @@ class ModuleSource:
     """The source of a module.
 
     Attributes:
-        name: Dotted name.
         path: Path of the file on the notebook's machine; tracebacks show this path.
         source: Text of the file; "" for a folder without `__init__.py`.
     """
@@ -64,7 +63,6 @@ def collect(names: Iterable[str], project: Path) -> dict[str, ModuleSource]:
 
     Args:
         names: Dotted names. Names that are no module (`x.y` of `from x import y`) are skipped.
-        project: The notebook's folder.
 
     Returns:
         The sources by name, including parent packages.
@@ -183,7 +181,7 @@ def patches(
 ) -> Iterator[str]:
     """Yield notes on functions that the notebook has replaced in a module or class.
 
-    Ranks have the original functions. There are at most `_MOST_DIFFERENCES` notes.
+    Ranks have the original functions.
 
     Args:
         modules: Modules that the cell uses.
@@ -417,7 +415,6 @@ def _imported_by(node: ast.AST, package: str = "") -> Iterator[str]:
     """Yield the modules that an import may load: both `x` and `x.y` for `from x import y`.
 
     Args:
-        node: Any node; nodes that are no import yield nothing.
         package: Package that relative imports start from; "" leaves relative imports out.
     """
     if isinstance(node, ast.Import):
@@ -463,7 +460,6 @@ def imported(source: str, functions: bool = True, branches: bool = False) -> Ite
     """Yield the top-level modules that a source imports.
 
     Args:
-        functions: Whether to include imports inside functions.
         branches: Whether to include imports that may be skipped: inside `if`, `while`, `match`, or
             a `try` with handlers.
     """

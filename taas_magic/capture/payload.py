@@ -69,7 +69,6 @@ class CapturedVariable:
     """A captured variable of the notebook.
 
     Attributes:
-        size_bytes: Bytes that the variable adds to the payload.
         why: Reason for the variable's capture, for messages.
     """
 
@@ -220,7 +219,6 @@ class PayloadDescription(Struct, frozen=True, kw_only=True):
 
     Attributes:
         captured: Captured variables, each after the variables that it needs.
-        modules: The project's own modules, by name.
         definitions: Texts of the cells that defined captured functions, by filename.
         submodules: Installed modules that the cell uses as attributes of a package, such as
             `xml.dom`.
@@ -257,7 +255,6 @@ class Payload(PayloadDescription, frozen=True, kw_only=True):
         requires: Top-level modules that must be installed on every host that runs the work.
         loaders: `PackedLoader` of each registered loader that the work uses, by name.
         call: Names and sizes of the function and the arguments of a call; empty for a cell.
-        notes: Notes for the user about changes in the notebook that do not reach the ranks.
         data: A pickle of several values: the process state, the values in the order of `captured`,
             then a call's function and arguments.
         choice: Variables that are sent to the ranks of a session; None outside of sessions.
@@ -321,9 +318,6 @@ class LoadedPayload(PayloadDescription, frozen=True, kw_only=True):
         Args:
             namespace: The rank's namespace; must be `sys.modules["__main__"].__dict__`.
 
-        Returns:
-            The work to run in the namespace.
-
         Raises:
             ImportError: A module that a value needs is not installed on this host.
         """
@@ -377,7 +371,6 @@ def capture(
     Args:
         namespace: The notebook's own dict, not a copy. A function whose globals are this dict
             counts as a function of the notebook.
-        project: The notebook's folder.
         source_of: Function that returns the cell that the kernel compiled under a filename; None if
             there is no such cell.
         problems: List that receives the messages of refused values, so that `--dry-run` can report

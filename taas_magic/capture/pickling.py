@@ -1,6 +1,6 @@
 """Convert values of the notebook to bytes and shared memory, and back.
 
-An archive is one file with a pickle and its out-of-band buffers. Processes map it into memory.
+An archive is one file with a pickle and its out-of-band buffers.
 """
 
 import functools
@@ -75,11 +75,10 @@ class Pickled:
 
 @dataclass(frozen=True)
 class Archive:
-    """An archive that is mapped into memory. Nothing in the archive is decoded yet.
+    """An archive that is mapped into memory.
 
     Attributes:
         meta: Description of the content, as `messages.to_json` encodes it.
-        buffers: Out-of-band buffers of the pickle, as views of `mapped`.
     """
 
     meta: bytes
@@ -99,11 +98,7 @@ class Archive:
 
 
 def write_archive(path: Path, pickled: Pickled, meta: Struct | None = None) -> None:
-    """Write an archive atomically, readable only by its owner.
-
-    Args:
-        meta: Description of the content; None for none.
-    """
+    """Write an archive atomically, readable only by its owner."""
     described = to_json(meta) if meta is not None else b"{}"
     pieces: list[bytes | memoryview] = [
         described,
@@ -123,7 +118,6 @@ def read_archive(path: Path) -> Archive:
 
     Raises:
         CaptureError: The file is no archive, or is cut short.
-        OSError: The file cannot be opened.
     """
     with open(path, "rb") as file:
         is_empty = not os.fstat(file.fileno()).st_size  # such a file cannot be mapped
@@ -170,9 +164,6 @@ Stream = io.BytesIO | mmap.mmap
 def dump(obj: Any, name: str = "value", namespace: dict[str, Any] | None = None) -> Pickled:
     """Pickle one value, without copying the memory of its arrays and tensors.
 
-    Args:
-        name: Name of the value in a CaptureError.
-
     Raises:
         CaptureError: An object in the value cannot be sent; the message has the path to it.
     """
@@ -208,7 +199,6 @@ def load_each(
     The generator does not stop after the last value, so the caller must know the number of values.
 
     Args:
-        stream: File-like object positioned at the first byte of the pickle.
         namespace: Globals of the functions that were pickled without their globals.
     """
     unpickler = pickle.Unpickler(stream, buffers=iter(buffers))

@@ -53,7 +53,6 @@ class PlainNode(Struct, array_like=True):
 
     Attributes:
         kind: Key of `_MAKERS` or `_CONTAINERS`.
-        data: Memory of the object, if it is small.
         buffer: Number of the buffer with the object's memory; -1 for none.
     """
 

@@ -163,9 +163,6 @@ def lost_loggers(collected: State) -> list[str]:
     """Return a note for each logger whose messages below WARNING the ranks will not show.
 
     A handler shows these messages in the notebook, but the handler cannot be copied.
-
-    Args:
-        collected: The current result of `collect`.
     """
     found = collected.get("logging", {}).get("loggers", {})
     root = found.get("", _Logger(True, logging.WARNING))
@@ -230,12 +227,7 @@ def _collect_argv() -> list[str]:
 
 
 def is_programs_own(argv: Sequence[str], orig_argv: Sequence[str]) -> bool:
-    """Return whether `sys.argv` still has the value that the interpreter set at its start.
-
-    Args:
-        argv: `sys.argv`.
-        orig_argv: `sys.orig_argv`, the command line.
-    """
+    """Return whether `sys.argv` still has the value that the interpreter set at its start."""
     program, *words = argv or [""]
     before = orig_argv[: len(orig_argv) - len(words)]
     if not before or list(orig_argv[len(before) :]) != words:

@@ -42,7 +42,6 @@ def reduce_by_value(cls: type, reduced: Reduced, coming_home: bool) -> Reduced:
     that return to the notebook have the notebook's class.
 
     Args:
-        reduced: The class as cloudpickle reduces it.
         coming_home: Whether the class is sent to the notebook.
     """
     if len(reduced) < 6:  # NoneType and similar built-in types are looked up, not made

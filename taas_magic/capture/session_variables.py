@@ -25,7 +25,6 @@ class SentValue:
     """Record of a value that was sent to the ranks.
 
     Attributes:
-        digest: Digest of the value's pickle.
         shared: Ids of the objects in the value that other variables may also hold.
     """
 
@@ -90,7 +89,6 @@ class RankVariables:
         """Record the variables of the ranks when this kernel takes over another kernel's session.
 
         Args:
-            variables: Digests of the ranks' variables, as in `owned`.
             code: Names of the ranks' functions, classes and modules. If a cell uses such a name,
                 the notebook sends its own object of this name.
         """
@@ -113,8 +111,6 @@ class RankVariables:
         When the ranks have received these variables, the caller must call `record_sent`.
 
         Args:
-            used: Names that the cell uses.
-            state: Process state of the notebook.
             send: Names whose values are sent although cells have assigned them (`--send`).
             is_user_variable: Returns whether a name is a variable of the user. Others are not sent.
             refuse: Called with the error of each value that cannot be sent.

@@ -12,10 +12,6 @@ def parse(source: str, filename: str = "<unknown>") -> ast.Module:
     While another thread parses, `ast.parse` of CPython 3.11 may raise SystemError ("AST constructor
     recursion depth mismatch"), because all threads count the depth in one variable.
 
-    Args:
-        source: Python source.
-        filename: File name that a SyntaxError shows.
-
     Raises:
         SyntaxError: The source is not Python.
         ValueError: The source contains a null character.

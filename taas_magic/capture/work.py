@@ -66,8 +66,6 @@ class CallShape(Struct, frozen=True, tag="function"):
 
     Attributes:
         raw: The call as the user sees it, such as "taas.run(train, ...)".
-        n_args: Number of positional arguments.
-        names: Names of the keyword arguments.
     """
 
     raw: str
@@ -92,11 +90,7 @@ class CallShape(Struct, frozen=True, tag="function"):
 
 @dataclass(frozen=True)
 class FunctionWork:
-    """A call of a function, or of any other callable.
-
-    Attributes:
-        raw: The call as the user sees it.
-    """
+    """A call of a function, or of any other callable."""
 
     function: Callable[..., Any]
     args: tuple[Any, ...] = ()

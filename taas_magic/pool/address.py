@@ -17,7 +17,6 @@ class PoolAddress(Struct):
         security: Keyword arguments for Dask's `Security`, including a private key.
         project: Path of the project folder (the notebook's folder).
         made_of: Versions of Python, torch and taas-magic that the process uses.
-        pid: Id of the process that wrote the file.
     """
 
     address: str

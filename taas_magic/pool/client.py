@@ -191,10 +191,6 @@ class PoolConnection:
     restored. All runs and waits for hosts on this connection end at the same time. Each method that
     sends a request raises the errors of `call`.
 
-    Args:
-        client: A Dask client that is connected to the process.
-        log: Path of the process's log.
-
     Attributes:
         id: The Dask client's id, by which the process identifies this kernel.
         why: The reason for which the connection has ended; "" while it is open.
@@ -624,9 +620,6 @@ class Pool:
 
         If a process ends before it accepts this kernel, no run is lost, and this call tries the
         next process, up to `_MAX_PROCESSES` in total. A process that does not respond is killed.
-
-        Args:
-            starts: Whether to start a process if none is running.
 
         Raises:
             PoolError: A process that this kernel started failed, or the wait was cancelled.

@@ -1,7 +1,7 @@
 """The controller of a pool: starts, follows and ends its runs, and writes their journals.
 
 The controller is a Dask scheduler plugin in the pool's own process and runs on the process's event
-loop. Kernels send requests such as `LaunchRanks` and `Halt` as calls of the Dask scheduler.
+loop.
 """
 
 import asyncio
@@ -157,7 +157,7 @@ class Kernels:
             await asyncio.wait(pending_waits, timeout=_ANSWERED_S)
 
     def cancel_wait(self, wait: str) -> None:
-        """Cancel the kernel's wait with the id `wait`. Do nothing if this wait is over."""
+        """Cancel the kernel's wait with the id `wait`."""
         if wait in self._waiting:
             self._waiting[wait][1].cancel()
 
@@ -168,7 +168,6 @@ class PoolMeter:
     Args:
         idle_timeout_s: Seconds without a run after which the pool returns a host to the engine. If
             None, the pool keeps idle hosts.
-        clock: Monotonic clock, in seconds.
     """
 
     def __init__(
@@ -240,12 +239,7 @@ After this time, the kernel gets the run's end event anyway.
 
 
 class Controller(SchedulerPlugin):
-    """Controller of a pool's runs.
-
-    Args:
-        source: The engine that gets hosts.
-        linger_s: See `Kernels`.
-    """
+    """Controller of a pool's runs."""
 
     name = "taas-controller"
 

@@ -37,9 +37,7 @@ async def take_fetchers(
     connection breaks. So the fetchers also end when the calling process ends.
 
     Args:
-        folder: The other pool's folder.
         share_id: Id by which the other pool identifies the run's fetchers.
-        relay: Called with the fetchers' events.
 
     Raises:
         PoolError: The other pool's process does not respond, or the fetchers have ended.

@@ -68,9 +68,6 @@ class FileServer:
     """Handler of file requests from the hosts of one share.
 
     Requests about the project store run in a thread of their own, because they wait for the disk.
-
-    Args:
-        fetches: Whether the share is the run's fetchers.
     """
 
     def __init__(self, run: RunSpec, fetches: bool) -> None:

@@ -203,7 +203,7 @@ class Gate(Listener):
 
     @property
     def contact_address(self) -> str:
-        """Same as `listen_address`."""
+        """The same address as `listen_address`."""
         return self.listen_address
 
     async def _serve_connection(self, stream: IOStream, address: Any) -> None:

@@ -50,9 +50,6 @@ class PoolHost:
         starting: The last progress report of a host that cannot start ranks yet.
         protection: Value of `store.guard.StoreProtection`.
         peer_address: The address at which other hosts reach this host's ranks and fetchers.
-        runs: Ids of the runs that use the host.
-        is_returned: Whether the host is being returned to the engine.
-        allocated_s: Seconds for which the pool has held the host.
         idle_since: Monotonic time at which `PoolMeter` first found the host without a run. None
             while the host has a run or has just been chosen for a run.
         known_modules: Modules that an earlier check has found on the host; None before the first
@@ -127,8 +124,6 @@ class PoolHosts(SchedulerPlugin):
     Requests hosts from the engine, sends requests to the hosts' agents, and drops lost hosts.
 
     Args:
-        source: The engine that gets the hosts.
-        start_timeout_s: Seconds to wait for hosts to start.
         lease_s: Seconds without contact to this process after which a host ends itself.
         on_lost: Called with each host that is gone, and the reason. It is not called for a host
             that ended by itself before it could start ranks.
@@ -467,9 +462,6 @@ async def require_fit(
     pool_hosts: PoolHosts, hosts: Iterable[PoolHost], modules: Sequence[str]
 ) -> None:
     """Check that all hosts have the notebook's versions of Python and torch, and all `modules`.
-
-    Args:
-        modules: Top-level modules that the run's cell imports.
 
     Raises:
         PoolError: A host lacks something. The message names the host, what it lacks, and what to

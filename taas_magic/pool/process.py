@@ -44,7 +44,6 @@ class PoolSettings(Struct):
     """Settings that a kernel passes on standard input to a pool's process that it starts.
 
     Attributes:
-        folder: Path of the pool's folder.
         project: Path of the project folder (the notebook's folder).
         linger_s: See `LINGER_S`.
         lock: File descriptor of the folder's lock, which the process inherits.

@@ -100,7 +100,6 @@ class HostReport:
     Attributes:
         state: SUCCEEDED, FAILED, INTERRUPTED, or LOST for a host that is gone.
         cause: As in `host.watch.Verdict.cause`; "lost" for a host that is gone.
-        at: Time at which the report arrived.
         failures: Failures of the host's ranks. If `state` is SUCCEEDED, those of ranks that ended
             early by `sys.exit(0)`.
     """
@@ -216,7 +215,6 @@ class Share(ABC):
 
     Args:
         owner: Dask client id of the run's kernel; "" for a detached run.
-        publish: Called with each event of the share.
 
     Attributes:
         run_id: Id of the run for ranks; `host.spec.fetchers_share_id` for fetchers.
@@ -242,9 +240,6 @@ class Share(ABC):
     @abstractmethod
     async def start(self) -> list[str]:
         """Get hosts from the pool, and start the ranks or fetchers on them.
-
-        Returns:
-            The names of the hosts.
 
         Raises:
             PoolError: Too few hosts are available, a host lacks a module or version that the run
@@ -690,7 +685,7 @@ class PoolRun(Share):
         self._clock = RunClock()
 
     async def start(self) -> list[str]:
-        """See `Share.start`. The ranks start as the first attempt."""
+        """See `Share.start`."""
         hosts = await self._acquire_hosts(len(self.plan.hosts))
         self.publish(StateChanged(state="RUNNING"))
         await self._start_attempt(hosts)
