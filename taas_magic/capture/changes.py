@@ -195,7 +195,7 @@ class _DescriptionPickler(pickle.Pickler):
 
 
 def _loaded(*described: Any) -> None:
-    """Take the place of an object's constructor in the output of `_DescriptionPickler`.
+    """Do nothing: a placeholder for all constructors in the output of `_DescriptionPickler`.
 
     Nothing unpickles the output, so nothing calls this function.
     """

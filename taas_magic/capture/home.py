@@ -1,8 +1,8 @@
 """Pickle results in a rank, and connect them to the notebook's namespace when they are loaded.
 
-A returned function gets the notebook's namespace as its globals. The cell's variables that it uses
-are sent with it. The kernel sets each of them in the notebook, unless the notebook already has a
-variable of the same name.
+A returned function gets the notebook's namespace as its globals. The cell's variables that the
+function uses are sent with it. The kernel sets these variables in the notebook, unless the notebook
+already has a variable of the same name.
 """
 
 import builtins

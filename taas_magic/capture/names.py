@@ -146,7 +146,11 @@ def _braced(text: str) -> list[str]:
 
 
 def _names(source: str, stored: bool = False) -> set[str]:
-    """Return the names of all variables in a source; an empty set if the source is not Python."""
+    """Return the names of all variables in a source; an empty set if the source is not Python.
+
+    Args:
+        stored: Whether to return only the variables that the source sets or deletes.
+    """
     try:
         tree = parse(source.strip())
     except (SyntaxError, ValueError):

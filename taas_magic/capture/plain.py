@@ -294,8 +294,8 @@ def _is_mutable(value: Any) -> bool:
 def _is_dense(tensor: "torch.Tensor") -> bool:
     """Return whether storage, dtype, shape and strides describe a tensor completely.
 
-    False also for a tensor on a device other than the CPU or CUDA, and for a tensor with attributes
-    or hooks.
+    The result is also False for tensors on devices other than CPU and CUDA, and for tensors with
+    attributes or hooks.
     """
     import torch
 
@@ -311,7 +311,7 @@ def _is_dense(tensor: "torch.Tensor") -> bool:
 def _is_simple(dtype: Any) -> bool:
     """Return whether `dtype.str` describes a numpy dtype completely.
 
-    False for dtypes of Python objects, with fields or metadata, or of an extension.
+    False for dtypes of Python objects, dtypes with fields or metadata, and dtypes of an extension.
     """
     import numpy
 

@@ -106,8 +106,8 @@ def _text(pattern: Any) -> str:
 def _apply_filters(filters: Sequence[_Filter]) -> None:
     """Insert `filters`, in their order, before the filters of this process.
 
-    Skips filters that this process already has, and filters for warning classes of libraries that
-    it has not imported: nothing can issue such a warning yet.
+    Skips filters that this process already has. Skips filters for warning classes of libraries that
+    are not imported here, because nothing can issue such a warning yet.
     """
     own = set(_collect_filters())
     for found in reversed(filters):
@@ -201,8 +201,8 @@ def _handler_state(handler: logging.Handler) -> tuple[str, int, bytes] | None:
 def _apply_loggers(found: Mapping[str, Any]) -> None:
     """Set the levels and handlers of this process's loggers as in the notebook.
 
-    Skips loggers of libraries that this process has not imported: a library sets up its own
-    loggers.
+    Skips loggers of libraries that this process has not imported, because a library sets up its
+    loggers when it is imported.
     """
     logging.disable(found["disable"])
     known = logging.root.manager.loggerDict

@@ -37,7 +37,7 @@ class VariablesToSend:
     """Variables and settings of the notebook that are sent for one cell of a session.
 
     Attributes:
-        why: Reason for each name that is sent. A name comes after the names that it needs.
+        why: Reason for each name that is sent.
         state: Process state of the notebook; empty if the ranks have it already.
         reads: Names that the code of each function or class of the cell reads, by function or
             class.

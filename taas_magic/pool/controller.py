@@ -637,7 +637,10 @@ class Controller(SchedulerPlugin):
         self._kernels.remove(client)
 
     async def _beat(self) -> None:
-        """Send beats to all kernels; at each beat, end what is idle: sessions, hosts, the pool."""
+        """Send a beat to all kernels every `BEAT_S`, until this task is cancelled.
+
+        At each beat, also end idle sessions and an unused pool, and return idle hosts.
+        """
         while True:
             self._scheduler.log_event(POOL_BEAT, self.pool_hosts.awaited)
             self._kernels.end_if_idle(has_runs=bool(self._runs))

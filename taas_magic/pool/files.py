@@ -54,6 +54,7 @@ class OwnedFiles:
 
         Args:
             name: Path of the file, relative to the run folder.
+            fetches: Whether the host runs fetchers of the run instead of ranks.
         """
         if not fetches and (result := RESULT.fullmatch(name)) is not None:
             attempt, rank = int(result[1]), int(result[2])
@@ -68,6 +69,9 @@ class FileServer:
     """Handler of file requests from the hosts of one share.
 
     Requests about the project store run in a thread of their own, because they wait for the disk.
+
+    Args:
+        fetches: Whether the share is the run's fetchers.
     """
 
     def __init__(self, run: RunSpec, fetches: bool) -> None:

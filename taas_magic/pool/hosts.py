@@ -362,8 +362,8 @@ class PoolHosts(SchedulerPlugin):
     async def _greet(self, host: PoolHost) -> None:
         """Send `DescribeHost` to a new host, and mark the host as ready when the host responds.
 
-        Imports may be slow, so the wait has no time limit. It ends when the host is gone: `watch`
-        drops a host that sends no beats, and a host whose imports are stuck ends itself.
+        Imports may be slow, so the wait has no time limit. The wait ends when the host is gone:
+        `watch` drops a host that sends no beats, and a host whose imports are stuck ends itself.
         """
         greeting = DescribeHost(has_run=self._runs_waiting > 0)
         try:

@@ -84,7 +84,7 @@ class PoolProcess:
     def exit_code(self) -> int | None:
         """The exit code, which is negative if a signal ended the process.
 
-        None while the process runs, and always if another kernel started the process.
+        None while the process runs. Always None if another kernel started the process.
         """
         return self._process.poll() if isinstance(self._process, subprocess.Popen) else None
 

@@ -824,7 +824,7 @@ class PoolRun(Share):
             await self.refuse_input()
 
     async def _close_requests(self, ranks: Iterable[int]) -> None:
-        """Record that `ranks` no longer wait for the user's input; ignore ranks that did not."""
+        """Record that `ranks` no longer wait for the user's input, and publish this."""
         closed = [rank for rank in ranks if self._open_requests.pop(rank, None) is not None]
         for rank in closed:
             self.publish(InputAnswered(rank=rank))
