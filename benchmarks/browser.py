@@ -48,8 +48,6 @@ class Cost(NamedTuple):
     """Cost of a scene for the page.
 
     Attributes:
-        seconds: Time from the cell's start to its end.
-        stall_s: Longest stall.
         cpu_s: CPU seconds of the page's main thread, which handles no events while it works.
         memory_mb: Peak growth of the page's process, in MB.
         shown_bytes: Length of the cell's output text at the end.

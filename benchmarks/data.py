@@ -107,7 +107,6 @@ class Figures(NamedTuple):
 
     Attributes:
         size: Bytes of the received batches.
-        elapsed_s: Wall time.
         cpu_s: CPU time of the consumer, or of all ranks.
         all_cpu_s: CPU time of all processes.
         memory_mib: Peak growth of the consumer's resident memory.
@@ -278,8 +277,6 @@ def compare(
 
     Args:
         rows: For each row, a function that makes its source of batches.
-        rounds: Number of measurements of each row.
-        seconds: Seconds of one measurement.
         by: Function that measures a row in a process of its own.
     """
     figures: dict[str, list[Figures]] = {name: [] for name in rows}

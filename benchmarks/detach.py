@@ -65,7 +65,6 @@ def play(project: Path, token: str, after_s: float) -> None:
     """Play one round.
 
     Args:
-        project: Project folder of the kernel.
         token: Value of TAAS_TEST_TOKEN, which marks the processes of the round.
         after_s: Seconds between the cell's reply and the kill.
 

@@ -70,7 +70,6 @@ class Result:
     Attributes:
         kinds: Number of rounds with each kind of cell.
         took_s: Seconds from each interrupt to the reply of the cell after it.
-        wrong: Descriptions of what went wrong.
     """
 
     kinds: Counter[str] = field(default_factory=Counter)
@@ -92,7 +91,6 @@ def interrupt(frontend: Frontend, kind: str, after_s: float, times: int, result:
     Args:
         kind: Kind of cell, a key of KINDS.
         after_s: Seconds from the cell's start to the interrupt.
-        times: Number of interrupts.
     """
     request = frontend.send(KINDS[kind])
     with suppress(AssertionError):  # raised if the cell still runs after `after_s`

@@ -65,7 +65,6 @@ class Notebook:
 
     Args:
         environ: Environment variables of the kernel, in addition to those of this process.
-        folder: Working directory of the kernel.
     """
 
     def __init__(self, environ: Mapping[str, str], folder: str) -> None:

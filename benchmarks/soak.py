@@ -68,7 +68,6 @@ def seen(batches: int, rest_s: float, **way: object) -> Iterator[tuple[int, dict
 
     Args:
         rest_s: Seconds to sleep after each yield.
-        way: Arguments of `service`.
     """
     every = batches // MOMENTS
     loader = DataLoader(Small(), batch_size=None)

@@ -29,7 +29,6 @@ def sign(certificate: str, key: str, address: str) -> tuple[str, str]:
     Args:
         certificate: The signer's certificate, as `make` returns it.
         key: The signer's private key.
-        address: IP address of the server.
     """
     issuer = x509.load_pem_x509_certificate(certificate.encode()).subject
     name = str(issuer.get_attributes_for_oid(NameOID.COMMON_NAME)[0].value)

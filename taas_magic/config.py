@@ -1,8 +1,6 @@
 """Read the settings in taas.toml. Without such a file, all runs use this machine.
 
-`find_config` searches for the file in the notebook's folder, then in each folder above, up to the
-home folder. If the notebook is outside of the home folder, the search ends at the root. The last
-place is `$XDG_CONFIG_HOME/taas/`. docs/config.md lists the keys.
+docs/config.md says where the file may be, and what its keys mean.
 """
 
 import difflib
@@ -71,28 +69,17 @@ _Options = Annotated[Mapping[str, Any], Meta(description="a table")]
 
 
 class PoolConfig(Struct, frozen=True):
-    """Settings of a pool.
+    """Settings of a pool: one of the tables below [pools]. docs/config.md describes the keys.
 
     Attributes:
-        engine: "local", "ssh", or the import path of a Dask cluster class.
-        hosts: Names of the hosts, for engine "ssh".
         gpus: Number of CUDA devices of each host; None asks the host.
         cores: Number of logical processors of each host; None asks the host.
-        role: "ranks", or "data" for hosts that run fetchers.
         python: Interpreter on the hosts; None for the kernel's own interpreter or, with engine
             "ssh", for `python3`.
         interface: Network interface for ranks and fetchers; None lets each host find one.
-        network: "shared" encrypts batches by TLS; "private" does not.
-        max_hosts: Maximum number of hosts in use at the same time.
         idle_timeout_s: Seconds after which an unused host is released; None never releases it.
-        lease_s: Seconds without a message from the pool after which a host ends all its processes.
-        start_timeout_s: Seconds without any activity after which a starting process counts as
-            stuck. Also the seconds that the pool waits while none of the requested hosts is
-            starting.
-        preload: Modules to import before ranks start, in addition to torch and IPython.
         trusted: Whether the pool's hosts may return objects that run code in the kernel or the
             browser.
-        options: Options that are passed to the engine unchanged.
     """
 
     name: str
@@ -116,7 +103,7 @@ class PoolConfig(Struct, frozen=True):
 class DataConfig(
     Struct, frozen=True, rename={"buffer_bytes": "buffer", "rank_buffer_bytes": "rank_buffer"}
 ):
-    """Settings of the data service: memory for batches, and timeouts.
+    """Settings of the data service: the table [data].
 
     Attributes:
         buffer_bytes: Size of the prefetch buffer of one fetcher, for all its loaders.
@@ -131,12 +118,12 @@ class DataConfig(
 
 
 class StoreConfig(Struct, frozen=True, rename={"limit_bytes": "limit"}):
-    """Settings of the project store.
+    """Settings of the project store: the table [store].
 
     Attributes:
         path: Folder of the project store; None for the notebook's folder.
-        limit_bytes: Maximum total size of the files that are copied to hosts that do not share the
-            project store.
+        limit_bytes: Maximum total size of the files that are copied to a host that does not share
+            the project store.
         overwrite: Patterns of paths. A host that does not share the store may overwrite the user's
             files at these paths, and no other files of the user.
     """
@@ -147,7 +134,7 @@ class StoreConfig(Struct, frozen=True, rename={"limit_bytes": "limit"}):
 
 
 class CaptureConfig(Struct, frozen=True, rename={"limit_bytes": "limit"}):
-    """Settings for capturing the notebook objects that a cell uses.
+    """Settings for capturing the notebook objects that a cell uses: the table [capture].
 
     Attributes:
         limit_bytes: Maximum size of a payload.
@@ -157,15 +144,12 @@ class CaptureConfig(Struct, frozen=True, rename={"limit_bytes": "limit"}):
 
 
 class RunsConfig(Struct, frozen=True, rename={"keep_bytes": "keep_size"}):
-    """Settings of runs and their folders.
+    """Settings of runs and their folders: the table [runs]. docs/config.md describes the keys.
 
     Attributes:
-        keep: Maximum number of run folders to keep.
-        keep_bytes: Maximum total size of these folders, in bytes.
         notify: Command line to execute at the end of a detached run; None for none.
         hang_s: Seconds without progress of any rank after which the status header shows where the
             ranks are; 0 for never.
-        session_idle_s: Seconds without a cell after which the pool ends a session.
     """
 
     keep: _Whole = 50
@@ -270,7 +254,7 @@ def load_config(folder: Path) -> Config:
 
     Raises:
         UsageError: The file is not TOML, has an unknown key or a wrong value, or can be written by
-            other users. The message is one line.
+            other users.
     """
     path = find_config(folder)
     if path is None:
@@ -347,7 +331,6 @@ def parse(values: Mapping[str, Any], source: Path) -> Config:
     """Check the contents of taas.toml and convert them to a `Config`.
 
     Args:
-        values: The parsed TOML.
         source: Path of the file. A relative path in the file is relative to the file's folder.
 
     Raises:
@@ -406,7 +389,6 @@ def _read(table: object, kind: type[_T], where: str, **given: str) -> _T:
     """Convert a table of the file to a settings struct.
 
     Args:
-        where: File and table, for error messages.
         **given: Values of fields that the caller sets. The table must not contain these keys.
 
     Raises:

@@ -1,7 +1,6 @@
 """Intervals of heartbeats between processes, and the time limits for a process that is silent.
 
-ARCHITECTURE.md lists the same times, and the consequences when a lease runs out. `lease_s` is a
-setting of a pool; `fetch_s` is a setting of the data service (docs/config.md).
+ARCHITECTURE.md lists the same times, and the consequences when a lease runs out.
 """
 
 from typing import NamedTuple

@@ -1,10 +1,8 @@
 """Make the plan of a run from a cell's flags and the capacity of hosts, in pure functions.
 
-A plan decides everything about a run before any host is allocated.
-
-`--cpus M` requests M hosts for each registered loader. If the pool has too few hosts, loaders share
-fetchers, and then fetchers share hosts. The batches that a rank gets do not depend on the number of
-fetchers and hosts (docs/data.md).
+A plan decides everything about a run before any host is allocated. If the pool has too few hosts
+for `--cpus`, loaders share fetchers, and then fetchers share hosts. The batches that a rank gets do
+not depend on the number of fetchers and hosts (docs/data.md).
 """
 
 import itertools
@@ -66,12 +64,10 @@ class DataPlan(Struct, frozen=True):
 
 
 def choose_data_pool(ranks_pool: str, data_pool: str, config: Config) -> tuple[PoolConfig, str]:
-    """Choose the pool for the fetchers.
-
-    Without `--data-pool`, this is the first pool with `role = "data"`, else the pool of the ranks.
+    """Choose the pool for the fetchers: the first with `role = "data"`, else the pool of the ranks.
 
     Args:
-        data_pool: Name in `--data-pool`; "" without this flag.
+        data_pool: Name in `--data-pool`, which is then the chosen pool; "" without this flag.
 
     Returns:
         The pool, and a note for the user if several pools have `role = "data"`, else "".
@@ -151,18 +147,16 @@ class Prefill(Struct, frozen=True):
 class RunOptions(Struct, frozen=True, kw_only=True):
     """Options of the `%%taas` line that the plan of the run contains unchanged.
 
+    docs/magic.md describes the flags.
+
     Attributes:
         cpus: Number of fetcher hosts for each registered loader; 0 runs the loaders in child
             processes of the ranks.
-        units: Limit on the units that all ranks together get.
         prefill: Amount of data that fetchers must prepare before ranks start; None starts ranks and
             fetchers together.
         out: Variables to return to the notebook, in the form that `split_name` parses.
-        max_restarts: Maximum number of times that all ranks start again after a rank has failed.
-        profile: Number of steps that torch.profiler records on every rank; 0 for none.
         rehearse: In a rehearsal, the number of batches after which each pass over a registered
             loader ends; 0 if the run is no rehearsal.
-        env: Environment variables of the ranks, added to the notebook's own.
         log_ranks: Ranks whose lines and displays the notebook shows; empty for all ranks. None
             shows the lines of all ranks and the displays of the first rank that runs the cell.
         federated: Whether the run is a federation. Then each host runs one rank. As soon as all
@@ -189,7 +183,7 @@ class RunOptions(Struct, frozen=True, kw_only=True):
 
 
 class Flags(RunOptions, frozen=True, kw_only=True):
-    """All options of the `%%taas` line, parsed.
+    """All options of the `%%taas` line, parsed. docs/magic.md describes the flags.
 
     Attributes:
         gpus: Number of ranks (world size); 0 for the session's number.
@@ -198,12 +192,8 @@ class Flags(RunOptions, frozen=True, kw_only=True):
             for never; None for the value in taas.toml.
         store: Folder of the project store; "" for the folder in taas.toml or, if taas.toml names
             none, the notebook's folder.
-        store_writes: "discard" or "refuse": what happens to writes to the project store by ranks
-            other than 0.
-        shared_writes: Folders in the project store that every rank may write to.
-        detach: Whether the run continues without its kernel as soon as its ranks have started.
         send: Variables whose values the notebook sends to a session's ranks even if the session has
-            assigned them. By default, the ranks keep their own values.
+            assigned them.
     """
 
     gpus: int
@@ -224,7 +214,6 @@ class HostCapacity:
 
     Attributes:
         gpus: Number of CUDA devices; 0 for a CPU host, whose ranks run on the CPU.
-        cores: Number of logical processors that its processes may use.
     """
 
     gpus: int
@@ -340,8 +329,7 @@ MAX_RANKS_PER_CPU_HOST = 64
 def new_run_id(now: float | None = None) -> str:
     """Return a new run id, such as `20260131-142501-0423f9a1`. The ids sort by time.
 
-    The parts are the day, the time in milliseconds, and four random hexadecimal digits. The digits
-    distinguish runs that two kernels start in the same millisecond.
+    The parts are the day, the time in milliseconds, and four random hexadecimal digits.
 
     Args:
         now: Time in seconds since 1970; None for the current time.

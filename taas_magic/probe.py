@@ -50,7 +50,6 @@ def main(
     """Return the facts of this host as plain values; `messages.HostFacts` describes each.
 
     Args:
-        packages: Distributions whose versions are reported.
         modules: Top-level modules to check; those that are missing are reported.
         mark: Path of a file that was just created in the project store. If the file exists on this
             host, the host shares the store.

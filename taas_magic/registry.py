@@ -54,8 +54,6 @@ class RegisteredLoader:
         name: Name of the loader in runs; "" if it has none yet.
         held: Function that returns the loader, or None if the loader no longer exists.
         seed: Seed of the loader's random numbers; None for the run's seed.
-        uneven: Rule if the number of batches does not divide by the number of ranks; see
-            `register`.
         is_named: Whether the user gave the name. Otherwise, the loader is named after its variable.
         start: Pickled state that the loader's sampler and generator had at the registration; None
             for their current state.
@@ -378,9 +376,6 @@ def _variable_of(loader: Any, preferred: str = "") -> str | None:
     """Return the name of the notebook's variable that holds this loader, or None.
 
     Variables whose names are too long or begin with `_` are ignored.
-
-    Args:
-        preferred: Name to return if several variables hold the loader.
     """
     variables = _variables()
     if preferred and variables.get(preferred) is loader:
@@ -468,8 +463,8 @@ def _has(dataset: Any, method: str) -> bool:
 def _small_attributes(dataset: Any) -> dict[str, Any]:
     """Return the dataset's small attributes, such as `dataset.classes`, for the ranks' description.
 
-    An attribute is small if it is a number, a string, None, or a list or tuple of up to 1,000 of
-    these, and if its pickle has at most `_SMALL_ATTRIBUTE_BYTES`.
+    These are numbers, strings, None, and lists and tuples of up to 1,000 of these, with pickles of
+    at most `_SMALL_ATTRIBUTE_BYTES`.
     """
     plain = (str, int, float, bool, type(None))
     small: dict[str, Any] = {}
@@ -485,10 +480,8 @@ def _small_attributes(dataset: Any) -> dict[str, Any]:
 def _warn_of_own_generators(loader: Any) -> None:
     """Warn if the loader's dataset has a random generator of its own, because nothing seeds it.
 
-    In a map-style dataset, its numbers then depend on `--cpus`. In an iterable-style dataset, its
-    numbers are the same in every epoch of a run, because each epoch begins with a copy of the
-    dataset. There is no warning about such a dataset if the local loader would do the same, or if
-    the dataset has `set_epoch`.
+    There is no warning about an iterable-style dataset if the local loader would yield the same
+    numbers in every epoch, too, or if the dataset has `set_epoch`.
     """
     from torch.utils.data import IterableDataset
 

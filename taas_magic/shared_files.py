@@ -34,9 +34,6 @@ def lock(descriptor: int, *, shared: bool = False, wait: bool = False) -> bool:
 def take_lock(path: Path, flags: int = os.O_CREAT, *, wait: bool = False) -> int | None:
     """Open a file, take its lock and return the descriptor; None if another process holds it.
 
-    Args:
-        wait: Whether to block until the lock is free.
-
     Raises:
         OSError: The file cannot be opened.
     """

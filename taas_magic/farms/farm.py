@@ -167,7 +167,7 @@ class Job(JobState):
         killed.
 
         Returns:
-            Whether the job was cancelled. False if the job had already ended.
+             False if the job had already ended.
         """
         had_ended = self.done()
         self.end(JobFailed(f"job {self.name} was cancelled", name=self.name, etype=CANCELLED))
@@ -185,7 +185,6 @@ class Farm:
     """A farm: runs jobs on the hosts of pools. The function `farm` creates it.
 
     Attributes:
-        name: The farm's name.
         folder: The folder with the farm's log and the folders of its jobs.
         state: The state of the farm and its jobs.
     """
@@ -301,9 +300,6 @@ class Farm:
 
         A thread of the farm makes the calls. There is no call for jobs that failed or were
         cancelled.
-
-        Args:
-            listener: The function; its argument is the job.
         """
         self._on_solution.append(listener)
 
@@ -357,11 +353,7 @@ class Farm:
         self._show()
 
     def _show(self, update: bool = True) -> None:
-        """Show the table below the cell that created the farm.
-
-        Args:
-            update: Whether to replace the table that is already shown.
-        """
+        """Show the table below the cell that created the farm."""
         transient = {"display_id": self.name}
         mime_bundle = table.mime_bundle(self.state)
         self._shell.display_pub.publish(mime_bundle, transient=transient, update=update)
@@ -493,10 +485,9 @@ class Farm:
         self._solved.put(None)
 
     def _forget(self, name: str) -> "Future | None":
-        """Remove an ended job's Dask future and stored arguments, so that Dask forgets the job.
+        """Remove and return an ended job's Dask future, and remove its stored arguments.
 
-        Returns:
-            The future; None if it was already removed.
+        Then Dask forgets the job. Returns None if the future was already removed.
         """
         with self._lock:
             _, future, parts = self._jobs.pop(name, (None, None, ()))
@@ -606,7 +597,6 @@ class _StoredParts:
         """Store a part in the farm's process if it is large or shared.
 
         Args:
-            part: Memory with one part of a job's payload or arguments.
             is_shared: Whether several jobs use the part. A shared part is always stored.
 
         Returns:

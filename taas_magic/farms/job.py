@@ -59,7 +59,6 @@ def job_main(process_state: JobProcessState, control: Connection, output: Connec
     (`_state`), or tried to write to the project store.
 
     Args:
-        process_state: The settings of this process.
         control: A pipe to the node. The process receives a `JobAssignment` for each job and sends a
             `JobOutcome`, followed by the `JobOutcome.sends` parts of the result.
         output: The pipe that receives what jobs print.

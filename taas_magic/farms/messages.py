@@ -58,7 +58,6 @@ class FarmSettings(Struct, frozen=True):
     """The settings of a farm, which the kernel sends to the farm's process.
 
     Attributes:
-        pools: Names of the pools whose hosts become nodes.
         gpus: CUDA devices of each job.
         cpus: Processors of each job.
     """
@@ -132,7 +131,6 @@ class NodeProcessState(Struct, frozen=True):
 
     Attributes:
         scheduler: The address at which this host reaches the farm's scheduler.
-        jobs: The settings that are the same for all jobs of the node.
         folder: Folder in which the node creates its own folder. The host's agent removes this
             folder after the run, also if the node was killed.
     """

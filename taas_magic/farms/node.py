@@ -4,8 +4,8 @@ To start a node, the farm starts a run with one rank. The rank (`run_node`) star
 child process and waits until the node ends. So when the pool ends the run, the node ends, too.
 
 The node starts a forkserver before it imports Dask, and joins the farm when the forkserver has
-imported torch and IPython. The imports have no time limit. But if a node shows no activity for
-`start_timeout_s` before it joins the farm, the rank ends the node.
+imported torch and IPython. The imports have no time limit, but they must show activity
+(`start_timeout_s`).
 """
 
 import asyncio
@@ -247,7 +247,6 @@ class Slots:
         """Run a job in a free slot. Dask never runs more jobs at a time than there are slots.
 
         Args:
-            call: The job.
             parts: Awaitable whose result is a list: the payload, then the job's pickled arguments
                 and their buffers.
             report: Called with each piece of the job's output. Also called once with the state

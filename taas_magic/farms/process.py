@@ -254,9 +254,8 @@ class NodeManager(SchedulerPlugin):
         """Choose a pool for a node, and start the node. Runs in a thread.
 
         The chosen pool is the one with the fewest recent failures, among the pools with a free host
-        if there are any. The method returns when the node's run has started or has failed to start.
-        If the last `FAILED_STARTS` nodes did not start, this node is not started, but reported as
-        given up.
+        if there are any. If the last `FAILED_STARTS` nodes did not start, this node is not started,
+        but reported as given up.
         """
         node = self._nodes[name]
         with self._lock:
@@ -286,10 +285,7 @@ class NodeManager(SchedulerPlugin):
         return sum(self._nodes[name].pool is pool for name in self._living())
 
     def _launch(self, name: str, pool: Pool, connection: PoolConnection) -> None:
-        """Launch a node's run in the pool's process, without waiting for the run's end.
-
-        When the run ends later, its last event marks the node as lost.
-        """
+        """Launch a node's run in the pool's process, without waiting for the run's end."""
         spec = self._make_spec(name, pool, self._scheduler_address(connection))
         node = self._nodes[name]
         node.connection, node.run_id = connection, spec.plan.run_id

@@ -31,11 +31,7 @@ if TYPE_CHECKING:
 class NodeWorker(ClosedWorker):
     """The Dask worker of a node.
 
-    The worker fetches large parts from the farm's process, and sends the results of jobs to the
-    kernel through the farm's process.
-
     Attributes:
-        slots: The job processes of the node.
         results: Outcome of each job whose Dask task is about to end, by the job's name.
             `_JobEndPlugin` sends the outcome when the task ends.
     """
@@ -97,7 +93,6 @@ async def run_job(call: JobCall, parts: list[Part]) -> None:
     The outcome is put into `NodeWorker.results`.
 
     Args:
-        call: The job.
         parts: The payload, then the job's pickled arguments and their buffers.
 
     Raises:

@@ -76,8 +76,6 @@ class LoaderCounts:
     """The counts that ranks and fetchers have sent about one loader.
 
     Attributes:
-        ranks: The last counts of each rank.
-        fetchers: The last counts of each fetcher.
         began: The fetchers' counts at the time of the ranks' first batches.
         until: The fetchers' counts at the time of the ranks' last batches so far.
         points: The sums over all ranks, oldest first.

@@ -143,7 +143,6 @@ class RunContext(msgspec.Struct, kw_only=True):
     """Facts about a run's notebook and pools for other processes (`run.json`).
 
     Attributes:
-        project: The notebook's folder.
         labels: Labels of the notebook's cells in tracebacks (`Cell In[5]`), by the cells' file
             names.
         pool_folder: The folder of the pool process that runs the ranks.
@@ -265,8 +264,7 @@ class RunFolder:
         """Lock the plan during the block, to show other processes that this kernel starts the run.
 
         Until the pool takes the run over, only the kernel can record the run's end. If the kernel
-        ends for any reason, the system releases the lock. So other processes can recognize a run
-        whose kernel is gone.
+        ends, the system releases the lock, so other processes can recognize that the run is lost.
         """
         with (self.path / "plan.json").open("r+b") as file:
             lock(file.fileno(), wait=True)
@@ -277,9 +275,6 @@ class RunFolder:
         """Keep `prune` from removing the folder during the block, even if the run has ended.
 
         Several processes may hold this lock. The system releases the lock of a process that ends.
-
-        Raises:
-            OSError: The folder cannot be read.
         """
         with self._cell.open("rb") as file:
             lock(file.fileno(), shared=True, wait=True)
@@ -327,11 +322,7 @@ class DiskRoom:
         self._granted_bytes = 0
 
     def reserve(self, size_bytes: int) -> bool:
-        """Return whether the caller may write `size_bytes` more; if so, count them as written.
-
-        A call may also reserve space for later small writes, so that most calls need not ask the
-        system for the free space.
-        """
+        """Return whether the caller may write `size_bytes` more; if so, count them as written."""
         if size_bytes > self._granted_bytes:
             free = self._space()[0] - self._kept_bytes
             if size_bytes > free:
@@ -355,13 +346,13 @@ class Writer:
     `append` never blocks, because the event loop that calls it also answers the hosts' heartbeats.
     If the disk fails, the writer leaves out the events that it cannot write.
 
-    The writer locks the journal. If the pool's process ends for any reason, the system releases the
-    lock. So a reader can recognize a run that is not active any more, although its end is missing.
+    The writer locks the journal, and the system releases the lock if the pool's process ends for
+    any reason. So a reader can recognize a run that is not active any more, although its end is
+    missing.
 
     Args:
         on_incomplete: Called once, in any thread, with the reason why the journal is incomplete.
-        limit_bytes: Size of the journal in bytes above which the writer leaves out bulk events
-            (`_BULK`).
+        limit_bytes: Size of the journal above which the writer leaves out bulk events (`_BULK`).
     """
 
     def __init__(
@@ -422,10 +413,7 @@ class Writer:
             os.close(self._descriptor)
 
     def _write(self, line: bytes) -> None:
-        """Write a line; before the first line, open and lock the journal.
-
-        If the last line may be incomplete, a newline is written first.
-        """
+        """Write a line; before the first line, open and lock the journal."""
         if self._descriptor is None:
             flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
             descriptor = os.open(self.folder.events, flags, 0o600)
@@ -550,13 +538,9 @@ def _folders() -> list[RunFolder]:
 def prune(keep_runs: int, keep_bytes: int) -> None:
     """Remove the folders of the oldest ended runs if all folders together exceed a limit.
 
-    Runs that may still be active are kept, and so are locked folders
-    (`RunFolder.lock_against_pruning`). A folder without a readable plan is removed, unless it is
-    new. Several kernels may call this function at the same time.
-
-    Args:
-        keep_runs: Maximum number of folders to keep.
-        keep_bytes: Maximum total size of the folders to keep, in bytes.
+    Runs that may still be active are kept, and so are folders in use (`lock_against_pruning`). A
+    folder without a readable plan is removed, unless it is new. Several kernels may call this
+    function at the same time.
     """
     total = 0
     for index, folder in enumerate(_folders()):

@@ -68,8 +68,6 @@ class Trace:
     """One rank's trace, reduced to the spans that the timeline needs.
 
     Attributes:
-        steps: Span of each step, by the step's number.
-        loads: Spans in which the rank waited for a batch.
         collectives: Spans of collectives by name, in order.
         work: Spans of other work: of GPU kernels or, in a trace without GPU kernels, of torch's
             operators.
@@ -374,11 +372,7 @@ def read(folder: Path) -> Timeline:
 
 
 def _loaded(path: Path) -> dict[str, Any]:
-    """Read a rank's compressed trace.
-
-    Raises:
-        UsageError: The trace is too large.
-    """
+    """Read a rank's compressed trace."""
     with gzip.open(path) as file:
         text = file.read(_TRACE_BYTES + 1)
     if len(text) > _TRACE_BYTES:
