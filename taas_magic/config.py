@@ -412,7 +412,6 @@ def _read(table: object, kind: type[_T], where: str, **given: str) -> _T:
 
 
 def _field_meta(kind: object) -> str:
-    """Return the description of a type's allowed values, for an error message."""
     metas = [it for each in (kind, *get_args(kind)) for it in getattr(each, "__metadata__", ())]
     return next((meta.description for meta in metas if meta.description), "another value")
 

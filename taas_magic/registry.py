@@ -366,7 +366,6 @@ def _name_by_variables() -> None:
 
 
 def _variables() -> dict[str, Any]:
-    """Return the notebook's variables by name; empty outside of IPython."""
     interactive = sys.modules.get("IPython")
     shell = interactive.get_ipython() if interactive else None
     return shell.user_ns if shell else {}

@@ -353,7 +353,6 @@ class Farm:
         self._show()
 
     def _show(self, update: bool = True) -> None:
-        """Show the table below the cell that created the farm."""
         transient = {"display_id": self.name}
         mime_bundle = table.mime_bundle(self.state)
         self._shell.display_pub.publish(mime_bundle, transient=transient, update=update)

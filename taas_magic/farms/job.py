@@ -55,8 +55,8 @@ _JOB_VARIABLES = (SAVES, cell_main.PAYLOAD)
 def job_main(process_state: JobProcessState, control: Connection, output: Connection) -> None:
     """Run jobs until the node closes `control`, or until a job makes this process unusable.
 
-    A job does so if it failed, is `fresh`, took longer than `SHORT_S`, changed the process
-    (`_state`), or tried to write to the project store.
+    A job makes the process unusable if the job failed, is `fresh`, took longer than `SHORT_S`,
+    changed the process (`_state`), or tried to write to the project store.
 
     Args:
         control: A pipe to the node. The process receives a `JobAssignment` for each job and sends a

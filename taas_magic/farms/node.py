@@ -321,8 +321,8 @@ class Slot:
     async def run(self, assignment: JobAssignment, report: ReportOutput) -> JobOutcome:
         """Run a job and return its outcome.
 
-        The last job's process runs this job only if it is clean, both jobs have the same
-        `JobCall.settings_hash`, and this job is not `fresh`.
+        The process of the last job runs this job only if the process is clean, both jobs have the
+        same `JobCall.settings_hash`, and this job is not `fresh`.
         """
         is_other = assignment.call.fresh or assignment.call.settings_hash != self._settings_hash
         # An idle process must send nothing. If it has sent something or has ended, replace it.

@@ -57,7 +57,6 @@ class NodeWorker(ClosedWorker):
         return await self._parts[part]
 
     async def _fetch_part(self, name: str) -> SharedBytes:
-        """Fetch a stored part from the farm's process into memory that job processes can map."""
         try:
             return await asyncio.to_thread(
                 SharedBytes, await getattr(self.scheduler, GET_PART)(name=name)

@@ -551,11 +551,6 @@ def prune(keep_runs: int, keep_bytes: int) -> None:
 
 
 def _is_removable(folder: RunFolder, is_beyond: bool) -> bool:
-    """Return whether a run folder may be removed.
-
-    Args:
-        is_beyond: Whether the run is beyond the limits of `prune`.
-    """
     try:
         folder.plan()
     except (ValueError, FileNotFoundError):

@@ -97,7 +97,6 @@ def sparkline(points: Sequence[float]) -> str:
 
 
 def _parts(points: Sequence[float], count: int) -> Iterator[Sequence[float]]:
-    """Split the points into at most `count` equal parts."""
     count = min(count, len(points))
     for at in range(count):
         yield points[at * len(points) // count : (at + 1) * len(points) // count]

@@ -372,7 +372,6 @@ def read(folder: Path) -> Timeline:
 
 
 def _loaded(path: Path) -> dict[str, Any]:
-    """Read a rank's compressed trace."""
     with gzip.open(path) as file:
         text = file.read(_TRACE_BYTES + 1)
     if len(text) > _TRACE_BYTES:
