@@ -69,7 +69,6 @@ class Engine(ABC):
         This method starts no hosts; `request_hosts` starts them.
 
         Args:
-            scheduler: Class of the scheduler.
             folder: The pool's private folder on this machine.
         """
 
@@ -155,7 +154,6 @@ class Host(ABC):
 
     Attributes:
         name: Dask's name for the host's agent.
-        start_task: The task that runs `start`.
     """
 
     start_task: "asyncio.Task[None]"

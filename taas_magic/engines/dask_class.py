@@ -315,7 +315,6 @@ class BatchJob:
     """One job of a batch system.
 
     Attributes:
-        state: The state as the batch system names it.
         reason: Why the job is in this state; "" if the system does not say.
         ended: Whether the job has ended for good.
     """
@@ -362,7 +361,6 @@ class BatchSystem:
     """Commands and parser for querying one kind of batch system.
 
     Attributes:
-        title: Name of the system in messages.
         command: Returns the command that lists jobs with the given ids.
         parse: Returns the jobs in that command's output, by id.
         history: Returns the command that lists ended jobs; None if `command` lists them too.

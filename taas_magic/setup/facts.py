@@ -190,12 +190,12 @@ def ask_host(
     modules: Iterable[str] = (),
     mark: str = "",
 ) -> HostFacts:
-    """Return the facts of a host, which needs only a Python. See `of_this_machine`.
+    """Return the facts of a host. The host needs only a Python.
+
+    See `of_this_machine` for the other arguments.
 
     Args:
         python: The interpreter on the host; None means `python3`.
-        mark: Path of a file in the project store, to find out whether the host shares the store; ""
-            skips this check.
 
     Raises:
         PoolError: The interpreter does not exist or does not work.
@@ -211,7 +211,6 @@ class RequiredPackage:
     """A package that a host needs.
 
     Attributes:
-        name: Canonical name.
         version: The version that is installed on this machine; "" if it is not installed.
         allowed: Versions that the host may have.
     """
@@ -222,7 +221,7 @@ class RequiredPackage:
 
     @property
     def pin(self) -> str:
-        """Requirement for pip: this machine's version, such as `zict==3.0.0`, if it has one."""
+        """Requirement for pip: this machine's version, such as `zict==3.0.0`, else `allowed`."""
         return f"{self.name}=={self.version}" if self.version else f"{self.name}{self.allowed}"
 
     def is_met_by(self, version: str) -> bool:
@@ -425,10 +424,9 @@ def check(
     """Check the hosts of pools in parallel. Can be interrupted at any time.
 
     Args:
-        shells: Function like `Engine.shells`, for any pool. `check` sets the event when it ends, to
-            cancel shells that are still connecting.
-        mark: Path of a file in the project store, to find out whether hosts share the store; ""
-            skips this check.
+        shells: Function that returns the shells of a pool, as `Engine.shells` does. When `check`
+            ends, it sets the event, to cancel shells that are still connecting.
+        mark: See `of_this_machine`.
         modules: Top-level modules that a host must have.
 
     Returns:

@@ -157,7 +157,6 @@ class PackageFolder:
         name: Name of the folder. The name identifies the content, so an existing folder is not
             checked.
         pins: Requirements for pip; empty if pip cannot provide the packages.
-        bundle: Function that returns a zip file with the packages.
     """
 
     name: str

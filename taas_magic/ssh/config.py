@@ -225,7 +225,6 @@ def _ask_ssh(host: str, command: Sequence[str], stop: threading.Event) -> _Setti
 
     Raises:
         PoolError: The command failed, or printed no settings within `_SSH_S`.
-        ConnectStopped: `stop` was set.
     """
     until = time.monotonic() + _SSH_S
     process = subprocess.Popen(
@@ -462,11 +461,7 @@ def _glob(pattern: str) -> re.Pattern[str]:
 
 
 def _how_to_accept(target: SshTarget, key: PKey, *commands: str) -> str:
-    """Return text for the user: how to verify a host's key, and the commands that accept it.
-
-    Args:
-        *commands: Commands to run before the key is accepted, such as one that removes an old key.
-    """
+    """Return text for the user: how to verify a host's key, and the commands that accept it."""
     name = key.get_name()
     kind = next((kind for kind in ("ed25519", "ecdsa", "rsa") if kind in name), name)
     if target.jump or target.proxy_command:

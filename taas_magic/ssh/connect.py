@@ -49,7 +49,7 @@ _ENDED = SSHException, OSError, EOFError
 _TCP_RTO_MAX_MS = 44
 """Number of Linux's socket option for the maximum time, in ms, between retransmissions.
 
-The option exists since Linux 6.15. Python's socket module has no constant for it.
+The option exists since Linux 6.15.
 """
 _RELAY_CHUNK_BYTES = 1 << 16
 _LONGEST_LINE = 4096
@@ -57,7 +57,6 @@ _AT_ONCE = 4
 """Maximum number of simultaneous handshakes with one sshd.
 
 By default, an sshd refuses some connections if more than 10 have not logged in yet (MaxStartups).
-It counts a connection until shortly after the client's login, so the limit is well below 10.
 """
 
 _handshake_slots: dict[str, threading.Semaphore] = {}
@@ -80,7 +79,8 @@ logging.getLogger("paramiko").setLevel(logging.CRITICAL)
 class Connection:
     """An authenticated connection to a host.
 
-    Any thread may call the methods. They raise PoolError if the connection breaks.
+    Any thread may call the methods. `start`, `run` and `put` raise PoolError if the connection
+    breaks.
 
     Args:
         client: Client with an open transport.
@@ -139,9 +139,6 @@ class Connection:
 
         Args:
             path: Absolute, or relative to the home folder. The parent folder must exist.
-
-        Raises:
-            PoolError: The file could not be written.
         """
         # Not by SFTP: a host may not offer SFTP, and the output of a login script breaks SFTP.
         words = [_PUT_SCRIPT, path, secrets.token_hex(4), str(len(data))]
@@ -393,7 +390,6 @@ def _connect(
 
     Args:
         sock: Unconnected socket; blocking again after the call.
-        address: Address from `getaddrinfo`.
         limit_s: Maximum seconds for this address; None for no limit except `deadline`.
 
     Returns:
@@ -417,7 +413,7 @@ def _connect(
 def _notice_silence(sock: socket.socket, silence_s: float) -> None:
     """Make the system close a connection if the other end does not answer for `silence_s` seconds.
 
-    paramiko's keepalive sends messages but does not check for answers.
+    This function sets TCP's own timeout, because paramiko's keepalive does not check for answers.
 
     By default, TCP doubles the time between its attempts to send a lost packet. So over a bad link,
     a host could receive nothing for longer than its lease. On Linux 6.15 and newer, this function
@@ -436,16 +432,12 @@ class HeartbeatCommand:
     """A running command that gets an empty line on its standard input at regular intervals.
 
     Args:
-        first_line: First input of the command. It may contain secrets, because `ps` does not show
-            it.
+        first_line: First input of the command. Unlike a command line, it may contain secrets.
         log: Called with each line of the command's output, except empty lines.
 
     Attributes:
         has_output: Whether the command has written anything, even if only an empty line.
         ended: Event that is set when the command or the connection has ended.
-
-    Raises:
-        PoolError: The command could not be started.
     """
 
     def __init__(
@@ -505,7 +497,6 @@ def shell_words(
     """Return a command line that starts a Python interpreter, in the syntax of any login shell.
 
     Args:
-        python: Path of the interpreter, as `python_word` takes it.
         arguments: Arguments of the program, unquoted.
         environ: Additional environment variables; not for secrets, since `ps` shows them.
     """

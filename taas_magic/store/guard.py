@@ -126,7 +126,8 @@ def apply_rule(
         rehearsal: The rehearsal folder, which is made if it is missing; None in a real run.
 
     Returns:
-        The mechanism in effect. For rank 0 of a real run, which may write, `protection`.
+        The mechanism in effect. The result for rank 0 of a real run, which may write, is
+        `protection`.
     """
     scratch.mkdir(mode=0o700)
     usual = [*_caches(), tempfile.gettempdir()]

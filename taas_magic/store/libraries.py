@@ -1,7 +1,7 @@
 """Redirect file accesses of libraries in C, C++ and Rust. Such libraries bypass Python's `open`.
 
-In a rank, each function in `CALLS`, which opens files in compiled code, is replaced by a function
-that redirects the path, as `redirect.py` does for `open`.
+`CALLS` lists functions that open files in compiled code. In a rank, `install` replaces each of
+these functions by one that redirects the path, as `redirect.py` does for `open`.
 """
 
 import functools

@@ -61,7 +61,6 @@ class Mirror:
 
     Args:
         folder: Folder with the copy and its lock file. The caller holds the lock.
-        until_end: Exit stack that releases the lock.
     """
 
     def __init__(self, folder: Path, until_end: ExitStack) -> None:
@@ -112,7 +111,7 @@ def reserve(store: str, owner: str, cache: Path | None = None) -> Mirror:
 def _candidates(cache: Path, store: str, owner: str) -> Iterator[Path]:
     """Yield the possible mirror folders of a store on this host.
 
-    Their names depend on the host's name, because hosts may share a home folder without file locks.
+    The names depend on the host's name, because hosts may share a home folder without file locks.
     """
     digest = hashlib.sha256(f"{owner}\0{store}\0{platform.node()}".encode()).hexdigest()[:12]
     readable = re.sub(r"[^A-Za-z0-9._-]", "_", os.path.basename(store))[:40].lstrip(".")
@@ -141,9 +140,6 @@ def update_mirror(mirror: Mirror, send_request: SendRequest, fresh: bool = False
 
     Args:
         fresh: Whether to search the store again, instead of using the run's last search.
-
-    Returns:
-        Manifest of the mirror's new content.
 
     Raises:
         StoreError: The mirror cannot be written, or a file arrived damaged in all `ATTEMPTS`.
@@ -216,8 +212,8 @@ def _copy_known_content(mirror: Mirror, want: Manifest, there: Mapping[str, Entr
 def _scan_files(mirror: Mirror, wanted: Collection[str]) -> dict[str, Entry]:
     """List and hash the useful files of a mirror, and remove all other files.
 
-    A file is useful if its path is in `wanted`, or if its hash is known. A wanted file at another
-    path may have the same content.
+    A file is useful if its path is in `wanted`. A file with a known hash is also useful, because a
+    wanted file may have the same content.
 
     Returns:
         The remaining files and folders by path, outer folders first.
@@ -358,7 +354,7 @@ class StoreUpdater:
         return self._mirror.tree.remove(path)
 
     def _clear_path(self, entry: Entry) -> bool:
-        """Remove a file or an empty folder that is in the way of the file or folder of `entry`.
+        """Remove a file or an empty folder that is in the way of `entry`.
 
         Returns:
             Whether nothing is in the way now. If something is, the user gets a note.

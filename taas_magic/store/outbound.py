@@ -57,7 +57,8 @@ class _Watch:
     """Inotify watch of a folder and all folders below it, including new ones.
 
     Args:
-        skips: Returns whether a folder need not be watched, from its path relative to `root`.
+        skips: Returns True for a folder that need not be watched; its argument is relative to
+            `root`.
     """
 
     def __init__(self, root: str, skips: Callable[[str], bool]) -> None:
@@ -177,7 +178,7 @@ def has_changed(file: FileIO, before: os.stat_result) -> bool:
 
 
 SMALL_BYTES = 1 << 18
-"""Maximum bytes of a file that is sent as one piece. Several such files may share a message."""
+"""Maximum bytes of a file that is sent as one piece."""
 
 _FRESH_NS = 100_000_000
 
@@ -319,10 +320,7 @@ class _ChangeSender:
         self._unsent.removed += gone
 
     def _queue_file(self, path: str, status: os.stat_result) -> None:
-        """Queue a changed small file for the next message; add a changed large file to `large`.
-
-        Do nothing if the store already has the file's content.
-        """
+        """Queue a changed small file for the next message; add a changed large file to `large`."""
         if status.st_size > SMALL_BYTES:
             # Shortly after a write, another write may leave the file's time stamp unchanged.
             settled = time.time_ns() - status.st_mtime_ns > _FRESH_NS

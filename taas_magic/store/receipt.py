@@ -91,7 +91,6 @@ class ReceiptBuilder:
     Any thread may call its methods.
 
     Args:
-        store: Path of the store on this host, absolute and without symbolic links.
         shared: Absolute paths of folders in the store that every rank may write.
     """
 
@@ -105,7 +104,7 @@ class ReceiptBuilder:
         self._protection = ""
 
     def record(self, rank: int, message: StoreMessage) -> None:
-        """Record a rank's message: a path that it wrote or tried to write, or its protection."""
+        """Record a rank's message about a write to the store, or about the store's protection."""
         with self._lock:
             if isinstance(message, StoreWriteReported):
                 self._reported[rank, message.path] = None

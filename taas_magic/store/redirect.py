@@ -55,8 +55,6 @@ class StoreView:
     A `store_path` is the absolute path of a file or folder in the store, without symbolic links.
 
     Args:
-        who: Name of the rank in messages.
-        store: Path of the store, absolute and without symbolic links.
         open_folders: Folders in the store that every rank may write: shared folders and caches.
         on_write: Called once with each path that the rank wrote or would have written.
     """
@@ -111,7 +109,7 @@ class StoreView:
         return None
 
     def common_path(self, store_path: str) -> str:
-        """Return the path of the file that a rank without an own version reads for `store_path`."""
+        """Return the path that a rank without its own version of `store_path` reads."""
         return self.replacement_path(store_path) or store_path
 
     def path_to_read(self, store_path: str) -> str | None:
@@ -197,7 +195,7 @@ class StoreView:
 
     @property
     def is_redirecting(self) -> bool:
-        """Whether this thread is inside a redirected call. Its other calls are then unchanged."""
+        """Whether this thread is inside a redirected call."""
         return getattr(self._redirecting, "flag", False)
 
     @contextlib.contextmanager
@@ -229,11 +227,7 @@ def _refusal(who: str, store_path: str) -> PermissionError:
 class DiscardingView(StoreView):
     """View for `--store-writes discard`: the rank writes to its private scratch folder.
 
-    Some calls that would fail on rank 0 succeed with this view, for example the removal of a file
-    that never existed.
-
     Args:
-        *args: See `StoreView`.
         scratch: Empty folder outside the store. The caller removes it later.
     """
 
@@ -350,9 +344,7 @@ class RehearsalView(DiscardingView):
 
     Args:
         *args: See `StoreView`. `open_folders` must not contain the shared folders of the run.
-        folder: The rehearsal folder, which all ranks of the run use.
         shared: Folders in the store that every rank may write (`--shared-writes`).
-        is_writer: Whether this is rank 0.
         refuses: Whether the run has `--store-writes refuse`.
         ignored: Folders outside the store in which writes are not recorded.
     """
@@ -397,7 +389,7 @@ class RehearsalView(DiscardingView):
     def record_outside(self, path: Path, folder: int | None = None) -> None:
         """Record a path that a call writes or changes, if it is outside the store.
 
-        `outside` does not return what forked children of the rank record.
+        `outside` does not return paths that forked children of the rank recorded.
         """
         if self.is_redirecting or isinstance(path, int):
             return
@@ -504,9 +496,9 @@ def install(view: StoreView) -> None:
 
 
 def _writing_calls(view: StoreView) -> dict[str, _Call]:
-    """Return the redirecting functions for the functions of `os` that change files, by name.
+    """Return replacements for the functions of `os` that change files, by name.
 
-    A redirecting function has the original function as its first argument (`_redirected`).
+    Each replacement has the original function as its first argument.
     """
     makes = partial(_write, view, view.path_to_write)
     removes = partial(_write, view, view.path_to_change)
@@ -537,7 +529,7 @@ def _writing_calls(view: StoreView) -> dict[str, _Call]:
 
 
 def _reading_calls(view: StoreView) -> dict[str, _Call]:
-    """Return the redirecting functions for the functions of `os` that only read, by name."""
+    """Return replacements for the functions of `os` that only read, by name."""
     reads = partial(_call_on_existing, view)
     reads_link = partial(_call_on_existing, view, follow=False)
     return {
@@ -564,8 +556,7 @@ def _redirected(real: _Call, redirect: _Call) -> _Call:
 def _replace(name: str, redirect: _Call) -> None:
     """Replace the function `name` of `os` and of `posix` by a function that calls `redirect`.
 
-    pickle names the functions of `os` by the module `posix`. If this system lacks the function, do
-    nothing.
+    pickle names the functions of `os` by the module `posix`.
     """
     real = getattr(os, name, None)
     if real is None:
@@ -589,7 +580,7 @@ _OPENS = (
     ("tarfile", "bltn_open"),
     ("numpy.lib._datasource", "_open"),
 )
-"""Modules and names that refer to `open`. Most modules copied the reference when imported."""
+"""Modules that refer to `open`, each with the name of its reference."""
 
 
 def _replace_open(call: _Call) -> None:
@@ -686,11 +677,7 @@ def _call_on_existing(
 
 
 def library_write_path(view: StoreView, decide: Callable[[str], str | None], path: Path) -> Path:
-    """Return the path to pass to a library's writing function: `path`, or the redirected path.
-
-    Args:
-        decide: See `StoreView.resolve`.
-    """
+    """Return the path to pass to a library's writing function: `path`, or the redirected path."""
     redirected, _ = _redirect_path(view, decide, path, follow=True)
     return redirected
 
@@ -803,11 +790,7 @@ def _access(
 
 
 def _list(view: StoreView, join: _Call, real: _Call, path: Path = None) -> Any:
-    """List a folder: entries of the store, of the scratch folder, and of the rehearsal folder.
-
-    Args:
-        join: Function that merges the entries of all versions of the folder.
-    """
+    """List a folder: entries of the store, of the scratch folder, and of the rehearsal folder."""
     path = "." if path is None else path
     own_path = _own_path(view, path)
     replaced = view.resolve(view.replacement_path, path) if view.has_own_files else None

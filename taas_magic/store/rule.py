@@ -184,12 +184,10 @@ def store_state_folder(store: str) -> Path:
 
 
 class StoreOwner(Struct):
-    """Record of the run that owns a store. Other runs read it from the lock file, for messages.
+    """Record of the run that owns a store. The lock file has it, for the messages of other runs.
 
     Attributes:
-        name: Name of the run; may be empty.
         pid: Id of the process that holds the lock.
-        host: Name of that process's machine.
         since: Local time at which the run took the lock, as HH:MM:SS.
     """
 

@@ -144,10 +144,7 @@ class StoreServer:
         self._tree.close()
 
     def _make_token(self, host_rank: int, request: MakeToken) -> str:
-        """Return the name of a marker file in the store. A host that sees it shares the store.
-
-        The first request makes the file, and `close` removes the file.
-        """
+        """Return the name of a marker file in the store. A host that sees it shares the store."""
         if self._token is None:
             for seen in self._tree.entries(""):
                 self._tree.remove_leftover(seen.path)
@@ -382,13 +379,6 @@ class StoreServer:
 
         If the user has a file at `path`, the new file is moved beside the user's file instead.
         UnsafeError reports this to the host.
-
-        Args:
-            flushed: Future of the call that forces the file to the disk.
-
-        Raises:
-            UnsafeError: The host may not write the file, or the file is kept beside the user's
-                file.
         """
         try:
             flushed.result()

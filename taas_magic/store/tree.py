@@ -190,7 +190,6 @@ class Tree:
 
         Raises:
             UnsafeError: The path is unsafe, or one of its parts is neither a folder nor a file.
-            NotADirectoryError: A part of the path is a file.
         """
         if path and (why := why_invalid(path)):
             raise UnsafeError(path, why)
@@ -327,7 +326,7 @@ _BEGINS_BYTES = 16
 
 
 class IncomingFile:
-    """A file that is being received under a temporary name. Call `move_to` or `discard`.
+    """A file that is being received under a temporary name. End with `move_to` or `discard`.
 
     Args:
         staging: Descriptor of the folder in which the file is written, on the destination's file
@@ -367,11 +366,7 @@ class IncomingFile:
             view = view[os.write(self.file, view) :]
 
     def verify(self, path: str, size: int, sha256: str) -> None:
-        """Check that the file arrived complete and unchanged.
-
-        Raises:
-            DamagedError: The size or the hash of the file differs.
-        """
+        """Raise DamagedError unless the file arrived complete and unchanged."""
         if self.received != size or self._hash.hexdigest() != sha256:
             raise DamagedError(path, size, self.received)
 
