@@ -80,7 +80,7 @@ class Engine(ABC):
         return
 
     def shells(self, stop: threading.Event) -> Mapping[str, AbstractContextManager[Shell]]:
-        """Return shells that run commands on the pool's hosts, also on hosts that no run uses.
+        """Return shells that run commands on the pool's hosts, even on hosts that no run uses.
 
         Args:
             stop: Event that the caller sets to end attempts to connect.
@@ -110,7 +110,7 @@ class Engine(ABC):
 
     @abstractmethod
     async def release_hosts(self, keep: Collection[str]) -> None:
-        """End or return all hosts except those in `keep`, also hosts that have not joined yet.
+        """End or return all hosts except those in `keep`, even hosts that have not joined yet.
 
         Args:
             keep: Names of the agents whose hosts the pool keeps.

@@ -207,8 +207,8 @@ def batch_options(
     Args:
         options: The user's own keyword arguments; they replace the defaults.
         system: dask-jobqueue's name of the batch system.
-        folder: The pool's private folder, with the keys (0600) and the output of jobs. The hosts
-            must share this folder with this machine.
+        folder: The pool's private folder, with keys and the output of jobs. The hosts must share
+            this folder with this machine.
     """
     jobs = folder / "jobs"
     jobs.mkdir(mode=0o700, exist_ok=True)
@@ -422,14 +422,14 @@ SYSTEMS: Mapping[str, BatchSystem] = {
 def find_system(name: str) -> BatchSystem | None:
     """Return the batch system that dask-jobqueue calls `name`.
 
-    None if `SYSTEMS` has no such system, or if the system's command is not installed.
+    The result is None if `SYSTEMS` has no such system, or if the system's command is not installed.
     """
     system = SYSTEMS.get(name)
     return system if system and shutil.which(system.command([])[0]) else None
 
 
 def output_tail(folder: Path, job_id: str) -> str:
-    """Return the last lines of a batch job's newest output file, and the file's path, or ""."""
+    """Return the end and the path of a batch job's newest output file; "" if there is none."""
     number = job_id.partition(".")[0]
     named = re.compile(rf"(?<!\d){re.escape(number)}(?!\d)")
     files = [file for file in folder.glob("*") if named.search(file.name) and file.stat().st_size]

@@ -53,7 +53,10 @@ class Peer(NamedTuple):
 
     @classmethod
     def of(cls, peercert: Mapping[str, Any]) -> "Peer":
-        """Return the peer that a certificate, from `ssl.SSLSocket.getpeercert`, describes.
+        """Return the peer that a certificate describes.
+
+        Args:
+            peercert: The result of `ssl.SSLSocket.getpeercert`.
 
         Raises:
             ValueError: The certificate contains no role and name in the form of `identity`.

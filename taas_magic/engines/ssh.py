@@ -60,8 +60,7 @@ class SshEngine(HostsEngine):
     def capacity(self) -> HostCapacity:
         """Return the GPUs and cores of one host, as taas.toml specifies them.
 
-        If taas.toml lacks a value, this method asks all hosts, and uses and remembers the first
-        response.
+        If taas.toml lacks a value, this method asks all hosts, and remembers the first response.
 
         Raises:
             PoolError: No host could be asked.
@@ -80,7 +79,7 @@ class SshEngine(HostsEngine):
         return {host: _shell(host, self.config_file, stop) for host in self.pool.hosts}
 
     def notes(self) -> tuple[str, ...]:
-        """See `Engine.notes`. The note says if the SSH configuration is ignored."""
+        """See `Engine.notes`. There is one note if the SSH configuration is ignored."""
         note = unread_config(self.config_file)
         return (note,) if note else ()
 

@@ -95,8 +95,7 @@ class SshTarget:
         identities_only: Whether to offer no other keys of the ssh agent.
         known_hosts: Paths of the known_hosts files; the user's come first.
         jump: Jump host through which the connection goes; None for a direct connection.
-        proxy_command: Shell command whose standard input and output are the connection; None for
-            none.
+        proxy_command: Shell command of the setting ProxyCommand; None if there is none.
         adds_new_keys: Whether to accept and store the key of a host that no known_hosts file lists.
     """
 
@@ -513,8 +512,8 @@ class UserKeys(AuthStrategy):
 def _agent_answers() -> bool:
     """Return whether an ssh agent exists and answers within `_AGENT_S` seconds.
 
-    The agent may be forwarded from a machine that has gone to sleep. paramiko would wait for its
-    answer without a time limit.
+    The agent may be forwarded from a machine that has gone to sleep. paramiko would wait for the
+    agent's answer without a time limit.
     """
     with contextlib.suppress(OSError, KeyError), socket.socket(socket.AF_UNIX) as agent:
         agent.settimeout(_AGENT_S)

@@ -1,7 +1,7 @@
 """SSH connections to hosts: run commands, write files, and forward ports back to this machine.
 
-This module opens the socket for paramiko's SSHClient, so that it can close the socket to cancel an
-attempt.
+This module opens the socket, and paramiko's SSHClient does the handshake over it. To cancel an
+attempt at any moment, this module closes the socket.
 """
 
 import contextlib
@@ -153,7 +153,7 @@ class Connection:
 
         Args:
             what: Text about the failed action, such as "no port was forwarded".
-            error: The exception of the action; used if the transport has recorded no exception.
+            error: The exception of the action; not used if the transport has recorded an exception.
         """
         why = self.transport.get_exception() or error
         return PoolError(f"host {self.host}: {what}: {type(why).__name__}: {why}")
