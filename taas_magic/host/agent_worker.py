@@ -74,7 +74,7 @@ from taas_magic.messages import (
     to_json,
 )
 from taas_magic.store import guard
-from taas_magic.store.manifest import FileRequest
+from taas_magic.store.requests import FileRequest
 
 ASK_TIMEOUT_S = 60.0
 """Maximum seconds that the agent waits for the pool's process to respond to a request."""

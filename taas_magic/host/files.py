@@ -7,7 +7,7 @@ logs, and ledgers. A ledger counts the batches that a rank received (`BatchLedge
 A host that shares the notebook's folders needs no transfer. On any other host, `HostFiles` in the
 agent makes copies of the two folders (`RunFolderCopy`, `StoreCopy`). The agent gets and sends the
 files by requests to the pool's process (`pool/files.py`). The requests are the same for both
-folders (`store/manifest.py`). Files are transferred in small parts, because the run's heartbeats
+folders (`store/requests.py`). Files are transferred in small parts, because the run's heartbeats
 use the same link and must not wait for long.
 """
 
@@ -28,23 +28,22 @@ from taas_magic.host.spec import EventSink, HostAddress, LocalShare, RunSpec, Sh
 from taas_magic.journal import timeline
 from taas_magic.journal.folder import RunFolder
 from taas_magic.messages import Note, StoreMessage, StoreReceipt
-from taas_magic.store.manifest import (
-    Entry,
-    FilePiece,
-    FileRoot,
-    ListFiles,
-    MakeToken,
-    Manifest,
-    MessageSizer,
-    ReadFiles,
-    SendRequest,
-    WriteFiles,
-    batches,
-)
+from taas_magic.store.manifest import Entry, Manifest
 from taas_magic.store.mirror import Mirror, StoreUpdater, reserve, update_mirror
 from taas_magic.store.outbound import MirrorSender
 from taas_magic.store.ownership import RunFileRecord
 from taas_magic.store.receipt import ReceiptBuilder
+from taas_magic.store.requests import (
+    FilePiece,
+    FileRoot,
+    ListFiles,
+    MakeToken,
+    MessageSizer,
+    ReadFiles,
+    SendRequest,
+    WriteFiles,
+    part_lists,
+)
 from taas_magic.store.rule import StoreRule, is_below, store_state_folder
 
 LOG_BYTES = 64 << 20
@@ -104,11 +103,11 @@ class RunFolderCopy:
         """
         listed = self._send_request(ListFiles(root=FileRoot.RUN))
         assert listed is not None
-        for batch in batches(listed.safe().entries, self._sizer):
+        for parts in part_lists(listed.safe().entries, self._sizer):
             if not is_wanted():
                 return False
-            contents = self._sizer.send(self._send_request, ReadFiles(batch, root=FileRoot.RUN))
-            for (name, offset, size), data in zip(batch, contents, strict=True):
+            contents = self._sizer.send(self._send_request, ReadFiles(parts, root=FileRoot.RUN))
+            for (name, offset, size), data in zip(parts, contents, strict=True):
                 if data is None or len(data) != size:
                     what = f"{name} of the run folder was truncated during its copy to this host"
                     raise PoolError(f"{what}; run the cell again")

@@ -92,7 +92,7 @@ from taas_magic.messages import (
 )
 from taas_magic.plan import Prefill
 from taas_magic.store import guard
-from taas_magic.store.manifest import SendRequest
+from taas_magic.store.requests import SendRequest
 
 POLL_S = 0.25
 """Maximum number of seconds between checks of the processes."""

@@ -64,7 +64,7 @@ from taas_magic.pool.detached import EndFetchers, notify, take_fetchers
 from taas_magic.pool.gate import GateComm
 from taas_magic.pool.hosts import PoolHost, PoolHosts, Tasks, ask_all
 from taas_magic.pool.runs import PoolFetchers, PoolRun, Share
-from taas_magic.store.manifest import FileRequest
+from taas_magic.store.requests import FileRequest
 from taas_magic.store.rule import locked_store
 
 _log = logging.getLogger(__name__)

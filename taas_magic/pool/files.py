@@ -16,13 +16,12 @@ from taas_magic.data import service
 from taas_magic.errors import ProtocolError
 from taas_magic.host.files import PROFILE, RESULT
 from taas_magic.host.spec import RunSpec
-from taas_magic.store.manifest import (
-    Entry,
+from taas_magic.store.manifest import Entry, Manifest
+from taas_magic.store.requests import (
     FilePiece,
     FileRequest,
     FileRoot,
     ListFiles,
-    Manifest,
     ReadFiles,
     WriteFiles,
 )

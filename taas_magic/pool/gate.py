@@ -34,7 +34,7 @@ from taas_magic.engines.keys import Peer, PeerRole
 from taas_magic.errors import ProtocolError
 from taas_magic.host.spec import AGENT, ANSWER, BEAT, EVENT
 from taas_magic.messages import GetAgentKeys, leaf_subclasses
-from taas_magic.store.manifest import FileRequest
+from taas_magic.store.requests import FileRequest
 
 PROVE_S = 10.0
 """Maximum seconds in which a new connection must prove its certificate and end the handshake."""

@@ -54,7 +54,7 @@ from taas_magic.plan import DataPlan, Plan, senders
 from taas_magic.pool.files import FileServer, OwnedFiles
 from taas_magic.pool.hosts import PoolHost, PoolHosts, Tasks, require_fit
 from taas_magic.pool.restarts import FetcherRestarts
-from taas_magic.store.manifest import FileRequest
+from taas_magic.store.requests import FileRequest
 
 SETTLE_S = 0.3
 """Seconds to wait for other hosts' reports after a failure that no other failure caused."""

@@ -11,7 +11,9 @@ A host that shares no file system with the notebook has a mirror, which these mo
 Neither side trusts the names or bytes that the other side sends.
 
 tree.py      access to files below a folder without following links, and atomic writing of files
-manifest.py  selects the files to copy, and defines the requests that copy files
+ignore.py    rules for which files are copied to hosts, or accepted from hosts
+manifest.py  lists the files to copy, with their hashes
+requests.py  the requests of a host that copy files
 ownership.py decides which files belong to the user, and which files a host may send
 server.py    the notebook's side: responds to the requests of a run's hosts
 mirror.py    the host's side: updates a host's copy

@@ -20,18 +20,14 @@ from pathlib import Path
 from taas_magic import probe
 from taas_magic.errors import StoreError, TaasError
 from taas_magic.shared_files import locked
-from taas_magic.store.manifest import (
-    FOLDER,
-    Entry,
-    Hashes,
+from taas_magic.store.manifest import FOLDER, Entry, Hashes, Manifest, blocks
+from taas_magic.store.requests import (
     ListChanges,
     ListFiles,
-    Manifest,
     MessageSizer,
     ReadFiles,
     SendRequest,
-    batches,
-    blocks,
+    part_lists,
 )
 from taas_magic.store.tree import (
     DamagedError,
@@ -261,13 +257,13 @@ def _fetch(
     arrivals: dict[str, IncomingFile] = {}
     sizer = MessageSizer()
     try:
-        for batch in batches(entries, sizer):
-            parts = sizer.send(send_request, ReadFiles(batch))
-            for (path, offset, size), part in zip(batch, parts, strict=True):
+        for parts in part_lists(entries, sizer):
+            contents = sizer.send(send_request, ReadFiles(parts))
+            for (path, offset, size), data in zip(parts, contents, strict=True):
                 incoming = arrivals.get(path) or arrivals.setdefault(
                     path, IncomingFile(mirror.staging)
                 )
-                incoming.write(part or b"")
+                incoming.write(data or b"")
                 if offset + size == sought[path].size:
                     try:
                         _install_file(mirror, arrivals.pop(path), sought[path])

@@ -21,21 +21,19 @@ from contextlib import suppress
 from io import FileIO
 
 from taas_magic.errors import TaasError
-from taas_magic.store.manifest import (
-    CHUNK_BYTES,
-    FOLDER,
-    MAX_PARTS,
-    Entry,
-    FilePiece,
-    Ignore,
-    MessageSizer,
-    SendRequest,
-    WriteFiles,
-    ignore_of,
-)
+from taas_magic.store.ignore import Ignore, ignore_of
+from taas_magic.store.manifest import FOLDER, Entry
 from taas_magic.store.mirror import Mirror
 from taas_magic.store.ownership import WHY_BESIDE
 from taas_magic.store.receipt import ReceiptBuilder
+from taas_magic.store.requests import (
+    CHUNK_BYTES,
+    MAX_PARTS,
+    FilePiece,
+    MessageSizer,
+    SendRequest,
+    WriteFiles,
+)
 from taas_magic.store.rule import is_below
 from taas_magic.store.tree import TreeEntry, UnsafeError, folders_of, printable, why_unsafe
 

@@ -13,23 +13,8 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from taas_magic.errors import ProtocolError
-from taas_magic.store.manifest import (
-    ChangeList,
-    Entry,
-    FilePiece,
-    FileRequest,
-    Hashes,
-    ListChanges,
-    ListFiles,
-    MakeToken,
-    Manifest,
-    PathFileCheck,
-    ReadFiles,
-    WriteFiles,
-    ignore_of,
-    normal_form,
-    scan_store,
-)
+from taas_magic.store.ignore import PathFileCheck, ignore_of, normal_form
+from taas_magic.store.manifest import ChangeList, Entry, Hashes, Manifest, scan_store
 from taas_magic.store.ownership import (
     KEPT_BESIDE,
     WHY_BESIDE,
@@ -40,6 +25,15 @@ from taas_magic.store.ownership import (
     RunFileRecord,
     is_program,
     may_be_run_by_tools,
+)
+from taas_magic.store.requests import (
+    FilePiece,
+    FileRequest,
+    ListChanges,
+    ListFiles,
+    MakeToken,
+    ReadFiles,
+    WriteFiles,
 )
 from taas_magic.store.rule import StoreRule, is_below
 from taas_magic.store.tree import (

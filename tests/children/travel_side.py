@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from taas_magic.errors import PoolError
-from taas_magic.store.manifest import FileRequest, SendRequest
 from taas_magic.store.mirror import reserve, update_mirror
 from taas_magic.store.outbound import MirrorSender
 from taas_magic.store.receipt import ReceiptBuilder
+from taas_magic.store.requests import FileRequest, SendRequest
 from taas_magic.store.rule import StoreRule
 from taas_magic.store.server import StoreServer
 

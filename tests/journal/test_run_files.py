@@ -14,15 +14,13 @@ from taas_magic.host.spec import HostAddress, Origin, RunSpec, ShareSpec
 from taas_magic.journal.folder import RunFolder
 from taas_magic.plan import Flags, HostCapacity, Plan, make_plan, senders
 from taas_magic.pool.files import FileServer, OwnedFiles
-from taas_magic.store.manifest import (
-    FOLDER,
-    Entry,
+from taas_magic.store.manifest import FOLDER, Entry, Manifest
+from taas_magic.store.requests import (
     FilePiece,
     FileRequest,
     FileRoot,
     ListChanges,
     MakeToken,
-    Manifest,
     ReadFiles,
     WriteFiles,
 )

@@ -53,8 +53,8 @@ from taas_magic.pool import gate, hosts
 from taas_magic.pool.controller import Controller
 from taas_magic.pool.gate import PoolScheduler
 from taas_magic.pool.runs import PoolRun
-from taas_magic.store.manifest import (
-    Entry,
+from taas_magic.store.manifest import Entry
+from taas_magic.store.requests import (
     FilePiece,
     FileRoot,
     ListChanges,

@@ -29,7 +29,8 @@ from taas_magic.pool.controller import Controller
 from taas_magic.pool.gate import PoolScheduler
 from taas_magic.pool.hosts import PoolHost, PoolHosts
 from taas_magic.pool.runs import RunClock
-from taas_magic.store.manifest import Entry, FilePiece, FileRoot, WriteFiles
+from taas_magic.store.manifest import Entry
+from taas_magic.store.requests import FilePiece, FileRoot, WriteFiles
 from tests.harness import below, words
 from tests.rig.pools import pool_here
 

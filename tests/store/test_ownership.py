@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from msgspec import structs
 
-from taas_magic.store.manifest import PathFileCheck, WriteFiles
+from taas_magic.store.ignore import PathFileCheck
 from taas_magic.store.mirror import StoreUpdater, update_mirror
 from taas_magic.store.ownership import (
     WHY_BESIDE,
@@ -20,6 +20,7 @@ from taas_magic.store.ownership import (
     RunFileRecord,
     may_be_run_by_tools,
 )
+from taas_magic.store.requests import WriteFiles
 from taas_magic.store.rule import StoreRule
 from taas_magic.store.server import StoreServer
 from tests.store.test_travel_outbound import checkpoint, empty, folders, in_two

@@ -10,8 +10,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from taas_magic.errors import StoreError
-from taas_magic.store.manifest import Entry, FileRequest, Ignore, ListFiles, Manifest, ReadFiles
+from taas_magic.store.ignore import Ignore
+from taas_magic.store.manifest import Entry, Manifest
 from taas_magic.store.mirror import reserve, update_mirror
+from taas_magic.store.requests import FileRequest, ListFiles, ReadFiles
 from tests.store.travel_rig import Travel, descriptors, files_of, folder, tree_of, wired
 
 

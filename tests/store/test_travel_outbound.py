@@ -17,8 +17,9 @@ import torch
 from msgspec import structs
 
 from taas_magic.store import outbound as inotify
-from taas_magic.store.manifest import Entry, FilePiece, FileRequest, WriteFiles
+from taas_magic.store.manifest import Entry
 from taas_magic.store.mirror import StoreUpdater
+from taas_magic.store.requests import FilePiece, FileRequest, WriteFiles
 from taas_magic.store.server import StoreServer
 from tests.eventually import WITHIN_S, eventually
 from tests.store.travel_rig import Travel, descriptors, folder, tree_of, wired

@@ -13,19 +13,18 @@ from hypothesis import strategies as st
 from taas_magic.display.head import receipt_lines
 from taas_magic.errors import ProtocolError
 from taas_magic.messages import KeptOutFile, StoreReceipt, UnsentFile, WrittenFile
-from taas_magic.store.manifest import (
+from taas_magic.store.ignore import Ignore
+from taas_magic.store.manifest import Entry, Hashes
+from taas_magic.store.receipt import Receipt
+from taas_magic.store.requests import (
     CHUNK_BYTES,
-    Entry,
     FilePiece,
-    Hashes,
-    Ignore,
     MakeToken,
     MessageSizer,
     ReadFiles,
     WriteFiles,
-    batches,
+    part_lists,
 )
-from taas_magic.store.receipt import Receipt
 from taas_magic.store.rule import Identity
 from taas_magic.store.tree import CaseChecker, Tree, TreeEntry, UnsafeError, why_invalid, why_unsafe
 from tests.store.travel_rig import Travel, wired
@@ -57,13 +56,13 @@ def test_paths_that_differ_by_case_or_by_how_a_letter_is_made() -> None:
 
 
 @given(st.lists(st.integers(0, 3 << 20), max_size=20))
-def test_batches_cover_every_byte_once_and_in_order(sizes: list[int]) -> None:
+def test_part_lists_cover_every_byte_once_and_in_order(sizes: list[int]) -> None:
     entries = [Entry(str(number), size, "") for number, size in enumerate(sizes)]
     sizer = MessageSizer()
     at = dict.fromkeys((entry.path for entry in entries), 0)
-    for batch in batches(entries, sizer):
-        assert sum(size for _, _, size in batch) <= CHUNK_BYTES
-        for path, offset, size in batch:
+    for parts in part_lists(entries, sizer):
+        assert sum(size for _, _, size in parts) <= CHUNK_BYTES
+        for path, offset, size in parts:
             assert offset == at[path]
             at[path] += size
         sizer.record_duration(0.01)

@@ -10,10 +10,11 @@ from typing import Any
 import psutil
 
 from taas_magic.messages import from_bytes, to_bytes
-from taas_magic.store.manifest import FOLDER, Entry, FileRequest, ListFiles, Manifest, SendRequest
+from taas_magic.store.manifest import FOLDER, Entry, Manifest
 from taas_magic.store.mirror import Mirror, reserve, update_mirror
 from taas_magic.store.outbound import MirrorSender
 from taas_magic.store.receipt import ReceiptBuilder
+from taas_magic.store.requests import FileRequest, ListFiles, SendRequest
 from taas_magic.store.rule import StoreRule
 from taas_magic.store.server import StoreServer
 
