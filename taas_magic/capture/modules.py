@@ -150,7 +150,7 @@ def differences(modules: Mapping[str, ModuleSource], cell: str) -> tuple[str, ..
     """Return notes on module constants that have another value in the notebook than in the file.
 
     Ranks import the file. The notebook has another value if a cell has set the constant, or if the
-    file was edited later.
+    file was edited after the notebook imported the module.
 
     Args:
         cell: Text of the cell. There is no note on a constant that the cell sets.

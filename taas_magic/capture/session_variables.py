@@ -89,6 +89,7 @@ class RankVariables:
         """Record the variables of the ranks when this kernel takes over another kernel's session.
 
         Args:
+            variables: Digests of the ranks' variables, as in `owned`.
             code: Names of the ranks' functions, classes and modules. If a cell uses such a name,
                 the notebook sends its own object of this name.
         """
