@@ -156,8 +156,6 @@ def nbdistributed() -> Figures:
 
 
 def floor() -> Figures:
-    """Measure the bare fork server of floor.py."""
-
     def cell(program: str) -> str:
         return f"floor.launch({program!r}, {RANKS})"
 

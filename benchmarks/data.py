@@ -121,7 +121,6 @@ class Figures(NamedTuple):
 
     @property
     def rate(self) -> float:
-        """Batches per second."""
         return self.batches / self.elapsed_s
 
     @property
@@ -143,7 +142,6 @@ def touch(batch: object) -> torch.Tensor:
 
 
 def cpu_of_all_s() -> float:
-    """Return the CPU seconds of this process and of all its descendants."""
     total = 0.0
     for process in (psutil.Process(), *psutil.Process().children(recursive=True)):
         times = process.cpu_times()
@@ -334,7 +332,6 @@ def delivery(rounds: int, seconds: float, wanted: list[str]) -> None:
 
 
 def several(rounds: int, seconds: float) -> None:
-    """Compare one fetcher with two, for one rank and for `RANKS` ranks."""
     loader = DataLoader(Ready(SIZES["196 KiB"]), batch_size=None)
     for way, direct in (("TCP", False), ("shared memory", True)):
         make = partial(service, loader, direct=direct)

@@ -2,9 +2,9 @@
 
     python benchmarks/detach.py --rounds 30        (Linux, root)
 
-Each round runs a cell with `--detach`, and kills the kernel with SIGKILL at a random moment. It
-then attaches to the run from a terminal, and checks three things: the log is complete and in order;
-the result is that of an undisturbed run; and no process of the run or of its pool is left.
+Each round runs a cell with `--detach`, and kills the kernel with SIGKILL. It then attaches to the
+run from a terminal, and checks three things: the log is complete and in order; the result is that
+of an undisturbed run; and no process of the run or of its pool is left.
 """
 
 import argparse

@@ -135,7 +135,6 @@ def is_whole(kernel: Notebook, kind: str) -> bool:
 
 
 def failure_of(kernel: Notebook, source: str) -> str:
-    """Run a cell that must fail, and return everything that it shows."""
     try:
         output = kernel.run(source)
     except CellError as error:

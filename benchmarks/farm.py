@@ -2,10 +2,9 @@
 
     python benchmarks/farm.py [--jobs 1000] [--rounds 5] [--only dask,taas]
 
-Each contestant has two worker processes and one round to warm up. A round is timed from the first
-submit to the last result. Contestants that are not installed are left out. "CPU" is the CPU time of
-this process and all its descendants in a round. If others use the machine, compare the CPU times
-rather than the times.
+Each contestant has two worker processes and one round to warm up. Contestants that are not
+installed are left out. "CPU" is the CPU time of this process and all its descendants in a round. If
+others use the machine, compare the CPU times rather than the times.
 """
 
 import argparse
@@ -103,7 +102,6 @@ def taas() -> Iterator[Round]:
 
 
 def cpu_s() -> float:
-    """Return the CPU seconds of this process and of all its descendants."""
     own = psutil.Process()
     found = 0.0
     for process in (own, *own.children(recursive=True)):

@@ -151,7 +151,6 @@ def aims(rounds: Rounds) -> list[str]:
 
 
 def machine() -> str:
-    """Return a line with the machine's cores and load, and the versions of the software."""
     packages = ("torch", "distributed", "ipykernel", "accelerate")
     return ", ".join(
         [

@@ -107,7 +107,6 @@ class Agent:
         self._tasks: list[asyncio.Task[None]] = []
 
     async def join(self, address: str) -> None:
-        """Join the pool as a Dask worker does."""
         self._comm = await connect(address, **self._security.get_connection_args("worker"))
         high, low = divmod(self._number, 250)
         await self._comm.write(
@@ -215,7 +214,6 @@ class Kernel:
 
 
 def measure(world_size: int) -> Figures:
-    """Measure a run with `world_size` ranks, from the joining of its hosts to its end."""
     with tempfile.TemporaryDirectory() as folder:
         os.environ["TAAS_STATE_DIR"] = folder
         return asyncio.run(_measure(world_size, Path(folder)))

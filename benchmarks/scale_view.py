@@ -53,7 +53,6 @@ def plan_of(world_size: int) -> Plan:
 
 
 def scenes(world_size: int) -> dict[str, list[Event]]:
-    """Return the events of each scene of a run."""
     ranks = range(world_size)
     firsts = range(0, world_size, RANKS_PER_HOST)
     pids = {first: {r: r for r in ranks[first : first + RANKS_PER_HOST]} for first in firsts}

@@ -76,7 +76,6 @@ def run_cells(kernel: Notebook, first: int, end: int) -> list[float]:
 
 
 def sizes() -> Sizes:
-    """Return the sizes of all descendants of this process."""
     found = {}
     for process in psutil.Process().children(recursive=True):
         words = " ".join(process.cmdline())

@@ -54,7 +54,6 @@ def memory_kib(pid: int) -> int:
 
 
 def counts() -> dict[str, float]:
-    """Return the total memory, threads and descriptors of this process and its descendants."""
     processes = [psutil.Process(), *psutil.Process().children(recursive=True)]
     return {
         "MiB": sum(memory_kib(process.pid) for process in processes) / 2**10,
