@@ -302,7 +302,7 @@ def _close(client: SSHClient) -> None:
 def _open_stream(
     target: SshTarget, deadline: _Deadline, silence_s: float, undo: ExitStack
 ) -> socket.socket | Channel:
-    """Open a byte stream to a host's sshd: a TCP connection, or by jump host or ProxyCommand.
+    """Open a byte stream to a host's sshd: directly, through a jump host, or by a ProxyCommand.
 
     Callbacks that close the stream are added to `undo`.
     """

@@ -40,7 +40,7 @@ The rank changes a copy of the file. For a larger file, the rank gets Permission
 _SHARDS = (".distcp",)
 """Suffixes of shards: every rank writes one shard of a checkpoint, and loading needs all shards.
 
-A shard in a scratch folder would be lost, so its write raises PermissionError.
+A shard in a scratch folder would be lost, so the write of a shard raises PermissionError.
 """
 
 Path = Any

@@ -242,8 +242,8 @@ def locked_store(store: str, run_id: str, name: str = "") -> Iterator[None]:
 def _refuse_overlap(store: str, path: Path) -> None:
     """Raise StoreError if the lock file at `path` belongs to a run whose store overlaps `store`.
 
-    Two folders overlap if they are the same, or if one contains the other. If the run has ended,
-    remove the lock file.
+    Two folders overlap if they are the same, or if one contains the other. If no process holds the
+    lock, remove the lock file.
     """
     with locked(path, wait=False) as free:
         if free:
