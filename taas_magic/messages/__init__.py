@@ -1,7 +1,6 @@
 """Messages, requests and responses between processes, and their codecs.
 
-Each type is defined once, and its reader checks the data against that definition. Other packages
-import all names from here. The modules are grouped by conversation:
+Other packages import all names from here. The modules are grouped by conversation:
 
     events.py    a rank, fetcher or agent -> the pool's process -> the journal and the kernel
     ranks.py     a rank or fetcher <-> the agent of its host, in addition to events

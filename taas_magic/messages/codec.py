@@ -1,9 +1,4 @@
-"""Codecs of messages between processes: JSON lines, JSON files, and msgpack. Pure.
-
-`encode` makes one line of JSON, for the pipe of a rank or for the journal. `to_json` and
-`from_json` convert any value to and from ASCII JSON, for files. `to_bytes` and `from_bytes` convert
-requests and responses, which may contain the bytes of files, to and from msgpack.
-"""
+"""Encode and decode messages between processes: JSON lines, JSON files, and msgpack. Pure."""
 
 import json
 from typing import Any, TypeVar
@@ -19,9 +14,8 @@ _encoder = msgspec.json.Encoder(enc_hook=repr)
 def encode(message: Struct) -> bytes:
     """Encode a message as one line of JSON, without a line end.
 
-    A displayed object may contain values of any type. For a type that JSON does not have, the
-    value's `repr` is encoded. Strings that UTF-8 cannot encode, such as some file names, are
-    escaped.
+    A value of a type that JSON does not have is encoded as its `repr`. Characters that UTF-8 cannot
+    encode, as in some file names, are escaped.
     """
     try:
         return _encoder.encode(message)
@@ -30,7 +24,7 @@ def encode(message: Struct) -> bytes:
 
 
 def escaped(value: Any) -> Any:
-    r"""Return a value with escapes for the characters in its strings that UTF-8 cannot encode.
+    r"""Escape the characters that UTF-8 cannot encode, in all strings of a value.
 
     These characters are lone surrogates, such as `\udce9`.
     """
@@ -44,7 +38,7 @@ def escaped(value: Any) -> Any:
 
 
 def to_json(value: object, indent: int | None = None) -> bytes:
-    """Encode a value as ASCII JSON, which keeps even paths and strings that are not valid UTF-8."""
+    """Encode a value as ASCII JSON, which keeps even strings that are not valid UTF-8."""
     return json.dumps(msgspec.to_builtins(value, str_keys=True), indent=indent).encode()
 
 

@@ -1,9 +1,7 @@
 """Events of a run: the records of its journal, and what the notebook shows.
 
-Most events come from a rank, a fetcher or an agent; the agent sends them to the pool's process. The
-pool's process writes each event to the journal (docs/events.md) and sends it to the kernel. Events
-are lines of JSON. Readers ignore fields that they do not know, and fields that were added later
-have defaults, so that journals of older versions remain readable.
+The pool's process writes each event as a line of JSON to the journal (docs/events.md) and sends it
+to the kernel. Give each new field a default, so that journals of older versions remain readable.
 """
 
 import time
@@ -17,8 +15,7 @@ from msgspec import UNSET, Struct, UnsetType, field
 
 from taas_magic.messages.terminal import cleaned
 
-# Parts of events. Some are also parts of responses to requests: stack reports of hosts, and
-# addresses of fetchers.
+# Parts of events.
 
 
 class Failure(Struct, kw_only=True, frozen=True):
@@ -55,18 +52,18 @@ class StackFrame(NamedTuple):
 
 
 class ProcessStack(Struct, kw_only=True):
-    """Stack report of one process: the stacks of its threads, and what the process waits for.
+    """Stack report of one process.
 
     Attributes:
         command: Command line of the process; "" for a rank.
         place: Line of the notebook that the process executes.
         waits_for: Event that the process's main thread waits for, as text for the user.
-        system: The process's state in the operating system, as psutil names it.
+        system: State of the process in the operating system, as psutil names it.
         threads: Frames by thread, outermost frame first. The main thread is the first one.
         pending: Collectives that have started and not finished.
         children: Stack reports of the process's child processes.
-        memory_bytes: Memory of the process (PSS). Shared memory is divided among the processes that
-            share it.
+        memory_bytes: Proportional set size (PSS) of the process: shared memory is divided among the
+            processes that share it.
     """
 
     pid: int
@@ -85,9 +82,10 @@ class RankStack(ProcessStack, kw_only=True):
 
     Attributes:
         quiet_s: Seconds since the rank last made progress.
-        since: Time at which the rank last made progress. The process that displays the report sets
-            this field by its own clock.
-        cpus: Processors that the rank and its descendants used while the report was made.
+        since: Time at which the rank last made progress, by the clock of the process that displays
+            the report. That process sets this field.
+        cpus: Mean number of processors that the rank and its descendants used while the report was
+            made.
     """
 
     rank: int
@@ -98,7 +96,7 @@ class RankStack(ProcessStack, kw_only=True):
 
 
 class FetcherStack(ProcessStack, kw_only=True):
-    """Stack report of a fetcher and its workers; `fetcher` is its number in the run."""
+    """Stack report of a fetcher; `fetcher` is its number in the run."""
 
     fetcher: int
     host: str = ""
@@ -151,11 +149,10 @@ class Address(NamedTuple):
     """Address of a fetcher's server.
 
     Attributes:
-        fetcher: Number of the fetcher in the run.
         host: Host name or IP address for TCP.
         port: TCP port; 0 if the server listens on a Unix socket only.
-        unix: Name of the server's Unix socket in the abstract namespace. The proofs that client and
-            server exchange in their handshake also contain this name, even over TCP.
+        unix: Name of the server's Unix socket in the abstract namespace. The handshake needs this
+            name even over TCP.
         machine: `service.machine()` of the fetcher's host. A client on the same machine uses the
             Unix socket.
     """
@@ -175,11 +172,9 @@ class LoaderAddresses(Struct, kw_only=True, frozen=True):
     """Addresses at which fetchers serve one loader.
 
     Attributes:
-        fetchers: Number of fetchers that run the loader.
-        workers: Number of workers of these fetchers together.
+        workers: Number of workers of all these fetchers together.
         addresses: Known addresses, by `FetcherPlan.index`. A fetcher reports only its own address.
-        failed: Reason why the reporting fetcher has ended or could not start; "" if the fetcher
-            listens or is still starting.
+        failed: Reason why the reporting fetcher has ended or could not start; else "".
         starting: Number of fetchers that have neither an address nor a failure yet.
     """
 
@@ -191,7 +186,7 @@ class LoaderAddresses(Struct, kw_only=True, frozen=True):
 
 
 AddressesByLoader = dict[str, LoaderAddresses]
-"""Addresses at which a fetcher serves its loaders, by the name of the loader."""
+"""Addresses at which fetchers serve each loader, by the name of the loader."""
 
 
 class WrittenFile(Struct):
@@ -202,7 +197,7 @@ class WrittenFile(Struct):
 
 
 class KeptOutFile(Struct):
-    """A file that a rank other than 0 wrote, and that was kept out of the project store.
+    """A file of a rank other than 0 that was kept out of the project store.
 
     Attributes:
         in_store: Whether rank 0 left a file with this path in the project store.
@@ -214,7 +209,7 @@ class KeptOutFile(Struct):
 
 
 class UnsentFile(Struct):
-    """A file that rank 0 wrote, and that could not be copied from the host to the project store."""
+    """A file of rank 0 that could not be copied from its host to the project store."""
 
     path: str
     why: str
@@ -238,8 +233,8 @@ class Event(Struct, tag_field="kind", kw_only=True):
 
     Attributes:
         time: Time at which the pool's process received the event, in seconds since 1970.
-        host: Name of the reporting host; "" for an event that no single host reports. The pool's
-            process sets it.
+        host: Name of the host that reported the event; "" if no single host did. The pool's process
+            sets it.
     """
 
     time: float = field(default_factory=time.time)
@@ -252,12 +247,11 @@ class RankEvent(Event, kw_only=True):
     rank: int = 0
 
 
-# Events of the run as a whole: the pool's process sends them to the kernel and the journal. The
-# kernel reports progress of `--prefill`, and any process can send a note.
+# Events of the run as a whole.
 
 
 class StateChanged(Event, tag="state", kw_only=True):
-    """The pool's process reports that the run has all its hosts and starts its first attempt.
+    """The pool's process reports that the run starts its first attempt.
 
     Attributes:
         state: Always "RUNNING".
@@ -274,7 +268,7 @@ class Restart(Event, tag="restart", kw_only=True):
     """The pool's process reports that all ranks start again.
 
     Attributes:
-        failure: The failure that made the restart necessary; None if no host reported a failure.
+        failure: The failure that caused the restart; None if no host reported one.
     """
 
     attempt: int
@@ -294,9 +288,8 @@ class RunEnded(Event, tag="ended", kw_only=True):
         state: SUCCEEDED, FAILED, INTERRUPTED or LOST.
         failures: Failures of all hosts, causes before consequences.
         first: The failure to blame; None if there is none.
-        elapsed_s: Seconds that the run took.
-        why: Reason for the end if something other than the run's ranks ended the run. For example,
-            the pool's process is lost, or the pool ended an idle session. Otherwise "".
+        why: Reason for the end if something other than the ranks ended the run, such as the loss of
+            the pool's process; else "".
         attempt: Number of the last attempt, whose results count.
     """
 
@@ -309,12 +302,10 @@ class RunEnded(Event, tag="ended", kw_only=True):
 
 
 class Prefilling(Event, tag="filling", kw_only=True):
-    """The kernel reports the fetchers' progress while ranks wait for prepared data (`--prefill`).
+    """The kernel reports how much data fetchers have prepared before the ranks start (`--prefill`).
 
     Attributes:
-        done: Amount that is ready.
-        wanted: Amount to wait for.
-        unit: Unit of both: "bytes" or "batches".
+        unit: Unit of `done` and `wanted`: "bytes" or "batches".
     """
 
     done: int
@@ -328,8 +319,7 @@ class Note(Event, tag="note", kw_only=True):
     text: str
 
 
-# Events of one host: its agent sends them to the pool's process, about the ranks or fetchers of
-# this host.
+# Events that the agent of one host sends to the pool's process.
 
 
 class RanksStarted(Event, tag="started", kw_only=True):
@@ -364,15 +354,12 @@ class Hang(Event, tag="hang", kw_only=True):
 
 
 class RanksEnded(Event, tag="settled", kw_only=True):
-    """An agent reports that the ranks of its host have ended or failed.
-
-    When the agents of all hosts have reported, the pool's process ends or restarts the run.
+    """An agent reports that all ranks of its host have ended or failed.
 
     Attributes:
         state: SUCCEEDED, FAILED or INTERRUPTED.
         cause: Reason for the end; "" on success. The values are "rank", "left", "stopped",
             "timeout", "interrupt" and "host"; `host.watch.Verdict` explains them.
-        failures: Failures of the ranks of this host.
     """
 
     attempt: int = 0
@@ -384,8 +371,7 @@ class RanksEnded(Event, tag="settled", kw_only=True):
 class RanksKilled(Event, tag="killed", kw_only=True):
     """An agent reports that it killed ranks of a session.
 
-    These ranks did not return from the session's current cell in time after an interrupt or a
-    failure.
+    These ranks did not end the session's current cell in time after an interrupt or a failure.
     """
 
     ranks: list[int]
@@ -396,7 +382,6 @@ class HostEnded(Event, tag="host_ended", kw_only=True):
 
     Attributes:
         state: SUCCEEDED, FAILED or INTERRUPTED.
-        failures: Failures of the ranks or fetchers of this host.
     """
 
     state: str = ""
@@ -418,17 +403,15 @@ class FetcherEnded(Event, tag="fetcher_ended", kw_only=True):
     """An agent reports that a fetcher has ended.
 
     Attributes:
-        number: Number of the fetcher in the run.
-        entry: An entry for each of the fetcher's loaders. If the fetcher ended unexpectedly or
-            could not start, `failed` of each entry has the reason.
+        entry: An entry for each of the fetcher's loaders. `failed` of the entries has the reason if
+            the fetcher ended unexpectedly or could not start.
     """
 
     number: int
     entry: AddressesByLoader | UnsetType = UNSET
 
 
-# Events of one rank: the rank sends them to its agent through a pipe, or the agent makes them from
-# the rank's output. The agent forwards them to the pool's process.
+# Events of one rank. The agent forwards them to the pool's process.
 
 
 class Lines(RankEvent, tag="lines", kw_only=True):
@@ -438,10 +421,7 @@ class Lines(RankEvent, tag="lines", kw_only=True):
 
 
 class LinesDropped(RankEvent, tag="dropped", kw_only=True):
-    """An agent reports how many lines and bytes of a rank's output it dropped.
-
-    An agent drops lines if a rank writes faster than a rate limit allows (`host.output.LogBudget`).
-    """
+    """An agent reports how much output of a rank it dropped to keep the rate limit (LogBudget)."""
 
     lines: int
     bytes: int
@@ -486,8 +466,7 @@ class InputRequested(RankEvent, tag="input", kw_only=True):
 
     Attributes:
         number: Number of the request, unique in all attempts of the run.
-        prompt: Text that the program shows before the input, such as "(Pdb) ".
-        is_hidden: Whether the line must not be shown while it is typed, as for a password.
+        is_hidden: Whether to hide the line while the user types it, as for a password.
     """
 
     number: int
@@ -500,8 +479,8 @@ class Rehearsed(RankEvent, tag="rehearsed", kw_only=True):
 
     Attributes:
         peak_bytes: Largest resident memory of the rank so far, without the rank's child processes.
-        written: Files that a run would have written to the project store. The ranks share one
-            folder for these files, so each rank reports the files of all ranks.
+        written: Files that a run would have written to the project store. Each rank reports the
+            files of all ranks.
         outside: Files that this rank wrote outside the project store.
     """
 
@@ -513,7 +492,7 @@ class Rehearsed(RankEvent, tag="rehearsed", kw_only=True):
 class FederationStarted(RankEvent, tag="federated", kw_only=True):
     """Rank 0 of a federation reports that all hosts take part.
 
-    Until then, a failure of any host ends the run, because rank 0 waits for all hosts.
+    Before this event, a failure of any host ends the run.
     """
 
 
@@ -521,9 +500,8 @@ class CellNames(RankEvent, tag="names", kw_only=True):
     """A rank reports which variables a session's cell has assigned or deleted.
 
     Attributes:
-        plain: Digests (`plain_digest`) of the assigned values that are plain, by the name of the
-            variable.
-        fetched: Numbers of the session's cells whose fetchers the rank still needs.
+        plain: Digests (`plain_digest`) of the assigned plain values, by the name of the variable.
+        fetched: Numbers of the session's cells whose fetchers this rank still needs.
     """
 
     assigned: list[str] = []
@@ -532,16 +510,13 @@ class CellNames(RankEvent, tag="names", kw_only=True):
     fetched: list[int] = []
 
 
-# Events of one fetcher: the fetcher sends them to its agent through a pipe. The agent forwards them
-# to the pool's process.
+# Events of one fetcher. The agent forwards them to the pool's process.
 
 
 class FetcherStarted(Event, tag="fetcher", kw_only=True):
     """A fetcher reports that it now accepts connections from ranks.
 
     Attributes:
-        number: Number of the fetcher in the run.
-        cores: Number of processors of its host.
         workers: Number of workers by the name of the loader.
         entry: Addresses of the fetcher; not in the journal.
     """
@@ -563,7 +538,7 @@ class FetcherReport(Event, tag="fetched", kw_only=True):
 def leaf_subclasses(kind: type[Struct]) -> list[Any]:
     """Return the subclasses of a struct, at any depth, that have no subclasses themselves.
 
-    If the struct has no subclass, return a list with the struct itself.
+    If the struct has no subclass, return the struct itself in a list.
     """
     return [leaf for below in kind.__subclasses__() for leaf in leaf_subclasses(below)] or [kind]
 
@@ -578,7 +553,7 @@ _decode_event: Callable[[bytes], Event] = msgspec.json.Decoder(AnyEvent).decode
 
 
 def decode_event(packed: bytes) -> Event:
-    """Decode an event and clean it of control sequences (`cleaned`).
+    """Decode an event, and remove terminal control sequences from it (`cleaned`).
 
     Raises:
         msgspec.DecodeError: `packed` is no event.

@@ -27,7 +27,6 @@ from taas_magic.messages.events import (
     leaf_subclasses,
 )
 
-# A rank tells its agent about itself: that it is alive, where it is, and how its cell ended.
 # The agent decides from these messages whether the rank works, hangs or has failed.
 
 
@@ -36,18 +35,18 @@ class RankMessage(Struct, tag_field="kind", kw_only=True):
 
 
 class RankTakesInterrupts(RankMessage, tag="up"):
-    """The rank reports that from now on it reacts to an interrupt (SIGINT)."""
+    """The rank reports that from now on it reacts to SIGINT."""
 
 
 class RankBeat(RankMessage, tag="beat", kw_only=True):
     """The rank reports periodically that it is alive.
 
     Attributes:
-        stack: The last few frames of the main thread, from the outermost to the innermost one.
-        collectives: For each torch.distributed backend, two numbers: how many collectives have
-            started, and how many have finished.
-        spins: Whether the rank may be busy-waiting for a NCCL collective. Then its use of CPU time
-            does not count as progress.
+        stack: The innermost frames of the main thread; the innermost one is last.
+        collectives: Numbers of started and of finished collectives, for each torch.distributed
+            backend.
+        spins: Whether the rank may be busy-waiting for a NCCL collective. If so, its use of CPU
+            time does not count as progress.
     """
 
     stack: list[StackFrame] = []
@@ -56,7 +55,7 @@ class RankBeat(RankMessage, tag="beat", kw_only=True):
 
 
 class RankStackSample(RankMessage, tag="stack_sample"):
-    """The rank sends its stack report: stacks by the thread's name, and unfinished collectives."""
+    """The rank sends the stacks of its threads, by thread name, and its unfinished collectives."""
 
     threads: dict[str, list[StackFrame]]
     pending: list[str] = []
@@ -65,8 +64,7 @@ class RankStackSample(RankMessage, tag="stack_sample"):
 class RankRaised(RankMessage, tag="raised"):
     """The rank reports the exception with which its cell failed.
 
-    The first message has the traceback as Python formats it. If IPython formats the traceback too,
-    a second message has IPython's text.
+    If IPython formats the traceback too, a second message replaces Python's text by IPython's.
 
     Attributes:
         is_logged: Whether the rank has already written the traceback to its log.
@@ -83,20 +81,17 @@ class RankRaised(RankMessage, tag="raised"):
 class RankShowedError(RankMessage, tag="showed"):
     """The rank reports that IPython caught and showed an exception, and that the cell continues.
 
-    For example, the cell uses `%run` for a script that raises. A cell without `%%taas` would
-    continue, too. Nevertheless the run fails: `RankRaised` follows when the cell ends.
+    `%run` of a script that raises is an example. The run fails nevertheless: `RankRaised` follows
+    when the cell ends.
     """
 
 
 class RankErrorSent(RankMessage, tag="reported"):
-    """The rank reports that it has sent all messages about the exception that the cell raised.
-
-    So the agent need not wait for further messages such as a second traceback.
-    """
+    """The rank reports that it will send no further message about its cell's exception."""
 
 
 class RankExited(RankMessage, tag="left"):
-    """The rank reports that it ends by `sys.exit(0)`; `stack` shows where the call is."""
+    """The rank reports that it ends by `sys.exit(0)`; `stack` shows the place of the call."""
 
     stack: list[str]
 
@@ -109,14 +104,13 @@ class RankIdle(RankMessage, tag="returned", kw_only=True):
     """A session's rank reports that it waits for its next cell.
 
     Attributes:
-        was_cut: Whether the rank's connections to other ranks were closed to end a collective.
+        was_cut: Whether the rank's connections to other ranks were closed, to end a collective.
     """
 
     was_cut: bool = False
 
 
-# A rank tells its agent about its writes to the project store. The agent uses these messages for
-# the receipt of the run (`store.receipt.ReceiptBuilder`).
+# The agent uses these messages for the run's receipt (`store.receipt.ReceiptBuilder`).
 
 
 class StoreMessage(Struct, tag_field="kind", kw_only=True):
@@ -126,9 +120,8 @@ class StoreMessage(Struct, tag_field="kind", kw_only=True):
 class StoreWriteReported(StoreMessage, tag="store_write"):
     """The rank reports that it writes a path of the project store.
 
-    A write of a rank other than 0 is kept out of the store. If the host of rank 0 shares the store,
-    the receipt of the run uses the reports of rank 0. Otherwise, the receipt lists the files that
-    rank 0's host has sent from its mirror to the store.
+    The receipt uses rank 0's reports only if its host shares the store. Otherwise, the receipt
+    lists the files that this host has sent from its mirror to the store.
     """
 
     path: str
@@ -138,14 +131,13 @@ class StoreProtectionReported(StoreMessage, tag="store_protection"):
     """The rank reports the mechanism that keeps its writes out of the project store.
 
     Attributes:
-        protection: The mechanism (value of `store.guard.StoreProtection`, such as "Landlock").
+        protection: A value of `store.guard.StoreProtection`, such as "Landlock".
     """
 
     protection: str
 
 
-# A fetcher tells its agent that it cannot continue.
-# An agent tells a rank of a session to run its next cell.
+# A message of a fetcher, and an order to a rank.
 
 
 class FetcherFailed(Struct, tag_field="kind", tag="fetcher_failed"):
@@ -159,11 +151,8 @@ class CellOrder(Struct, kw_only=True):
 
     Attributes:
         number: Number of the cell in the session, from 1; 0 ends the rank.
-        run_dir: Folder of the cell's run on this host.
-        takes_part: Whether the rank runs the cell. If not, the rank only loads the notebook's
-            values.
-        shows: Whether the notebook shows the rank's displays.
-        out: Variables that the rank returns to the notebook, as in `RunOptions.out`.
+        takes_part: Whether the rank runs the cell. If not, the rank only loads the cell's
+            variables.
         colors: IPython's colour scheme for tracebacks.
     """
 
@@ -180,10 +169,10 @@ decode_rank_message: Callable[[bytes], Event | RankMessage | StoreMessage] = msg
     | (Display | ClearOutput | Note | RankReport | Metrics | CellNames | InputRequested | Rehearsed)
     | FederationStarted
 ).decode
-"""Decode a message from a rank to its agent; raise msgspec.DecodeError for any other bytes."""
+"""Decode a message from a rank to its agent; raise msgspec.DecodeError if it is not valid."""
 
 
 decode_fetcher_message: Callable[[bytes], Event | FetcherFailed] = msgspec.json.Decoder(
     FetcherStarted | FetcherReport | Note | FetcherFailed
 ).decode
-"""Decode a message from a fetcher to its agent; raise msgspec.DecodeError for any other bytes."""
+"""Decode a message from a fetcher to its agent; raise msgspec.DecodeError if it is not valid."""

@@ -1,7 +1,8 @@
 """Requests that one process sends to another, and their responses.
 
-Requests are operations of Dask: a kernel and the agents are connected to the Dask scheduler in the
-pool's process. Requests and responses are msgpack. Each response is defined before its request.
+Requests are operations of Dask, encoded as msgpack. A kernel and the agents send them to the Dask
+scheduler in the pool's process, and that process sends requests to agents. Each response is defined
+before its request.
 """
 
 import time
@@ -21,9 +22,8 @@ _T = TypeVar("_T")
 class Request(Struct, Generic[_T]):
     """Base class of requests that one process sends to another. `Request[T]` has a response of `T`.
 
-    The class name of a request is the name of its operation in Dask. `pool/gate.py` lists the
-    operations that each peer may send. To execute `Halt`, `GetStacks` or `GetHostFacts` for all
-    hosts, the pool's process sends the same request to each agent.
+    The class name of a request names its operation in Dask. `pool/gate.py` lists the operations
+    that each peer may send.
     """
 
     @classmethod
@@ -42,9 +42,7 @@ class Request(Struct, Generic[_T]):
         return cleaned(read) if answer in _FOR_PEOPLE else read
 
 
-# Kernel and pool: a kernel asks the pool's process for hosts and for the pool's status. The kernel
-# also hands runs over to that process, and takes sessions over from it. Another pool's process may
-# take over fetchers.
+# Between a kernel and the pool's process.
 
 
 class RegisterKernel(Request[bool]):
@@ -53,7 +51,7 @@ class RegisterKernel(Request[bool]):
     The response is False if the pool's process has begun to end.
 
     Attributes:
-        owner: Id of the kernel's Dask client, which must be connected already.
+        owner: Id of the kernel's Dask client. The client must be connected already.
     """
 
     owner: str
@@ -63,7 +61,6 @@ class StartResponse(Struct, kw_only=True):
     """Response of the pool's process to `WaitForHosts`, `LaunchRanks` and `LaunchFetchers`.
 
     Attributes:
-        hosts: Names of the hosts.
         error: Reason why there are no hosts; else "".
         store_error: Reason why the project store cannot be used; else "".
         is_ending: Whether the pool's process had begun to end when it received the request.
@@ -79,9 +76,8 @@ class WaitForHosts(Request[StartResponse]):
     """A kernel asks the pool's process to wait until enough hosts can start ranks immediately.
 
     Attributes:
-        owner: Id of the kernel's Dask client; if the client disconnects, the wait is cancelled.
+        owner: Id of the kernel's Dask client. If the client disconnects, the wait is cancelled.
         wait: Id to pass to `Halt` to cancel the wait.
-        hosts: Number of hosts to wait for.
         has_run: Whether a run waits for the hosts; False if the wait only warms the pool.
     """
 
@@ -94,7 +90,7 @@ class WaitForHosts(Request[StartResponse]):
 class ForwardEvents(Request[None]):
     """A kernel forwards events of a run's fetchers to the pool's process that owns the run.
 
-    A kernel sends this request if the fetchers run in another pool than the ranks.
+    This request is needed if the fetchers run in another pool than the ranks.
     """
 
     run_id: str
@@ -104,9 +100,8 @@ class ForwardEvents(Request[None]):
 class Detach(Request[str]):
     """A kernel hands a run and its fetchers over to the pool's process.
 
-    If the run is a session, the kernel keeps controlling it; the pool's process takes the session
-    over when the kernel ends. The response is "", or the reason why the pool's process cannot take
-    the run over.
+    A kernel keeps the control of its session until the kernel ends. The response is "", or the
+    reason why the pool's process cannot take the run over.
     """
 
     run_id: str
@@ -119,8 +114,8 @@ class SessionState(Struct, kw_only=True):
         error: Reason why the kernel cannot take the session over; "" on success.
         cells: Number of cells that the session has begun.
         fetchers: Number of fetchers that its cells have started.
-        cell: Run id of the running cell. If no cell is running, run id of the latest cell during
-            which the session lost its kernel; "" if there is no such cell.
+        cell: Run id of the running cell. If no cell is running, run id of the last cell that lost
+            its kernel; "" for none.
     """
 
     error: str = ""
@@ -143,11 +138,11 @@ class TakeSession(Request[SessionState]):
 class TakeFetchers(Request[list[AnyEvent] | None]):
     """The pool's process that owns a run takes over the run's fetchers from another pool's process.
 
-    From then on, the run's owner receives the events of the fetchers. The response has the events
-    of the fetchers' starts and ends so far; None if the other pool does not run the fetchers.
+    The response has the events of the fetchers' starts and ends so far. It is None if the other
+    pool does not run the fetchers.
 
     Attributes:
-        owner: Id of the new owner's Dask client; if the client disconnects, the fetchers end.
+        owner: Id of the new owner's Dask client. If the client disconnects, the fetchers end.
     """
 
     owner: str
@@ -157,8 +152,8 @@ class TakeFetchers(Request[list[AnyEvent] | None]):
 class AllowRestarts(Request[None]):
     """A kernel tells the pool of a session's fetchers that the session runs another cell.
 
-    During the new cell, the fetchers of each earlier cell may restart once. If all fetchers of an
-    earlier cell have ended already, they restart at once.
+    During that cell, the fetchers of each earlier cell may restart once. If they have all ended
+    already, they restart at once.
 
     Attributes:
         session: Run id of the session.
@@ -171,9 +166,7 @@ class HostStatus(Struct, kw_only=True):
     """Status of a host, for `%taas pools`.
 
     Attributes:
-        protection: Mechanism that keeps ranks other than 0 on the host from writing to the project
-            store (value of `store.guard.StoreProtection`, such as "Landlock").
-        runs: Ids of the runs on the host.
+        protection: Value of `store.guard.StoreProtection`, such as "Landlock".
         allocated_s: Seconds since the host was allocated.
         idle_s: Seconds for which the host has had no run; None if a run is on the host now.
         gpu_hours: GPU hours since the host was allocated.
@@ -191,7 +184,6 @@ class StartingHost(Struct, kw_only=True):
     """A host that has joined its pool, and cannot start ranks yet.
 
     Attributes:
-        host: Name of the host for the user.
         imports: Module that the host's forkserver is importing.
         for_s: Seconds since the forkserver began to import this module.
     """
@@ -206,7 +198,6 @@ class PoolStatus(Struct, kw_only=True):
 
     Attributes:
         hosts: Hosts that can start ranks.
-        starting: Hosts that cannot start ranks yet.
         refused: Number of refused messages and connections.
         gpu_hours: GPU hours of all hosts since the pool's process started.
         used_gpu_hours: GPU hours in which runs used the hosts.
@@ -227,18 +218,16 @@ class EndPool(Request[None]):
     """A kernel asks the pool's process to end every run and then itself."""
 
 
-# Kernel, pool and hosts: a kernel asks the pool's process, which forwards the same request to each
-# agent concerned.
+# A kernel asks the pool's process, which forwards the same request to each agent concerned.
 
 
 class Halt(Request[None]):
     """A kernel or a pool's process stops the ranks or the fetchers of a run.
 
-    A kernel sends this request to the pool's process, which sends it to the agents. The request is
-    no error if the ranks or fetchers have already ended.
+    If the ranks or fetchers have already ended, the request does nothing.
 
     Attributes:
-        run_id: Id of the run, of its fetchers, or of a wait for hosts, which is then cancelled.
+        run_id: Id of a run or of its fetchers. The id of a wait for hosts cancels the wait.
         how: "interrupt" or "kill".
     """
 
@@ -249,14 +238,11 @@ class Halt(Request[None]):
 class AnswerInput(Request[None]):
     """A kernel's answer to a rank's `InputRequested`.
 
-    The kernel sends the answer to the pool's process, which sends it to the agent of the rank. The
-    agent writes the answer to a pipe of the rank.
-
     Attributes:
         rank: The rank that asked.
         number: `InputRequested.number`.
         line: The line that the user typed, without a line end; None if the user ended the input.
-        is_refused: True if there is no user who could type. `line` is None then.
+        is_refused: Whether no user can type. If True, `line` is None.
     """
 
     run_id: str
@@ -269,8 +255,6 @@ class AnswerInput(Request[None]):
 class GetStacks(Request[RunStacks]):
     """A kernel requests the stack reports of a run's ranks or fetchers.
 
-    The kernel sends this request to the pool's process, which sends it to the agents.
-
     Attributes:
         run_id: Id of the run or of its fetchers.
     """
@@ -279,30 +263,24 @@ class GetStacks(Request[RunStacks]):
 
 
 class HostFacts(Struct, frozen=True):
-    """Facts about a host, as `probe.main` finds them in the Python that the pool uses there.
+    """Facts about a host. `probe.main` finds them in the Python that the pool's settings name.
 
     Attributes:
-        python: Version of this Python, which the pool's settings name.
-        glibc: Version of glibc; "" if the host has another C library.
         torch: Version of torch; "" if it is not installed.
         cuda: CUDA version that torch was built for; "" for a CPU build.
         versions: Versions of the requested packages that are installed.
         ours: Digest of taas-magic's files; "" if it is not installed.
-        missing: Requested modules that are not installed.
         cache: Folder for taas-magic's files on the host (`probe.cache_folder`).
         cache_error: Reason why the cache is not writable; "" if it is writable.
         free_bytes: Bytes that can still be written to the cache.
         sites: Names of the package folders that taas-magic has put into the cache.
         cores: Number of logical processors that a process may use.
-        gpus: Number of GPUs.
-        gpu_names: Names of the GPUs; empty if they were not requested or could not be found.
+        gpu_names: Names of the GPUs; empty if not requested or not found.
         clock: The host's wall clock, in seconds since 1970.
         ahead_s: Seconds by which the host's clock is ahead of the clock of the machine that
             requested the facts.
         hostname: The host's own name.
         own_addresses: Addresses to which the host itself resolves `hostname`.
-        interfaces: Addresses by network interface.
-        python_path: Entries of PYTHONPATH.
         reached_at: Address at which SSH reached the host; "" without SSH.
         sees_store: Whether the host shares the project store with the notebook.
     """
@@ -338,8 +316,7 @@ class HostFacts(Struct, frozen=True):
     def of(self, host: str, began: float) -> "HostFacts":
         """Return the facts with `host` and `ahead_s` set.
 
-        Call this method as soon as the facts arrive, because it compares the host's clock with the
-        current time.
+        Call this method as soon as the facts arrive, because it reads this machine's clock.
 
         Args:
             host: Name of the host.
@@ -356,8 +333,7 @@ class HostFacts(Struct, frozen=True):
 class GetHostFacts(Request[list[HostFacts]]):
     """A kernel requests facts about the hosts of a pool.
 
-    The kernel sends this request to the pool's process, which sends it to the agents. The fields
-    are the arguments of `probe.main`, which runs in the agent's Python.
+    The fields are the arguments of `probe.main`, which runs in the agent's Python.
     """
 
     packages: list[str] = []
@@ -366,21 +342,16 @@ class GetHostFacts(Request[list[HostFacts]]):
     names: bool = True
 
 
-# Pool and host: the pool's process greets a new agent, and sends orders for runs on its host.
-# The agent answers.
+# The pool's process sends these requests to an agent.
 
 
 class HostHello(Struct, kw_only=True):
-    """Description of a host that its agent sends to the pool's process.
-
-    It is the response to `DescribeHost`.
+    """An agent's description of its host: the response to `DescribeHost`.
 
     Attributes:
         host: Name of the host for the user.
         address: Address at which other hosts reach the ranks and fetchers of this host.
-        protection: Mechanism that keeps ranks other than 0 on the host from writing to the project
-            store (value of `store.guard.StoreProtection`, such as "Landlock").
-        gpus: Number of GPUs of this host.
+        protection: Value of `store.guard.StoreProtection`, such as "Landlock".
     """
 
     host: str
@@ -395,8 +366,8 @@ class DescribeHost(Request[HostHello]):
     The agent sends the response as soon as the host can start ranks.
 
     Attributes:
-        has_run: Whether a run waits for the host. If not, the agent starts to import modules that
-            runs do not need immediately.
+        has_run: Whether a run waits for the host. If not, the agent begins to import modules that
+            runs need later.
     """
 
     has_run: bool = True
@@ -429,23 +400,19 @@ class SetFetcherAddress(Request[None]):
     entry: AddressesByLoader
 
 
-# Engine and host: an engine starts an agent and sends its settings through the supervisor. A
-# vehicle asks the pool's process for the name and key of the agent that it starts.
+# An engine sends settings to an agent. A vehicle asks the pool's process for an agent's keys.
 
 
 class AgentSettings(Struct, kw_only=True):
     """Settings that an engine sends to the agent that it starts, through the supervisor.
 
     Attributes:
-        scheduler: Address of the pool's process.
         security: Keyword arguments of Dask's `Security`.
         name: Name of the host for Dask and the engine.
         host_name: Name of the host for the user; "" for the host's own name.
-        interface: Network interface of the ranks; "" lets the agent find one.
+        interface: Network interface of the ranks; "" if the agent must find one.
         is_foreign: Whether the host is another machine than the notebook's.
         local_directory: Folder for Dask's files; None for Dask's default.
-        lease_s: Seconds without a message from the pool after which the host ends all its
-            processes.
         start_timeout_s: Seconds without any activity after which the host's forkserver counts as
             stuck.
     """
@@ -481,10 +448,9 @@ class GetAgentKeys(Request[AgentKeys]):
 
 
 _FOR_PEOPLE = (StartResponse, RunStacks, HostHello, PoolStatus, list[HostFacts])
-"""Types of responses from which `read_answer` removes terminal control sequences.
+"""Types of responses that people read: `read_answer` removes terminal control sequences from them.
 
-People read these responses. Other responses contain paths and contents of files, which must not
-change.
+Other responses contain paths and contents of files, which must not change.
 """
 
 
@@ -493,11 +459,7 @@ RequestHandler = Callable[[Any], Awaitable[object]]
 
 
 def handlers(answers: Mapping[type[Request[Any]], RequestHandler]) -> dict[str, Callable[..., Any]]:
-    """Return the handlers of requests by operation, as Dask's `Server` takes them.
-
-    Args:
-        answers: For each type of request, the function that executes a request of this type.
-    """
+    """Return the handlers of requests by operation, as Dask's `Server` takes them."""
     return {kind.op(): make_handler(kind, answer) for kind, answer in answers.items()}
 
 
@@ -524,7 +486,6 @@ async def send_request(scheduler: Any, request: Request[_T]) -> _T:
 
     Args:
         scheduler: A Dask connection (`rpc`) to the scheduler of the pool's process.
-        request: The request.
 
     Raises:
         OSError: The pool's process cannot be reached.

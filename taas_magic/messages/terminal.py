@@ -1,7 +1,7 @@
-"""Removal of terminal control sequences from texts that people will read. Pure.
+"""Remove terminal control sequences from texts that people will read. Pure.
 
-Texts from hosts and programs may contain sequences that would change the user's terminal. Each text
-is cleaned once, where its message is decoded.
+A text from a host or program could change the user's terminal. Each text is cleaned once, where its
+message is decoded.
 """
 
 import re
@@ -37,10 +37,7 @@ _BLOCKS = frozenset(
 
 
 def without_controls(text: str) -> str:
-    """Remove all terminal control sequences except colours from a line.
-
-    If the line has colours, a sequence that resets them is added at the end.
-    """
+    """Remove all terminal control sequences except colours from a line; end the line's colours."""
     if text.isprintable():
         return text
     text = _CONTROLS.sub("", text)
@@ -53,14 +50,13 @@ def block_without_controls(text: str) -> str:
 
 
 def _harmless_word(text: str) -> str:
-    """Remove line breaks and all terminal control sequences, including colours."""
     return (
         text if text.isprintable() else _COLOURS.sub("", without_controls(text.replace("\n", " ")))
     )
 
 
 def _harmless_line(text: str) -> str:
-    """Remove line breaks and all terminal control sequences except colours from a line.
+    """Remove all terminal control sequences except colours, and all line breaks.
 
     A second line could be mistaken for another rank's output.
     """
@@ -70,24 +66,18 @@ def _harmless_line(text: str) -> str:
 def cleaned(value: _T) -> _T:
     """Remove terminal control sequences from every string of a value, at any depth.
 
-    Call this function on a decoded value from another process if people will read the value. The
-    function changes structs in place, and returns the value.
+    Call this function on each decoded value that people will read. Structs are changed in place.
 
-    Strings also lose line breaks and colours. Exceptions are the fields in `_COLOURED` and
-    `_BLOCKS`. In a `Display`, only plain text is changed, because terminals do not show other media
-    types.
+    Strings also lose line breaks and colours, except in the fields in `_COLOURED` and `_BLOCKS`. In
+    a `Display`, only plain text is changed, because terminals do not show other media types.
     """
     return _cleaned(value, _harmless_word)  # type: ignore[no-any-return]
 
 
 def _cleaned(value: Any, clean: Callable[[str], str]) -> Any:
-    """Return a value in which all strings are cleaned.
+    """Clean all strings of a value by `clean`. Structs are changed in place; containers are copied.
 
-    Args:
-        value: A string, a container, a struct or any other object. A struct is changed in place;
-            other containers are copied.
-        clean: Function that cleans a string. It does not apply to the fields of structs, which have
-            rules of their own (`_cleaned_field`).
+    `clean` does not apply to the fields of structs, which have their own rules (`_cleaned_field`).
     """
     if isinstance(value, str):
         return clean(value)
@@ -105,11 +95,6 @@ def _cleaned(value: Any, clean: Callable[[str], str]) -> Any:
 
 
 def _cleaned_field(struct: Struct, name: str) -> Any:
-    """Return the value of a struct's field, cleaned as the field's content allows.
-
-    Strings lose control sequences, line breaks and colours. Strings in `_BLOCKS` keep line breaks
-    and colours, strings in `_COLOURED` keep colours. In a `Display`, only plain text is cleaned.
-    """
     value, where = getattr(struct, name), f"{type(struct).__name__}.{name}"
     if where == "Display.metadata":
         return value
