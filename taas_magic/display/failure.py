@@ -1,8 +1,6 @@
-"""Turn the failures of a run into the exception that the notebook raises.
+"""Turn the failures of a run into the exception that the notebook raises. Pure.
 
-The event `RunEnded` names the failure that came first. This module writes the exception's message
-from that failure, and summarizes the other failures. It also limits the length of all texts: a
-message of a megabyte must not reach the browser. The functions do no I/O.
+All texts have a limited length, because a message of a megabyte must not reach the browser.
 """
 
 import re
@@ -21,13 +19,13 @@ MESSAGE_CHARS = 4096
 """Maximum length of an exception's message, and of each line of its details."""
 
 HEADLINE_CHARS = 300
-"""Maximum length of the description of a cause in one line."""
+"""Maximum length of the description of a failure's cause, which is one line."""
 
 DETAIL_LINES = 200
 """Maximum number of lines of a traceback, and of a rank's last lines."""
 
 LINE_CHARS = 120
-"""Maximum length of the line of code in `rank_positions`."""
+"""Maximum length of each line of code that `rank_positions` shows."""
 
 MAX_OTHERS = 10
 """Maximum number of lines for the failures after the first."""
@@ -58,10 +56,7 @@ def no_gpu_advice(etype: str, message: str) -> str:
 
 
 def cut(text: str, limit_chars: int = MESSAGE_CHARS) -> str:
-    """Shorten a text to `limit_chars` characters, and append a note with its full length.
-
-    A text within the limit is returned unchanged.
-    """
+    """Shorten a text to `limit_chars` characters, and append a note with its full length."""
     if len(text) <= limit_chars:
         return text
     return f"{text[:limit_chars]}… [cut: {len(text):,} characters]"
@@ -82,7 +77,7 @@ def cut_middle(lines: Sequence[str], limit_lines: int = DETAIL_LINES) -> list[st
 def who_failed(failure: Failure) -> str:
     """Return text that names the failed rank, such as `rank 3 on host gpu1 (pid 812)`.
 
-    If a host failed, or if the rank is unknown, the text names only the host.
+    If a host failed, the text names only the host.
     """
     if failure.rank is None or failure.how == "host":
         return f"host {failure.host}"
@@ -93,8 +88,8 @@ def who_failed(failure: Failure) -> str:
 def cause(failure: Failure) -> str:
     """Return what happened, such as `ValueError: bad shape` or `killed by SIGKILL`, in one line.
 
-    A message may quote the traceback of another process, such as a DataLoader worker. The first
-    line of such a message does not name the error of that process, so the last line is added.
+    The line is the first line of the message. If the message quotes the traceback of another
+    process, its last line is added, because only the last line names that process's error.
     """
     first_line, *others = failure.message.strip().split("\n")
     if any("Traceback (most recent call last)" in line for line in others):
@@ -120,7 +115,7 @@ def _is_of_store(failure: Failure) -> bool:
 def headline(failure: Failure) -> str:
     """Return rank, host and cause of a failure in one line.
 
-    If `--timeout` has ended the run, no rank is to blame, and the line has only the cause.
+    If `--timeout` has ended the run, the line has only the cause, because no rank is to blame.
     """
     if failure.how == "timeout":
         return cause(failure)
@@ -153,9 +148,8 @@ def others(first: Failure | None, failures: Sequence[Failure]) -> tuple[str, lis
         failures: All failures of the run.
 
     Returns:
-        A line with the number of the other ranks that failed, and a list with a line for each
-        cause. Ranks with the same cause share a line. Both are empty if nothing else failed, or if
-        `--timeout` has ended the run.
+        A line with the number of the other failed ranks, and a list with one line for each cause.
+        Both are empty if nothing else failed, or if `--timeout` has ended the run.
     """
     if first is not None and first.how == "timeout":
         return "", []
@@ -191,7 +185,7 @@ def _ranks(ranks: Sequence[int]) -> str:
 def rank_positions(failures: Sequence[Failure]) -> list[str]:
     """Return lines of text that say where ranks were when `--timeout` ended the run.
 
-    Ranks that were at the same notebook line share one line of the result.
+    Ranks at the same notebook line share one line of the result.
     """
     alike: defaultdict[str, list[int]] = defaultdict(list)
     for failure in failures:
@@ -202,10 +196,9 @@ def rank_positions(failures: Sequence[Failure]) -> list[str]:
 
 
 def _notebook_line(stack: Sequence[str]) -> str:
-    """Return text with the file, line number and code of one frame of a stack.
+    """Return the file, line number and code of the innermost frame in a notebook cell, as text.
 
-    The frame is the innermost frame in a notebook cell. If no frame is in a cell, it is the
-    innermost frame of the stack.
+    If no frame of the stack is in a cell, use the innermost frame.
     """
     frames = [i for i, line in enumerate(stack) if _FRAME.match(line)]
     if not frames:
@@ -220,8 +213,8 @@ def _notebook_line(stack: Sequence[str]) -> str:
 def labelled(text: str, labels: Mapping[str, str]) -> str:
     """Replace the file names of the notebook's cells in a text by the cells' labels.
 
-    Worker processes, fetchers and faulthandler do not know the labels. Their tracebacks contain the
-    file names under which the kernel compiled the cells.
+    Worker processes, fetchers and faulthandler know only the file names under which the kernel
+    compiled the cells.
 
     Args:
         text: Any text, such as a line of a traceback.
@@ -244,12 +237,9 @@ def with_labels(failure: Failure | None, labels: Mapping[str, str]) -> Failure |
 def to_exception(ended: RunEnded) -> RankFailed | RunTimeout | RunLost | StoreError:
     """Return the exception to raise for a run that did not succeed.
 
-    Args:
-        ended: The event of the run's end.
-
     Returns:
-        StoreError if a host could not receive the project store, RunLost if a host or the whole run
-        was lost, RunTimeout if `--timeout` ended the run; otherwise RankFailed.
+        StoreError if a host could not receive the project store. RunLost if a host or the whole run
+        was lost. RunTimeout if `--timeout` ended the run. Otherwise RankFailed.
     """
     first, failures = ended.first, ended.failures
     why = cut(ended.why, HEADLINE_CHARS)
@@ -275,14 +265,13 @@ def to_exception(ended: RunEnded) -> RankFailed | RunTimeout | RunLost | StoreEr
 def cause_of(failure: Failure | None, notebook: Mapping[str, object]) -> BaseException | None:
     """Return an exception of the type that a rank raised, for the notebook's traceback.
 
-    The type is looked up by name in the notebook, or in the imported module that defines the type.
-    The exception has the message as its only argument. It has no other attributes, because the
-    type's own `__new__` and `__init__` are not called. The result is None if the kernel has no such
-    type, or if the type cannot be created from a message.
+    The exception has the message as its only argument, and no other attributes: the type's own
+    `__new__` and `__init__` are not called. The result is None if the kernel does not have the
+    type, or if Python cannot create the exception from a message.
 
     Args:
         failure: The failure that came first.
-        notebook: The notebook's namespace.
+        notebook: The notebook's namespace, where a type of `__main__` is looked up.
     """
     if failure is None or not failure.etype:
         return None

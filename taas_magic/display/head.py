@@ -1,9 +1,8 @@
 """The status header (the lines above a run's log) as text and HTML, and the state that it shows.
 
-`RunState` computes the state from the run's events. The functions do no I/O. Text and HTML show the
-same facts. Jupyter removes some HTML from an untrusted notebook. So the HTML here uses only what
-Jupyter keeps: inline styles, and elements such as <details>. The colours are readable on light and
-dark themes. All texts from hosts and users are escaped.
+The functions do no I/O. Jupyter removes some HTML from an untrusted notebook. So the HTML here uses
+only inline styles, and elements such as <details>. The colours are readable on light and dark
+themes. All texts from hosts and users are escaped.
 """
 
 import math
@@ -78,7 +77,7 @@ MAX_FILES = 8
 MAX_GROUPS = 10
 MAX_CURVES = 4
 STALE_S = 30
-"""Seconds without an update after which an active run's status header says that it is out of date.
+"""Seconds without an update after which an active run's header says that it is out of date.
 
 An active run updates its header each second.
 """
@@ -98,27 +97,24 @@ class RunState:
     """The state of a run, computed from its events in the notebook's kernel.
 
     Attributes:
-        gpus: Number of GPUs that the run holds, as its hosts count them; 0 for CPU ranks.
+        gpus: Number of GPUs that the run holds; 0 for CPU ranks.
         held_gpu_s: GPU-seconds that the run held before the time `up_since`.
         began: Start time of the run, on the caller's clock.
         hosts: The hosts of the attempt `hosts_attempt`, in the order of their ranks.
         hosts_attempt: Number of the newest attempt that has started ranks on a host.
         first_ranks: The lowest rank of each host in `hosts`, by the host's name.
         up: Numbers of the ranks that have started and have not failed.
-        up_since: Time of the last change of `gpus`, on the caller's clock. `held_gpu_s` does not
-            include the time since then. Infinity until the first ranks start.
+        up_since: Time of the last change of `gpus`, on the caller's clock. Infinity until the first
+            ranks start.
         ended_at: End time of the run, on the caller's clock; infinity before that.
         elapsed_s: Seconds that the run took, from the event `RunEnded`; None if unknown.
-        hangs: For each host that reported a hang, the time of the report and the stacks of its
-            ranks.
+        hangs: Time of the report and stacks of the ranks, for each host that reported a hang.
         settled: Names of the hosts whose ranks have all ended, and of lost hosts.
         asking: Numbers of the ranks that wait for a line of input from the user.
-        last_attempt: Number of the last attempt, once the run has ended. Only the results of this
-            attempt count.
-        left: Title to show in place of the state if the notebook has stopped following the run;
-            else "". The status header of such a run will not show the run's end.
-        tails: The last log lines of ranks, by rank. Empty until the run has ended and its logs were
-            read.
+        last_attempt: Number of the attempt whose results count; 0 until the run has ended.
+        left: Title to show instead of the state after the notebook stopped following the run; else
+            "".
+        tails: The last log lines of ranks, by rank. Empty until the view is closed.
     """
 
     plan: Plan
@@ -161,8 +157,8 @@ class RunState:
         Args:
             event: The event.
             now: Time at which the event arrived, from the same clock as `began`. None to use the
-                time that the event contains. A live view passes the time of its own clock, because
-                the clocks of machines may differ by days.
+                time in the event. A live view passes its own time, because the clocks of machines
+                may differ by days.
         """
         now = event.time if now is None else now
         self.flow.apply(event, now)
@@ -213,7 +209,7 @@ class RunState:
     def hang(self) -> list[RankStack]:
         """The stacks of all ranks if every host with active ranks reports a hang; else [].
 
-        `RankStack.since` in these stacks is a time on the clock of `began`.
+        `RankStack.since` is a time on the clock of `began`.
         """
         there = set(self.hosts) - self.settled
         said = {host: found for host, found in self.hangs.items() if found[1] and host in there}
@@ -254,7 +250,7 @@ class RunState:
         self.up_since = min(self.up_since, now)
 
     def _failed(self, failure: Failure) -> None:
-        """Record a failure. `first` is the first failure that no other failure caused."""
+        """Record a failure. The first failure that is no consequence of another becomes `first`."""
         self.failures.append(failure)
         if failure.rank is not None:
             self.up.discard(failure.rank)
@@ -295,10 +291,7 @@ def _colour(state: RunState) -> str:
 
 
 def _parts(state: RunState, now: float) -> Iterator[tuple[str, str]]:
-    """Yield the rows of the status header from top to bottom, as pairs of text and HTML.
-
-    Only the first row and the last row, with the path of the logs, are always present.
-    """
+    """Yield the rows of the status header from top to bottom, as pairs of text and HTML."""
     found = facts(state, now)
     title = f"{state.left or state.state} {cut(state.plan.name, NAME_CHARS)}".rstrip()
     yield _joined([title], found), _title_row(state) + _row(_facts_html(found))
@@ -364,9 +357,9 @@ def _tails_html(state: RunState) -> str:
 
 
 def _curve_parts(curves: Curves) -> Iterator[tuple[str, str]]:
-    """Yield the rows of the status header with the first `MAX_CURVES` metrics of `taas.log`.
+    """Yield one row of the status header with the first `MAX_CURVES` metrics, if any.
 
-    In HTML, the metrics are one row of small curves. In text, each metric is one line.
+    In HTML, the metrics are small curves. In text, each metric is one line.
     """
     if not curves:
         return
@@ -392,8 +385,6 @@ def _curve_parts(curves: Curves) -> Iterator[tuple[str, str]]:
 
 def _values_text(first: Curve, n_ranks: int) -> str:
     """Return text on how often a metric was logged, such as `100 values on each of 4 ranks`.
-
-    If only one rank logged the metric, the text does not mention ranks.
 
     Args:
         first: The curve of the first rank that logged the metric.
@@ -474,9 +465,9 @@ def _facts_html(found: Sequence[Fact]) -> str:
 def _title_row(state: RunState) -> str:
     """Return the title row as HTML.
 
-    For an active run, a CSS animation replaces the title after `STALE_S` by a hint that the header
-    is out of date. Each update restarts the animation. After a reload of the page or the end of the
-    kernel, no process can update the HTML, so only CSS can show the hint.
+    After `STALE_S` seconds without an update, CSS replaces an active run's title by a hint that the
+    header is out of date. After a reload of the page or the end of the kernel, no process can
+    update the HTML, so only CSS can show the hint.
     """
     shown = state.left or state.state
     title = f"<span style='color:{_colour(state)}'>● <b>{escape(shown)}</b></span>"
@@ -514,7 +505,7 @@ def columns(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def as_html(text: str) -> str:
-    """Return HTML for lines with aligned columns; the browser does not wrap the lines."""
+    """Return HTML for lines with aligned columns, which the browser does not wrap."""
     return f"<pre style='{TABLE}'>{escape(text)}</pre>"
 
 
@@ -528,8 +519,7 @@ def loader_lines(
     Args:
         flow: The counts that ranks and fetchers have sent about the loaders.
         units: The limit of `--units` for each loader, if any.
-        has_ended: Whether the run has ended. If so, the rates are means over the run, and the facts
-            about buffers are left out.
+        has_ended: Whether to return the mean rates of the whole run, without facts about buffers.
     """
     shown = list(flow.loaders.values())[:MAX_LOADERS]
     found = [(loader.name, _loader_facts(loader, units, has_ended)) for loader in shown]
@@ -548,7 +538,6 @@ def filling(flow: RunCounts) -> str:
 
 
 def _loader_facts(loader: LoaderCounts, units: int | None, has_ended: bool) -> list[Fact]:
-    """Return the facts about one loader; see `loader_lines` for the arguments."""
     batches, bound = int(loader.rank_total("batches")), f" of {units:,}" if units else ""
     facts = [("batches", f"{batches:,}{bound}")]
     if loader.units != batches:
@@ -567,7 +556,7 @@ def _loader_facts(loader: LoaderCounts, units: int | None, has_ended: bool) -> l
 def _buffer_facts(loader: LoaderCounts) -> Iterator[Fact]:
     """Yield how much data is ready in the fetchers' buffers, and how much the ranks hold.
 
-    Skip a fact if its size is zero, for example because the run has no fetchers.
+    A fact whose size is zero is skipped.
     """
     if budget := int(loader.fetcher_total("budget_bytes")):
         batches, size = int(loader.fetcher_total("ready")), int(loader.fetcher_total("ready_bytes"))
@@ -579,8 +568,8 @@ def _buffer_facts(loader: LoaderCounts) -> Iterator[Fact]:
 def _waited(loader: LoaderCounts) -> str:
     """Return text with the percentage of time that ranks waited for a loader.
 
-    The text begins with the mean over all ranks. In parentheses, it lists the percentage of each
-    rank. For more than `MAX_RANKS` ranks, it lists only the smallest and the largest percentage.
+    The mean over all ranks comes first. The percentages of the ranks follow in parentheses; for
+    more than `MAX_RANKS` ranks, only the smallest and the largest.
     """
     shares = loader.shares
     mean = f"{loader.sums(0.0).share:.0%}"
@@ -626,13 +615,13 @@ def receipt_lines(receipt: Receipt | None) -> list[Fact]:
 
 
 def _by_cube(files: Mapping[str, T]) -> dict[str, list[T]]:
-    """Group values by file; all files of a data cube (a `.zarr` folder) form one group.
+    """Group values by file. All files of a data cube (a `.zarr` folder) form one group.
 
     Args:
         files: Values by path.
 
     Returns:
-        Lists of values, by file or data cube. Of nested `.zarr` folders, the outermost is the cube.
+        Lists of values, by file or data cube. The outermost of nested `.zarr` folders is the cube.
     """
     found: dict[str, list[T]] = {}
     for path, known in files.items():
@@ -644,7 +633,7 @@ def _by_cube(files: Mapping[str, T]) -> dict[str, list[T]]:
 def _kept(files: Mapping[str, Sequence[int]]) -> list[str]:
     """Return text for each file that was kept out of the store, with the ranks that wrote it.
 
-    Files of one data cube share one text, as in `_by_cube`.
+    Files of one data cube share one text.
     """
     shown = []
     for name, each in _by_cube(files).items():
@@ -669,7 +658,6 @@ def hang_lines(rows: Sequence[RankStack], now: float) -> list[str]:
 
 
 def _hang_cells(rows: Sequence[RankStack], now: float) -> Iterator[tuple[str, ...]]:
-    """Yield the rows of a hang's table, one for each of the first `MAX_GROUPS` groups of ranks."""
     for group in _groups(rows)[:MAX_GROUPS]:
         hosts = list(dict.fromkeys(row.host for row in group))
         where = hosts[0] if len(hosts) == 1 else f"{len(hosts)} hosts"
@@ -682,8 +670,8 @@ def _hang_cells(rows: Sequence[RankStack], now: float) -> Iterator[tuple[str, ..
 def _groups(rows: Sequence[RankStack]) -> list[list[RankStack]]:
     """Group the ranks that are at the same line of code and wait for the same thing.
 
-    Small groups come first, because a small group is more likely to be the cause of the hang.
-    Groups that wait in a collective come last, even small ones: they only wait for other ranks.
+    Small groups come first, because they more probably cause the hang. Groups that wait in a
+    collective come last, because they only wait for other ranks.
     """
     alike: defaultdict[tuple[str, str], list[RankStack]] = defaultdict(list)
     for row in sorted(rows, key=lambda row: row.rank):
@@ -725,19 +713,13 @@ _RANKS_HEAD = ("rank", "host", "pid", "CPU", "memory", "batches", "waited", "at"
 
 
 def ranks_text(found: RunStacks, flow: RunCounts) -> str:
-    """Return the output of `%taas ranks`: a table with a row for each rank.
-
-    Args:
-        found: The stacks of the run's processes.
-        flow: The counts about the run's registered loaders.
-    """
+    """Return the output of `%taas ranks`: a table with a row for each rank."""
     rows = [_rank_cells(row, flow) for row in sorted(found.ranks, key=lambda row: row.rank)]
     table = columns([_RANKS_HEAD, *rows]) if rows else []
     return "\n".join([*table, *found.silent]) or "no rank runs"
 
 
 def _rank_cells(row: RankStack, flow: RunCounts) -> tuple[str, ...]:
-    """Return the cells of a rank's row; "-" for a value that is unknown or does not apply."""
     loaders = [loader for loader in flow.loaders.values() if row.rank in loader.ranks]
     batches = sum(loader.ranks[row.rank].batches for loader in loaders)
     shares = [loader.shares[row.rank] for loader in loaders if row.rank in loader.shares]
@@ -754,15 +736,11 @@ def _rank_cells(row: RankStack, flow: RunCounts) -> tuple[str, ...]:
 
 
 def _memory(process: ProcessStack) -> int:
-    """Return the memory of a process and its descendants, in bytes."""
     return process.memory_bytes + sum(map(_memory, process.children))
 
 
 def _process_lines(process: ProcessStack, indent: str) -> list[str]:
-    """Return lines of text about a process: what it waits for, its stacks, and its children.
-
-    The children follow in the same form, indented further.
-    """
+    """Return lines of text about a process and, indented further, about its child processes."""
     lines = [f"{indent}waits for {process.waits_for} ({process.system or 'gone'})"]
     for name, frames in process.threads.items():
         lines += [f"{indent}{name}:", *(f"{indent}  {frame}" for frame in frames)]

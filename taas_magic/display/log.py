@@ -1,18 +1,15 @@
-"""Merge the lines of all ranks into a run's log in the notebook.
+"""Merge the lines of all ranks into a run's log in the notebook. Pure.
 
-The code does no I/O, and callers pass the current time.
-
-If several ranks print the same line at about the same time, the log shows the line once. A prefix
-names the ranks that printed it. To find equal lines, `LineMerger` holds each new line back until
-the first of these events:
+If several ranks print the same line at about the same time, the log shows the line once, with the
+numbers of these ranks. To find equal lines, `LineMerger` holds each new line back until the first
+of these events:
 
 - All ranks have printed the line.
 - Every rank has waiting lines, and each copy of the line is the first waiting line of its rank.
 - The line has waited for `hold_s` seconds. Users do not notice this delay.
 
-Whenever a cell gets more output, the browser draws the whole output again. Therefore, a cell shows
-at most `CELL_BYTES` of text. Below the text, a summary (`LogSummary`) is updated in place. The
-summary shows the number of further lines, the errors among them, and the last lines.
+When a cell gets more output, the browser draws the whole output again. Therefore a cell shows at
+most `CELL_BYTES` of text, and below it a summary (`LogSummary`) that is updated in place.
 """
 
 import math
@@ -55,10 +52,7 @@ def rank_ranges(ranks: Iterable[int], max_ranges: int = 6) -> str:
 class LineMerger:
     """Merger of equal lines of several ranks; it keeps the order of lines within each rank.
 
-    Each rank has a queue of waiting lines. Ranks whose first waiting lines are equal form a group.
-    A dict maps each such line to its group, so a rank finds its group without a search.
-
-    A line that all ranks have printed is shown at once. Any other line waits at most `hold_s`.
+    Ranks whose first waiting lines are equal form a group.
 
     Args:
         world_size: Number of ranks whose lines are shown.
@@ -120,10 +114,9 @@ class LineMerger:
     def _release_unmatched(self) -> list[ShownLine]:
         """Remove and return lines that no further rank is likely to print soon.
 
-        While any rank has no waiting line, no line is removed, because that rank may print a copy
-        next. Otherwise, a line is removed if each waiting copy of the line is the first line of its
-        queue. If several lines can be removed, the line of the lowest rank comes first, because
-        rank 0 usually prints more than the other ranks.
+        While any rank has no waiting line, keep all lines, because that rank may print a copy next.
+        Otherwise, remove a line if each waiting copy is the first line of its queue. The line of
+        the lowest rank comes first, because rank 0 usually prints more than the other ranks.
         """
         shown: list[ShownLine] = []
         while len(self._waiting) == self._world_size:
@@ -139,14 +132,11 @@ class LineMerger:
         return shown
 
     def _release_first(self, rank: int, most: int) -> list[ShownLine]:
-        """Remove and return the first waiting line of a rank, and possibly further lines.
+        """Remove and return a rank's first waiting line, once for all ranks whose first line it is.
 
-        If the line is also the first waiting line of other ranks, it is removed from their queues,
-        too. It is returned once, with the numbers of all these ranks.
-
-        If no other waiting line equals the line, the method also removes the rank's next lines, up
-        to the first line that has a copy. A rank that prints much has many lines without a copy. To
-        remove them in one call is several times as fast as to remove each in its own call.
+        If no other waiting line equals it, also remove the rank's next lines, up to the first line
+        that has a copy. To remove many lines in one call is several times as fast as one call for
+        each.
 
         Args:
             rank: A rank that has a waiting line.
@@ -172,14 +162,14 @@ class LineMerger:
         """Add a rank to the group of ranks whose first waiting line is `line`.
 
         Returns:
-            Whether the group now has all ranks, so that the line can be shown.
+            Whether the group now has all ranks.
         """
         group = self._groups.setdefault(line, set())
         group.add(rank)
         return len(group) == self._world_size
 
     def _advance(self, rank: int) -> str | None:
-        """Add a rank, whose first waiting line was just removed, to the group of its next line.
+        """After a rank's first line was removed, add the rank to the group of its next line.
 
         Returns:
             The next line if its group now has all ranks; else None.
@@ -193,11 +183,7 @@ class LineMerger:
     def _release(self, text: str) -> list[ShownLine]:
         """Remove a group's line from the queues of its ranks, and return the line.
 
-        After that, the next lines of these ranks may complete other groups. The lines of groups
-        that now have all ranks are removed and returned, too.
-
-        Args:
-            text: The line of the first group.
+        Then do the same for each group that has all ranks after the removal.
         """
         shown = []
         ready = [text]
@@ -234,13 +220,10 @@ LINE_CHARS = 500
 """Maximum length of a line in the summary."""
 
 DROPPED_NOTE_S = 1.0
-"""Minimum seconds between the first and the second note on dropped lines.
-
-Dropped lines are lines that a host did not send to the notebook, because there were too many.
-"""
+"""Minimum seconds between the first and the second note on lines that a host did not send."""
 
 MAX_DROPPED_NOTE_S = 60.0
-"""Upper limit of the pause between two notes on dropped lines, which doubles each time."""
+"""Maximum seconds between two notes on dropped lines. The pause doubles each time."""
 
 TIMES = "\N{MULTIPLICATION SIGN}"
 
@@ -258,7 +241,7 @@ class LogSummary:
     def count(self, n_lines: int, n_bytes: int) -> None:
         """Add to the number and the size of the lines beyond the limit.
 
-        Call this method for lines whose text the host did not send, and `add_lines` for others.
+        For lines whose text is known, call `add_lines`.
         """
         self._lines += n_lines
         self._bytes += n_bytes
@@ -277,7 +260,7 @@ class LogSummary:
         self._errors += [f"{prefix}{_short(line)}" for line in errors]
 
     def text(self) -> str:
-        """Return the text of the summary."""
+        """Return the summary, and mark all its lines as shown."""
         self.has_unshown_lines = False
         size = size_text(self._bytes)
         s = "s" * (self._lines != 1)
@@ -290,8 +273,7 @@ class LogText:
     """The log of one run as text; buffers the text until the view writes it to the cell.
 
     Args:
-        plan: The plan of the run. If the run has several hosts, prefixes also name the host. Only
-            the lines of `plan.log_ranks` are shown.
+        plan: The plan of the run.
         run_dir: The run folder, with the complete logs.
         limit_bytes: Maximum bytes of text for the cell. Further lines go to `rest`.
 
@@ -339,7 +321,7 @@ class LogText:
         self._dropped[event.rank] = lines + event.lines, size_bytes + event.bytes
 
     def add_line(self, text: str) -> None:
-        """Add a line that no rank printed; lines that still wait are added before it."""
+        """Add a line that no rank printed, after all lines that still wait."""
         self.flush()
         if self.rest is None:
             self._pieces.append(f"{text}\n")
@@ -376,7 +358,7 @@ class LogText:
         return 1.0 if self.rest is not None else min(1.0, self._taken_bytes / self._limit_bytes)
 
     def pop_text(self) -> str:
-        """Return and remove the text to write now, in whole lines."""
+        """Remove and return the text to write now, in whole lines."""
         taken = "".join(self._pieces)
         self._taken_bytes += len(taken)
         self._pieces.clear()
@@ -405,8 +387,8 @@ class LogText:
     def _note_dropped(self, now: float) -> None:
         """Add a note with the number of lines dropped since the last note.
 
-        The pause between two notes doubles each time, up to `MAX_DROPPED_NOTE_S`. So even a long
-        flood of output causes only a few notes.
+        The pause between two notes doubles each time, so a long flood of output causes only a few
+        notes.
         """
         if not self._dropped:
             return

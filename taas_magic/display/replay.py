@@ -1,8 +1,7 @@
-"""Compute a run's state and its past output from its journal, for views opened later.
+"""Compute a run's state and its past output from its journal, for views opened later. Pure.
 
-The state is the same as in a view that has been open since the start of the run. Most events of a
-journal hold printed lines. Only those lines that the view shows are decoded, so a journal of 100 MB
-takes less than a second. The code does no I/O.
+The state is the same as in a view that has been open since the start of the run. Only the printed
+lines that the view shows are decoded, so a journal of 100 MB takes less than a second.
 """
 
 import re
@@ -33,7 +32,7 @@ TAIL_BYTES = 500_000
 """Maximum bytes of past log that a view shows; earlier lines are left out."""
 
 END_LINES = 100
-"""Number of first lines, and of last lines, that the view of an ended run shows of a long log.
+"""Number of first lines, and of last lines, to show of an ended run's long log.
 
 A log is long if it has more than `TAIL_BYTES`.
 """
@@ -49,11 +48,7 @@ _REPORTER = re.compile(rb'"(?:rank|number)":(\d+)')
 _ERROR_WORDS = tuple(word.encode() for word in ERROR_WORDS)
 
 _LEAST_COUNTS = 2_000
-"""Part of `_CountsBuffer`'s argument `most` that does not depend on the number of ranks.
-
-A replay applies the first `most` and the last `most` events with loader counts of an attempt.
-`most` is this constant plus 8 for each rank.
-"""
+"""Part of `_CountsBuffer`'s argument `most` that does not depend on the number of ranks."""
 
 OutputPiece = Event | str
 """A piece of past output: an event, or a line that no rank printed."""
@@ -84,7 +79,7 @@ class Replay:
         return self._state
 
     def read(self, chunk: bytes) -> None:
-        """Process the next chunk of the journal. The chunk must consist of whole lines."""
+        """Process the next chunk of the journal. It must consist of whole lines."""
         errs, has_bar = any(word in chunk for word in _ERROR_WORDS), b"%|" in chunk
         is_plain = chunk.startswith(_LINES) and not has_bar and not self._log_ranks
         if is_plain and chunk.count(b"\n" + _LINES) == chunk.count(b"\n") - 1:
@@ -119,7 +114,6 @@ class Replay:
         return self._shown.pieces(self.state)
 
     def _apply_event(self, event: Event) -> None:
-        """Apply an event to the past output and, unless it is a display or clear, to the state."""
         self._shown.add_event(event)
         if isinstance(event, Restart | RunEnded):  # their effect depends on all earlier events
             self._apply_pending()
@@ -143,12 +137,12 @@ class Replay:
 class _CountsBuffer:
     """Buffer of undecoded events with the counts of loaders (`data` and `fetched` events).
 
-    The counts are sums since the rank or fetcher started. So the sums in the newest event of a rank
-    or fetcher include those in its earlier events. The buffer keeps three parts:
+    The counts are sums since the rank or fetcher started, so the newest event includes all earlier
+    ones. The buffer keeps three parts:
 
     - The first `most` events, because they contain the counts at the start of the ranks.
-    - The last `most` events or a few more, because the current rates are computed from them.
-    - Only the newest event of each rank and fetcher from the events between these two parts.
+    - At least the last `most` events, because the current rates are computed from them.
+    - Between these two parts, only the newest event of each rank and fetcher.
 
     Args:
         most: Number of first events to keep; also the minimum number of last events to keep.
@@ -163,7 +157,7 @@ class _CountsBuffer:
         self._n_last = 0
 
     def add(self, lines: list[bytes]) -> None:
-        """Add the next events, each as its line of the journal."""
+        """Add the next events, each as a line of the journal."""
         if (room := self._most - len(self._first)) > 0:
             self._first += lines[:room]
             lines = lines[room:]
@@ -177,7 +171,7 @@ class _CountsBuffer:
             self._sum_counts(old)
 
     def pop_events(self) -> list[bytes]:
-        """Remove all events from the buffer, and return them in the order of the journal."""
+        """Remove and return all events, in the order of the journal."""
         taken = [*self._first, *self._sums.values(), *(it for lines in self._last for it in lines)]
         self._first, self._sums, self._n_last = [], {}, 0
         self._last.clear()
@@ -203,11 +197,10 @@ def _reporter(line: bytes) -> bytes:
 
 @dataclass
 class _Block:
-    """Consecutive journal lines, not decoded yet, whose events are all output of ranks.
+    """Consecutive journal lines with printed output of ranks, not decoded yet.
 
     Attributes:
         number: Position among the blocks and events to show.
-        raw: The lines, as bytes.
         errs: Whether the lines may contain an error message.
     """
 
@@ -244,10 +237,10 @@ class _PastOutput:
         self._tail_bytes = self._left_out_bytes = 0
 
     def add(self, raw: bytes, errs: bool) -> None:
-        """Add the next lines of the journal that hold output of ranks.
+        """Add the next lines of the journal that contain printed output of ranks.
 
         Args:
-            raw: These lines, as bytes.
+            raw: These lines.
             errs: Whether they may contain an error message.
         """
         if not raw:
@@ -264,9 +257,8 @@ class _PastOutput:
     def add_event(self, event: Event) -> None:
         """Process an event that is not a printed line.
 
-        Keep restarts, and the displays of the ranks whose displays the run shows. Change the
-        earlier display if the event updates it. For a `ClearOutput` of the first shown rank, remove
-        all earlier output. Ignore other events.
+        Keep restarts, and the displays that the run shows. A later event may update a display. A
+        `ClearOutput` of the first shown rank removes all earlier output. Ignore other events.
         """
         self._numbers += 1
         match event:
@@ -287,9 +279,8 @@ class _PastOutput:
     def pieces(self, state: RunState) -> list[OutputPiece]:
         """Return the past output. Shorten a log of more than `TAIL_BYTES`, and add a note on that.
 
-        For an active run, the first lines of a long log are left out. For an ended run, the middle
-        lines are left out, except for lines that look like errors. Displays and restarts are always
-        included.
+        An active run loses the first lines of a long log. An ended run loses the middle lines,
+        except for lines that look like errors. Displays and restarts are always included.
 
         Args:
             state: The run's state after the whole journal.
@@ -329,7 +320,6 @@ class _PastOutput:
         self._leave_out(_Block(block.number, block.raw[:end], block.errs))
 
     def _merged(self) -> list[OutputPiece]:
-        """Return the kept events and the last printed lines, in the order of the journal."""
         found = list(self._kept)
         for block in self._tail:
             decoded = (_decoded(line) for line in block.lines())
@@ -342,7 +332,6 @@ def _cut(lines: Iterable[bytes], from_end: bool = False) -> list[tuple[bytes, Li
 
     Args:
         lines: Lines of the journal; in reverse order if `from_end` is true.
-        from_end: Whether to return the last lines.
 
     Returns:
         Pairs of a line of the journal and its decoded event, in the order of the journal. Each
@@ -369,8 +358,8 @@ def _errors_of(
 
     Args:
         lines: Lines of the journal that may contain errors.
-        first: The first lines of the log, from `_cut`. They are shown anyway, so they are left out.
-        last: The last lines of the log, likewise.
+        first: The log's first lines, from `_cut`. They are left out, because they are shown anyway.
+        last: The log's last lines, likewise.
     """
     budget = LogBudget(
         lambda: 0.0, burst=(0, 0), per_s=(0, 0), reserve=ERRORS, reserve_per_s=(0, 0)

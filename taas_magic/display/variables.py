@@ -56,9 +56,6 @@ def _describe_odd_ranks(texts: Mapping[int, str]) -> str:
     """Return text that names the ranks whose value differs from the most frequent value.
 
     Returns "" if all values are equal, and "values differ" if no value is the most frequent one.
-
-    Args:
-        texts: Texts that represent the values to compare, by rank.
     """
     counts = Counter(texts.values()).most_common(2)
     if len(counts) == 1:

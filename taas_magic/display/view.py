@@ -1,8 +1,8 @@
 """The view of one run: receives the run's events and shows its status header and log.
 
 A screen writes the output below a notebook's cell, in a console, or in a terminal. Screens do not
-use ipywidgets, but displays with an id, which are updated in place. JupyterLab, Notebook 7, VS Code
-and nbclient all render such displays. The code of this module runs in the cell's thread.
+use ipywidgets, but displays with an id, because more frontends can update these. The code of this
+module runs in the cell's thread.
 """
 
 import math
@@ -32,8 +32,8 @@ class NotebookScreen:
     """A screen that shows a run in the output of the notebook cell that is executing.
 
     Attributes:
-        limit_bytes: Maximum bytes of text that the view passes to `write`, in whole lines. For the
-            later lines, the view passes a summary to `show_rest`.
+        limit_bytes: Maximum bytes of text that the view passes to `write`. After that, the view
+            passes a summary to `show_rest`.
     """
 
     limit_bytes = CELL_BYTES
@@ -54,7 +54,7 @@ class NotebookScreen:
     open = show
 
     def write(self, text: str) -> None:
-        """Write whole lines below the status header at once."""
+        """Write whole lines below the status header, and flush standard output."""
         self._clear_now()
         sys.stdout.write(text)
         sys.stdout.flush()
@@ -79,8 +79,7 @@ class NotebookScreen:
         """Clear the cell's output except the status header.
 
         Args:
-            wait: Whether to keep the output until the next output comes, as IPython's
-                `clear_output` does with `wait=True`.
+            wait: Whether to keep the output until the next output comes, as in `clear_output`.
         """
         self._clears_first = True
         if not wait:
@@ -109,7 +108,7 @@ class NotebookScreen:
 class UrgentLines:
     """Lines that a user must see at once: new notes of the run, and the report of a hang.
 
-    Screens that show the status header only at the start and end of a run write these lines.
+    They are for screens that show the status header only at the start and end of a run.
     """
 
     def __init__(self) -> None:
@@ -216,9 +215,9 @@ Screen = NotebookScreen | TerminalScreen
 def screen_for(shell: "InteractiveShell | None", run_id: str) -> Screen:
     """Return the screen that fits a shell: for a notebook, for a kernel's console, or a terminal.
 
-    A shell without a kernel writes to a terminal. A kernel's frontend counts as a notebook if its
-    request names the cell (JupyterLab, Notebook 7, VS Code) or allows no input (nbclient). Any
-    other frontend counts as a console, which cannot update displays.
+    A shell without a kernel writes to a terminal. A kernel's frontend is a notebook if its request
+    names the cell (JupyterLab, Notebook 7, VS Code) or allows no input (nbclient). Any other
+    frontend is a console, which cannot update displays.
     """
     if not hasattr(shell, "kernel"):
         return TerminalScreen()
@@ -232,7 +231,7 @@ HEAD_GAP_S = 0.1
 """Shortest time in seconds between two updates of the status header."""
 
 HEAD_TICK_S = 1.0
-"""Seconds between updates of the elapsed time while a run is active and no events arrive."""
+"""Seconds between updates of an active run's header while no events arrive."""
 
 DATA_TYPES = frozenset({"text/plain", "image/png", "image/jpeg"})
 """Media types that a browser shows without running code from them."""
@@ -246,8 +245,7 @@ Jupyter's server stops the output of a kernel that sends 1,000 messages a second
 FULL_CELL_GAP_S = 1.0
 """Shortest time in seconds between two writes to a cell whose output has reached its limit.
 
-For a cell with less output, the time is proportionally shorter. The more output a cell has, the
-longer a browser takes to add more.
+The time is proportionally shorter for a cell with less output, to which a browser adds text faster.
 """
 
 
@@ -259,7 +257,7 @@ def _without_active_content(event: Display) -> Display:
 
 
 class SilentView:
-    """A view that only updates the state of a run and shows nothing; has the methods of `View`."""
+    """A view that updates the state of a run and shows nothing; has the methods of `View`."""
 
     def __init__(self, state: RunState) -> None:
         self._state, state.began = state, time.monotonic()
@@ -283,8 +281,7 @@ class View:
     """The view of one run in the notebook's kernel; used only in the cell's thread.
 
     `feed` receives events, and `tick` writes the resulting output in one message. Call `tick` after
-    every batch of events, and no later than `next_due` returns. The view starts no thread and no
-    timer.
+    every batch of events, and no later than `next_due` returns.
 
     Args:
         state: The state of the run, which `feed` updates. If the state has no start time, the run
@@ -406,7 +403,6 @@ class View:
         return math.inf if self._state.has_ended else self._head_at + HEAD_TICK_S
 
     def _write(self, now: float) -> None:
-        """Write the text that the log has now, and the summary of the lines beyond the limit."""
         if not self._log.has_text:
             return
         self._written_at = now

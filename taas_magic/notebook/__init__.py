@@ -2,10 +2,10 @@
 
 magic.py      the magics `%%taas` and `%taas`, and Tab completion
 flags.py      parser of the flags after `%%taas`
-launch.py     runs a cell on ranks from start to end; with `--dry-run`, describes what would run
-rehearsal.py  rehearses a cell on this machine and reports what its pool would need (`--rehearse`)
+launch.py     runs a cell on ranks from start to end (`--dry-run`: only describes it)
+rehearsal.py  rehearses a cell on this machine (`--rehearse`)
 functions.py  runs a function (`taas.run`) or a script on ranks
-options.py    checks that a call's options and the user's function share no parameter name
+options.py    refuses options whose names are also parameters of the user's function
 run.py        follows a run, handles the user's interrupts, and starts its fetchers
 keyboard.py   lines that the user types for the ranks of a run
 runs.py       finds runs and reads their folders (`taas.runs()`)

@@ -1,6 +1,5 @@
 """Show the view of a run again, for `%taas attach`.
 
-The view shows all earlier output, then new output, until the run ends or the user interrupts.
 The view reads only the run's folder, and needs no connection to the pool.
 """
 
@@ -26,10 +25,7 @@ POLL_S = 0.1
 """Seconds between reads of the journal."""
 
 CHECK_S = 1.0
-"""Minimum seconds between checks whether the process that owns the run is alive.
-
-These checks are made only while the journal gets no events.
-"""
+"""Minimum seconds between checks whether the process that owns a silent run is alive."""
 
 NOT_ATTACHED = "NOT ATTACHED"
 """Title of a run's status header after the user stopped watching. The run may still be active."""
@@ -38,7 +34,7 @@ NOT_ATTACHED = "NOT ATTACHED"
 def attach(run: Run) -> None:
     """Show a run, as recorded in its folder, until the run has ended.
 
-    If the run has failed, print the details of the first failure, such as the traceback.
+    Also print the details of the first failure, such as the traceback.
 
     Raises:
         KeyboardInterrupt: The user interrupted the view. The run continues.
@@ -54,10 +50,9 @@ def attach(run: Run) -> None:
 
 
 def _show(run: Run, interrupts: Interrupts) -> RunState:
-    """Show the events of a run's journal until the run has ended or the user interrupts.
+    """Show the past and new events of a run until the run has ended or the user interrupts.
 
-    The view first shows the output so far, then each new event. If a run is lost, so that no
-    process will record its end, the view ends, too.
+    A lost run has ended, too, although its journal has no event for the end.
 
     Returns:
         The state that the view showed last.

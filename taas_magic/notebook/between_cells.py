@@ -1,7 +1,7 @@
 """Functions and names that other modules register here, and that the magics read at each cell.
 
-A background thread imports those other modules, and the import may not be complete while the first
-cells run. So the magics read the functions and names from this small module.
+A background thread imports those other modules. Their import may not be complete while the first
+cells run, so the magics read only this small module.
 """
 
 from collections.abc import Callable
@@ -13,5 +13,5 @@ set_in_ranks: dict[str, str] = {}
 """Names that earlier `%%taas` cells without a session assigned on their ranks.
 
 The value of a name is the id of the detached run that returns the name by `--out`; "" for any other
-run. If a later cell of the notebook uses such a name, the user gets a hint how to get its value.
+run. A later cell that uses such a name gets a hint.
 """

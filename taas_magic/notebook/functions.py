@@ -1,8 +1,7 @@
 """Run a function (`taas.run`) or a script (`python -m taas_magic run`) on ranks.
 
-A run needs an IPython shell, because ranks receive the shell's variables. A notebook has a shell.
-In a script, `run` creates a shell whose variables are those of the script's `__main__` module. So
-the functions of a script reach the ranks in the same way as the functions of a notebook.
+Ranks receive the variables of an IPython shell. In a script, this module creates a shell whose
+variables are those of the script's `__main__` module.
 """
 
 import shlex
@@ -114,10 +113,7 @@ def run(
 def _flags(options: Mapping[str, Any], settings: Config) -> Flags:
     """Convert the options of `run` to flags, as if the user had written them after `%%taas`.
 
-    The flag `--out` also contains the value that the function returns.
-
-    Raises:
-        UsageError: An option has an impossible value.
+    `Flags.out` also gets the value that the function returns.
     """
     words: list[str] = []
     for option, value in options.items():
@@ -137,8 +133,7 @@ def run_script(words: Sequence[str]) -> None:
     """Run a script on ranks, as `torchrun` does. Block until the run has ended.
 
     Each rank runs the script as its `__main__` module, with the script's folder on the import path.
-    With `--dry-run`, this function prints what would run, and starts nothing. With `--rehearse`, it
-    rehearses the script.
+    `--dry-run` and `--rehearse` work as for a cell.
 
     Args:
         words: Flags of `%%taas`, then the path of the script, then the script's own arguments.
@@ -162,7 +157,7 @@ def run_script(words: Sequence[str]) -> None:
 
 
 def _execute(asked: Flags, work: Work, shell: InteractiveShell, settings: Config) -> "Run":
-    """Run a function or a script on ranks, or rehearse the script (`--rehearse`).
+    """Run a function or a script on ranks, or rehearse it (`--rehearse`).
 
     If a rank of a script's run fails, print that rank's traceback. In a notebook, the exception
     shows the traceback itself (`RunError._render_traceback_`).

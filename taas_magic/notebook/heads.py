@@ -18,9 +18,9 @@ _left: dict[str, Run] = {}
 
 
 def close_view(run: Run, view: View, state: RunState, title: str) -> None:
-    """Close the view of an active run. The final status header says how to show the run again.
+    """Close the view of an active run. Its final status header says how to show the run again.
 
-    If the header can be updated later, `update_ended_headers` updates it when the run has ended.
+    If the header can be updated later, `update_ended_headers` shows the run's end in it.
 
     Args:
         run: The run.
@@ -35,15 +35,12 @@ def close_view(run: Run, view: View, state: RunState, title: str) -> None:
 
 
 def forget(run: Run) -> None:
-    """Stop updating the status header of a run, because the header already shows the run's end."""
+    """Do not update the status header of a run again, because it already shows the run's end."""
     _left.pop(run.run_id, None)
 
 
 def update_ended_headers() -> None:
-    """Update the status headers of runs that have ended since their views were closed.
-
-    Called before each cell.
-    """
+    """Update the status headers of runs that have ended since their views were closed."""
     for run in [run for run in _left.values() if not run.is_active]:
         forget(run)
         name = {"display_id": f"{run.run_id}:head"}

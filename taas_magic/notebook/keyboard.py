@@ -1,8 +1,7 @@
-"""Lines of input that the user types for the ranks of a run.
+"""Lines of input that the user types for the ranks of a run (`input()`, `breakpoint()`).
 
-A rank that calls `input()`, `breakpoint()` or a debugger sends an `InputRequested` event. The
-kernel then asks the user as for any other cell: in the notebook's input box, or in the terminal.
-One rank at a time has the keyboard.
+The kernel asks the user in the notebook's input box, or in the terminal. One rank at a time has the
+keyboard.
 """
 
 import builtins
@@ -20,10 +19,7 @@ if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
 SAME_RANK_S = 1.0
-"""Seconds after an answer during which only the answered rank may ask again.
-
-A debugger asks for its next line at once.
-"""
+"""Seconds after an answer during which only the answered rank may ask again, as debuggers do."""
 
 ANSWER_LIMIT_BYTES = 4000
 """Maximum size of an encoded answer.
@@ -57,7 +53,7 @@ class InputQueue:
         """Remove and return the request to answer now; None if no request is due.
 
         A request of the rank that was answered last is due immediately. Requests of other ranks are
-        due `SAME_RANK_S` after that answer, so that one rank's dialog is not interrupted.
+        due `SAME_RANK_S` later, so that they do not interrupt one rank's dialog.
 
         Args:
             now: Current time, from the same clock as in `record_answer`.
@@ -81,7 +77,7 @@ def prompt_of(request: InputRequested, plan: Plan) -> str:
     """Return the text of the input box: the rank's prompt, and the number of the rank.
 
     The hosts of an untrusted pool could send a misleading prompt, such as a request for a password.
-    So for an untrusted pool, the text is a single line that begins with the pool's name.
+    So for such a pool, the text is a single line that begins with the pool's name.
     """
     prompt, size = request.prompt, plan.world_size
     if size > 1:
@@ -94,8 +90,7 @@ def prompt_of(request: InputRequested, plan: Plan) -> str:
 def can_type(shell: "InteractiveShell | None") -> bool:
     """Return whether a person can type here: in a frontend with an input box, or in a terminal.
 
-    The result is False for programs that run notebooks without a person, such as nbclient. It is
-    also False outside the main thread, because no other thread can show an input box.
+    The result is False outside the main thread, because no other thread can show an input box.
     """
     if threading.current_thread() is not threading.main_thread():
         return False
@@ -113,12 +108,12 @@ def ask(request: InputRequested, plan: Plan, is_void: Callable[[], bool]) -> Ans
     Args:
         request: The rank's request.
         plan: Plan of the run.
-        is_void: Function that returns whether the rank no longer needs the line. The function is
-            called from another thread.
+        is_void: Function that returns whether the rank no longer needs the line. Called in another
+            thread.
 
     Returns:
-        The answer for the rank. If the user ended the input (Ctrl-D in a terminal), the answer has
-        no line.
+        The answer for the rank. Its line is None if the user ended the input (Ctrl-D in a
+        terminal).
 
     Raises:
         KeyboardInterrupt: The user interrupted the cell, or `is_void` returned True.

@@ -16,18 +16,16 @@ READ_BYTES = 4_000_000
 """Maximum number of bytes that `end_of_log` reads from the end of a log."""
 
 SHOWN_CHARS = 500_000
-"""Maximum number of characters of a log to show in a cell; more make a browser slow."""
+"""Maximum number of characters of a log to show in a cell. More make a browser slow."""
 
 _CHUNK_BYTES = 1 << 20
 
 
 def log_text(path: Path, tail: int | None = None, grep: str = "") -> str:
-    """Return the text of a rank's log; "" if there is no file.
+    """Return the text of a rank's log, or its last `tail` lines; "" if there is no file.
 
     Args:
-        path: The log file.
-        tail: Number of lines to return from the end. None for all lines.
-        grep: Regular expression. Only lines that contain a match are returned.
+        grep: Regular expression. Lines without a match are left out. "" keeps all lines.
 
     Raises:
         UsageError: `grep` is not a valid regular expression.
@@ -45,7 +43,7 @@ def end_of_log(path: Path) -> str:
     """Return the last lines of a log as a terminal would show them.
 
     At most `READ_BYTES` are read, and at most `SHOWN_CHARS` are returned. If earlier lines are left
-    out, the first line names the file and the size of the part that is left out.
+    out, the first line says so.
     """
     if not path.exists():
         return ""
@@ -67,7 +65,7 @@ def shortened(text: str, path: Path) -> str:
 
     Args:
         text: The text.
-        path: File with the complete text. If lines are left out, the result names this file.
+        path: File with the complete text, to name if lines are left out.
     """
     if len(text) > SHOWN_CHARS:
         text = text[-SHOWN_CHARS:].partition("\n")[2]
@@ -76,7 +74,7 @@ def shortened(text: str, path: Path) -> str:
 
 
 def _lines(path: Path) -> Iterator[str]:
-    """Yield a log's lines as a terminal would show them; read the file in chunks."""
+    """Yield a log's lines as a terminal would show them. Read the file in chunks."""
     assembler = LineAssembler()
     with path.open("rb") as file:
         while read := file.read(_CHUNK_BYTES):

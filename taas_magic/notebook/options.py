@@ -11,8 +11,8 @@ from taas_magic.errors import UsageError
 def refuse_shared_names(what: str, function: Callable[..., Any], given: Collection[str]) -> None:
     """Check that the given options and the function's parameters share no name.
 
-    The call uses a keyword argument with a shared name as an option. But the user may have meant
-    the argument for the function.
+    The user may have meant such an argument for the function, but the call would use it as an
+    option. Parameters that `functools.partial` has set do not count.
 
     Args:
         what: The call that has the options, such as "taas.run".
@@ -20,8 +20,7 @@ def refuse_shared_names(what: str, function: Callable[..., Any], given: Collecti
         given: Names of the options that the user gave.
 
     Raises:
-        UsageError: An option and a parameter share a name. Parameters that `functools.partial` has
-            set do not count.
+        UsageError: An option and a parameter share a name.
     """
     try:
         names = set(inspect.signature(function).parameters)

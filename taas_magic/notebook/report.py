@@ -1,8 +1,7 @@
 """Write the file of `%taas report`, which a user sends to a developer with a bug report.
 
-The file holds versions, settings without secrets, the first events of a run, and the end of each
-pool's log. The file does not hold the cell or values of variables, but error messages may quote
-both.
+The file holds no secret settings, no cell and no variables. But error messages in it may quote
+cells and variables.
 """
 
 import os
@@ -57,7 +56,6 @@ def write_report(config: Config, run: Path | None, target: Path) -> Path:
 
 
 def _system() -> Iterator[str]:
-    """Yield the lines about this machine, and the versions of `PACKAGES`."""
     yield f"# taas-magic report, {time.strftime('%Y-%m-%d %H:%M:%S %z')}"
     yield "# Read it before you send it: error messages may quote your code and data."
     yield "\n## System"
