@@ -236,6 +236,9 @@ def _caches() -> list[str]:
 def writable_folders(store: str, writable: Iterable[str], protection: StoreProtection) -> list[str]:
     """Return the `writable` folders below the store; make them if they are missing.
 
+    A path that is no folder and cannot become one is left out: a mount of it would fail, and the
+    rank would fall back to a weaker protection.
+
     A process under Landlock cannot make entries directly in a folder that contains the store. So
     for Landlock, this function also makes the `writable` folders that are missing there, but does
     not return them.
@@ -249,7 +252,8 @@ def writable_folders(store: str, writable: Iterable[str], protection: StoreProte
                 os.makedirs(path, mode=0o700, exist_ok=True)
             except OSError:
                 continue  # a file is there, or this user may not make the folder
-    return [path for path in resolved if path != store and is_below(path, store)]
+    below = [path for path in resolved if path != store and is_below(path, store)]
+    return [path for path in below if os.path.isdir(path)]
 
 
 def _move_temporary_folder(store: str, protection: StoreProtection, scratch: Path) -> None:

@@ -140,6 +140,23 @@ def test_caches_stay_writable_when_the_store_is_the_home_folder(
 
 
 @pytest.mark.parametrize("which", ["mount", "landlock"])
+def test_a_cache_folder_that_cannot_be_made_does_not_weaken_the_protection(
+    base: Path, user: User, which: str
+) -> None:
+    home = base / "store"
+    (home / ".cache").write_text("a file where the cache folder would be")
+    shared = (str(home / ".cache" / "torch"),)
+    wanted = protection_of(user, which)
+    with protected_rank(base, user, wanted):
+        pass  # skips the test if this system does not offer the protection
+    setting = Setting(
+        str(home), str(base / "other"), wanted, home=str(home), shared=shared, user=user
+    )
+    with protected.protected_process(setting) as rank:
+        assert rank.protection is wanted
+
+
+@pytest.mark.parametrize("which", ["mount", "landlock"])
 def test_a_shared_folder_is_open_to_all(base: Path, user: User, which: str) -> None:
     shared = (str(base / "store" / "folder"),)
     with protected_rank(base, user, protection_of(user, which), shared=shared) as rank:
