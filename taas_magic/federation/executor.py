@@ -2,11 +2,10 @@
 
 In Flower, a SuperExec claims tasks (one for the ServerApp, one for each message to a ClientApp) and
 starts a process for each task. Flower's own SuperExec starts a new Python process, which imports
-the app's modules again. If the process sends no heartbeat for 30 s, Flower cancels the task. If the
-imports take longer than that, as on a slow machine, the app never begins.
+the app's modules again. If these imports take more than 30 s, Flower cancels the task, because it
+has received no heartbeat of the process.
 
-This program imports the apps' modules once, before it claims any task, and then forks for each
-task. An app begins within milliseconds, even if the imports are slow.
+This program imports the apps' modules before it claims any task, and forks for each task.
 """
 
 import importlib
@@ -33,13 +32,10 @@ from flwr.supercore.superexec.executor import ExecutionSpec, LaunchResult, Subpr
 from taas_magic.errors import signal_name
 
 IMPORTS = "TAAS_FEDERATION_IMPORTS"
-"""Name of the environment variable with the modules that the apps need, separated by commas."""
+"""Environment variable with the modules that the apps need, separated by commas."""
 
 STARTS = 3
-"""Maximum number of starts of one task; Flower restarts an app that does not answer.
-
-After this number of starts, the SuperExec exits with an error.
-"""
+"""Maximum number of starts of one task; Flower restarts an app that does not answer."""
 
 LOG_IMPORT_AFTER_S = 5.0
 """Seconds that an import may take before the log names the module."""
@@ -50,16 +46,12 @@ _FORKED = (TaskType.CLIENT_APP, TaskType.SERVER_APP)
 def needed_modules(payload: Path, modules: Iterable[str]) -> list[str]:
     """Guess which modules the apps will import: those whose names occur in the run's payload.
 
-    Python's own modules, this package, and submodules whose name begins with `_` are left out. If
-    the guess includes a module that no app needs, the cost is one import. If the guess lacks a
-    module, each app imports the module itself.
+    Python's own modules, this package, and submodules whose name begins with `_` are left out. An
+    app imports the modules that the guess lacks by itself.
 
     Args:
         payload: The payload file of the run.
         modules: Names of the modules to choose from.
-
-    Returns:
-        The names of the modules.
     """
     data = payload.read_bytes()
     ours = {*sys.stdlib_module_names, "taas_magic", "taas"}
@@ -68,10 +60,7 @@ def needed_modules(payload: Path, modules: Iterable[str]) -> list[str]:
 
 
 def main() -> None:
-    """Run the SuperExec with the command line's arguments until a signal ends it.
-
-    First import the apps' modules, and make Flower start apps by `_AppForks`.
-    """
+    """Run the SuperExec with the command line's arguments until a signal ends it."""
     for name in filter(None, os.environ.get(IMPORTS, "").split(",")):
         _import(name)
     for kind in _FORKED:
@@ -84,9 +73,9 @@ def main() -> None:
 
 
 def _import(name: str) -> None:
-    """Import a module before any app needs it; log the module's name if the import takes long.
+    """Import a module; log the module's name if the import takes long.
 
-    An import error is ignored here; the app that imports the module raises the error again.
+    Errors are ignored here; the app that imports the module raises the error again.
     """
 
     def log_import() -> None:
@@ -101,13 +90,11 @@ def _import(name: str) -> None:
 
 
 def _log_line(line: str) -> None:
-    """Write a line to the rank's log."""
     sys.stdout.write(f"{line}\n")
     sys.stdout.flush()
 
 
 def _load_main(kind: TaskType) -> Any:
-    """Return the main function of the Flower command that runs a kind of app."""
     [found] = entry_points(group="console_scripts", name=TASK_TYPE_TO_COMMAND[kind])
     return found.load()
 
@@ -149,7 +136,7 @@ class _AppForks:
 
 
 def _run_app(spec: ExecutionSpec) -> None:
-    """Run the command that Flower's own SuperExec would have started; called in a fork."""
+    """Run the command that Flower's own SuperExec would have started. Runs in a fork."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -31,9 +31,8 @@ class Federation:
         per_host: The `context.node_config` of the ClientApp on each host, by the host's name.
             Values are strings, numbers and booleans, such as the path of the host's data.
         hosts: Number of hosts; 0 for all hosts of the pool.
-        store: Path of the run's project store: the folder to which the ServerApp writes. A host
-            that does not share this folder receives a copy. "" for an empty temporary folder, which
-            is removed after the run.
+        store: Path of the run's project store: the folder to which the ServerApp writes. "" for an
+            empty temporary folder, which is removed after the run.
     """
 
     pool: str = "local"
@@ -53,10 +52,9 @@ class Federation:
         Blocks until the run has ended.
 
         Args:
-            server_app: A Flower `ServerApp`, which runs on the first host. When all hosts have
-                started to take part, the loss of any other host does not end the run. Flower's
-                settings (`min_available_nodes`, ...) decide whether the training continues without
-                that client.
+            server_app: A Flower `ServerApp`, which runs on the first host. If another host is lost
+                during the training, Flower's settings, such as `min_available_nodes`, decide
+                whether the training continues.
             client_app: A Flower `ClientApp`, which runs on every host.
             config: The `context.run_config` of both apps.
             timeout_s: Seconds after which taas-magic ends the run; None for no limit.
@@ -68,8 +66,7 @@ class Federation:
             UsageError: The pool does not exist or has too few hosts. Or `per_host` names a host
                 that is not in the pool. Or `config` or `per_host` has a value that is not a string,
                 number or boolean. Or there is no notebook, or the extension is not loaded.
-            TaasError: The run failed, for example because flwr is not installed on a host. The
-                errors are those of a `%%taas` cell.
+            TaasError: The run failed. The errors are those of a `%%taas` cell.
         """
         _check_values(config or {}, *self.per_host.values())
         magics = _magics()
@@ -103,11 +100,7 @@ class Federation:
 
 
 def _check_values(*values: Mapping[str, Any]) -> None:
-    """Check that Flower can transfer the values in `config` and `per_host` to the apps.
-
-    Raises:
-        UsageError: A value is not a string, number or boolean.
-    """
+    """Raise UsageError if Flower cannot transfer the values in `config` and `per_host`."""
     for name, value in (item for each in values for item in each.items()):
         if not isinstance(value, str | bool | int | float):
             raise UsageError(
@@ -117,11 +110,7 @@ def _check_values(*values: Mapping[str, Any]) -> None:
 
 
 def _magics() -> TaasMagics:
-    """Return the notebook's magics.
-
-    Raises:
-        UsageError: There is no notebook, or the extension is not loaded.
-    """
+    """Return the notebook's magics. Raise UsageError unless a notebook has loaded the extension."""
     shell = get_ipython()
     magics = shell and shell.magics_manager.registry.get("TaasMagics")
     if not magics:

@@ -1,15 +1,12 @@
 """Our code in Flower's own processes: a SuperLink that requires a key, and the notebook's apps.
 
 `python -m taas_magic.federation.flower` is Flower's `flower-superlink` with a Control API that
-requires a key. The key is necessary because a client of this API can run code on all hosts. Only
-Flower's enterprise edition can authenticate clients of the Control API; the free edition accepts
-every client. This module therefore replaces the class that accepts clients, but only in the
-SuperLink's process.
+requires a key, because a client of this API can run code on all hosts. The free edition of Flower
+accepts every client. So this module replaces the class that accepts clients.
 
 `flower:server_app` and `flower:client_app` are the notebook's apps. An app process is neither a
 rank nor a fork of a rank. So it loads the apps from the run's payload, like a child that a rank
-spawns (`host.cell_main`). In the payload, the apps are arguments of `rank.run_on_rank`, the
-function that the run calls on its ranks.
+spawns (`host.cell_main`).
 """
 
 import functools
@@ -23,15 +20,15 @@ from pathlib import Path
 from typing import Any
 
 KEY_FILE = "TAAS_FEDERATION_KEY"
-"""Name of the environment variable for the path of the Control API's key file."""
+"""Environment variable with the path of the Control API's key file."""
 
 RESULT = "TAAS_FEDERATION_RESULT"
-"""Name of the environment variable for the path of the file with the ServerApp's result."""
+"""Environment variable with the path of the file with the ServerApp's result."""
 
 
 @dataclass(frozen=True)
 class FederationSettings:
-    """The settings of a federation; all hosts of the federation receive them.
+    """The settings of a federation, which all its hosts receive.
 
     Attributes:
         certificate: The certificate that signs the SuperLink's certificate, as PEM.
@@ -59,7 +56,7 @@ def __getattr__(name: str) -> Any:
 
 @functools.cache
 def _apps() -> tuple[Any, Any]:
-    """Return the notebook's ServerApp and ClientApp, from the payload of the run."""
+    """Load the notebook's ServerApp and ClientApp from the payload of the run."""
     from taas_magic.capture.work import FunctionWork
     from taas_magic.host.cell_main import PAYLOAD, load
 
@@ -70,7 +67,7 @@ def _apps() -> tuple[Any, Any]:
 
 
 def _with_saved_result(app: Any) -> Any:
-    """Make a ServerApp write the return value of its main function to a file, and return the app.
+    """Make a ServerApp write the return value of its main function to a file. Return the app.
 
     Flower itself discards the value. Rank 0 reads the file (`RESULT`).
     """

@@ -1,9 +1,11 @@
 """Start and end Flower's programs on one host of a federation; runs in the host's rank.
 
 Rank 0's host runs the SuperLink, and the ServerApp in a process that Flower starts. Every host runs
-a SuperNode, and the ClientApp in one process for each message. All ports require a key. The
-SuperLink's Control API requires the run's key. The SuperLink's Fleet API requires the key of a
-registered SuperNode. Each host's Runtime API requires a secret of this host.
+a SuperNode, and the ClientApp in one process for each message. All ports require a key:
+
+- the SuperLink's Control API: the run's key
+- the SuperLink's Fleet API: the key of a registered SuperNode
+- each host's Runtime API: a secret of this host
 """
 
 import contextlib
@@ -57,12 +59,12 @@ from taas_magic.leases import START_TIMEOUT_S
 from taas_magic.messages import FederationStarted
 
 STORE_CONNECT_S = 120.0
-"""Seconds to wait for a connection to the run's TCPStore, which exists before any rank starts."""
+"""Maximum seconds to wait for a connection to the run's TCPStore."""
 
 END_S = 3.0
 """Seconds to wait for Flower's programs to end before they are killed.
 
-After an interrupt, a rank must end within 5 s, so this time must be shorter.
+Must be shorter than the 5 s that a rank has after an interrupt.
 """
 
 LOOK_S = 0.5
@@ -83,9 +85,9 @@ def run_programs(settings: FederationSettings, server_app: Any, client_app: Any)
 
     Args:
         settings: The settings of the federation.
-        server_app: The notebook's ServerApp. This function only checks the type: the process that
-            runs the app loads the app again (`flower`).
-        client_app: The notebook's ClientApp; this function only checks the type.
+        server_app: The notebook's ServerApp. This function only checks its type; the app's process
+            loads the app again (`flower`).
+        client_app: The notebook's ClientApp. This function only checks its type.
 
     Returns:
         On rank 0, the return value of the ServerApp's main function; None on other ranks.
@@ -122,7 +124,7 @@ def run_programs(settings: FederationSettings, server_app: Any, client_app: Any)
 def _run_first_host(host: "_HostPrograms", tcp_store: TCPStore) -> Any:
     """Start the SuperLink and this host's SuperNode, run the ServerApp, and return its result.
 
-    First wait until all ranks have started, and check the names in `per_host`.
+    First waits, without a time limit, until all ranks have started.
     """
     ranks = range(int(os.environ["WORLD_SIZE"]))
     host.check_host_names([_wait_for_key(tcp_store, f"{_HOST}{rank}") for rank in ranks])
@@ -138,10 +140,9 @@ def _run_first_host(host: "_HostPrograms", tcp_store: TCPStore) -> Any:
 def _wait_for_key(tcp_store: TCPStore, key: str) -> str:
     """Wait until another rank has set `key` in the run's TCPStore, and return the value.
 
-    The wait has no time limit, because a host may copy a large store before its rank starts. If
-    rank 0 fails, the run ends, and the wait ends with it. The same happens if another rank fails
-    before all ranks have set their keys: only later does a run continue without a failed rank
-    (`PoolRun._report`).
+    The wait has no time limit, because a host may copy a large store before its rank starts. If any
+    rank fails before all ranks have set their keys, the run ends, and the wait with it. Only later
+    does a run continue without a failed rank (`PoolRun._report`).
     """
     while not tcp_store.check([key]):
         time.sleep(LOOK_S)
@@ -192,13 +193,10 @@ class _HostPrograms:
                 program.wait()
 
     def check_host_names(self, names: Sequence[str]) -> None:
-        """Check that `per_host`, unless it is empty, names exactly the hosts that take part.
+        """Raise UsageError unless `per_host` is empty or names exactly the hosts that take part.
 
         Args:
             names: Names of the hosts that take part.
-
-        Raises:
-            UsageError: The names differ.
         """
         if (expected := self._settings.per_host.keys()) and expected != set(names):
             raise UsageError(
@@ -210,14 +208,14 @@ class _HostPrograms:
         """Start the SuperLink and the SuperExec that starts the ServerApp.
 
         Args:
-            host: The address at which other hosts reach this host.
+            host: Address at which other hosts reach this host.
 
         Returns:
             The SuperLink's address, once it listens.
 
         Raises:
-            RuntimeError: The SuperLink ended, did not listen in time, or accepts clients without
-                a key.
+            RuntimeError: The SuperLink ended, did not listen in time, or accepts clients without a
+                key.
         """
         settings = self._settings
         mine, key = certificate.sign(settings.certificate, settings.signing_key, host)
@@ -386,12 +384,9 @@ class _HostPrograms:
         return False
 
     def _check_key_required(self, superlink: str) -> None:
-        """Check that the SuperLink's Control API rejects a wrong key.
+        """Raise RuntimeError if the SuperLink's Control API accepts a wrong key.
 
         Another version of flwr might ignore our authentication class and accept every client.
-
-        Raises:
-            RuntimeError: The SuperLink accepts a wrong key.
         """
         try:
             with self._control(superlink, key="none") as control:
@@ -410,7 +405,6 @@ class _HostPrograms:
         """Yield a client of the SuperLink's Control API.
 
         Args:
-            superlink: The SuperLink's address.
             key: The key that the client sends; "" for the run's key.
         """
         client = ControlHttpClient.from_server_address(
@@ -455,10 +449,7 @@ def _bundle(config: Mapping[str, Any]) -> str:
 
 
 def _free_port(host: str) -> int:
-    """Return a port of this host that is free now.
-
-    Flower's programs need a port number, because they cannot choose a free port themselves.
-    """
+    """Return a port that is free now. Flower's programs cannot choose a free port themselves."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     while True:
         port = secrets.choice(PORTS)

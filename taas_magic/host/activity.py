@@ -1,6 +1,6 @@
 """Functions that distinguish a process that starts slowly from a process that is stuck.
 
-An import from a cold network disk or on a busy machine may take minutes. So the start of a process
+An import from a cold network disk or on a busy machine may take minutes, so the start of a process
 has no fixed time limit. A process counts as stuck if it has been idle for `start_timeout_s`
 seconds, a setting of the pool. An idle process uses no CPU time, and reads and writes nothing.
 """
@@ -25,8 +25,8 @@ class ResourceUsage(NamedTuple):
     Attributes:
         at_s: Time of the sample, on the monotonic clock.
         cpu_s: Total CPU seconds.
-        calls: Number of reads and writes, plus the number of bytes read from disk. If this sum
-            differs between two samples, the processes have read or written in the meantime.
+        io_total: Number of reads and writes, plus the number of bytes read from disk. Any read or
+            write changes this sum.
         pids: Ids of the processes.
     """
 
@@ -45,16 +45,12 @@ def last_active(before: ResourceUsage | None, now: ResourceUsage) -> ResourceUsa
 
     Args:
         before: The earlier sample; None if `now` is the first one.
-        now: The new sample.
     """
     return now if before is None or before[1:] != now[1:] else before
 
 
 def usage_of(processes: Iterable[psutil.Process]) -> ResourceUsage:
-    """Return a sample of the resources that `processes` have used until now.
-
-    Ignores processes that have ended or belong to another user.
-    """
+    """Take a sample. Processes that have ended or belong to another user are ignored."""
     cpu_s, io_total, pids = 0.0, 0, set()
     for process in processes:
         try:
@@ -80,10 +76,7 @@ def tree_of(pid: int) -> list[psutil.Process]:
 class IdleTimer:
     """Timer that measures for how long a process has been idle.
 
-    An idle process uses no CPU time, and reads and writes nothing.
-
     Args:
-        pid: Id of the process.
         with_children: Whether work of the process's descendants counts as work of the process.
     """
 

@@ -1,12 +1,10 @@
 """The agent of a host: a Dask worker without a nanny that runs the host's shares of runs.
 
-Each host has one agent. The agent does not import torch. The agent starts the forkserver
-(`forkserver`), which imports torch. Ranks and fetchers are forks of the forkserver.
+The agent does not import torch. It starts the forkserver (`forkserver`), which imports torch. Ranks
+and fetchers are forks of the forkserver.
 
-The supervisor starts the agent, and writes one JSON line to the agent's standard input. The
-supervisor has received this line from the engine. The line holds the scheduler's address and the
-agent's keys (`AgentSettings`). The keys are not on the command line, because `ps` shows command
-lines to all users.
+The agent reads its settings, with the keys, from its standard input (`AgentSettings`, one JSON
+line). The keys are not on the command line, because `ps` shows command lines to all users.
 
 The agent has three command-line arguments:
 
@@ -32,10 +30,7 @@ _LONGEST = 107 - len("/pymp-12345678/listener-12345678")
 def main() -> int:
     """Start the forkserver, join the pool, and handle the pool's calls.
 
-    Returns when the pool has closed or the connection to the pool is lost.
-
-    Returns:
-        The process's exit code, 0.
+    Returns 0 when the pool has closed or the connection to the pool is lost.
 
     Raises:
         SystemExit: The forkserver could not import a module that ranks need.
@@ -66,8 +61,8 @@ def main() -> int:
 def use_temporary_folder(folder: str) -> None:
     """Use `folder` for temporary files, but /tmp for sockets if the path of `folder` is too long.
 
-    The path of a Unix socket may have at most 107 bytes. Python 3.14 and later use /tmp by
-    themselves if a path would be longer.
+    The path of a Unix socket may have at most 107 bytes. From Python 3.14 on, Python uses /tmp by
+    itself if a path would be longer.
     """
     if len(os.fsencode(folder)) > _LONGEST:
         tempfile.tempdir = "/tmp"
@@ -79,10 +74,8 @@ def _change_to_root_folder() -> None:
     """Change the current folder to /, and remove the old current folder from PYTHONPATH.
 
     The old current folder may be the notebook's folder. A random.py or torch.py in this folder
-    would replace the real module in this process and in the forkserver. Python starts the
-    forkserver with the current folder on its import path, and folders in PYTHONPATH come before
-    Python's own modules. If this package is imported from the old current folder, the folder stays
-    in PYTHONPATH.
+    would replace the real module in this process and in the forkserver. If this package is imported
+    from the old current folder, the folder stays in PYTHONPATH.
     """
     here, ours = os.getcwd(), os.path.dirname(os.path.dirname(os.path.dirname(__file__)))
     named = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))

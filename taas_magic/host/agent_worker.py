@@ -1,14 +1,11 @@
 """The agent as a worker of a Dask cluster: joins the pool, and handles the controller's calls.
 
 The agent uses three parts of Dask: membership in a cluster, TLS, and the stream to the scheduler. A
-run is not a Dask task. The controller starts a run by a call to each agent, because only the
-controller knows whether all hosts of the run have joined (docs/decisions.md).
+run is not a Dask task (docs/decisions.md).
 
 The agent sends heartbeats, and the controller acknowledges each heartbeat. If no acknowledgement
 arrives for `lease_s` seconds, the agent exits, and its supervisor ends all other processes of the
-host (`HostLease`). An agent on the notebook's machine has no lease. A separate thread watches the
-lease, so that a hung event loop cannot keep the host alive. The lease uses only monotonic clocks,
-because the system clocks of two hosts may differ by days.
+host (`HostLease`). An agent on the notebook's machine has no lease.
 """
 
 import asyncio
@@ -84,10 +81,7 @@ _T = TypeVar("_T")
 logger = logging.getLogger("taas_magic.agent")
 
 REST_IDLE_S = 2.0
-"""Seconds that a host must be without a run before its forkserver imports `forkserver.LATER`.
-
-A host that gets its next run or cell within this time does not spend processor time on this import.
-"""
+"""Seconds that a host must be without a run before its forkserver imports `forkserver.LATER`."""
 
 _LOOK_S = 0.5
 
@@ -95,10 +89,7 @@ _started = time.time() - time.monotonic()
 
 
 def steady() -> float:
-    """Return the seconds since 1970, unaffected by later changes of the system clock.
-
-    The system clock is read only once, when this module is imported.
-    """
+    """Return the seconds since 1970, unaffected by changes of the system clock after the import."""
     return _started + time.monotonic()
 
 
@@ -119,9 +110,10 @@ EXPIRED = 75
 class HostLease:
     """Time limit after which a host ends, unless the pool's process acknowledges a heartbeat.
 
-    Each acknowledged heartbeat renews the lease: the lease then ends `lease_s` seconds after the
-    host sent this heartbeat. The controller counts a host as lost if no heartbeat has arrived for
-    one second more than `lease_s`. By that time, the host has already ended itself.
+    The lease ends `lease_s` seconds after this host sent the last acknowledged heartbeat. The
+    controller counts a host as lost if no heartbeat has arrived for one second more than `lease_s`.
+    By that time, the host has already ended itself. The lease uses only monotonic clocks, because
+    the system clocks of two hosts may differ by days.
 
     Args:
         lease_s: Seconds from the sending of a heartbeat to the end of the lease.
@@ -139,14 +131,15 @@ class HostLease:
         return self.lease_s / BEATS_PER_LEASE
 
     def start(self) -> None:
-        """Start the lease, and start the thread that calls `expire` when the lease ends."""
+        """Start the lease, and start the thread that calls `expire` when the lease ends.
+
+        A separate thread, so that a hung event loop cannot keep the host alive.
+        """
         self._good_until = time.monotonic() + self.lease_s
         threading.Thread(target=self._watch, name="taas-lease", daemon=True).start()
 
     def renew(self, beat: float) -> None:
-        """Renew the lease because the pool has acknowledged a heartbeat.
-
-        A call never shortens the lease.
+        """Renew the lease because the pool has acknowledged a heartbeat. Never shortens the lease.
 
         Args:
             beat: Time at which this host sent the heartbeat (`time.monotonic`). A time in the
@@ -162,9 +155,7 @@ class HostLease:
 
 
 def end_agent(lease_s: float) -> None:
-    """End this agent immediately, because its lease has expired.
-
-    The supervisor then ends all other processes of the host.
+    """Print a message and exit immediately. The supervisor then ends all processes of the host.
 
     Args:
         lease_s: Length of the lease in seconds, for the message on standard error.
@@ -181,10 +172,7 @@ class ClosedWorker(Worker):
         """Do nothing. Dask's method would serve web pages that everybody could open."""
 
     async def start_unsafe(self) -> "ClosedWorker":
-        """Join the scheduler; then close the port of this worker, so that no process can connect.
-
-        Called by Dask.
-        """
+        """Join the scheduler; then close this worker's port. Called by Dask."""
         await super().start_unsafe()
         for listener in self.listeners:
             listener.stop()
@@ -197,9 +185,9 @@ class AgentWorker(ClosedWorker):
     Args:
         host_address: Name and address of the host.
         lease: The host's lease. Each acknowledged heartbeat renews the lease.
-        warming: Task that is done when the host can start ranks. The result of the task has one
-            message for each module that the forkserver could not import. Every run shows these
-            messages as notes.
+        warming: Task that is done when the host can start ranks. The result has one message for
+            each module that the forkserver could not import. Every run shows these messages as
+            notes.
     """
 
     def __init__(
@@ -240,12 +228,11 @@ class AgentWorker(ClosedWorker):
     async def greet(self, asked: DescribeHost) -> HostHello:
         """Wait, without a time limit, until this host can start ranks; then describe the host.
 
-        The response has the host's name, address, protection and number of GPUs. If no run waits
-        for the host, the forkserver will import its remaining modules (`import_rest`).
+        If no run waits for the host, let the forkserver import its remaining modules
+        (`import_rest`).
 
         Raises:
-            PoolError: The forkserver has ended, so no run can start here. The pool then uses
-                another host.
+            PoolError: The forkserver has ended. The pool then uses another host.
         """
         await asyncio.wait({self._warming})
         if self._warming.exception() is not None:
@@ -269,16 +256,15 @@ class AgentWorker(ClosedWorker):
     async def start_run(self, asked: StartShare) -> int:
         """Start this host's share of a run, or the next attempt of a share that runs already.
 
-        To start a share, this method starts a thread that runs the share. To start the next
-        attempt, this method notifies the share's thread, which then starts the ranks.
+        A new share runs in a new thread.
 
         Returns:
             The port of the ranks' rendezvous if this is the run's first host, else 0. For a cell in
-            a session, the value has no meaning, because the session's ranks need no new rendezvous.
+            a session, the value has no meaning.
 
         Raises:
-            PoolError: The controller requests the next attempt of a run that has ended on this
-                host, or a cell of a session that has ended on this host.
+            PoolError: The run or session to which the new attempt or cell belongs has ended on this
+                host.
         """
         spec, run_id = asked.spec, asked.spec.share_id
         if asked.is_next_attempt:
@@ -307,9 +293,6 @@ class AgentWorker(ClosedWorker):
     def _share_factory(self, spec: ShareSpec) -> Callable[..., HostShare]:
         """Return a function that creates the share described by `spec`.
 
-        A share has one of four classes: for ranks of a run, for fetchers, for ranks of a session,
-        or for a cell in a session.
-
         Raises:
             PoolError: `spec` describes a cell, but its session has ended on this host.
         """
@@ -327,10 +310,7 @@ class AgentWorker(ClosedWorker):
         return lambda first, *about: HostCell(first, session, *about)
 
     async def forward_command(self, told: PoolCommand) -> None:
-        """Pass a command of the controller to the share that the command names.
-
-        If this share has ended, ignore the command.
-        """
+        """Pass a command of the controller to its share. Ignore the command if the share has ended."""
         if share := self._shares.get(told.run_id):
             share.handle_command(told)
 
@@ -351,8 +331,8 @@ class AgentWorker(ClosedWorker):
     async def beat(self) -> None:
         """Send heartbeats until this task is cancelled.
 
-        While the host cannot start ranks yet, each heartbeat names the module that the forkserver
-        is importing.
+        Until the host can start ranks, each heartbeat names the module that the forkserver is
+        importing.
         """
         while True:
             beat: dict[str, Any] = {"op": BEAT, "beat": time.monotonic()}
@@ -367,7 +347,8 @@ class AgentWorker(ClosedWorker):
     async def watch_forkserver(self) -> None:
         """Leave the pool if the forkserver ends or cannot import a module that ranks need.
 
-        If the forkserver ends while runs use this host, leave only when these runs have ended.
+        If the forkserver ends while shares run on this host, leave only when these shares have
+        ended.
 
         Raises:
             PoolError: The forkserver could not import a module that ranks need.
@@ -386,8 +367,7 @@ class AgentWorker(ClosedWorker):
     async def import_rest(self) -> None:
         """Make the forkserver import `LATER` when the host has had no run for `REST_IDLE_S`.
 
-        Runs until this task is cancelled. The forkserver imports the modules only once; later idle
-        times have no effect.
+        Runs until this task is cancelled.
         """
         while True:
             await self._is_rest_due.wait()
@@ -401,7 +381,7 @@ class AgentWorker(ClosedWorker):
         return len(self._shares) == 1
 
     def _send_request(self, request: Request[_T]) -> _T:
-        """Send a request to the controller and wait for the response.
+        """Send a request to the controller, and wait for the response.
 
         Any thread except the thread of the event loop may call this.
 
@@ -452,7 +432,7 @@ async def serve(packed_settings: bytes) -> None:
     before the forkserver has finished its imports.
 
     Args:
-        packed_settings: `AgentSettings` in packed form, from standard input.
+        packed_settings: `AgentSettings` as JSON.
 
     Raises:
         PoolError: The forkserver could not import a module that ranks need.
@@ -484,9 +464,8 @@ async def serve(packed_settings: bytes) -> None:
     )
     async with agent:
         report_joined()
-        # On the notebook's machine, a lease is not needed. There, the pool's process writes to a
-        # pipe to the supervisor. The pipe closes when the pool's process ends, and no network
-        # failure can cut the pipe.
+        # On the notebook's machine, the supervisor reads a pipe from the pool's process instead.
+        # The pipe closes when that process ends, and no network failure can cut the pipe.
         if host_address.is_foreign:
             lease.start()
         watching = asyncio.ensure_future(agent.watch_forkserver())

@@ -7,13 +7,12 @@ because the `__spec__` of a rank's `__main__` has the name of this module.
 When the child looks up a name for the first time, this module loads all names:
 
 - Names of earlier cells come from the run's payload.
-- Names of the `%%taas` cell come from its top-level statements, which the child runs again. If the
-  cell has an `if __name__ == "__main__":`, the child runs all statements, as for a script.
-  Otherwise the child runs only imports, functions, classes and constants, so that it does not train
-  again.
-- If the run's work is a function, there is no cell, and all names come from the payload.
+- Names of the `%%taas` cell come from its top-level statements, which the child runs again. The
+  child runs only imports, functions, classes and constants, so that it does not train again. But if
+  the cell has an `if __name__ == "__main__":`, the child runs all statements, as for a script.
+- If the run's work is a function, all names come from the payload.
 
-This module imports little at its top, because each such child imports this module.
+This module imports little at its top, because each such child imports it.
 """
 
 import ast
@@ -38,9 +37,6 @@ def definitions(tree: ast.Module) -> ast.Module:
 
     If the cell has an `if` that tests `__name__`, return all statements. Otherwise, return only
     imports, functions, classes and constants.
-
-    Args:
-        tree: The whole code of the cell.
     """
     for statement in tree.body:
         if isinstance(statement, ast.If) and any(
@@ -70,16 +66,11 @@ def _only_defines(statement: ast.stmt) -> bool:
 
 
 def load(path: Path, namespace: dict[str, Any]) -> "Work":
-    """Load a payload's names into a child's main namespace, and run the cell's definitions there.
-
-    `definitions` selects the cell's statements that this function runs.
+    """Load a payload's names into a child's main namespace, and run the cell's `definitions` there.
 
     Args:
         path: Path of the payload.
         namespace: The namespace of the child's main module.
-
-    Returns:
-        The work of the run.
     """
     from taas_magic.capture import payload
     from taas_magic.capture.work import CellWork
@@ -98,11 +89,8 @@ def load(path: Path, namespace: dict[str, Any]) -> "Work":
 def _find(name: str) -> Any:
     """Return the object `name` of the main module. The first call loads all names.
 
-    `become_main` makes this function the main module's `__getattr__` (PEP 562), so Python calls it
-    for each name that the module does not have.
-
-    Raises:
-        AttributeError: The child has no object of this name.
+    This function becomes the main module's `__getattr__` (PEP 562), so Python calls it for each
+    name that the module does not have.
     """
     global _is_loaded
     main = sys.modules["__main__"].__dict__
@@ -122,12 +110,9 @@ def _find(name: str) -> Any:
 def become_main(namespace: dict[str, Any]) -> None:
     """Make a child's main module look up the notebook's names instead of this module's names.
 
-    Removes this module's own names, such as `load` and `Path`, because they would hide the
-    notebook's names. Also makes the project's modules importable, because the child may unpickle
-    objects of their classes before it looks up a name.
-
-    Args:
-        namespace: The namespace of the child's main module.
+    Removes this module's own names, such as `load` and `Path`, which would hide the notebook's
+    names. Also makes the project's modules importable, because the child may unpickle objects of
+    their classes before it looks up a name.
     """
     from taas_magic.capture import payload
     from taas_magic.capture.modules import claim_taas, install

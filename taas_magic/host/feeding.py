@@ -4,10 +4,8 @@ A data server is a descendant process of a rank that prepares the batches of one
 (`RankServers`). Ranks have data servers only if there are no fetchers. A data server starts when
 the rank first uses the loader.
 
-In a session, a loader stays usable in later cells. Each cell whose payload has loaders gets its own
-data service, with its own fetchers or data servers. A data server may start in a later cell than
-the cell that brought the loader. So the ranks keep the pickled loaders of each cell, and the
-notebook's settings.
+In a session, a loader stays usable in later cells, and its data server may start in a later cell.
+So the ranks keep the pickled loaders of each cell, and the notebook's settings.
 """
 
 import gc
@@ -45,9 +43,9 @@ _SETTINGS = "settings"
 def run_feed(share: LocalShare, rank: int) -> Iterator[RankFeed | None]:
     """Connect a rank's registered loaders to the data service while the `with` block runs.
 
-    The rank unpickles the loaders inside the block. If the run has no fetchers, this function
-    creates the rank's own data servers: it forks a process that later starts the servers. So enter
-    the block before the rank starts a thread or runs code of the user.
+    Unpickle the loaders inside the block. If the run has no fetchers, this function forks a process
+    that later starts the rank's data servers. So enter the block before the rank starts a thread or
+    runs code of the user.
 
     Yields:
         The rank's access to the run's data service; None if the cell uses no registered loader.
@@ -67,10 +65,7 @@ def run_feed(share: LocalShare, rank: int) -> Iterator[RankFeed | None]:
 
 
 def _feed_of(served: Service, share: LocalShare, rank: int) -> RankFeed:
-    """Return the keys, addresses and settings that the loaders of a rank need to receive batches.
-
-    If the run has no fetchers, also create the rank's own data servers.
-    """
+    """Create a rank's feed. If the run has no fetchers, also create the rank's own data servers."""
     folder = service.folder_of(share.folder.path)
     own = agreement = None
     if not served.fetchers:
@@ -100,7 +95,6 @@ def _directory(served: Service, base: Path) -> service.FolderDirectory | None:
     """Return the directory with the fetchers' addresses; None if the run has no fetchers.
 
     Args:
-        served: Settings of the data service.
         base: The run folder; for a session's ranks, their folder on the host.
     """
     if not served.fetchers:
@@ -109,17 +103,14 @@ def _directory(served: Service, base: Path) -> service.FolderDirectory | None:
 
 
 def _payloads_in(run_dir: Path) -> Callable[[str], bytes]:
-    """Return a function that maps the name of a loader to the pickled loader in `run_dir`."""
+    """Return a function that returns the pickled loader of a given name in `run_dir`."""
     return lambda name: service.payload_file(run_dir, name).read_bytes()
 
 
 def _load(served: ServedLoader) -> bytes:
     """Apply the notebook's settings to this process, and return a run's pickled loader.
 
-    Called at the start of a data server.
-
-    Args:
-        served: The server's loader, with the run folder in `folder`.
+    Called at the start of a data server. `served.folder` is the run folder.
     """
     loaded = payload.read(RunFolder(Path(served.folder)).payload)
     return _load_with([loaded.load_settings()], served)
@@ -128,25 +119,18 @@ def _load(served: ServedLoader) -> bytes:
 def _load_in_session(served: ServedLoader) -> bytes:
     """Apply the settings of a session's cells to this process, and return the pickled loader.
 
-    Called at the start of a data server of a session's rank.
-
-    Args:
-        served: The server's loader. `folder` is a folder of the session (`_copy_loaders`), which
-            has the settings of the cell that brought the loader and of all earlier cells.
+    Called at the start of a data server of a session's rank. `served.folder` is a folder of the
+    session (`_copy_loaders`). It has the settings of the cell that brought the loader and of all
+    earlier cells.
     """
     return _load_with(pickle.loads((Path(served.folder) / _SETTINGS).read_bytes()), served)
 
 
 def _load_with(settings: Sequence[FetcherSettings], served: ServedLoader) -> bytes:
-    """Apply settings to this process, and return the pickled loader.
+    """Apply settings to this process in their order, and return the pickled loader.
 
     Also removes the environment variables of torchrun, such as RANK and WORLD_SIZE. A dataset that
-    reads these variables might divide the data by rank a second time. A fetcher has no such
-    variables.
-
-    Args:
-        settings: Settings of the notebook, in the order in which to apply them.
-        served: The server's loader.
+    reads these variables might divide the data by rank a second time.
     """
     for name in TORCHRUN_NAMES:
         os.environ.pop(name, None)
@@ -162,10 +146,6 @@ class SessionLoaders:
 
     The constructor forks the process that later starts the rank's data servers. So call it before
     the rank starts a thread or runs code of the user.
-
-    Args:
-        spec: Settings of the session's ranks on this host.
-        rank: Number of the rank.
     """
 
     def __init__(self, spec: ProcessSpec, rank: int) -> None:
@@ -183,18 +163,14 @@ class SessionLoaders:
         when_imported("accelerate.accelerator", patch_accelerate)
 
     def begin_cell(self, number: int, run_dir: Path, settings: FetcherSettings) -> None:
-        """Set the batch counts of all loaders to 0, and connect the cell's loaders.
-
-        If the cell's payload has registered loaders, this method creates the `RankFeed` that these
-        loaders use when they are unpickled.
+        """Set the batch counts of all loaders to 0, and connect the loaders of the cell's payload.
 
         Call this method before the cell's payload is unpickled.
 
         Args:
             number: Number of the cell in the session.
             run_dir: The cell's run folder.
-            settings: The notebook's settings that have changed since the last cell, from the
-                cell's payload.
+            settings: The notebook's settings that have changed since the last cell.
         """
         for loader in self._loaders():
             loader.reset_counts()
@@ -246,11 +222,7 @@ class SessionLoaders:
         return list(self._fetched)
 
     def counts(self) -> dict[str, RankCounts]:
-        """Return counts and times of the loaders that the current cell has used, by loader name.
-
-        Examples are the number of batches that the rank received from the loader, and the seconds
-        for which the rank waited for these batches.
-        """
+        """Return counts and times of the loaders that the current cell has used, by loader name."""
         found = {loader.name: loader.current_counts() for loader in self._loaders()}
         return {name: counts for name, counts in found.items() if counts.span_s}
 
@@ -264,9 +236,9 @@ class SessionLoaders:
     def _copy_loaders(self, number: int, run_dir: Path, names: Iterable[str]) -> Path:
         """Copy a cell's pickled loaders from the cell's run folder to a folder of the session.
 
-        Also writes the settings of all cells so far to the folder. Data servers read the loaders
-        and the settings from the folder, in this cell and in later cells. All ranks of a host share
-        the folder: the first rank fills the folder, and the other ranks wait.
+        Also writes the settings of all cells so far. Data servers read these files in this cell and
+        in later cells. All ranks of a host share the folder: the first rank fills it, and the other
+        ranks wait.
 
         Args:
             number: Number of the cell in the session.

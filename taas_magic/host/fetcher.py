@@ -1,8 +1,7 @@
 """A fetcher: the process that serves batches of registered loaders to a run's ranks.
 
-The host's agent starts the fetcher before the ranks start. The fetcher sends its address and its
-statistics to the agent. The fetcher ends when the agent sends any message, or when the agent has
-ended.
+The host's agent starts the fetcher before the ranks start. The fetcher ends when the agent sends
+any message, or when the agent has ended.
 """
 
 import os
@@ -56,11 +55,7 @@ class Fetcher:
         self.server = Server(served.key, loaders, spec.listen, served.tls)
 
     def entry(self) -> AddressesByLoader:
-        """Return the addresses at which this fetcher serves its loaders, by the loader's name.
-
-        The agent of each host with ranks writes these addresses to a folder on its host, where the
-        ranks read the addresses (`FolderDirectory`).
-        """
+        """Return the addresses at which this fetcher serves its loaders, by the loader's name."""
         plan, fetchers = self._spec.plan, self._spec.service.fetchers
         address = Address(plan.number, *self.server.addresses, service.machine())
         return {
@@ -71,7 +66,7 @@ class Fetcher:
         }
 
     def serve(self, control: Connection) -> None:
-        """Serve ranks and send statistics to the agent, until the agent ends this fetcher or exits.
+        """Serve ranks and send statistics to the agent.
 
         Args:
             control: Connection to the agent. This method returns when the agent sends any message
@@ -95,10 +90,10 @@ class Fetcher:
             _send_to_agent(control, FetcherReport(number=number, loaders=self.server.stats()))
 
     def _served(self, loader: LoaderSettings) -> ServedLoader:
-        """Return a loader's settings in the form that `Server` needs.
+        """Return the loader's settings for `Server`, with the loader's part of the memory budget.
 
-        The result has the loader's part of the fetcher's memory budget, and this fetcher's part of
-        the batches that must be prepared before ranks request data.
+        The settings also have this fetcher's part of the batches that must be prepared before ranks
+        request data.
         """
         spec, served, count = self._spec, self._spec.service, self._workers[loader.name]
         parts = served.fetchers * self._of_all
@@ -127,12 +122,9 @@ def fetcher_main(spec: FetcherSpec, control: Connection) -> None:
     """Run a fetcher's process, which the agent has started.
 
     The fetcher sends a message to the agent when it begins to listen for ranks, every `REPORT_S`
-    seconds, when it had to restart a worker, and when it fails. `messages.decode_fetcher_message`
-    decodes these messages. The fetcher ends when the agent sends any message or closes the
-    connection.
+    seconds, when it had to restart a worker, and when it fails (`messages.decode_fetcher_message`).
 
     Args:
-        spec: The fetcher's specification.
         control: Duplex pipe to the agent.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -162,8 +154,7 @@ def fetcher_main(spec: FetcherSpec, control: Connection) -> None:
 def _apply_settings(setting: ProcessSpec, number: int) -> None:
     """Redirect the output to the fetcher's log file, and apply the run's settings to this process.
 
-    The settings include the environment, the import path, and the protection of the project store
-    from writes. Call this function before any thread starts.
+    Call this function before any thread starts.
 
     Args:
         setting: The settings for all fetchers of this host.
@@ -197,7 +188,7 @@ def _apply_settings(setting: ProcessSpec, number: int) -> None:
 def _has_room(control: Connection) -> bool:
     """Return whether the fetcher can send a message to the agent without blocking.
 
-    If a message would block, the fetcher skips a report, so that ranks need not wait for the agent.
+    If not, the fetcher skips a report, so that ranks need not wait for the agent.
     """
     return bool(select.select([], [control], [], 0)[1])
 

@@ -1,9 +1,7 @@
 """Record the scalars of `taas.log` in a buffer. The rank's heartbeat thread sends the buffer.
 
-A call of `taas.log` only appends to a list, and does not wait. The heartbeat thread converts
-tensors to numbers, and writes the numbers to the pipe. To convert a CUDA tensor, a thread must wait
-for the GPU. The main thread does this only at the end of a cell, for the scalars that are left.
-This module imports little, because every rank imports it.
+`taas.log` must not wait: it only appends to a list. The heartbeat thread converts CUDA tensors to
+numbers, because this conversion waits for the GPU.
 """
 
 import os
@@ -16,10 +14,10 @@ from typing import Any
 from taas_magic.messages import MetricPoint
 
 METRICS_VARIABLE = "TAAS_METRICS"
-"""Name of the environment variable by which the user disables metrics from TensorBoard.
+"""Environment variable by which the user disables metrics from TensorBoard.
 
-If its value is "0", only scalars from `taas.log` are recorded. Otherwise, scalars that libraries
-write for TensorBoard are recorded, too (`record_tensorboard`).
+If its value is "0", only scalars from `taas.log` are recorded, and not those that libraries write
+for TensorBoard (`record_tensorboard`).
 """
 
 
@@ -47,8 +45,7 @@ class MetricBuffer:
             all_ranks: Whether ranks other than 0 store their scalars, too.
 
         Raises:
-            TypeError: A name is not a string, a value is neither a number nor a tensor or array
-                with one element, or the step is not an integer. Nothing is recorded then.
+            TypeError: A name, a value or the step has a wrong type. Nothing is recorded then.
         """
         if (self._rank and not all_ranks) or os.getpid() != self._pid:
             return
@@ -56,11 +53,11 @@ class MetricBuffer:
         self._waiting.extend([(now, number, _checked(it), _kept(it, values[it])) for it in values])
 
     def pop_scalars(self) -> list[MetricPoint]:
-        """Return the scalars logged since the last call, as numbers. Clears the buffer.
+        """Remove all scalars from the buffer, and return them as numbers.
 
-        While the cell runs, only the heartbeat thread calls this, because to convert a CUDA tensor,
-        a thread must wait for the GPU. At the end of the cell, the main thread calls this, too.
-        If the GPU has failed, the value of the tensor is lost. The program gets the GPU's error.
+        Waits for the GPU if a scalar is a CUDA tensor. So while the cell runs, only the heartbeat
+        thread calls this method; the main thread calls it at the end of the cell. If the GPU has
+        failed, the tensor's value is lost.
         """
         # Other threads may extend the list meanwhile, so it must stay the same list.
         waiting = self._waiting[:]
@@ -75,7 +72,6 @@ class MetricBuffer:
 
 
 def _checked(name: Any) -> str:
-    """Return the name of a scalar. Raise TypeError if the name is not a string."""
     if not isinstance(name, str):
         raise TypeError(f"taas.log: the name of a value must be a string, not {name!r}")
     return name
@@ -99,8 +95,8 @@ def _kept(name: str, value: Any) -> Any:
     A CUDA tensor is copied, because the program may change it before the heartbeat thread reads it.
 
     Raises:
-        TypeError: The value is neither a number nor a tensor or array with one element, or the
-            value is a DTensor that only all ranks together can convert to a number.
+        TypeError: The value is neither a number nor a tensor or array with one element. Or the
+            value is a DTensor with partial sums.
     """
     if any(it.is_partial() for it in getattr(value, "placements", ())):
         text = f"taas.log: {name} is a DTensor with partial sums of the ranks. "
@@ -165,8 +161,8 @@ def log(
 def record_tensorboard() -> None:
     """Make TensorBoard's `SummaryWriter.add_scalar` also log its scalars as `taas.log` does.
 
-    Lightning's TensorBoardLogger and transformers' TensorBoardCallback call `add_scalar`, so their
-    scalars are logged, too. Call this function when `torch.utils.tensorboard.writer` is imported.
+    Lightning's TensorBoardLogger and transformers' TensorBoardCallback call `add_scalar`. Call this
+    function when `torch.utils.tensorboard.writer` is imported.
     """
     from torch.utils.tensorboard import writer
 

@@ -1,8 +1,8 @@
 """Read the output and messages of a host's ranks, and turn them into events and log files.
 
-In the agent, each run has one thread, which reads the ranks' pipes. If a rank writes faster than
-this thread reads, the rank blocks at its full pipe. A `LogBudget` limits the lines of each rank
-that are sent to the notebook. The complete output is in the rank's log file.
+Runs in the agent, in one thread for each run. If a rank writes faster than this thread reads, the
+rank blocks at its full pipe. A `LogBudget` limits the lines that are sent to the notebook. The
+rank's log file has the complete output.
 """
 
 import os
@@ -75,7 +75,7 @@ _decoder = getincrementaldecoder("utf-8")
 
 
 def _decode_cut(data: bytes | bytearray) -> str:
-    """Decode UTF-8 bytes that may end in the middle of a character. Omit this character."""
+    """Decode UTF-8 bytes. If they end in the middle of a character, omit this character."""
     return _decoder(errors="replace").decode(bytes(data))
 
 
@@ -101,10 +101,7 @@ class _Row:
         """
 
     def add_bytes(self, part: bytes, limit_bytes: int) -> None:
-        """Add bytes that contain no newline. The row stores at most `limit_bytes` of its text.
-
-        A carriage return among the bytes moves the cursor to the row's start.
-        """
+        """Add bytes that contain no newline. The row stores at most `limit_bytes` of its text."""
         visible = part.rstrip(b"\r")
         if visible:
             _, overwritten, segment = visible.rpartition(b"\r")
@@ -115,7 +112,7 @@ class _Row:
             self.head += segment[: limit_bytes - len(self.head)]
             self.length_bytes += len(segment)
             self.is_left = False
-        # A carriage return moves the cursor to the row's start; the row stays until overwritten.
+        # After a carriage return, the row stays until other bytes overwrite it.
         self.returned = len(visible) < len(part) or (self.returned and not part)
 
     @property
@@ -128,10 +125,9 @@ class _Row:
         return self.is_redrawn and len(self.head) < 4096
 
     def text(self, limit_bytes: int) -> str:
-        """Return the row's text as a line of output.
+        """Return the row's text as a line of output. A text above `limit_bytes` is cut and marked.
 
-        If the row is longer than `limit_bytes`, the text ends with a mark that says so. If the
-        program printed text behind a progress bar, return only this text.
+        If the program printed text behind a progress bar, return only this text.
         """
         if self.length_bytes > limit_bytes:
             return f"{_decode_cut(self.head)}… [cut: {self.length_bytes} bytes]"
@@ -144,19 +140,17 @@ class LineAssembler:
 
     The result does not depend on how the bytes are divided into chunks.
 
-    - Only newlines end lines.
-    - Text after a carriage return replaces the text before it, as in a terminal; tqdm relies on
-      this. A carriage return directly before a newline is part of the line's end.
-    - If a program prints text while a bar of tqdm is unfinished, a terminal shows the text behind
-      the bar. The line then has only the text.
+    - Only newlines end lines. Lines have no line ends.
+    - Text after a carriage return replaces the text before it, as in a terminal. A carriage return
+      directly before a newline is part of the line's end.
+    - If a program prints text behind an unfinished bar of tqdm, the line has only this text.
     - tqdm moves the cursor up between nested bars. The rows above the cursor do not become lines
       while all of them are unfinished bars. When one of these rows gets other text, that row and
       all rows above it become lines.
     - Other ANSI sequences are kept. Bytes that are not UTF-8 become U+FFFD.
 
     Args:
-        limit_bytes: Maximum length of a line. A longer line is cut, so that it does not fill the
-            memory. The end of a cut line shows the full length.
+        limit_bytes: Maximum length of a line. A longer line is cut; its end shows the full length.
     """
 
     def __init__(self, limit_bytes: int = LINE_LIMIT_BYTES) -> None:
@@ -166,10 +160,7 @@ class LineAssembler:
         self._partial = b""
 
     def feed(self, data: bytes) -> list[str]:
-        """Add the next bytes of the output. Return the lines that are now complete.
-
-        The lines have no line ends.
-        """
+        """Add the next bytes of the output. Return the lines that are now complete."""
         data = self._partial + data
         self._partial = next((end for end in _BEGINNINGS if data.endswith(end)), b"")
         first, ended, rest = data[: len(data) - len(self._partial)].partition(b"\n")
@@ -296,8 +287,7 @@ class LogBudget:
     """A rate limit that selects which of a rank's lines are sent to the notebook.
 
     Lines that look like errors, including the frames of a traceback, have an additional budget,
-    the reserve. So errors are sent even while most other lines exceed the limit and are dropped.
-    `pop_dropped` returns the number of dropped lines.
+    the reserve. So errors are sent even while other lines are dropped.
 
     Args:
         clock: Function that returns seconds, such as `time.monotonic`.
@@ -327,11 +317,11 @@ class LogBudget:
 
     @property
     def tail(self) -> list[str]:
-        """The last `TAIL_LINES` lines of the rank, sent or dropped, for failure reports."""
+        """The last `TAIL_LINES` lines of the rank, sent or dropped."""
         return list(self._tail)
 
     def admit(self, lines: list[str]) -> list[str]:
-        """Return the lines among `lines` that may be sent now, in their order; drop all others."""
+        """Return the lines that may be sent now, in their order; drop all others."""
         fit, errors = self.split(lines)
         return fit + errors
 
@@ -339,9 +329,8 @@ class LogBudget:
         """Select the lines that may be sent now, and drop all others.
 
         Returns:
-            Two lists. The first list has the first lines of `lines`, as many as fit into the
-            budget. Of the remaining lines, the second list has those that look like errors and fit
-            into the reserve.
+            First, the lines that fit into the budget, from the first line on. Second, those of the
+            remaining lines that look like errors and fit into the reserve.
         """
         self._refill()
         self._tail.extend(lines)
@@ -375,10 +364,6 @@ class LogBudget:
 
         To save time, this method checks single lines only if the whole text contains one of
         `ERROR_WORDS`, or if a traceback has begun in earlier lines.
-
-        Args:
-            lines: The lines.
-            sizes: Sizes of the lines in bytes.
         """
         kept = []
         kept_bytes = 0
@@ -420,7 +405,7 @@ class Wakeup:
         return self._descriptor
 
     def set(self) -> None:
-        """Make the descriptor readable. Any thread may call this."""
+        """Make the descriptor readable. Any thread may call this. Does nothing after `close`."""
         with self._lock:
             if not self._is_closed:
                 os.eventfd_write(self._descriptor, 1)
@@ -462,7 +447,7 @@ _PIPE_CHUNKS = 2
 
 
 class _LogStream:
-    """The log pipe of one rank, with the rank's log file and the lines that were not sent yet."""
+    """The log pipe of one rank, its log file, and the lines that were not sent yet."""
 
     def __init__(self, rank: int, fd: int, path: Path) -> None:
         self.rank, self.fd = rank, fd
@@ -512,7 +497,7 @@ class _LogStream:
 
 
 class _MessageStream:
-    """The message pipe of one rank, and the messages that have arrived only in part.
+    """The message pipe of one rank, with the messages that have arrived only in part.
 
     Forks of the rank write to the same pipe.
     """
@@ -552,12 +537,7 @@ class _MessageStream:
     def _read(
         self, parts: list[bytes], size_bytes: int
     ) -> Event | RankMessage | StoreMessage | None:
-        """Decode a complete message.
-
-        Returns:
-            The message. If it is too large, a note for the user in its place. If it is invalid, a
-            note the first time, and None later.
-        """
+        """Decode a complete message. For the notes that may replace it, see `feed`."""
         if size_bytes > MESSAGE_LIMIT_BYTES:
             text = f"rank {self.rank} sent {size_bytes / 1e6:,.0f} MB at once: not shown"
             return Note(text=text)
@@ -635,7 +615,7 @@ class PipeReader:
         self._thread.start()
 
     def tail(self, rank: int) -> list[str]:
-        """Return the last lines of a rank's output."""
+        """Return the last `TAIL_LINES` lines of a rank's output."""
         return self._logs[rank].budget.tail
 
     def last_output_at(self, rank: int) -> float:
@@ -657,8 +637,8 @@ class PipeReader:
 
         Args:
             folder: Folder of the other run, for the log files.
-            emit: Function that receives the events of output.
-            on_message: Function that receives the ranks' messages, in the reader's thread.
+            emit: As for the constructor.
+            on_message: As for the constructor.
 
         Raises:
             OSError: A log file cannot be created.
@@ -682,10 +662,10 @@ class PipeReader:
         self._wakeup.close()
 
     def _run(self) -> None:
-        """Read the pipes, and send their content to the sink, until `close` is called.
+        """Read the pipes until `close` is called, and then the rest of the pipes.
 
-        This is the function of the reader's thread. Between two reads, the thread handles the
-        requests of `drain` and `follow`. After `close`, it reads the rest of the pipes.
+        Runs in the reader's thread. Between two reads, the thread handles the requests of `drain`
+        and `follow`.
         """
         while not self._closing.is_set():
             has_lines = any(stream.pending for stream in self._logs.values())
@@ -750,8 +730,7 @@ class PipeReader:
 
         Returns:
             The data. None if the pipe is empty, but some process has the pipe open for writing. b""
-            if the pipe is empty and no process has the pipe open for writing, or if this reader has
-            already closed the pipe.
+            if the pipe is empty and has no writer, or if this reader has closed the pipe.
         """
         if not stream.is_open:  # the stream ended meanwhile
             return b""
@@ -810,9 +789,7 @@ class PipeReader:
             self._sink.emit(Note(text=f"{text} ({self._sink.folder.log(stream.rank)})"))
 
     def _flush(self, now: float) -> None:
-        """Send pending lines and changed progress bars.
-
-        Lines are sent at most once in `COALESCE_S`, and progress bars at most once in `PROGRESS_S`.
+        """Send pending lines at most once in `COALESCE_S`, and progress bars once in `PROGRESS_S`.
 
         Args:
             now: Time of the monotonic clock; infinity to send everything immediately.

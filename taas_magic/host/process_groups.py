@@ -1,10 +1,9 @@
 """Give each process group of a session's ranks a separate prefix in the ranks' key-value store.
 
-A session has one key-value store from its start to its end, and torch uses the same keys for every
-default process group. Suppose that the ranks call `destroy_process_group` and then
-`init_process_group`. Without a prefix, a fast rank would find the old addresses of slower ranks
-under these keys, and would wait for them forever. The prefix consists of the cell's number and the
-number of the group in that cell.
+A session keeps one key-value store, and torch uses the same keys for every default process group.
+Suppose that the ranks call `destroy_process_group` and then `init_process_group`. Without a prefix,
+a fast rank would find the old addresses of slower ranks under these keys, and would wait for them
+forever.
 """
 
 import functools
@@ -20,13 +19,16 @@ _DEFAULT_TIMEOUT = timedelta(minutes=30)  # torch's default for gloo
 
 
 class ProcessGroupPrefixes:
-    """Wrapper of `init_process_group` that gives each new process group its own key prefix."""
+    """Wrapper of `init_process_group` that gives each new process group its own key prefix.
+
+    The prefix has the number of the cell, and the number of the group in this cell.
+    """
 
     def __init__(self) -> None:
         self._cell = self._groups = 0
 
     def begin_cell(self, number: int) -> None:
-        """Begin a new cell: put its number into later prefixes, and count its groups from 1."""
+        """Use the cell's number in later prefixes, and count the cell's groups from 1."""
         self._cell, self._groups = number, 0
 
     def install(self) -> None:
@@ -47,9 +49,7 @@ class ProcessGroupPrefixes:
         dist.distributed_c10d.init_process_group = init_process_group
 
     def _store_arguments(self, given: dict[str, Any]) -> dict[str, Any]:
-        """Return the arguments `store`, `rank` and `world_size` for torch's `init_process_group`.
-
-        `store` has a new prefix.
+        """Return the arguments `store` (with a new prefix), `rank` and `world_size`.
 
         Args:
             given: Arguments that the user's call has set, by name.

@@ -42,18 +42,15 @@ class StepProfiler:
         )
 
     def step(self) -> None:
-        """Begin the next step. `taas.step()` calls this method.
-
-        After the first call, batches of registered loaders no longer begin steps.
-        """
+        """Begin the next step. From now on, batches of registered loaders begin no steps."""
         self._is_marked = True
         self._begin_step()
 
     @contextmanager
     def batch(self, loader: str) -> Iterator[None]:
-        """Begin the next step. In the trace, mark the `with` block as a wait for a batch.
+        """Mark the `with` block in the trace as a wait for a batch.
 
-        After a call of `taas.step()`, this method begins no step and only marks the wait.
+        Also begin the next step, unless `step` was called before.
 
         Args:
             loader: Name of the registered loader.
@@ -97,7 +94,6 @@ class StepProfiler:
             self._end()
 
     def _start(self) -> None:
-        """Start torch's profiler, unless the program already runs a profiler of its own."""
         import torch
         from torch.profiler import profile, schedule
 
@@ -118,7 +114,6 @@ class StepProfiler:
         self._profile.stop()
 
     def _write(self, profile: Any) -> None:
-        """Write the trace to a hidden file. Then rename the file to the final path."""
         self._file.parent.mkdir(mode=0o700, exist_ok=True)
         part = self._file.with_name(f".{self._file.name}")
         profile.export_chrome_trace(str(part))

@@ -1,6 +1,5 @@
 """The prompt of a session's rank: a loop that waits for a cell and runs it.
 
-The rank's main thread reads one `CellOrder` after the other from a pipe, to which the agent writes.
 Between cells, SIGINT has no effect. During a cell, SIGINT raises KeyboardInterrupt, except while
 the rank waits in C++ for other ranks. In this case, the agent sends a request, and the rank's
 heartbeat thread cuts the rank's connections to the other ranks (`Prompt.cut_connections`).
@@ -32,7 +31,7 @@ _order_of: Callable[[bytes], CellOrder] = msgspec.json.Decoder(CellOrder).decode
 
 
 class Prompt:
-    """The loop in which a session's rank waits for cells and runs them.
+    """The loop in which a session's rank waits for cells and runs them. Runs in the main thread.
 
     Args:
         link: The rank's connection to its agent.
@@ -62,8 +61,7 @@ class Prompt:
         """Run each cell that the agent sends. Return when the agent sends the order to end.
 
         Args:
-            report: Function that is called after each cell. The function sends the counts of
-                batches, and the metrics that were not sent yet.
+            report: Function that is called after each cell. It sends batch counts and metrics.
         """
         signal.signal(signal.SIGINT, _ignore)
         while (order := _order_of(self._orders.read_line())).number:
@@ -115,17 +113,13 @@ class Prompt:
         return has_succeeded
 
     def _return(self) -> None:
-        """Ignore SIGINT from now on, because the cell is over.
-
-        A SIGINT that arrives during this call has no effect, either.
-        """
+        """Ignore SIGINT from now on, even a SIGINT that arrives during this call."""
         try:
             signal.signal(signal.SIGINT, _ignore)
         except KeyboardInterrupt:
             signal.signal(signal.SIGINT, _ignore)
 
     def _is_in_distributed(self) -> bool:
-        """Return whether the main thread is in a function of torch.distributed."""
         frame = tracebacks.current_frames().get(self._main)
         while frame is not None:
             if _DISTRIBUTED in frame.f_code.co_filename:

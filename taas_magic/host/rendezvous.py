@@ -1,18 +1,12 @@
 """The rendezvous of an attempt's ranks: torch's TCPStore, and horovod's server if it is installed.
 
-torchrun's agent serves the store itself. This package's agent does not import torch, so the agent
-only binds the port. The pool can then send the port to all hosts before the store runs. After the
-start of the ranks, the agent starts a separate process, a fork of the forkserver, which serves the
-store on this port. Each attempt has a new store, because the store of an earlier attempt has the
-addresses at which the earlier ranks listened.
+The agent of the run's first host binds the port. So the pool can send the port to all hosts before
+the store runs. A fork of the forkserver then serves the store, because agents do not import torch.
+Each attempt has a new store, because the old store has the addresses of the earlier ranks.
 
-If a run has several hosts, its ranks use the store to wait for one another before they end
-(`await_all`). If a run has loaders but no fetchers, its ranks use the store to agree on the
-contents of their loaders (`LoaderAgreement`).
-
-Horovod's ranks find each other through an HTTP server that is part of horovod. The process that
-serves the store also runs the HTTP server, and writes the HTTP server's port to the store. Ranks
-read the port and build the environment variables that `horovodrun` would set.
+Ranks also use the store to wait for one another before they end (`await_all`), and to agree on the
+contents of their loaders (`LoaderAgreement`). If horovod is installed, the store's process also
+runs horovod's HTTP server, and writes this server's port to the store.
 """
 
 import functools
@@ -51,7 +45,7 @@ _ENDING_KEY, _ALL_END_KEY = "taas/ending", "taas/all end"
 class Rendezvous:
     """The rendezvous of one attempt: the port of the store, and the process that serves the store.
 
-    The agent of the run's first host creates this object.
+    Runs in the agent of the run's first host.
 
     Args:
         address: Address of this host at which the store listens.
@@ -76,7 +70,7 @@ class Rendezvous:
         self._listener.close()
 
     def why_ended(self) -> str:
-        """Return how the store's process has ended, as text; "" if this process has not ended."""
+        """Return how the store's process has ended, as text; "" if it has not ended."""
         code = forkserver.exitcode(self._server) if self._server is not None else None
         if code is None:
             return ""
@@ -84,7 +78,7 @@ class Rendezvous:
         return f"process {self._server.pid}, which serves the ranks' key-value store, {how}"
 
     def close(self) -> None:
-        """Kill the process that serves the store. Called when the attempt's ranks have ended."""
+        """Kill the process that serves the store. Call it after the attempt's ranks have ended."""
         self._listener.close()
         if self._server is not None:
             self._server.kill()
@@ -119,7 +113,7 @@ def await_all(environ: Mapping[str, str], limit_s: float) -> None:
 
     Args:
         environ: torchrun's variables of this rank.
-        limit_s: Maximum number of seconds to wait for the other ranks.
+        limit_s: Maximum seconds to wait for the other ranks.
     """
     import torch.distributed as dist
 
@@ -134,15 +128,16 @@ def await_all(environ: Mapping[str, str], limit_s: float) -> None:
         )
         if store.add(_ENDING_KEY, 1) == int(environ["WORLD_SIZE"]):
             store.set(_ALL_END_KEY, "")
-        # Not `store.wait`, because torch logs warnings when `store.wait` times out.
+        # Not `store.wait`, because torch logs warnings when it times out.
         while not store.check([_ALL_END_KEY]) and time.monotonic() < until:
             time.sleep(_LOOK_S)
 
 
 class LoaderAgreement:
-    """A rank's access to the store, for values on which the loaders of all ranks must agree.
+    """A rank's access to the store for values on which all ranks must agree, such as an epoch's
+    order.
 
-    For example, all ranks must use the same order of an epoch. Thread-safe.
+    Thread-safe.
 
     Args:
         environ: torchrun's variables of this rank, as they were before the cell could change them.
@@ -161,10 +156,7 @@ class LoaderAgreement:
         return found
 
     def publish(self, key: str, value: bytes, replaced: str) -> None:
-        """Store `value` under `key` for the other ranks.
-
-        Also remove the older key `replaced`, which ranks no longer read.
-        """
+        """Store `value` under `key` for the other ranks, and remove the older key `replaced`."""
         store = self._client()
         store.set(self._prefix + key, value)
         store.delete_key(self._prefix + replaced)
@@ -195,7 +187,7 @@ class LoaderAgreement:
 
 
 def serve(listener: socket.socket, address: str) -> None:
-    """Serve the ranks' store on `listener`, and run horovod's server if horovod is installed.
+    """Serve the ranks' store, and run horovod's server if horovod is installed.
 
     Runs in a fork of the forkserver, until this process is killed.
 
@@ -253,15 +245,15 @@ def _serve_horovod(address: str) -> str:
 def query_horovod(environ: Mapping[str, str], note: Callable[[str], None]) -> dict[str, str]:
     """Return the environment variables that `horovodrun` would set for this rank.
 
-    Blocks until the first host has started horovod's server or has failed to start it. After a
-    failure, send a note and return an empty dict.
+    Blocks until the first host has tried to start horovod's server. If the start has failed, send a
+    note and return an empty dict.
 
     Args:
         environ: torchrun's variables of this rank.
         note: Function that sends a message to the user.
 
     Raises:
-        RuntimeError: The first host has done neither within `_HOROVOD_ANSWER_S` seconds.
+        RuntimeError: The first host has not reported the result within `_HOROVOD_ANSWER_S` seconds.
     """
     import torch.distributed as dist
 
