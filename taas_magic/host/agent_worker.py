@@ -310,7 +310,7 @@ class AgentWorker(ClosedWorker):
         return lambda first, *about: HostCell(first, session, *about)
 
     async def forward_command(self, told: PoolCommand) -> None:
-        """Pass a command of the controller to its share. Ignore the command if the share has ended."""
+        """Pass a command of the controller to its share, unless this share has ended."""
         if share := self._shares.get(told.run_id):
             share.handle_command(told)
 

@@ -134,10 +134,9 @@ def await_all(environ: Mapping[str, str], limit_s: float) -> None:
 
 
 class LoaderAgreement:
-    """A rank's access to the store for values on which all ranks must agree, such as an epoch's
-    order.
+    """A rank's access to the store for values on which all ranks must agree. Thread-safe.
 
-    Thread-safe.
+    An example is the order of an epoch.
 
     Args:
         environ: torchrun's variables of this rank, as they were before the cell could change them.
