@@ -1,14 +1,10 @@
 """Transfer of a run's files to and from this host: the run folder and the project store.
 
-Before ranks and fetchers start, the host gets the files that these processes read. When the
-processes have ended, the host sends back the files that the processes wrote: results, profiles,
-logs, and ledgers. A ledger counts the batches that a rank received (`BatchLedger`).
-
-A host that shares the notebook's folders needs no transfer. On any other host, `HostFiles` in the
-agent makes copies of the two folders (`RunFolderCopy`, `StoreCopy`). The agent gets and sends the
-files by requests to the pool's process (`pool/files.py`). The requests are the same for both
-folders (`store/requests.py`). Files are transferred in small parts, because the run's heartbeats
-use the same link and must not wait for long.
+A host that shares the notebook's folders needs no transfer. On any other host, the agent copies
+both folders before the processes start, and sends back what the processes wrote. It gets and sends
+the files by requests to the pool's process (`pool/files.py`, `store/requests.py`). Files are
+transferred in small parts, because the run's heartbeats use the same link and must not wait for
+long.
 """
 
 import os
@@ -62,8 +58,6 @@ class RunFolderCopy:
     """The copy of the run folder on a host that does not share the notebook's run folder.
 
     Args:
-        spec: The share that needs the files.
-        send_request: Function that sends a request to the pool's process and returns the response.
         cache: Folder in which the copy is created.
     """
 
@@ -81,10 +75,7 @@ class RunFolderCopy:
         return self._folder.path
 
     def begin_attempt(self, attempt: int) -> None:
-        """Record the number of the current attempt.
-
-        `send_back` sends results and profiles of this attempt only.
-        """
+        """Set the current attempt. `send_back` sends results and profiles of this attempt only."""
         self._attempt = attempt
 
     def copy_in(self, is_wanted: Callable[[], bool]) -> bool:
@@ -117,8 +108,8 @@ class RunFolderCopy:
     def send_back(self) -> None:
         """Send the files that ranks and fetchers wrote to the notebook's run folder.
 
-        Sends logs, ledgers, and the last attempt's results and profiles. Called when all processes
-        of the run on this host have ended.
+        These are logs, profiles, results, and the ledgers, which count the batches of each rank.
+        Call this method when all processes of the run on this host have ended.
 
         Raises:
             PoolError: The pool's process does not respond.
@@ -141,14 +132,11 @@ class RunFolderCopy:
         shutil.rmtree(self._folder.path, ignore_errors=True)
 
     def _write_part(self, name: str, offset: int, data: bytes) -> None:
-        """Append a part to a file of the copy. If `offset` is 0, create the file first.
-
-        The parts of a file arrive in order.
+        """Append a part to a file of the copy. The parts of a file must arrive in order.
 
         Args:
             name: Path of the file in the run folder.
             offset: Position of the part in the file, in bytes.
-            data: The part.
         """
         path = self._folder.path / name
         path.parent.mkdir(mode=0o700, exist_ok=True)
@@ -157,9 +145,7 @@ class RunFolderCopy:
             file.write(data)
 
     def _send_file(self, path: Path, name: str) -> None:
-        """Send a file in pieces to the notebook's run folder.
-
-        Of a log, send only the last `LOG_BYTES` bytes.
+        """Send a file in pieces to the notebook's run folder; of a log, the last `LOG_BYTES` bytes.
 
         Args:
             path: Path of the file on this host.
@@ -183,10 +169,7 @@ class RunFolderCopy:
 
 
 def _is_same(run: RunSpec) -> bool:
-    """Return whether this host sees the notebook's run folder at the same path.
-
-    The folder is the same if it contains a plan with the run's random id.
-    """
+    """Return whether this host sees the notebook's run folder at the same path."""
     try:
         return run.folder.plan().run_id == run.plan.run_id
     except (OSError, ValueError):
@@ -197,14 +180,13 @@ class StoreCopy:
     """The copy of the project store (mirror) on a host that does not share the store.
 
     The constructor copies the store to the mirror. After `start`, this object copies changes
-    between the mirror and the store while the share runs.
+    between the mirror and the store.
 
     Args:
         spec: The share whose ranks or fetchers use the mirror.
-        send_request: Function that sends a request to the pool's process and returns the response.
         note: Function that sends a message to the user.
-        session_copy: If the share is a cell in a session: the `StoreCopy` of the session, whose
-            mirror the cell then uses. None to reserve a separate mirror.
+        session_copy: For a cell in a session: the `StoreCopy` of the session, whose mirror the cell
+            uses. None to reserve a separate mirror.
 
     Raises:
         StoreError: The store cannot be copied to this host.
@@ -241,7 +223,6 @@ class StoreCopy:
         Not called for a session, because each cell of the session transfers its own changes.
 
         Args:
-            spec: The share.
             receipt_builder: Record of the files that this host sends; None if this host sends no
                 files.
         """
@@ -249,10 +230,7 @@ class StoreCopy:
         self._start_transfer(_folders_to_send(spec))
 
     def rule(self) -> StoreRule:
-        """Return the run's settings for the project store, with paths in the mirror.
-
-        Ranks write to the mirror as if it were the store, so they need the settings in this form.
-        """
+        """Return the run's settings for the project store, with paths in the mirror."""
         shared = tuple(map(self.locate, self._rule.shared))
         return structs.replace(self._rule, path=self._mirror.path, shared=shared)
 
@@ -261,7 +239,7 @@ class StoreCopy:
         return copy_environ(self._rule.path, self._mirror.path)
 
     def locate(self, path: str) -> str:
-        """Translate a path on the notebook's machine into the path of the same file in the mirror.
+        """Translate a path in the project store into the path of the same file in the mirror.
 
         Return a path outside the project store unchanged.
         """
@@ -275,8 +253,8 @@ class StoreCopy:
 
         Updates the mirror from the store, so that every rank finds the same last checkpoint. There
         is no update if rank 0 ran on this host in the last attempt and stays here. In this case,
-        the mirror has the newest files already. An update would remove files of the mirror that
-        the store did not accept.
+        the mirror has the newest files already, and an update would remove files that the store did
+        not accept.
 
         Raises:
             StoreError: The store cannot be copied to this host any more.
@@ -291,8 +269,7 @@ class StoreCopy:
     def finish(self) -> None:
         """Send the remaining files to the store, and stop the transfer in both directions.
 
-        Called when all processes of the run on this host have ended: before each further attempt,
-        and at the end of the run.
+        Call this method after each attempt, when all processes of the run on this host have ended.
         """
         if self._updater is not None:
             self._updater.finish()
@@ -324,10 +301,7 @@ class StoreCopy:
 
 
 def _report_skipped(manifest: Manifest, note: Callable[[str], None]) -> None:
-    """If files of the project store were not copied to this host, send a note with the reasons.
-
-    The note names at most `_NAMED_AT_MOST` files.
-    """
+    """If files of the project store were not copied to this host, send a note with the reasons."""
     if manifest.skipped:
         named = [f"{path} ({why})" for path, why in list(manifest.skipped.items())[:_NAMED_AT_MOST]]
         more = len(manifest.skipped) - len(named)
@@ -354,13 +328,7 @@ class HostFiles:
     """The run folder and the project store of one share, as this host sees them.
 
     If the host does not share the notebook's folders, this class copies files from these folders to
-    the host and back. A share of fetchers writes no files to the project store.
-
-    Args:
-        spec: The share, as the pool describes it.
-        host_address: Name and address of the host.
-        send_request: Function that sends a request to the pool's process and returns the response.
-        emit: Function that sends an event to the pool.
+    the host and back.
     """
 
     def __init__(
@@ -377,8 +345,7 @@ class HostFiles:
     def share_mirror(self, session: "HostFiles") -> None:
         """Use a session's mirror for this share, which runs a cell of the session.
 
-        The session's ranks run the cell, and their working directory is the session's mirror. Call
-        this method before `copy_in`.
+        Call this method before `copy_in`.
         """
         self._session = session
 
@@ -417,9 +384,7 @@ class HostFiles:
         return here
 
     def prepare_next_attempt(self, spec: ShareSpec) -> LocalShare:
-        """Prepare the files for the next attempt.
-
-        Called when the ranks of the last attempt have ended.
+        """Prepare the files for the next attempt, when the ranks of the last attempt have ended.
 
         Args:
             spec: This host's share of the next attempt.
@@ -445,8 +410,8 @@ class HostFiles:
     def send_back(self) -> None:
         """Send the files that the share wrote on this host to the notebook, and send the receipt.
 
-        Then remove the copy of the run folder. Called when all processes of the run on this host
-        have ended.
+        Then remove the copy of the run folder. Call this method when all processes of the run on
+        this host have ended.
 
         Raises:
             PoolError: The pool's process does not respond.
@@ -488,10 +453,7 @@ class HostFiles:
                 mirror.close()
 
     def _record_receipt(self, receipt: StoreReceipt) -> None:
-        """Record in the store's state folder that a run wrote the files that the receipt lists.
-
-        Called only on the notebook's machine.
-        """
+        """Record in the store's state folder that a run wrote the files that the receipt lists."""
         rule = self._spec.plan.store
         assert rule is not None
         # Without this record, a later run on another host could not replace these files, and its

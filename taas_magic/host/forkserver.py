@@ -3,12 +3,10 @@
 Two processes import this module:
 
 - The agent, which imports neither torch nor IPython. The agent starts the forkserver, and sends
-  requests to fork processes. Each request has the dotted name of the function that the new process
-  calls. A new process starts within tens of milliseconds, because it inherits all modules that the
-  forkserver has imported.
+  requests to fork processes. A new process inherits all modules that the forkserver has imported.
 - The forkserver, which runs `_preload` when it imports this module. Later, the forkserver imports
-  the remaining modules (`LATER`, `start_importing_rest`). This import may take a minute. During the
-  import, a fork of the forkserver (`_StandIn`) starts processes in place of the forkserver.
+  the remaining modules (`LATER`), which may take a minute. During this import, a fork of the
+  forkserver (`_StandIn`) starts processes in place of the forkserver.
 """
 
 import gc
@@ -44,9 +42,8 @@ MODULES = ("torch", "taas_magic.api", _RANK, "taas_magic.host.fetcher")
 LATER = ("torch._dynamo",)
 """Modules that a forkserver does not import at its start, because this import may take a minute.
 
-The forkserver of a host imports these modules when the host is idle. The forkserver of a farm's
-node imports these modules after a job has imported them in its own process. A process that was
-forked before this import must import the modules itself, at its first optimizer step.
+A host's forkserver imports them when the host is idle. The forkserver of a farm's node imports them
+after a job has imported them.
 """
 
 _PRELOAD = "TAAS_PRELOAD"
@@ -96,9 +93,7 @@ _own_pid: int | None = None
 """In the forkserver and its forks: pid of the forkserver, or of the stand-in. None in the agent."""
 
 _failure = ""
-"""In the forkserver and its forks: message about the error that ended the imports of `_preload`.
-
-"" if all imports succeeded.
+"""In the forkserver and its forks: message about the error that ended the imports; "" if none did.
 """
 
 _problems: list[str] = []
@@ -134,7 +129,7 @@ def importing() -> tuple[str, float]:
     """Return the name of the module that the forkserver is importing, and the seconds until now.
 
     The seconds count from the first call that returned this name. If the forkserver is importing
-    nothing, the name is "" and the number is 0.
+    nothing, the result is ("", 0).
     """
     global _imports_seen
     try:
@@ -156,8 +151,8 @@ def _write_import_name(file: Path, name: str) -> None:
 def _watch() -> None:
     """Kill the forkserver if it is suspended or stuck for too long. Runs in a thread of the agent.
 
-    A forkserver suspended by SIGSTOP exists but does not respond, so callers would wait forever.
-    After the kill, the callers get an error, and the pool replaces the host.
+    A forkserver suspended by SIGSTOP does not respond, so callers would wait forever. After the
+    kill, the callers get an error, and the pool replaces the host.
     """
     stopped_at: float | None = None
     while is_alive():
@@ -191,7 +186,6 @@ def _end(server: psutil.Process, what: str) -> None:
     """Kill the forkserver and its stand-ins because one of these processes failed.
 
     Args:
-        server: The forkserver or stand-in that failed.
         what: Description of the failure for the user, such as "was stopped".
     """
     global _why, _is_over
@@ -238,8 +232,7 @@ class _StandIn:
     """A fork of the forkserver that starts processes while the forkserver imports `LATER`.
 
     A stand-in runs multiprocessing's forkserver code on a separate socket. After the import, the
-    stand-in starts no more processes, and ends when all its children have ended. The stand-in also
-    ends if the forkserver ends.
+    stand-in starts no more processes, and ends when all its children have ended.
 
     Attributes:
         children: Processes that the stand-in has started and that may still run.
@@ -263,8 +256,7 @@ class _StandIn:
     def has_failed(self) -> bool:
         """Return whether the stand-in has ended during the import or with an error.
 
-        In this case, all children of the stand-in have also ended, because each child ends with its
-        parent process.
+        In this case, all children of the stand-in have also ended.
         """
         if self is _stand_in:  # the forkserver is importing and cannot report the exit code
             return status_of(self.process) == ""
@@ -273,14 +265,8 @@ class _StandIn:
     def connect(self, fds: Sequence[int]) -> tuple[int, int]:
         """Make this stand-in, instead of the forkserver, fork a process.
 
-        Replaces multiprocessing's `forkserver.connect_to_new_process` during the import.
-
-        Args:
-            fds: Descriptors to pass to the new process.
-
-        Returns:
-            Two descriptors: the read end of a pipe from the new process, and the write end of a
-            pipe to the new process.
+        Replaces multiprocessing's `forkserver.connect_to_new_process` during the import, and has
+        the same argument and results.
         """
         with socket.socket(socket.AF_UNIX) as client:
             client.connect(self._address)
@@ -316,11 +302,9 @@ class _StandIn:
 def stand_in(listener: socket.socket, read_end: Connection) -> None:
     """Run the server of a stand-in, which forks a process for each request.
 
-    The server ends when no process holds a write end of the pipe `read_end` any more.
-
     Args:
         listener: Socket on which requests for new processes arrive.
-        read_end: Read end of a pipe. The agent and each child of the stand-in hold a write end.
+        read_end: Read end of a pipe. The server ends when all write ends are closed.
     """
     global _own_pid
     _own_pid = os.getpid()
@@ -330,19 +314,15 @@ def stand_in(listener: socket.socket, read_end: Connection) -> None:
 def start_importing_rest() -> None:
     """Make the forkserver import `LATER`, while a stand-in starts processes. Does not block.
 
-    The import begins when all children that the forkserver has at this moment have ended. During
-    the import, the forkserver could not report the exit of a child.
+    The import begins when all children that the forkserver has at this moment have ended, because a
+    forkserver that is importing could not report the exit of a child.
     """
     if not _importing.locked():
         threading.Thread(target=_import_rest_once, name="taas-imports", daemon=True).start()
 
 
 def _import_rest_once() -> None:
-    """Make the forkserver import `LATER`, and wait for the end of the import.
-
-    During this time, a new stand-in starts processes. Does nothing if the forkserver has already
-    imported `LATER`.
-    """
+    """Make the forkserver import `LATER`, unless it already has. Wait for the end of the import."""
     global _has_rest
     with _importing:
         if _has_rest or _server is None:
@@ -387,7 +367,7 @@ def is_alive() -> bool:
 def wait_while_stopped() -> None:
     """Block while the forkserver or a stand-in is suspended by SIGSTOP.
 
-    The wait takes at most about `STOPPED_S` seconds, because `_watch` then kills the forkserver.
+    Blocks for at most about `STOPPED_S` seconds, because `_watch` then kills the forkserver.
     """
     while any(status_of(process) == psutil.STATUS_STOPPED for process in _servers()):
         time.sleep(_STOPPED_LOOK_S)
@@ -396,9 +376,8 @@ def wait_while_stopped() -> None:
 def caused_ends(codes: Collection[int | None]) -> bool:
     """Return whether processes ended because the forkserver ended.
 
-    If a process has exit code `_LOST`, multiprocessing has lost the connection to the forkserver.
-    The system may still show the forkserver as running for a moment. So in this case, wait up to
-    `_SEEN_S` seconds until the system shows that the forkserver has ended.
+    The system may show an ended forkserver as running for a moment. So if a process has exit code
+    `_LOST`, wait up to `_SEEN_S` seconds until the system shows that the forkserver has ended.
 
     Args:
         codes: Exit codes of the processes. None for a process that runs.
@@ -448,12 +427,12 @@ def start(function: str, *arguments: Any) -> Any:
 def _start_timer() -> IdleTimer | None:
     """Return an idle timer for the stand-in if one is in use, else for the forkserver.
 
-    Return None if the forkserver has not been started yet.
+    Return None before `begin`.
     """
     if _stand_in is not None:
         return IdleTimer(_stand_in.process.pid, with_children=False)
-    # During the first imports, work of children counts, because an import may start programs. After
-    # that, the children are ranks and fetchers, whose work says nothing about the forkserver.
+    # During the first imports, work of children counts, because an import may start programs.
+    # Later, the children are ranks and fetchers, whose work says nothing about the forkserver.
     is_first_import = importing()[0] != ""
     return IdleTimer(_server.pid, is_first_import) if _server is not None else None
 
@@ -466,12 +445,10 @@ def why_ended() -> str:
 def call(function: str, *arguments: Any) -> None:
     """Call a function in this new process. Runs in a fork of the forkserver or of a stand-in.
 
-    Also makes the system kill this process when its parent ends, and disconnects the process from
-    the agent's resource tracker.
+    The system kills this process when its parent ends.
 
     Args:
         function: Dotted name of the function.
-        arguments: The function's arguments.
     """
     if _own_pid is not None:
         die_with_parent(_own_pid)
@@ -484,9 +461,9 @@ def call(function: str, *arguments: Any) -> None:
 def _disconnect_resource_tracker() -> None:
     """Disconnect this fork from the agent's resource tracker.
 
-    multiprocessing starts a new tracker for the fork when the fork needs a tracker. At the end of
-    the run, the new tracker removes semaphores and shared memory that the run did not release, and
-    ends. The agent's tracker would not remove them then, because the agent continues.
+    multiprocessing starts a new tracker when the fork needs one. The new tracker removes semaphores
+    and shared memory that the run did not release, when the run ends. The agent's tracker would
+    keep them until the agent ends.
     """
     tracker: Any = resource_tracker._resource_tracker
     if tracker._fd is not None:
@@ -495,10 +472,7 @@ def _disconnect_resource_tracker() -> None:
 
 
 def _runs(process: Any) -> bool:
-    """Return whether a process may still run, because its exit code is not known yet.
-
-    Return False for a process that `forget` has released.
-    """
+    """Return whether a process may still run, because its exit code is not known yet."""
     try:
         return _known_exitcode(process) is None
     except ValueError:  # `forget` has closed the process
@@ -508,10 +482,10 @@ def _runs(process: Any) -> bool:
 def _known_exitcode(process: Any) -> int | None:
     """Return the exit code of a process without waiting; None if the code is not known now.
 
-    The code is not known while the process runs, or while another thread holds `_lock` to start a
-    process. This function must not wait for the lock, because the thread of `_watch` calls this
-    function. The thread that holds the lock may wait for a suspended forkserver, and only `_watch`
-    kills a suspended forkserver. Both threads would then wait forever.
+    The code is not known while the process runs, or while another thread holds `_lock`. This
+    function must not wait for the lock, because the thread of `_watch` calls this function. The
+    thread that holds the lock may wait for a suspended forkserver, which only `_watch` kills. Both
+    threads would then wait forever.
     """
     if not _lock.acquire(blocking=False):
         return None
@@ -532,8 +506,8 @@ def exitcode(process: Any) -> int | None:
 def forget(process: Any) -> None:
     """Wait up to `_FORGET_S` for the end of a process; then close the descriptors for the process.
 
-    If the process has not ended in time, the descriptors stay open. The caller must not use
-    `process` afterwards.
+    If the process has not ended in time, the descriptors stay open. Do not use `process`
+    afterwards.
     """
     with _lock:
         process.join(_FORGET_S)
@@ -542,21 +516,17 @@ def forget(process: Any) -> None:
 
 
 def report(control: Connection) -> None:
-    """Send `_failure` and `_problems`, which describe failed imports, to the agent.
-
-    `warm_up` starts a fork of the forkserver that only calls this function.
-    """
+    """Send `_failure` and `_problems` to the agent, for `warm_up`."""
     control.send((_failure, _problems))
 
 
 def _preload() -> None:
     """Import all modules except `LATER`, and prepare the forkserver for forks.
 
-    No import may create a CUDA context or a thread, because a fork cannot use an inherited CUDA
-    context and does not inherit threads.
+    No import may create a CUDA context or a thread, because forks cannot use them.
 
-    If an import fails, this function prints the traceback and records the error in `_failure`.
-    Python's forkserver would ignore an ImportError without a message.
+    If an import fails, print the traceback and record the error in `_failure`, because Python's
+    forkserver would ignore an ImportError without a message.
     """
     global _own_pid, _failure
     _own_pid = os.getpid()
@@ -578,11 +548,7 @@ def _preload() -> None:
 
 
 def _import_modules(imports_file: Path) -> None:
-    """Import `MODULES` and the modules of the pool's settings, and create the ranks' shell.
-
-    Args:
-        imports_file: File for the name of the module that is being imported.
-    """
+    """Import `MODULES` and the modules of the pool's settings, and create the ranks' shell."""
     for name in MODULES:
         _write_import_name(imports_file, name)
         importlib.import_module(name)
@@ -599,8 +565,8 @@ def _import_modules(imports_file: Path) -> None:
 def _close_input() -> None:
     """Make standard input empty in this process and its forks.
 
-    Programs that a cell starts, such as ssh and ffmpeg, may read standard input. The forkserver
-    inherits the agent's standard input, at which a read would wait forever.
+    Programs that a cell starts, such as ssh and ffmpeg, may read standard input. A read of the
+    agent's standard input would wait forever.
     """
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
@@ -620,10 +586,7 @@ def _import_rest(number: int, frame: FrameType | None) -> None:
 
 
 def _prepare_for_forks() -> None:
-    """Disable finalizers that would run at exit, and exempt all objects from garbage collection.
-
-    Both apply to later forks, too.
-    """
+    """Disable finalizers that would run at exit, and exempt all objects from garbage collection."""
     # A rank must not run the forkserver's finalizers at its exit. torch alone has hundreds, and the
     # first rank that exits would remove a temporary folder that all ranks share.
     for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]

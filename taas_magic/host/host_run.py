@@ -1,11 +1,8 @@
 """Run a share of a run on this host, its ranks or its fetchers, from start to cleanup.
 
-Each share has a thread in the agent. `HostShare` is the common part: it copies files to the host,
-starts processes, and checks them until they end or must end. Then it ends all remaining processes,
-sends files back, and reports the end to the pool.
-
-`HostRun` is for ranks. It starts the attempts, decides when an attempt is over, and carries out the
-controller's commands. Three threads work together:
+`HostShare` is the common part: it copies files to the host, runs processes, cleans up, sends files
+back, and reports the end to the pool. `HostRun` is for ranks. Three threads of the agent work
+together there:
 
 - The share's own thread starts, checks and ends the ranks. It sleeps until a rank ends, another
   thread sets `wakeup`, or `POLL_S` seconds have passed.
@@ -98,10 +95,7 @@ POLL_S = 0.25
 """Maximum number of seconds between checks of the processes."""
 
 CLEAN_UP_S = 120.0
-"""Maximum seconds that `start_next_attempt` waits for the cleanup after the current attempt.
-
-During this time, the controller and the other hosts wait for this host.
-"""
+"""Maximum seconds that `start_next_attempt` waits for the cleanup after the current attempt."""
 
 FAILED_GRACE_S = 1.0
 """Seconds that ranks may take to end after SIGTERM, when another rank has failed."""
@@ -123,9 +117,6 @@ class HostShare(ABC):
     """Runner of one share on this host. Base class of the runners for ranks and for fetchers.
 
     Args:
-        spec: The share, as the pool describes it.
-        host_address: Name and address of the host.
-        emit: Function that sends an event to the pool.
         alone: Function that returns whether this share is the only share on this host. If so,
             orphans that the supervisor has adopted belong to this share (`leftovers`).
         send_request: Function that sends a request for files to the pool and returns the response.
@@ -158,7 +149,7 @@ class HostShare(ABC):
 
     @property
     def local(self) -> LocalShare:
-        """The share with this host's paths. Available when the host has the share's files."""
+        """The share with this host's paths, after its files were copied to this host."""
         assert self._local is not None
         return self._local
 
@@ -197,7 +188,7 @@ class HostShare(ABC):
     def handle_command(self, told: PoolCommand) -> None:
         """Carry out `Halt`; ignore the other commands, which only `HostRun` carries out.
 
-        Not called in the share's own thread.
+        Called in the thread of the agent's event loop.
         """
         if isinstance(told, Halt):
             if told.how == "kill":
@@ -208,10 +199,7 @@ class HostShare(ABC):
 
     @abstractmethod
     def stacks(self) -> RunStacks:
-        """Return the stacks of the share's processes. Blocks for some seconds.
-
-        Not called in the share's own thread.
-        """
+        """Return the stacks of the share's processes. Blocks for some seconds."""
 
     @abstractmethod
     def _run_processes(self) -> None:
@@ -230,7 +218,7 @@ class HostShare(ABC):
 
     @abstractmethod
     def _record_files_error(self, error: Exception) -> None:
-        """Record the error that prevented files from being sent back to the notebook."""
+        """Record that files could not be sent back to the notebook."""
 
     def _is_wanted(self) -> bool:
         return self.stopped_at is None
@@ -239,14 +227,11 @@ class HostShare(ABC):
         return "SUCCEEDED", []
 
     def _path_prefix(self) -> Path:
-        """Return the path prefix by which `leftovers` recognizes processes of this share.
-
-        A process belongs to the share if it has a file or pipe open whose path has this prefix.
-        """
+        """Return the path prefix by which `leftovers` recognizes processes of this share."""
         return self.folder
 
     def _sweep(self) -> None:
-        """End processes of the share that still run. Send a note if some cannot be ended."""
+        """End processes of the share that still run."""
         found = leftovers(self.spec.share_id, self._path_prefix(), self._alone())
         if left := kill_all(found):
             self.note(f"host {self.host}: these processes could not be ended: {named(left)}")
@@ -263,11 +248,10 @@ class Attempt:
     """The ranks of one attempt on this host, with methods that start, check and end the ranks.
 
     Attributes:
-        folder: Private folder of the attempt. It has the pipes and files by which ranks and agent
+        folder: Private folder of the attempt, with the pipes and files by which ranks and agent
             communicate.
         reader: Reader of the pipes with the ranks' output and messages.
         processes: Processes by rank.
-        ranks: States of the ranks.
         monitor: Collector of the ranks' stacks, which also detects ranks that make no progress.
     """
 
@@ -301,10 +285,7 @@ class Attempt:
         """Create an attempt with its pipes, but do not start ranks.
 
         Args:
-            share: This host's share of the attempt.
-            host_address: Name and address of the host.
             folder: The share's folder. The attempt's private folder is created in this folder.
-            emit: Function that sends an event to the pool.
             on_message: Function that receives the ranks' messages, in the reader's thread.
         """
         own = folder / str(share.spec.attempt)
@@ -346,7 +327,6 @@ class Attempt:
                 None without `--timeout`, and while a rank waits for the user's input.
             interrupted_at: Time at which the user interrupted the run, in seconds of the same
                 clock; minus infinity to kill the ranks at once. None if there was no interrupt.
-                After an interrupt, this method calls `_interrupt`.
         """
         if interrupted_at is not None:
             self._interrupt(interrupted_at)
@@ -363,10 +343,10 @@ class Attempt:
             self.monitor.check(now)
 
     def _poll_ends(self) -> None:
-        """Find ranks whose process has ended; read their last messages, then record their end."""
+        """Record the end of ranks whose process has ended. First read their last messages."""
         for rank, process in self._running().items():
             if (code := forkserver.exitcode(process)) is not None:
-                self.reader.drain(rank)  # record all the rank's messages before its end
+                self.reader.drain(rank)
                 self.ranks.record_end(rank, code, link.rank_file(self.folder, rank, "stack"))
 
     def close(self) -> None:
@@ -377,8 +357,6 @@ class Attempt:
 
     def _interrupt(self, since: float) -> None:
         """Send SIGINT, once, to each rank that has reported that it accepts SIGINT.
-
-        `check` calls this method repeatedly after an interrupt.
 
         Args:
             since: Time of the interrupt, in seconds of the monotonic clock.
@@ -451,7 +429,6 @@ class _NextAttempt:
     """A command of the controller to start another attempt.
 
     Attributes:
-        spec: This host's share of the next attempt.
         rendezvous: New rendezvous if this is the run's first host; else None.
     """
 
@@ -470,7 +447,6 @@ class HostRun(HostShare):
 
     Raises:
         OSError: This is the run's first host, and it does not have the address `spec.master_addr`.
-        PoolError: TMPDIR is not writable.
     """
 
     def __init__(self, spec: ShareSpec, *about: Any) -> None:
@@ -497,9 +473,6 @@ class HostRun(HostShare):
         Waits for at most `CLEAN_UP_S` seconds. Not called in the share's own thread, which starts
         the ranks.
 
-        Args:
-            spec: This host's share of the next attempt.
-
         Returns:
             The port of the attempt's key-value store on the run's first host; 0 on other hosts.
         """
@@ -510,9 +483,9 @@ class HostRun(HostShare):
         return own_rendezvous.port if own_rendezvous else 0
 
     def stacks(self) -> RunStacks:
-        """Return the stacks of this host's ranks. If no rank has started yet, the list is empty.
+        """Return the stacks of this host's ranks; an empty list if no rank has started yet.
 
-        Blocks for some seconds. Not called in the share's own thread.
+        Blocks for some seconds.
         """
         monitor = self._attempt.monitor if self._attempt is not None else None
         return RunStacks(monitor.rows(monitor.collect()) if monitor is not None else [])
@@ -533,9 +506,9 @@ class HostRun(HostShare):
     def handle_command(self, told: PoolCommand) -> None:
         """Carry out a command of the pool (`PoolCommand`).
 
-        Not called in the share's own thread. For `Halt`, this method only records the time of the
-        interrupt. The share's thread then sends SIGINT to the ranks, or kills the ranks if
-        `Halt.how` is "kill".
+        Called in the thread of the agent's event loop. For `Halt`, this method only records the
+        time. The share's thread then sends SIGINT to the ranks, or kills them if `Halt.how` is
+        "kill".
         """
         super().handle_command(told)
         match told:
@@ -569,12 +542,10 @@ class HostRun(HostShare):
             attempt.close()
 
     def use_addresses(self, base: Path) -> None:
-        """Write the known addresses of fetchers to a folder below `base`, where ranks read them.
-
-        When further addresses arrive, `handle_command` writes them to the same folder.
+        """Set the folder in which ranks read the fetchers' addresses, and write these addresses.
 
         Args:
-            base: Folder that contains the folder of addresses (`service.addresses_folder`).
+            base: Folder that contains this folder (`service.addresses_folder`).
         """
         self._addresses = service.addresses_folder(base)
         self._write_fetcher_addresses()
@@ -585,10 +556,7 @@ class HostRun(HostShare):
         )
 
     def _start_ranks(self) -> Attempt:
-        """Start the ranks of an attempt. On the run's first host, also start the rendezvous.
-
-        On other hosts, first check that this host can connect to the rendezvous.
-        """
+        """Start the ranks of an attempt. On the run's first host, also start the rendezvous."""
         spec, own_rendezvous = self.spec, self._rendezvous
         attempt = self._new_attempt()
         self._attempt = attempt
@@ -605,11 +573,7 @@ class HostRun(HostShare):
         return attempt
 
     def _follow_attempt(self, attempt: Attempt) -> None:
-        """Check the ranks until the next attempt is requested or the run ends.
-
-        A check happens when a rank ends, when another thread sets `wakeup`, and at the latest after
-        `POLL_S` seconds.
-        """
+        """Check the ranks until the next attempt is requested or the run ends."""
         while self._next is None and not self._is_over:
             connection.wait([*attempt.sentinels, self.wakeup.fileno()], POLL_S)
             self.wakeup.clear()
@@ -621,17 +585,11 @@ class HostRun(HostShare):
         attempt.check(self._deadline.at, self.stopped_at)
 
     def _checks_ranks(self) -> bool:
-        """Return whether this run must check the ranks now.
-
-        While a session runs a cell, the cell's run checks the ranks, and the session must not.
-        """
+        """Return whether this run must check the ranks now."""
         return True
 
     def _prepare_attempt(self, next_attempt: _NextAttempt) -> None:
-        """Replace the rendezvous and this host's files by those of the next attempt.
-
-        Then set `is_clean`, for which `start_next_attempt` waits in another thread.
-        """
+        """Replace the rendezvous and this host's files by those of the next attempt."""
         if self._rendezvous is not None:
             self._rendezvous.close()
         self._rendezvous = next_attempt.rendezvous
@@ -645,9 +603,8 @@ class HostRun(HostShare):
     def _on_message(self, rank: int, message: Event | RankMessage | StoreMessage) -> None:
         """Record a rank's message in the rank's state. Send events to the pool.
 
-        A message about a file of the project store is recorded for the receipt instead.
-
-        Called by the thread of the `PipeReader`.
+        A message about a file of the project store is recorded for the receipt instead. Called by
+        the thread of the `PipeReader`.
         """
         if self._attempt is not None:
             self._attempt.ranks.record_message(rank, message)
@@ -681,20 +638,14 @@ class HostRun(HostShare):
 
 
 def _rendezvous_of(spec: ShareSpec) -> Rendezvous | None:
-    """Create the rendezvous of an attempt's ranks if this is the run's first host.
-
-    On other hosts, return None.
-    """
+    """Create the rendezvous of an attempt's ranks if this is the run's first host."""
     return None if spec.host_rank else Rendezvous(spec.master_addr)
 
 
 FETCHER = "taas_magic.host.fetcher.fetcher_main"
 _EXIT_S = 0.5
 _END_S = 5.0
-"""Seconds that fetchers may take to end after the request to end. Then they are killed.
-
-A fetcher that SIGSTOP has suspended never ends by itself.
-"""
+"""Seconds that fetchers may take to end after the request to end. Then they are killed."""
 
 _ENDLESS = 1 << 62
 
@@ -704,8 +655,8 @@ def workers_fill(prefill: Prefill | None) -> tuple[int, int]:
 
     Returns:
         Two values: a minimum number of batches, and a minimum number of bytes. 0 means no minimum,
-        and at least one of the two values is 0. For `--prefill all`, the number of batches has
-        no practical limit.
+        and at least one of the two values is 0. For `--prefill all`, the number of batches has no
+        practical limit.
     """
     if prefill is None:
         return 0, 0
@@ -719,8 +670,6 @@ class _Running:
     """A fetcher that was started and may still run.
 
     Attributes:
-        spec: Description of the fetcher.
-        process: The fetcher's `multiprocessing.Process`.
         why: Reason of the fetcher's failure; "" if the fetcher has not reported a reason.
         said_writes: Whether a note has told the user that the fetcher's writes to the project store
             are dropped.
@@ -750,10 +699,7 @@ class HostFetchers(HostShare):
         self._running: dict[connection.Connection, _Running] = {}
 
     def stacks(self) -> RunStacks:
-        """Return the stacks of the fetchers and their workers. Blocks for some seconds.
-
-        Not called in the share's own thread.
-        """
+        """Return the stacks of the fetchers and their workers. Blocks for some seconds."""
         found = []
         for one in list(self._running.values()):
             assert one.spec.stacks is not None
@@ -764,8 +710,7 @@ class HostFetchers(HostShare):
     def _run_processes(self) -> None:
         """Start the fetchers, and forward their messages until all fetchers have ended.
 
-        If the share must end, request the end of all fetchers, and wait at most `_END_S` seconds
-        until all fetchers have ended.
+        If the share must end, request the end of all fetchers, and wait at most `_END_S` seconds.
         """
         for spec in self._specs():
             control, theirs = connection.Pipe()
@@ -873,11 +818,8 @@ class HostFetchers(HostShare):
     def _end(self, control: connection.Connection) -> None:
         """Wait up to `_EXIT_S` for the exit of a fetcher, and kill the fetcher if it still runs.
 
-        Then send `FetcherEnded` to the pool. This event describes a failure, unless the share is
-        being stopped.
-
-        Args:
-            control: Connection to the fetcher.
+        Then send `FetcherEnded` to the pool. Unless the share is being stopped, this event
+        describes a failure.
         """
         one = self._running.pop(control)
         control.close()

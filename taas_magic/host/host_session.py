@@ -1,12 +1,11 @@
 """Run a session on this host: ranks that stay after a cell, and the cells that they run.
 
-This code runs in the agent. A session is a run whose ranks wait for cells at a prompt
-(`host/prompt.py`) instead of running one cell. `HostSession` starts the ranks, checks whether a
-rank has ended, and cleans up, as `HostRun` does for any run.
+Runs in the agent. A session is a run whose ranks wait for cells at a prompt (`host/prompt.py`).
+Each cell of the session is a run, too: `HostCell` starts no processes, but sends the cell to the
+session's ranks. The run of a cell is over when all ranks are back at their prompt.
 
-Each cell of the session is a run, too. `HostCell` starts no processes, but sends the cell to the
-session's ranks. The run of a cell is over when all ranks are back at their prompt. While a cell
-runs, `HostCell` checks the ranks for failures and hangs. Between cells, `HostSession` checks them.
+While a cell runs, `HostCell` checks the ranks for failures and hangs. Between cells, `HostSession`
+checks them.
 """
 
 import os
@@ -30,9 +29,8 @@ from taas_magic.messages import CellOrder, Failure, Note, RanksKilled
 CUT_AFTER_S = 1.0
 """Seconds after an interrupt until the agent requests that ranks cut their connections.
 
-The agent repeats the request after each further `CUT_AFTER_S`. A collective of gloo waits in C++,
-where SIGINT does not end the wait. Without connections to other ranks, the collective raises an
-exception.
+The agent repeats the request every `CUT_AFTER_S`. A collective of gloo waits in C++, where SIGINT
+does not end the wait. Without connections to other ranks, the collective raises an exception.
 """
 
 RETURN_S = 10.0
@@ -51,10 +49,10 @@ _LOOK_S = 0.02
 
 
 class _AttemptOfSession(Attempt):
-    """Base class of a session's attempts, which share the record of the ranks that they killed.
+    """Base class of the attempts of a session and of its cells.
 
     Attributes:
-        killed: Reasons why taas-magic killed ranks, by rank.
+        killed: Reasons why taas-magic killed ranks, by rank. The session's cells share this dict.
     """
 
     def __init__(self, *args: Any, killed: dict[int, str] | None = None, **kwargs: Any) -> None:
@@ -98,7 +96,7 @@ class SessionAttempt(_AttemptOfSession):
 class CellAttempt(_AttemptOfSession):
     """The execution of one cell on a session's ranks of this host.
 
-    A rank has ended the cell when it is back at its prompt. The process of the rank continues.
+    A rank has ended the cell when it is back at its prompt. Its process continues.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -108,11 +106,7 @@ class CellAttempt(_AttemptOfSession):
         self._drained: set[int] = set()
 
     def start(self, port: int) -> None:
-        """Send the cell to the ranks.
-
-        Args:
-            port: Not used, because the session's ranks need no new rendezvous.
-        """
+        """Send the cell to the ranks. The port is not used."""
         spec = self._spec
         self._report_started()
         chosen = spec.plan.ranks or range(spec.plan.world_size)
@@ -130,7 +124,7 @@ class CellAttempt(_AttemptOfSession):
     def check(self, deadline: float | None, interrupted_at: float | None) -> None:
         """Read the remaining output of ranks that are back at their prompt; then check all ranks.
 
-        Because of this order, the cell's log is complete when the cell ends.
+        In this order, because the cell's log must be complete when the cell ends.
         """
         for state in self.ranks.states():
             if state.has_returned and state.rank not in self._drained:
@@ -139,17 +133,11 @@ class CellAttempt(_AttemptOfSession):
         super().check(deadline, interrupted_at)
 
     def close(self) -> None:
-        """Interrupt the ranks that still run the cell, and wait until they are at their prompt.
-
-        The processes of the ranks continue, because they belong to the session.
-        """
+        """Interrupt the ranks that still run the cell, and wait until they are at their prompt."""
         self._end_ranks(0.0)
 
     def note_if_cut(self) -> None:
-        """If ranks have cut their connections, tell the user in a note how to continue.
-
-        The note names the calls that create a new process group.
-        """
+        """If ranks have cut their connections, tell the user in a note how to continue."""
         if cut := [state.rank for state in self.ranks.states() if state.was_cut]:
             ranks = f"rank{'s' * (len(cut) > 1)} {', '.join(map(str, cut))}"
             name = self._spec.plan.session
@@ -161,13 +149,10 @@ class CellAttempt(_AttemptOfSession):
             self._emit(Note(text=text))
 
     def _interrupt(self, since: float) -> None:
-        """Interrupt the ranks that run the cell.
+        """Send SIGINT, once, to the ranks that run the cell.
 
         Every `CUT_AFTER_S` seconds after the interrupt, also send each rank that still runs the
         cell the request to cut its connections to other ranks (`CUT_CONNECTIONS`).
-
-        Args:
-            since: Time of the interrupt, in seconds of the monotonic clock.
         """
         self.ranks.interrupt()
         now = time.monotonic()
@@ -178,12 +163,10 @@ class CellAttempt(_AttemptOfSession):
                 link.request_cut(self.folder, state.rank, self._spec.run.cell_number)
 
     def _end_ranks(self, grace_s: float) -> None:
-        """Interrupt the ranks that still run the cell, and wait until they are at their prompt.
+        """Interrupt the ranks that still run the cell; kill those that do not return to their
+        prompt.
 
-        Then kill the ranks that are not at their prompt within the time limit (`_return_limit_s`).
-
-        Args:
-            grace_s: Not used, because `_return_limit_s` returns the time limit.
+        The time limit is `_return_limit_s`; `grace_s` is not used.
         """
         if self._interrupted_at is None:
             self._interrupted_at = time.monotonic()
@@ -200,17 +183,14 @@ class CellAttempt(_AttemptOfSession):
     def _return_limit_s(self) -> float:
         """Return the maximum seconds from an interrupt until the ranks are back at their prompt.
 
-        The limit is `RETURN_S`. If all ranks that still run the cell have raised an exception, the
-        limit is `REPORT_S`, which is longer, because these ranks format their tracebacks.
+        `REPORT_S` is longer than `RETURN_S`, because ranks that have raised an exception format
+        their tracebacks.
         """
         has_heard = all(state.failed_at is not None for state in self._ranks_in_cell())
         return REPORT_S if has_heard else RETURN_S
 
     def _kill(self, lost: list[RankState]) -> None:
-        """Kill `lost`, the ranks that did not end the cell in time, and send an event and a note.
-
-        The session then ends.
-        """
+        """Kill the ranks that did not end the cell in time, and send an event and a note."""
         limit_s = self._return_limit_s()
         end_all([state.process for state in lost if state.process is not None], grace_s=0)
         why = f"taas-magic killed it: a cell did not end within {limit_s:.0f} s of the interrupt"
@@ -225,7 +205,6 @@ class CellAttempt(_AttemptOfSession):
         self._emit(Note(text=text))
 
     def _ranks_in_cell(self) -> list[RankState]:
-        """Return the ranks that still run the cell."""
         return [state for state in self.ranks.states() if not state.is_over]
 
 
@@ -248,11 +227,8 @@ class HostSession(HostRun):
     def begin_cell(self, cell: ShareSpec) -> None:
         """Reserve the ranks for a cell. First wait up to `START_S` for the start of the ranks.
 
-        From now until `end_cell`, the cell's run checks the ranks for failures and hangs, and the
-        session does not check the ranks.
-
-        Args:
-            cell: This host's share of the cell's run.
+        Until `end_cell`, the cell's run checks the ranks for failures and hangs, and the session
+        does not.
 
         Raises:
             PoolError: The session has ended or is ending, or another cell uses the ranks.
@@ -307,17 +283,14 @@ class HostSession(HostRun):
         return attempt
 
     def _checks_ranks(self) -> bool:
-        """Return whether the session must check the ranks now.
-
-        The session checks the ranks between cells, and while the session is being ended.
-        """
+        """Return True between cells, and while the session is being ended."""
         return self._cell is None or self.stopped_at is not None
 
     def _check(self, attempt: Attempt) -> None:
         """Check the ranks, and the process that serves their key-value store.
 
         Raises:
-            PoolError: The store's process has ended, so the ranks cannot form a new process group.
+            PoolError: The store's process has ended.
         """
         why = self._rendezvous.why_ended() if self._rendezvous is not None else ""
         if why and self.stopped_at is None:
@@ -332,7 +305,7 @@ class HostSession(HostRun):
     def _await_cell(self) -> None:
         """Refuse further cells, and wait up to `CELL_END_S` for the end of the current cell.
 
-        The session's pipes must stay open until then, because the cell uses them.
+        The cell uses the session's pipes, so they must stay open until then.
         """
         with self._changing:
             self._is_over = True
@@ -341,11 +314,6 @@ class HostSession(HostRun):
 
 class HostCell(HostRun):
     """Runner of one cell on this host's ranks of a session.
-
-    Args:
-        spec: This host's share of the cell's run.
-        session: The session whose ranks run the cell.
-        *about: Further arguments of `HostRun`.
 
     Raises:
         PoolError: The session has ended or is ending, or it runs another cell.
@@ -363,10 +331,7 @@ class HostCell(HostRun):
         self.port = session.port or 1  # not used, because the ranks need no new rendezvous
 
     def handle_message(self, rank: int, message: Any) -> None:
-        """Record or forward a message that a rank of the session sends while it runs the cell.
-
-        Called by the thread of the `PipeReader`.
-        """
+        """Record or forward a rank's message. Called by the thread of the `PipeReader`."""
         self._on_message(rank, message)
 
     def _start_ranks(self) -> Attempt:

@@ -1,11 +1,9 @@
 """Input for a rank: lines that the user types in the notebook while a cell runs.
 
-`input()`, `breakpoint()`, `pdb` and `getpass` in a cell request a line from the user. The rank
-sends the request to its agent, and the agent sends it to the kernel. The kernel shows an input box,
-and sends the line back (`notebook/keyboard.py`). If nobody can type, the kernel refuses the
-request, and the call in the cell raises EOFError.
-
-IPython's debugger and `torch.distributed.breakpoint` also work, because they call `input()`.
+`input()`, `getpass` and debuggers such as `pdb` request a line from the user. The rank sends the
+request to its agent, and the agent sends it to the kernel, which shows an input box
+(`notebook/keyboard.py`). If nobody can type, the kernel refuses the request, and the call in the
+cell raises EOFError.
 """
 
 import builtins
@@ -43,10 +41,7 @@ _answer_of: Callable[[bytes], AnswerInput] = msgspec.json.Decoder(AnswerInput).d
 class Keyboard:
     """Source of the lines that the user types for a rank's program.
 
-    `install` makes the program's `input()`, `getpass` and `sys.stdin` read these lines.
-
     Args:
-        link: The rank's connection to its agent.
         path: Path of the named pipe with the lines that the user types (`link.RankFile`).
 
     Attributes:
@@ -97,14 +92,10 @@ class Keyboard:
         return answer.line
 
     def _input(self, prompt: object = "", /) -> str:
-        """Read a line, as Python's `input` does."""
         return self.read_line(str(prompt))
 
     def _getpass(self, prompt: str = "Password: ", stream: Any = None, **options: Any) -> str:
-        """Read a line that is not shown, as `getpass.getpass` does.
-
-        The stream and the options (`echo_char` of Python 3.14) have no effect.
-        """
+        """Read a line that is not shown. The stream and the options have no effect."""
         return self.read_line(prompt, is_hidden=True)
 
 

@@ -1,13 +1,13 @@
 """The pipes between a rank and its agent.
 
 A rank writes to two pipes. The log pipe carries the raw bytes that the rank and its children write
-to descriptors 1 and 2. The message pipe carries JSON objects: failures, displays, notes,
-heartbeats. Threads and forks of a rank write to the message pipe at the same time, and may be
-killed while they write. So each message is divided into pieces that are written atomically
-(`pieces`). The agent writes requests, cells and the user's input to further pipes (`RankFile`).
+to descriptors 1 and 2. The message pipe carries JSON objects. Threads and forks of a rank write to
+the message pipe at the same time, and may be killed while they write. So each message is divided
+into pieces that are written atomically (`pieces`). The agent writes requests, cells and the user's
+input to further pipes (`RankFile`).
 
 All pipes are named pipes in a private folder on the host. Unnamed pipes would have to be passed
-through the forkserver, which passes at most 256 descriptors. This module does not import torch,
+through the forkserver, which passes at most 256 descriptors. This module must not import torch,
 because the agent imports this module.
 """
 
@@ -29,15 +29,13 @@ OTHERS_END_S = 0.4
 """Maximum seconds that an ending rank waits until the other ranks end, too.
 
 The wait keeps this rank's sockets open, because another rank's `init_process_group` may still be
-connecting to this rank. Under torchrun, a rank's sockets stay open for a similar time, while Python
-shuts down.
+connecting to this rank.
 """
 
 SIGNAL = signal.SIGRTMAX - 3
 """Signal by which the agent makes a process write the stack of its main thread to a file.
 
-Ranks, fetchers and their forks have a handler for this signal. SIGUSR1 and SIGUSR2 are not used, so
-that the user's program may use them.
+SIGUSR1 and SIGUSR2 are not used, so that the user's program may use them.
 """
 
 _PIPE_BYTES = 1 << 20
@@ -60,8 +58,8 @@ RankFile = Literal["log", "messages", "ask", "cells", "input", "stack", "stacks"
 RUNNING = "running"
 """Name of a pipe that every rank of this host keeps open for writing until the rank ends.
 
-By this pipe, an ending rank notices that no other rank of the host runs any more (`await_others`).
-No process writes to the pipe.
+No process writes to the pipe. By its end, an ending rank notices that no other rank of the host
+runs any more (`await_others`).
 """
 
 
@@ -70,8 +68,6 @@ def rank_file(folder: Path, rank: int, what: RankFile) -> Path:
 
     Args:
         folder: Private folder of the rank's attempt.
-        rank: Number of the rank.
-        what: Kind of the file.
     """
     return folder / f"{rank}.{what}"
 
@@ -90,7 +86,6 @@ def request_cut(folder: Path, rank: int, cell: int) -> None:
 
     Args:
         folder: Private folder of the rank's attempt.
-        rank: Number of the rank.
         cell: Number of the cell in its session.
     """
     _send_request(folder, rank, b"%b%d " % (CUT_CONNECTIONS, cell))
@@ -118,26 +113,20 @@ def answer_input(folder: Path, answer: AnswerInput) -> None:
 
     Args:
         folder: Private folder of the rank's attempt.
-        answer: The user's line, and the number of the rank. The encoded answer may have at most
-            PIPE_BUF bytes.
+        answer: The user's line. Encoded, it may have at most PIPE_BUF bytes.
     """
     _write_line(rank_file(folder, answer.rank, "input"), answer)
 
 
 def _write_line(path: Path, message: CellOrder | AnswerInput) -> None:
-    # Open for reading, too: opening only for writing fails as long as the rank has not opened its
-    # end.
+    # Also open for reading: opening only for writing fails until the rank has opened its end.
     pipe = os.open(path, os.O_RDWR | os.O_NONBLOCK)
     with open(pipe, "wb", buffering=0) as lines:
         lines.write(messages.encode(message) + b"\n")
 
 
 class LineReader:
-    """Reader of lines from a named pipe to which the agent writes. Used in a rank.
-
-    Args:
-        path: Path of the named pipe.
-    """
+    """Reader of lines from a named pipe to which the agent writes. Used in a rank."""
 
     def __init__(self, path: Path) -> None:
         # Also open for writing, so that reads do not report the end when the agent closes the pipe.
@@ -153,10 +142,7 @@ class LineReader:
 
 
 def make_pipe(path: Path) -> int:
-    """Create a named pipe, and return a non-blocking descriptor of its read end.
-
-    Runs in the agent.
-    """
+    """Create a named pipe, and return a non-blocking descriptor of its read end."""
     os.mkfifo(path, 0o600)
     return os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
 
@@ -165,9 +151,7 @@ MORE, LAST = b"+", b"."
 """First byte of a piece of a message. `MORE`: more pieces follow. `LAST`: no piece follows."""
 
 _PIECE_BYTES = 4000
-"""Maximum bytes of a message in one piece. A piece with its prefix is smaller than PIPE_BUF (4096).
-
-Linux writes at most PIPE_BUF bytes to a pipe atomically.
+"""Maximum bytes of a message in one piece. Linux writes at most PIPE_BUF (4096) bytes atomically.
 """
 
 
@@ -175,9 +159,8 @@ def pieces(message: bytes, sender: bytes) -> Iterator[bytes]:
     """Divide a message into lines, each short enough to be written to a pipe atomically.
 
     Args:
-        message: The encoded message.
-        sender: Id of the message, by which the agent finds all pieces of the message. The id must
-            be unique in the pipe, and must not contain spaces.
+        sender: Id by which the agent finds all pieces of the message. It must be unique in the
+            pipe, and must not contain spaces.
     """
     for at in range(0, len(message), _PIECE_BYTES):
         end = at + _PIECE_BYTES
@@ -198,7 +181,6 @@ class AgentLink:
 
     Args:
         folder: Private folder of the attempt, in which the agent has created the pipes.
-        rank: Number of the rank.
     """
 
     def __init__(self, folder: Path, rank: int) -> None:
@@ -223,7 +205,7 @@ class AgentLink:
         """Redirect descriptors 1 and 2, and Python's stdout and stderr, to the log pipe.
 
         stdout and stderr share one pipe, so that their lines stay in order. They become
-        line-buffered: Python writes each complete line immediately.
+        line-buffered.
         """
         sys.stdout.flush()
         sys.stderr.flush()

@@ -6,10 +6,9 @@ A rank writes its values to archives, each of which is one file:
 
     <run folder>/results/<attempt>-<rank>-<number>
 
-Values that share objects are in the same archive, so that they share the objects in the notebook,
-too. For example, an optimizer shares the parameters of its model. A value that shares no objects
-has its own archive. Each archive is written, sent and loaded separately, so a failure loses only
-the values of one archive.
+Values that share objects are in the same archive, so that they also share the objects in the
+notebook. For example, an optimizer shares the parameters of its model. Each archive is written,
+sent and loaded separately, so a failure loses only the values of one archive.
 
 If all values of an archive are plain data (`capture/plain.py`), the notebook reads the archive
 without running code. Otherwise the values are pickled. Loading a pickle can run arbitrary code of
@@ -53,8 +52,7 @@ class Received:
     Attributes:
         values: Values by name. The name of the work's own value is `VALUE`.
         missing: Names of `--out` that were not received, each with the reason.
-        notes: Notes for the user. For example, a returned function may use a variable that the cell
-            changed. A note then says that the function uses the notebook's value of this variable.
+        notes: Notes for the user.
     """
 
     values: dict[str, Any] = field(default_factory=dict)
@@ -96,8 +94,7 @@ def _refusal(where: str, pool: str) -> str:
     """Return a message for the user: why a pickled value from an untrusted pool is refused.
 
     Args:
-        where: Sender of the value, for example "rank 3".
-        pool: Name of the pool.
+        where: Sender of the value, such as "rank 3".
     """
     return (
         f'loading it would run code from {where}, and pool "{pool}" is not trusted. Return plain '
@@ -112,9 +109,9 @@ def receive(
     """Load the results of a run in the kernel, archive by archive.
 
     From an archive of a rank, the kernel reads only the names that `--out` requests from that rank.
-    From an archive of rank 0, the kernel reads all names of `--out`, because rank 0 also gathers
-    sharded models for the other ranks. The result for `NAME@all` is a list with the value of each
-    rank. If one rank's value did not arrive, `NAME` is missing in the result.
+    From an archive of rank 0, it reads all names of `--out`, because rank 0 also gathers sharded
+    models for the other ranks. The result for `NAME@all` is a list with the value of each rank. If
+    one rank's value did not arrive, `NAME` is missing.
 
     Args:
         folder: `RunFolder.results`.
@@ -162,7 +159,7 @@ def _load(
 ) -> None:
     """Load one archive of results, and add its expected values to `received`.
 
-    If loading fails, or if an untrusted pool sent a pickle, add the reason to `received.missing`.
+    If the archive cannot be loaded, add the reason to `received.missing`.
     """
     names: list[str] = []
     try:
@@ -192,10 +189,10 @@ def _load(
 class _TorchResultPickler(ResultPickler):
     """A pickler for results. Replaces a DistributedDataParallel by the model that it wraps.
 
-    Raises a TypeError for a sharded tensor or model, because this rank has only a part of it.
+    Raises TypeError for a sharded tensor or model, because this rank has only a part of it.
 
     Attributes:
-        unwrapped: Whether a DistributedDataParallel was replaced by its attribute `module`.
+        unwrapped: Whether a DistributedDataParallel was replaced.
     """
 
     def __init__(self, scope: RankNamespace) -> None:
@@ -228,8 +225,7 @@ class ResultWriter:
         environ: Environment of the rank with torchrun's variables.
         note: Function that sends a note to the user.
         scope: Namespace of the rank, with the variables that a returned function may use.
-        untrusted_pool: Name of the pool if the notebook accepts only plain data from this pool; ""
-            if the notebook loads pickles, too.
+        untrusted_pool: Like `ResultCriteria.untrusted_pool`.
     """
 
     def __init__(
@@ -292,7 +288,6 @@ class ResultWriter:
                 self._note(f"writing into the run's folder raised {_error_text(error)}")
 
     def _why_missing(self, namespace: Mapping[str, Any]) -> str:
-        """Return a message for the user: why this rank has no variable of a requested name."""
         if self._failed:
             return f"rank {self._rank} had not set it when it failed"
         have = [name for name in namespace if not name.startswith("_")]
@@ -312,10 +307,7 @@ class ResultWriter:
             self._note(f"{_shown([name])} could not be returned: {why}")
 
     def _write_values(self, values: Mapping[str, Any]) -> None:
-        """Group values that share objects, and write each group to an archive.
-
-        If a value cannot be written, add its name and the reason to `_missing`.
-        """
+        """Group values that share objects, and write each group to an archive."""
         shared_ids: dict[str, set[int]] = {}
         for name, value in values.items():
             pickler = _TorchResultPickler(self._scope)
@@ -446,8 +438,8 @@ def _gather(value: Any, keeps: bool) -> Any:
 def _sharded_types() -> tuple[type, ...]:
     """Return torch's classes of sharded tensors and models.
 
-    A class is left out if its Python module is not imported, because then no object of this class
-    can exist.
+    A class is left out if its Python module is not imported, because then no object of it can
+    exist.
     """
     tensor = sys.modules.get("torch.distributed.tensor")  # since torch 2.5
     tensor = tensor or sys.modules.get("torch.distributed._tensor")
