@@ -163,8 +163,7 @@ class CellAttempt(_AttemptOfSession):
                 link.request_cut(self.folder, state.rank, self._spec.run.cell_number)
 
     def _end_ranks(self, grace_s: float) -> None:
-        """Interrupt the ranks that still run the cell; kill those that are not at their prompt in
-        time.
+        """Interrupt the ranks that still run the cell; kill those that do not end it in time.
 
         The time limit is `_return_limit_s`; `grace_s` is not used.
         """

@@ -7,13 +7,9 @@ On its way from the kernel to a host, a run has three descriptions:
 - `LocalShare`: created by the agent, with the paths on the agent's host. It contains the
   `ShareSpec`.
 
-The agent passes a `ProcessSpec` to each rank and a `FetcherSpec` to each fetcher. Both contain the
-`LocalShare`.
-
-When an agent joins the pool, the agent opens one stream. This stream carries the controller's
-calls, the agent's responses, events and heartbeats. So the pool's process never connects to a host,
-and messages keep their order. The kernel imports this module, so this module imports neither Dask
-nor torch.
+When an agent joins the pool, the agent opens one stream. The stream carries all messages between
+them, so that the pool's process never connects to a host, and messages keep their order. The kernel
+imports this module, so it must import neither Dask nor torch.
 """
 
 import os
@@ -60,10 +56,7 @@ BEAT_ACK = "taas_heard"
 """Name of the message with which the pool's process acknowledges a heartbeat."""
 
 AGENT = "taas_agent"
-"""Key in the start-up information of a Dask worker that is an agent.
-
-The pool does not use a worker without this key as a host.
-"""
+"""Key in the start-up information of a Dask worker that is an agent."""
 
 POOL_BEAT = "taas-pool-beat"
 """Dask topic of the heartbeats from the pool's process to its kernels.
@@ -76,16 +69,14 @@ HOST = "TAAS_HOST"
 
 REACH = "TAAS_REACH"
 """Environment variable with `ShareSpec.reach`, the address of a server on the notebook's machine.
-
-Only runs of a farm have such a server: the scheduler of the farm's process. The rank of such a run
-starts a node, which connects to this scheduler.
 """
 
 
 def topic(owner: str) -> str:
-    """Return the Dask topic for the events of a kernel's runs. Each event has the id of its run.
+    """Return the Dask topic for the events of a kernel's runs.
 
-    Dask's client and scheduler never remove a topic. So each kernel has one topic for all its runs.
+    A kernel has one topic for all its runs, because Dask's client and scheduler never remove a
+    topic.
 
     Args:
         owner: Id of the kernel's Dask client.
@@ -96,8 +87,7 @@ def topic(owner: str) -> str:
 def fetchers_share_id(run_id: str) -> str:
     """Return the id of the share that consists of a run's fetchers.
 
-    The id of the ranks' share is `run_id` itself. The two ids must differ, because one host may run
-    both shares.
+    It differs from `run_id`, the id of the ranks' share, because one host may run both shares.
     """
     return f"{run_id}.data"
 
@@ -125,8 +115,8 @@ class Origin(Struct, frozen=True):
         environ: Environment of the kernel. Empty for hosts on other machines.
         sys_path: Import path of the kernel.
         colors: IPython's colour scheme, for tracebacks.
-        changed: Environment variables that the notebook has changed. The value of a variable that
-            the notebook has removed is None.
+        changed: Environment variables that the notebook has changed. The value of a removed
+            variable is None.
         store: Identity of the project store on the notebook's machine, by which a host checks
             whether it shares the store. None if all hosts count as sharing the store.
     """
@@ -139,9 +129,7 @@ class Origin(Struct, frozen=True):
     store: Identity | None = None
 
     def environ_on(self, environ: Mapping[str, str]) -> dict[str, str]:
-        """Return the environment of ranks on a machine that is not the notebook's.
-
-        The result is `environ` with the variables that the notebook has changed.
+        """Return the environment of ranks on another machine than the notebook's.
 
         Args:
             environ: Environment of the agent on that machine.
@@ -150,7 +138,7 @@ class Origin(Struct, frozen=True):
         return {name: value for name, value in merged.items() if value is not None}
 
     def sys_path_on(self, sys_path: Sequence[str]) -> tuple[str, ...]:
-        """Return the import path of ranks on a machine that is not the notebook's.
+        """Return the import path of ranks on another machine than the notebook's.
 
         The result is `sys_path`, followed by the user's entries of the kernel's import path.
 
@@ -162,14 +150,10 @@ class Origin(Struct, frozen=True):
 
 
 def environ_changes(before: Mapping[str, str], now: Mapping[str, str]) -> dict[str, str | None]:
-    """Return the variables that differ between two environments.
+    """Return the variables that differ between two environments, with their new values.
 
-    The kernel sends only these variables to other machines. The unchanged variables describe the
-    kernel's own machine, such as the paths of programs and libraries, and the GPUs that the kernel
-    may use.
-
-    Returns:
-        New values by name. The value of a removed variable is None.
+    The value of a removed variable is None. The kernel sends only these variables to other
+    machines, because the unchanged variables describe the kernel's own machine.
     """
     changed = {name: value for name, value in now.items() if before.get(name) != value}
     return {**changed, **{name: None for name in before if name not in now}}
@@ -203,15 +187,15 @@ class RunSpec(Struct, frozen=True, omit_defaults=True):
         plan: Plan of the run.
         run_dir: Folder of the run on the notebook's machine.
         origin: Settings that the ranks inherit from the notebook.
-        requires: Modules that must be installed on the hosts. Before the run starts, the pool
-            checks that hosts have these modules, and compares the versions of Python and torch with
-            the notebook's. None to skip both checks.
+        requires: Modules that must be installed on the hosts. The pool checks this before the run
+            starts, and compares the versions of Python and torch with the notebook's. None to skip
+            both checks.
         reach: Address of a server on the notebook's machine to which ranks connect, as
             "tls://host:port". "" if there is none. In a run of a farm, the server is the scheduler
             of the farm's process.
         reads_only: Whether the run should only read the project store. If True, the run does not
-            lock the store, so another run may write to the store at the same time. Files that
-            ranks write to a host's mirror are then not copied back.
+            lock the store, so another run may write to it at the same time. Files that ranks write
+            to a host's mirror are then not copied back.
         idle_s: Seconds after which the session ends if it runs no cell. None if the run is not a
             session.
         session: Run id of the session whose ranks run this cell. "" if the run has its own ranks.
@@ -241,8 +225,8 @@ class RunSpec(Struct, frozen=True, omit_defaults=True):
     def for_session(self) -> "RunSpec":
         """Return a copy of this run without the environment and the import path.
 
-        Called for a cell of a session, because the session's ranks keep the environment and the
-        import path with which they started.
+        Called for a cell of a session, because the session's ranks keep those with which they
+        started.
         """
         origin = structs.replace(self.origin, environ={}, sys_path=(), changed={})
         return structs.replace(self, origin=origin)
@@ -250,13 +234,12 @@ class RunSpec(Struct, frozen=True, omit_defaults=True):
     def for_hosts(self, are_local: bool) -> "RunSpec":
         """Return a copy of this run without the fields that hosts do not need.
 
-        The copy has no host plans. If each of 1,000 hosts received the plans of all hosts, the pool
-        would send a million host plans. The copy also lacks the fields that only the pool uses.
+        The copy has no host plans. Otherwise, the pool would send the plans of all hosts to each
+        host, which is a million host plans for 1,000 hosts.
 
         Args:
             are_local: Whether the hosts are the notebook's machine. Other machines do not get the
-                kernel's environment, which may contain secrets. They get only the environment
-                variables that the notebook has changed (`Origin.changed`).
+                kernel's environment, which may contain secrets. They get only `Origin.changed`.
         """
         origin = self.origin if are_local else structs.replace(self.origin, environ={})
         plan = structs.replace(self.plan, hosts=())
@@ -276,11 +259,11 @@ class ShareSpec(Struct, frozen=True, omit_defaults=True):
         master_addr: Address of the first host, which runs torch's key-value store for the ranks.
         master_port: Port of the key-value store. 0 on the first host, which chooses the port.
         attempt: Number of the attempt, from 0.
-        ran_s: Seconds of `--timeout` that are already used. They count from the start of the first
-            attempt. Time in which a rank waited for the user's input does not count.
+        ran_s: Seconds since the start of the first attempt, for `--timeout`. Time in which a rank
+            waited for the user's input does not count.
         fetchers: Addresses of the fetchers that have started, by number of the fetcher.
-        reach: Address at which ranks on this host connect to the server of `RunSpec.reach`. It may
-            be the address of a tunnel. "" if there is no server.
+        reach: Address at which ranks on this host connect to the server of `RunSpec.reach`, perhaps
+            through a tunnel. "" if there is no server.
     """
 
     run: RunSpec
@@ -298,14 +281,14 @@ class ShareSpec(Struct, frozen=True, omit_defaults=True):
     def plan(self) -> Plan:
         """Plan of the run, without its hosts.
 
-        The paths in `plan.store` are those of the notebook's machine. `LocalShare.store` has the
-        paths of the host.
+        The paths in `plan.store` are those of the notebook's machine; `LocalShare.store` has the
+        host's.
         """
         return self.run.plan
 
     @property
     def fetches(self) -> bool:
-        """Whether the share consists of fetchers. If False, it consists of ranks."""
+        """Whether the share consists of fetchers, and not of ranks."""
         return self.host_plan is None
 
     @property
@@ -366,9 +349,8 @@ class LocalShare(Struct, frozen=True):
     def rank_environ(self, host_address: HostAddress) -> dict[str, str]:
         """Return the environment of this host's ranks, without torchrun's variables.
 
-        The environment is that of the share, with defaults for variables that it does not set (such
-        as OMP_NUM_THREADS and the network interfaces of gloo and NCCL), and with this package's own
-        variables.
+        For some variables that the share does not set, such as OMP_NUM_THREADS and the network
+        interfaces of gloo and NCCL, the result has defaults.
         """
         spec, host = self.spec, self.spec.host_plan
         assert host is not None
@@ -396,9 +378,8 @@ class LaunchRanks(Request[StartResponse]):
 
     Attributes:
         owner: Id of the kernel's Dask client. The run ends when this client disconnects.
-        run: The run.
-        fetcher_events: Events that the run's fetchers have already sent to the kernel. By these
-            events, the pool knows the fetchers' addresses.
+        fetcher_events: Events that the run's fetchers have already sent to the kernel. They contain
+            the fetchers' addresses.
     """
 
     owner: str
@@ -411,7 +392,6 @@ class LaunchFetchers(Request[StartResponse]):
 
     Attributes:
         owner: Id of the kernel's Dask client. The fetchers end when this client disconnects.
-        run: The run.
     """
 
     owner: str
@@ -425,7 +405,6 @@ class StartShare(Request[int]):
     other hosts is 0.
 
     Attributes:
-        spec: The host's share.
         is_next_attempt: Whether the host runs an earlier attempt of this run. The host then ends
             the ranks of the earlier attempt before it starts the new ranks.
     """
@@ -443,8 +422,8 @@ class ProcessSpec:
     Attributes:
         share: The host's share of the run.
         folder: Folder of the attempt or the fetchers, under TMPDIR, for pipes and scratch folders.
-        environ: Environment variables. For a rank, torchrun's variables override these, and
-            `--env` overrides both.
+        environ: Environment variables. For a rank, torchrun's variables override these, and `--env`
+            overrides both.
         protection: Mechanism by which this host prevents processes other than rank 0 from writing
             to the project store.
     """
@@ -467,10 +446,10 @@ class FetcherSpec:
         host: Name of the host.
         listen: Address at which the fetcher listens for TCP connections. "" to serve only ranks on
             the same host.
-        fill_batches: Minimum number of batches to prepare before ranks request data. The number is
-            the total of all fetchers that serve the same loaders. 0 for no minimum.
-        fill_bytes: Minimum number of bytes to prepare before ranks request data. The number is the
-            total of all fetchers that serve the same loaders. 0 for no minimum.
+        fill_batches: Minimum number of batches to prepare before ranks request data, in total of
+            all fetchers that serve the same loaders. 0 for no minimum.
+        fill_bytes: Minimum number of bytes to prepare, counted like `fill_batches`. 0 for no
+            minimum.
         setting: Settings of the new process, such as its environment. None to keep the environment,
             output and import path of the forkserver.
         stacks: File to which the fetcher and its workers write their stacks when the agent signals
@@ -520,7 +499,6 @@ def torchrun_variables(
     """Return the environment variables that torchrun would set for a rank of this host.
 
     Args:
-        spec: The host's share of the run.
         local_rank: Number of the rank on this host.
         port: Port of torch's key-value store.
         error_file: File that `torch.distributed.elastic.multiprocessing.errors.record` writes.

@@ -1,19 +1,16 @@
 """Stack reports of a host's ranks and fetchers, and detection of ranks that make no progress.
 
-This module runs in the agent, and imports neither torch nor IPython. The agent collects stacks in
-two ways:
+Runs in the agent, which imports neither torch nor IPython. The agent collects stacks in two ways:
 
-1. The agent sends a request to the rank. The rank's heartbeat thread responds with the stacks of
-   all threads of the rank, and with the pending collectives of torch's flight recorder.
+1. A rank's heartbeat thread responds to a request with the stacks of all threads, and with the
+   pending collectives of torch's flight recorder.
 2. The agent sends `SIGNAL` to a rank that does not respond, and to processes without a heartbeat:
-   children that a rank forked, fetchers, and fetchers' workers. In the signalled process,
-   faulthandler immediately writes the main thread's stack to a file
-   (`tracebacks.write_stack_on_signal`).
+   children that a rank forked, fetchers, and fetchers' workers. There, faulthandler writes the main
+   thread's stack to a file (`tracebacks.write_stack_on_signal`).
 
 faulthandler does not wait for the interpreter's lock, so it could crash a process that runs Python
-code at that moment. So the agent signals a process without a heartbeat only while the main thread
-of the process sleeps. For a program that a rank has started, the agent has no stacks, but only the
-data from psutil.
+code at that moment. So the agent signals a process without a heartbeat only while its main thread
+sleeps. For a program that a rank has started, the agent has only the data from psutil.
 """
 
 import os
@@ -51,10 +48,7 @@ The thread cannot respond while another thread holds the interpreter's lock.
 """
 
 WRITE_S = 2.0
-"""Maximum seconds to wait until a process has written its stack.
-
-A process that blocks `SIGNAL` does not write its stack.
-"""
+"""Maximum seconds to wait until a process has written its stack, which it may never do."""
 
 SAMPLE_S = 3.0
 """Minimum seconds between two samples of the CPU time of ranks and their descendants."""
@@ -97,10 +91,7 @@ The keys are names of files in the standard library: the thread waits in a funct
 """
 
 _DATA_WAITING = {"server.py": "requests from ranks", "worker.py": "requests from its fetcher"}
-"""Texts for the user that name what a process of a fetcher waits for.
-
-The keys are names of files in `taas_magic/data`: the process waits in a function of this file.
-"""
+"""Like `_WAITING`, for a process of a fetcher. The keys are names of files in `taas_magic/data`."""
 
 _CPUS_LEAST_S = 0.5
 """Minimum seconds for which `StackMonitor.collect` measures `StackSample.cpus`."""
@@ -118,11 +109,11 @@ class StackSample:
         state: Process state as psutil names it; "gone" if the process has ended.
         threads: Frames of each thread, outermost first, by the thread's name. The main thread comes
             first.
-        answers: Whether the rank's heartbeat thread responds. The thread cannot respond while
-            another thread holds the interpreter's lock. None for a process that is not a rank.
+        answers: Whether the rank's heartbeat thread responds. None for a process that is not a
+            rank.
         has_finished: Whether the process is a rank that has run the cell to its end.
-        cpus: Average number of processors that the rank and its descendants used while the data
-            was collected.
+        cpus: Average number of processors that the rank and its descendants used while the data was
+            collected.
     """
 
     pid: int
@@ -165,8 +156,8 @@ class StackSample:
 def code_position(frames: Sequence[StackFrame]) -> str:
     """Return, as text, the frame that shows a thread's position in the user's code.
 
-    The function returns the innermost frame in a cell. If no frame is in a cell, it returns the
-    innermost frame outside this package. If all frames are in this package, it returns "".
+    This is the innermost frame in a cell. If no frame is in a cell, it is the innermost frame
+    outside this package. "" if there is no such frame either.
 
     Args:
         frames: Frames of the thread, outermost first.
@@ -177,11 +168,7 @@ def code_position(frames: Sequence[StackFrame]) -> str:
 
 
 def waits_for(sample: StackSample) -> str:
-    """Return a text for the user that says what a process's main thread waits for.
-
-    The function uses the state of the process, the frames of the main thread, and the pending
-    collectives. If the thread does not wait, the text says so.
-    """
+    """Return a text for the user that says what a process's main thread waits for."""
     if sample.state == _GONE:
         return "nothing: it has ended"
     if sample.state == psutil.STATUS_STOPPED:
@@ -233,9 +220,8 @@ def _who_waits(frames: Sequence[StackFrame]) -> tuple[str, str]:
         frames: Frames of the thread, outermost first.
 
     Returns:
-        Two values. First, the file of the innermost frame outside the standard library, as a path.
-        Second, the file of the standard library that this frame has called, as a name without
-        folders. The second value is "" if the frame has not called the standard library.
+        First, the path of the innermost frame's file outside the standard library. Second, the name
+        of the standard library's file that this frame has called; "" if it has called none.
     """
     called = ""
     for frame in reversed(frames):
@@ -262,15 +248,11 @@ class StackMonitor:
     """Monitor of the progress of an attempt's ranks on this host, and collector of their stacks.
 
     Args:
-        share: This host's share of the attempt.
-        ranks: States of the ranks.
-        reader: Reader of the ranks' output, which knows the time of each rank's last output.
         folder: Private folder of the attempt, with the files that the ranks share with the agent.
-        emit: Function that sends an event to the pool.
 
     Attributes:
-        is_paused: Whether a rank waits for the user's input. While this is True, `check` does
-            nothing, and the time does not count as time without progress.
+        is_paused: Whether a rank waits for the user's input. Meanwhile, `check` does nothing, and
+            the time does not count as time without progress.
     """
 
     def __init__(
@@ -354,9 +336,8 @@ class StackMonitor:
     def _report_hang(self, still_s: float) -> None:
         """Collect stacks, and send a `Hang` event if the time without progress is too long.
 
-        If a rank waits in a collective, the limit is the smaller of `COLLECTIVE_S` and `hang_s`.
-        Otherwise, the limit is `hang_s`. If a rank has made progress or has ended while the stacks
-        were collected, send no event.
+        The limit is `hang_s`, but at most `COLLECTIVE_S` if a rank waits in a collective. If a rank
+        has made progress or has ended while the stacks were collected, send no event.
 
         Args:
             still_s: Seconds for which no rank has made progress.
@@ -378,9 +359,8 @@ class StackMonitor:
     def _sample(self, now: float) -> None:
         """Record progress for each rank that wrote output or used CPU time since the last sample.
 
-        If any rank's own process has used enough CPU time, descendants are not sampled, because
-        such a sample is slow: it reads all processes of the host. Otherwise, CPU time of a rank's
-        descendants counts for this rank.
+        CPU time of a rank's descendants counts, too. But it is not measured if any rank's own
+        process has made progress, because this measurement reads all processes of the host.
         """
         passed_s, self._sampled_at = now - self._sampled_at, now
         least_s = max(_COMPUTES_LEAST_S, COMPUTES_SHARE * passed_s)
@@ -402,8 +382,6 @@ class StackMonitor:
             before: CPU seconds of each rank in the last sample, by pid. This method then replaces
                 these values by those of `used`.
             used: CPU seconds of each rank now, by pid.
-            least_s: Minimum CPU seconds that count as progress.
-            now: The agent's monotonic clock, in seconds.
 
         Returns:
             Whether any rank made progress.
@@ -420,8 +398,8 @@ class StackMonitor:
     def _request_stacks(self, states: Sequence[RankState]) -> None:
         """Request stack reports of ranks, and wait up to `ANSWER_S` for all responses.
 
-        Do not wait for ranks that SIGSTOP has suspended. If a rank has not responded, set the
-        attribute `sample` of its state to None.
+        Does not wait for ranks that SIGSTOP has suspended. If a rank has not responded, its state's
+        `sample` is None afterwards.
         """
         asked = time.monotonic()
         for state in states:
@@ -441,8 +419,8 @@ class StackMonitor:
     def _sample_of(self, state: RankState, cells: "Cells") -> StackSample:
         """Return a rank's stacks and other data about the rank.
 
-        If the rank has not sent a stack report, use the stack that the rank writes on `SIGNAL`. If
-        the rank does not write a stack either, use the stack of the rank's last heartbeat.
+        If the rank has not responded, use the stack that the rank writes on `SIGNAL`. If there is
+        none either, use the stack of the rank's last heartbeat.
         """
         if state.ended:
             return StackSample(state.pid, state=_GONE)
@@ -459,15 +437,11 @@ class StackMonitor:
 
 
 Cells = Mapping[str, "CellSource"]
-"""Type of the notebook's cells by file name. The kernel compiled each cell under its file name."""
+"""The notebook's cells by the file name under which the kernel compiled them."""
 
 
 def _cells(path: Path) -> Cells:
-    """Return the cells in a run's payload. Empty if the payload does not exist any more.
-
-    Args:
-        path: Path of the payload.
-    """
+    """Return the cells in a run's payload. Empty if the payload does not exist any more."""
     from taas_magic.capture import payload  # imported here, because most agents never need it
 
     try:
@@ -494,11 +468,10 @@ def sample_fetcher(pid: int, path: Path) -> StackSample:
 
 
 def _complete(sample: StackSample, path: Path, cells: Cells, states: Collection[str]) -> None:
-    """Complete the data about a process and its descendants by the stacks of their main threads.
+    """Add the stacks of their main threads to the data about a process and its descendants.
 
-    This function signals each process that has no stack in the data yet. It signals one process
-    after the other, because all of them write to the same file. It signals a descendant only while
-    the descendant sleeps.
+    Signals each process that has no stack yet, one after the other, because all write to the same
+    file. A descendant is signalled only while it sleeps.
 
     Args:
         sample: Data about the process, with its descendants in `children`.
@@ -527,7 +500,7 @@ def _of_system(pid: int) -> StackSample:
 def _memory_bytes(process: psutil.Process) -> int:
     """Return the memory of a process in bytes, with its part of shared memory (PSS).
 
-    The PSS of another user's process is not readable. In this case, return the RSS, which includes
+    The PSS of another user's process is not readable. Its RSS is returned instead, which includes
     all shared memory of the process.
     """
     try:
@@ -537,10 +510,7 @@ def _memory_bytes(process: psutil.Process) -> int:
 
 
 def _named(frame: StackFrame, cells: Cells) -> StackFrame:
-    """If a frame is in a cell, return the frame with the cell's label and source line.
-
-    Return any other frame unchanged.
-    """
+    """If a frame is in a cell, return the frame with the cell's label and source line."""
     if (cell := cells.get(frame.file)) is None:
         return frame
     lines = cell.text.splitlines()
@@ -551,13 +521,11 @@ def _named(frame: StackFrame, cells: Cells) -> StackFrame:
 def _written_on_signal(pid: int, path: Path, states: Collection[str]) -> list[StackFrame]:
     """Signal a process to write its main thread's stack to `path`; return the frames.
 
-    `SIGNAL` would end a process that has no handler. A process has the handler if and only if the
-    process has the file open, because a fork inherits both, and a newly executed program inherits
-    neither. So this function does not signal a process that does not have the file open.
+    `SIGNAL` would end a process that has no handler. A process has the handler if and only if it
+    has the file open, because a fork inherits both, and a newly executed program inherits neither.
+    So other processes are not signalled.
 
     Args:
-        pid: Process id.
-        path: File to which the process writes its stack.
         states: States, as psutil names them, in which the process may be signalled.
 
     Returns:
@@ -571,19 +539,17 @@ def _written_on_signal(pid: int, path: Path, states: Collection[str]) -> list[St
         begin = path.stat().st_size
         process.send_signal(SIGNAL)
         return _parse_stack(_await_stack(path, begin))
-    # The process has just ended, the process belongs to another user, or another thread is removing
-    # the run's folder.
+    # The process has ended or belongs to another user, or the run's folder is being removed.
     except (psutil.Error, FileNotFoundError):
         return []
 
 
 def _await_stack(path: Path, begin: int) -> str:
-    """Wait until a stack is written to a file, and return the stack's text.
+    """Wait up to `WRITE_S` until a stack is written to a file, and return the stack's text.
 
-    If the stack is not complete after `WRITE_S` seconds, return an empty or incomplete text.
+    If the stack is late, the text is empty or incomplete.
 
     Args:
-        path: The file.
         begin: Size of the file, in bytes, before the stack is written.
     """
     written, until = "", time.monotonic() + WRITE_S
@@ -599,9 +565,8 @@ def _parse_stack(written: str) -> list[StackFrame]:
     """Parse the stack of one thread that faulthandler has written.
 
     Returns:
-        The frames, outermost first, although faulthandler writes the innermost frame first. Empty
-        if the text has no stack. Also empty if the text has several stacks, because then one of
-        them is the late response of another process.
+        The frames, outermost first. Empty if the text has no stack. Also empty if the text has
+        several stacks, because then one of them is the late response of another process.
     """
     if written.count(_STACK) != 1:
         return []

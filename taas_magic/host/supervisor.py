@@ -1,23 +1,21 @@
 """The first process on a host: starts the agent, and ends the host's processes when the agent ends.
 
-An engine starts the supervisor (`spawn_command`) and writes to the supervisor's standard input. The
-first line is for the agent. When the pool's process ends for any reason, standard input closes. The
-supervisor then ends the host: it ends all its descendants, including the agent, and exits. A cut
-network cable does not close standard input. So an engine that works over a network also writes a
-byte regularly, and the supervisor ends the host if no byte arrives in time.
+An engine starts the supervisor and writes to the supervisor's standard input. The first line is for
+the agent. When the pool's process ends for any reason, standard input closes. The supervisor then
+ends the host: it ends all its descendants, including the agent, and exits. A cut network cable does
+not close standard input. So an engine that works over a network also writes a byte regularly, and
+the supervisor ends the host if no byte arrives in time.
 
-The supervisor has three arguments:
+The supervisor has three arguments (`system.supervisor_arguments`):
 
 1. The number of seconds without input after which the supervisor ends the host; 0 for no limit.
 2. The pool's `start_timeout_s`. If the agent is idle for this number of seconds before it has
    joined the pool, the supervisor ends the host.
-3. The modules that the pool's settings add to the forkserver's imports, separated by commas. The
-   supervisor passes this argument to the agent.
+3. The modules that the pool's settings add to the forkserver's imports, separated by commas.
 
-The supervisor imports neither torch nor Dask, so that an error in these libraries cannot block or
-end the supervisor. The supervisor is a subreaper (prctl(2)): it becomes the parent of every orphan
-among its descendants. So the supervisor finds even a cell's daemon that forked twice or called
-setsid.
+The supervisor must import neither torch nor Dask, so that an error in these libraries cannot block
+or end it. The supervisor is a subreaper (prctl(2)), so it finds even a cell's daemon that forked
+twice or called setsid.
 
 All temporary files of a host are in one folder:
 
@@ -60,7 +58,7 @@ GRACE_S = 3.0
 """Maximum seconds for the agent to exit after SIGTERM. Then the supervisor kills the agent."""
 
 _JOINED = "joined"
-"""Name of a file that the agent creates in the host's folder when the agent joins the pool."""
+"""File in the host's folder that the agent creates when it joins the pool."""
 
 _LOOK_S = 0.5
 
@@ -88,8 +86,6 @@ def main() -> int:
 
 def _supervise(preload: str, folder: Path, lease_s: float | None, start_timeout_s: float) -> int:
     """Start an agent, and wait until it ends or the host must end. Then end all descendants.
-
-    The host must end on SIGTERM, when the lease ends, or when the agent is stuck at its start.
 
     Returns:
         The agent's exit code as a shell reports it: 128 + N for signal N.
@@ -157,14 +153,12 @@ def _hold_lease(
 def _watch_start(pid: int, folder: Path, start_timeout_s: float, told: threading.Event) -> None:
     """End the host if the agent is stuck before the agent has joined the pool. Runs in a thread.
 
-    The agent's imports have no time limit as long as they use processor time or read files.
-
     Args:
         pid: The agent's process id.
         folder: The host's folder for temporary files.
         start_timeout_s: Seconds without any work after which the agent counts as stuck.
-        told: Event that is set when the agent has its settings. Before that, the agent may wait for
-            its settings without a time limit.
+        told: Event that is set when the agent has its settings, for which it may wait without a
+            limit.
     """
     told.wait()
     timer = IdleTimer(pid)
@@ -192,9 +186,9 @@ def _end_host(why: str) -> None:
 def _end_below(agent: subprocess.Popen[bytes]) -> None:
     """Kill all descendants of this process except the agent and resource trackers.
 
-    The agent and the trackers end later. This function kills the ranks immediately, because the
-    agent may be suspended or slow to end. If the lease has ended, the pool may already start the
-    same ranks on another host, and only one rank 0 may write to the project store.
+    Does not wait for the agent, which may be suspended or slow to end. If the lease has ended, the
+    pool may already start the same ranks on another host, and only one rank 0 may write to the
+    project store.
     """
     below = psutil.Process().children(recursive=True)
     end_all([p for p in below if p.pid != agent.pid and not is_tracker(p)], grace_s=0)
@@ -262,8 +256,8 @@ def _make(prefix: str) -> Path:
 def _lock(folder: Path) -> int:
     """Create and lock the file `lock` in a new folder; return the descriptor that holds the lock.
 
-    The function locks the file under another name, and then renames the file to `lock`. So no other
-    supervisor ever sees an unlocked `lock` in a folder that is in use.
+    The function locks the file under another name, and then renames it. So no other supervisor ever
+    sees an unlocked `lock` in a folder that is in use.
     """
     beside = folder / ".lock"
     lock = take_lock(beside)

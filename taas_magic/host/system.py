@@ -1,8 +1,7 @@
 """Functions for the network addresses and the processes of this host.
 
-Functions for processes make the commands that start processes, end a process when its parent ends,
-and find and end processes that remain after a run. The supervisor, the agent and ranks use this
-module, so this module imports neither torch nor any other module of this package.
+The supervisor, the agent and ranks use this module, so it must import neither torch nor any other
+module of this package.
 """
 
 import contextlib
@@ -19,10 +18,9 @@ import psutil
 LOOPBACK = "127.0.0.1"
 
 RUN_TOKEN = "TAAS_RUN_ID"
-"""Environment variable of ranks, fetchers and the programs that they start.
+"""Environment variable of ranks, fetchers and the programs that they start: the share's id.
 
-The value is the id of the share (`ShareSpec.share_id`). By this variable, the agent finds programs
-that still run when the share has ended (`leftovers`).
+By this variable, the agent finds programs that still run when the share has ended (`leftovers`).
 """
 
 CALM_DASK = {
@@ -32,9 +30,8 @@ CALM_DASK = {
 }
 """Dask settings that reduce the CPU time of idle processes, for every process that uses Dask.
 
-By default, Dask profiles its own process 150 times a second, which caused two thirds of the CPU
-time of an idle pool. Twice a second, Dask also measures the memory, network and disks of the
-machine, which caused a third of the rest. This package uses none of these measurements.
+By default, Dask profiles its own process 150 times a second, and measures the machine twice a
+second. This caused most of the CPU time of an idle pool. This package does not use the results.
 """
 
 _FAMILIES = (socket.AF_INET, socket.AF_INET6)
@@ -76,8 +73,7 @@ def choose_address(interface: str, environ: Mapping[str, str], scheduler: str) -
     2. The address of the network interface at which SSH has reached this host.
     3. The address from which this host connects to the scheduler.
 
-    The function does not resolve the host's name. Debian resolves it to 127.0.1.1, and a host with
-    several networks has the same name in all of them.
+    The function does not resolve the host's name, because Debian resolves it to 127.0.1.1.
 
     Args:
         interface: The pool's `interface` setting, the name or address of a network interface; "" if
@@ -105,8 +101,8 @@ def choose_address(interface: str, environ: Mapping[str, str], scheduler: str) -
 def spawn_command(module: str) -> list[str]:
     """Return the command that runs `module.main()` in a new Python process.
 
-    The command uses `-c` instead of `-m`. With `-m`, each child of the forkserver would import its
-    parent's main module again, and each rank would start 0.35 s later.
+    The command uses `-c`. With `-m`, each child of the forkserver would import its parent's main
+    module again, and each rank would start 0.35 s later.
     """
     return [sys.executable, "-c", entry_code(module)]
 
@@ -116,8 +112,8 @@ def entry_code(module: str) -> str:
 
     The code removes the current folder from the beginning of the import path, so that a random.py
     beside the notebook does not replace Python's own module. If PYTHONPATH contains the current
-    folder, the code moves that folder to the end of the import path. There is one exception: if
-    this package itself is imported from the current folder, the import path stays as it is.
+    folder, the code moves that folder to the end. But if this package itself is imported from the
+    current folder, the import path stays as it is.
     """
     return (
         "import os, sys; sys.path[0] or sys.path.pop(0); "
@@ -165,21 +161,17 @@ def _prctl(option: int, value: int) -> None:
 
 
 TRACKERS_END_S = 10.0
-"""Maximum seconds for resource trackers to exit by themselves. Then they are killed.
-
-The time begins when the processes that use the trackers have ended.
-"""
+"""Maximum seconds for resource trackers to exit after the processes that use them."""
 
 
 def end_all(processes: list[psutil.Process], grace_s: float) -> list[psutil.Process]:
     """End processes: send SIGTERM, wait up to `grace_s` seconds, then send SIGKILL.
 
     After SIGTERM, each process also gets SIGCONT, because a suspended process does not handle
-    SIGTERM. After SIGKILL, wait up to 5 s until the processes have ended. Do not wait for processes
-    that this user may not signal, such as those of `sudo` in a cell.
+    SIGTERM. After SIGKILL, wait up to 5 s, but not for processes that this user may not signal,
+    such as those of `sudo` in a cell.
 
     Args:
-        processes: The processes.
         grace_s: Seconds between SIGTERM and SIGKILL. If 0, only SIGKILL is sent.
 
     Returns:
@@ -209,9 +201,8 @@ def _send_signal(process: psutil.Process, number: int) -> bool:
 def kill_all(processes: list[psutil.Process]) -> list[psutil.Process]:
     """Kill processes immediately, except resource trackers, which get `TRACKERS_END_S` to exit.
 
-    A tracker exits when the last process that uses the tracker has ended. Before its exit, the
-    tracker removes semaphores and shared memory that these processes did not release. A killed
-    tracker does not do this. So only trackers that have not exited in time are killed.
+    Before its exit, a tracker removes semaphores and shared memory that other processes did not
+    release. A killed tracker does not do this.
 
     Returns:
         The processes that are still running.
@@ -243,7 +234,7 @@ def status_of(process: psutil.Process | None) -> str:
 
 
 def named(processes: Iterable[psutil.Process]) -> str:
-    """Return the pids and names of processes as text for the user, as `4711 (sudo), 4712 (ssh)`."""
+    """Return the pids and names of processes for the user, such as `4711 (sudo), 4712 (ssh)`."""
     found = []
     for process in processes:
         try:
@@ -263,7 +254,6 @@ def leftovers(run_id: str, pipes: Path, alone: bool) -> list[psutil.Process]:
       or fetcher has started.
     - The process has a file or pipe of the share open. So the function finds forks of a rank.
     - The process is an orphan that the supervisor has adopted, and no other share is on this host.
-      If there were another share, the orphan could belong to that share.
 
     Args:
         run_id: Id of the share, the value of the variable `RUN_TOKEN`.

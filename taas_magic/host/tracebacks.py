@@ -76,7 +76,6 @@ def describe_exception(error: BaseException, text: str | None = None) -> RankRai
     """Return the message by which a rank reports an exception to the agent.
 
     Args:
-        error: The exception.
         text: The formatted traceback. None to format it by `plain`.
     """
     try:
@@ -89,10 +88,10 @@ def describe_exception(error: BaseException, text: str | None = None) -> RankRai
 
 
 def plain(error: BaseException) -> str:
-    """Return the traceback of an exception and its causes, in the format in which Python prints it.
+    """Return the traceback of an exception and its causes, in Python's own format.
 
     The traceback starts at the user's first frame. The causes of a `TaasError` are left out,
-    because the message of a `TaasError` is complete without them.
+    because its message is complete without them.
     """
     described = traceback.TracebackException.from_exception(error)
     _tidy(described)
@@ -125,8 +124,8 @@ def _chain(first: Any) -> Iterator[Any]:
 def _without_ours(one: TracebackType | None) -> TracebackType | None:
     """Return a traceback without the frames of this package.
 
-    The function removes all frames from this package's first frame to this package's last frame,
-    including the frames of IPython between them, but no frame of a notebook's cell.
+    Removes all frames from this package's first frame to its last frame, including those of IPython
+    between them, but no frame of a notebook's cell.
     """
     found: list[TracebackType] = []
     while one is not None:
@@ -152,8 +151,7 @@ def frames(error: BaseException) -> list[str]:
 def where(thread: int) -> list[StackFrame]:
     """Return the `_INNERMOST` innermost frames of a thread, outermost first.
 
-    If code of a cell runs in the thread, the result also has the innermost frame of a cell. This
-    frame comes first, unless it is among the `_INNERMOST` innermost frames anyway.
+    If none of them is in a cell, the innermost frame of a cell comes before them.
 
     Args:
         thread: Identifier of the thread.
@@ -188,9 +186,9 @@ def current_frames() -> dict[int, FrameType]:
     """Return the current frame of each thread, by the thread's identifier.
 
     Before Python 3.12, this function disables garbage collection during the call, because a
-    collection may start inside `sys._current_frames`. The collection may run a `__del__` that
-    releases the interpreter's lock. This process, or a child forked at that moment, could then
-    deadlock (python/cpython#106883, #112275).
+    collection may start inside `sys._current_frames` and run a `__del__` that releases the
+    interpreter's lock. This process, or a child forked at that moment, could then deadlock
+    (python/cpython#106883, #112275).
     """
     collects = sys.version_info < (3, 12) and gc.isenabled()
     if collects:
@@ -214,13 +212,11 @@ def _stack_of(frame: FrameType | None) -> list[StackFrame]:
 
 
 def write_stack_on_signal(path: Path) -> None:
-    """Install a handler of `SIGNAL` by which this process and its forks write their stacks.
-
-    When `SIGNAL` arrives, faulthandler appends the main thread's stack to a file.
+    """Make this process and its forks append the main thread's stack to a file on `SIGNAL`.
 
     Args:
-        path: Path of the file, which has only stacks. This process and its forks can use the same
-            file, because the agent signals only one process at a time.
+        path: Path of the file. Several processes can use the same file, because the agent signals
+            only one process at a time.
     """
     faulthandler.register(SIGNAL, file=path.open("a"), all_threads=False, chain=False)
 
@@ -265,10 +261,9 @@ def message_of(error: BaseException) -> str:
 
 
 def _not_in_the_copy(error: BaseException) -> str:
-    """Return a hint if a file is missing because this host does not share the notebook's folder.
+    """Return a hint if a file is missing because this host has only a copy of the project store.
 
-    Such a host has only a copy of the project store. So a file of the notebook's machine may be
-    missing here. Return "" for any other error.
+    Return "" for any other error.
     """
     home = project_home()
     if not home or not isinstance(error, FileNotFoundError):
@@ -285,7 +280,7 @@ def _not_in_the_copy(error: BaseException) -> str:
 def shorten(text: str, limit_chars: int) -> str:
     """Return a text, cut to about `limit_chars` characters if it is longer.
 
-    In a cut text, a mark with the number of missing characters replaces the middle.
+    A mark with the number of missing characters replaces the middle.
     """
     if len(text) <= limit_chars:
         return text
@@ -297,8 +292,8 @@ def _tidy(described: Any) -> None:
     """Remove the frames before the user's first frame, and name cells by their labels.
 
     Args:
-        described: A `TracebackException`. The function also changes its causes, its contexts, and
-            the members of exception groups.
+        described: A `TracebackException`. Its causes, its contexts, and the members of exception
+            groups are changed, too.
     """
     for one in _chain(described):
         _tidy_frames(one.stack)
@@ -320,9 +315,8 @@ def _tidy_frames(stack: traceback.StackSummary) -> None:
 def _room_left(error: BaseException) -> str:
     """Return a hint if a write failed because a disk or a quota is full; "" for any other error.
 
-    The hint names the folder of the file that was written, and the free space of the folder's disk.
-    If the file is not known, the hint does so for the working directory and for the folder for
-    temporary files.
+    The hint has the free space of the file's disk. If the file is not known, it has the free space
+    of the disks of the working directory and of the folder for temporary files.
     """
     if not isinstance(error, OSError) or error.errno not in (errno.ENOSPC, errno.EDQUOT):
         return ""
@@ -341,10 +335,9 @@ def _room_left(error: BaseException) -> str:
 def _written_path(error: OSError) -> str:
     """Return the path of the file to which a call could not write; "" if the path is not known.
 
-    An error of `open` or `shutil.copyfile` names the file. An error of `write` does not name the
-    file. So this function searches the local variables of the frames, innermost frame first, for
-    files that were opened for writing. If the first such frame has several files, the path is not
-    known.
+    An error of `write` does not name the file. So this function searches the local variables of the
+    frames, innermost frame first, for files that were opened for writing. If the first such frame
+    has several files, the path is not known.
     """
     for named in (error.filename2, error.filename):  # `filename2` is the destination of a copy
         if isinstance(named, str | bytes):

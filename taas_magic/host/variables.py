@@ -1,6 +1,6 @@
 """Describe the variables and memory of a session's rank, for example for `%taas vars`.
 
-The kernel runs these functions in all ranks of a session, and compares the ranks' results.
+The kernel runs these functions in all ranks of a session, and compares the results.
 """
 
 import hashlib
@@ -32,8 +32,8 @@ class Variable(Struct, frozen=True):
 
     Attributes:
         kind: Name of the value's type.
-        shape: Shape of a tensor or array. For a container, the number of its elements. For a model,
-            the number of its parameter tensors. "" for other values.
+        shape: Shape of a tensor or array, number of elements of a container, or number of parameter
+            tensors of a model. "" for other values.
         dtype: Element type of a tensor or array, or the element types of a model's parameters.
         device: Device of a tensor, or devices of a model's parameters.
         size_bytes: Size in memory, approximately.
@@ -53,7 +53,6 @@ class RankMemory(Struct, frozen=True):
     """The memory that one rank uses.
 
     Attributes:
-        host: Name of the rank's host.
         rss_bytes: Resident memory of the process.
         gpu_bytes: GPU memory that torch has reserved, over all GPUs; None if the rank uses no GPU.
     """
@@ -70,8 +69,7 @@ class _NotComparedError(Exception):
 def describe() -> Any:
     """Return a dict that maps the name of each user's variable to a `Variable`, as plain data.
 
-    Modules, functions and classes are left out. Names that begin with an underscore are left out,
-    too.
+    Modules, functions, classes, and names that begin with an underscore are left out.
     """
     return msgspec.to_builtins(
         {
@@ -87,13 +85,11 @@ def describe() -> Any:
 def names() -> Any:
     """Return the names of the variables, functions, classes and modules in a rank's `__main__`.
 
-    A kernel that attaches to a session of another kernel calls this function, because the session
-    may have variables that this kernel does not know.
+    A kernel that attaches to another kernel's session calls this function.
 
     Returns:
-        Two values. First, a dict with the digest (`plain_digest`) of each variable; "" for a
-        variable that is not plain data. Second, a list with the names of functions, classes and
-        modules.
+        First, a dict with the digest (`plain_digest`) of each variable; "" for a variable that is
+        not plain data. Second, a list with the names of functions, classes and modules.
     """
     found = {
         name: value
@@ -117,7 +113,6 @@ def memory() -> Any:
 
 
 def _described(value: Any) -> Variable:
-    """Return the description of a value: type, shape, element type, device, size and digest."""
     kind = type(value).__name__
     if hasattr(value, "dtype") and hasattr(value, "shape"):  # a tensor or an array
         return Variable(
@@ -197,13 +192,11 @@ def _add(found: Any, value: Any, depth: int) -> None:
 
     Args:
         found: Hash object of hashlib.
-        value: The value.
         depth: Number of containers around the value.
 
     Raises:
-        _NotComparedError: The value, or one of its elements, has no digest: it is not a tensor, an
-            array, a container or small plain data, or it is nested too deep, or it has too many
-            elements.
+        _NotComparedError: The value or one of its elements has an unknown type, is nested too deep,
+            or has too many elements.
     """
     parts = _parts(value)
     if hasattr(value, "dtype") and hasattr(value, "tobytes"):

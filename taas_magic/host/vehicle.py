@@ -5,12 +5,10 @@ this package. Such a worker is called a vehicle, because it only brings our agen
 installs the plugin `Vehicle` in every worker that joins the pool's scheduler. The plugin starts the
 supervisor, and the supervisor's agent joins the pool as a separate worker.
 
-A vehicle may end because its wall time is over, its job is cancelled, or its connection to the
-scheduler is lost. The supervisor's standard input then closes, and the supervisor ends all
-processes of taas-magic on the host.
+When a vehicle ends for any reason, the supervisor's standard input closes, and the supervisor ends
+all processes of taas-magic on the host.
 
-This module does not import the agent's modules, because vehicles and engines, which import this
-module, do not need the agent's modules.
+This module must not import the agent's modules, which vehicles and engines do not need.
 """
 
 import asyncio
@@ -36,9 +34,8 @@ EXIT_S = 3 * HOST_END_S
 def agent_name(vehicle: object) -> str:
     """Return a new name for the agent that a vehicle starts.
 
-    The name has a random part, because two vehicles may have the same name: if the batch system
-    restarts a job, the new vehicle has the old vehicle's name. The pool may then still know the
-    agent of the old vehicle, so the new agent needs another name.
+    The name has a random part. If the batch system restarts a job, the new vehicle has the old
+    vehicle's name, but the pool may still know the agent of the old vehicle.
 
     Args:
         vehicle: Dask's name of the vehicle.
@@ -47,17 +44,12 @@ def agent_name(vehicle: object) -> str:
 
 
 def vehicle_of(agent: object) -> str:
-    """Return the name of the vehicle that started the agent named `agent`.
-
-    Return "" if `agent_name` has not made this name.
-    """
+    """Return the name of the vehicle that started the agent named `agent`; "" for any other name."""
     return str(agent).rpartition(_MARK)[0]
 
 
 class Vehicle(WorkerPlugin):
-    """Dask plugin that starts a supervisor on a vehicle's host.
-
-    When the vehicle ends, the plugin ends the supervisor.
+    """Dask plugin that starts a supervisor on a vehicle's host, and ends it with the vehicle.
 
     Args:
         interface: The pool's `interface` setting; "" if there is none.
@@ -161,7 +153,8 @@ def _exit_within(seconds: float) -> None:
 
     If the pool's process is gone when SIGTERM arrives, a heartbeat of Dask may ignore that it is
     cancelled, and the event loop waits for the heartbeat forever. A batch system that searches for
-    a job's processes by their parents does not find the vehicle either: its shell has ended.
+    a job's processes by their parents does not find the vehicle either, because its shell has
+    ended.
     """
     timer = threading.Timer(seconds, os._exit, (1,))
     timer.daemon = True

@@ -1,8 +1,7 @@
 """Track the state of a run's ranks on this host, and decide when the run is over on this host.
 
-The functions that decide have no side effects, and get the time as an argument. So a test can
-construct any situation. Two threads update the states. The thread that reads the ranks' pipes
-records messages, and the run's thread queries the system. A lock guards the states (`Ranks`).
+The functions that decide have no side effects, and get the time as an argument. Two threads update
+the states (`Ranks`): one reads the ranks' messages, and the run's thread queries the system.
 """
 
 import contextlib
@@ -138,7 +137,7 @@ class RankState:
     def done(self) -> bool:
         """Whether the rank succeeded: the cell ran to its end, and the process exited with 0.
 
-        In a session, the process does not exit. There, the rank must be back at its prompt.
+        In a session, the rank must be back at its prompt instead.
         """
         return self.finished and (self.exitcode == 0 or (self.has_returned and not self.ended))
 
@@ -152,7 +151,7 @@ class Deadline:
     """The time at which `--timeout` ends a run.
 
     The clock is paused while a rank waits for the user's input. Each pause moves the deadline by
-    the length of the pause.
+    its length.
 
     Args:
         at: The time, in seconds of the monotonic clock; None without `--timeout`.
@@ -168,15 +167,12 @@ class Deadline:
         return self._at if self._paused_at is None else None
 
     def pause(self, now: float) -> None:
-        """Stop the clock. Do nothing if the clock is already stopped."""
+        """Stop the clock, unless it is already stopped."""
         if self._paused_at is None:
             self._paused_at = now
 
     def resume(self, now: float) -> None:
-        """Start the clock again, and move the deadline by the length of the pause.
-
-        Do nothing if the clock is not stopped.
-        """
+        """Start the clock again, and move the deadline by the length of the pause."""
         if self._paused_at is not None:
             if self._at is not None:
                 self._at += now - self._paused_at
@@ -222,8 +218,6 @@ def decide(
     All times are in seconds of the agent's monotonic clock.
 
     Args:
-        ranks: States of the ranks of this host.
-        now: The current time.
         deadline: Time at which `--timeout` ends the run; None without `--timeout`, or while a rank
             waits for the user's input.
         interrupted_at: Time at which the user interrupted the run; minus infinity if the ranks must
@@ -261,9 +255,7 @@ def _since(ranks: Collection[RankState], what: str, now: float) -> float:
     """Return the seconds since an event first happened to a rank; 0 if it happened to no rank.
 
     Args:
-        ranks: States of the ranks.
         what: Name of the attribute of `RankState` with the time of the event, such as "left_at".
-        now: The current time.
     """
     times = [getattr(rank, what) for rank in ranks if getattr(rank, what) is not None]
     return now - min(times) if times else 0.0
@@ -272,12 +264,10 @@ def _since(ranks: Collection[RankState], what: str, now: float) -> float:
 def is_consequence(etype: str, message: str) -> bool:
     """Return whether an exception looks like a consequence of another rank's end.
 
-    For example, a lost connection to the other rank is such a consequence. The function decides by
-    the type and by words in the message.
+    An example is a lost connection. The type and words in the message decide.
 
     Args:
         etype: Name of the exception's type.
-        message: The exception's message.
     """
     return etype in _DISTRIBUTED_TYPES and _CONSEQUENCES.search(message) is not None
 
@@ -286,13 +276,12 @@ def failed_ranks(ranks: Collection[RankState], cause: str) -> list[RankState]:
     """Return the failed ranks. The rank that most probably caused the failure comes first.
 
     - Ranks whose error only says that a peer is gone come after all other failed ranks.
-    - If all failed ranks have such an error, ranks that left by `sys.exit(0)` are included and
-      come first.
+    - If all failed ranks have such an error, ranks that left by `sys.exit(0)` are included and come
+      first.
     - Within each of these groups, the rank that failed first comes first.
     - After a timeout, the result has all ranks that have not succeeded, by rank number.
 
     Args:
-        ranks: States of the ranks of this host.
         cause: `Verdict.cause`.
     """
     if cause == "timeout":
@@ -313,9 +302,9 @@ def failed_ranks(ranks: Collection[RankState], cause: str) -> list[RankState]:
 
 
 def first_failure(failures: Sequence[Failure]) -> Failure | None:
-    """Return the first failure that is not a consequence of another rank's end.
+    """Return the first failure that is not a consequence of another rank's end, if there is one.
 
-    If all failures are consequences, return the first one. Return None if there is no failure.
+    Otherwise, return the first failure; None if there is no failure.
 
     Args:
         failures: Failures of all hosts, in the order of their reports.
@@ -339,7 +328,7 @@ def oom_kills(pid: int) -> dict[str, int]:
     """Return the numbers of out-of-memory kills in a process's cgroups, by path of the counter.
 
     Linux counts a kill in the cgroup of the killed process, even if the whole machine has run out
-    of memory and not only the cgroup. The result is empty if the system has no such counters.
+    of memory. The result is empty if the system has no such counters.
     """
     counts = {str(file): _count(file) for file in _cgroup_files(pid)}
     return {name: count for name, count in counts.items() if count is not None}
@@ -348,9 +337,8 @@ def oom_kills(pid: int) -> dict[str, int]:
 def out_of_memory(pid: int, started_at: float, before: dict[str, int]) -> str:
     """If the system killed a process because memory ran out, return a description; else "".
 
-    The description says whether the host or a cgroup ran out of memory. The function searches the
-    Linux kernel's log for the killed process. If the log is not usable, the function compares the
-    kill counters of the process's cgroups with `before`.
+    The function searches the Linux kernel's log. If the log is not usable, it compares the kill
+    counters of the process's cgroups with `before`.
 
     Args:
         pid: Id of the process.
@@ -372,14 +360,11 @@ def _logged_kill(pid: int, started_at: float, log: Path = _KERNEL_LOG) -> str | 
     """Search the Linux kernel's log for the record that a process was killed to free memory.
 
     Args:
-        pid: Id of the process.
         started_at: Time at which the process started, in seconds of the monotonic clock.
-        log: Path of the Linux kernel's log.
 
     Returns:
         "cgroup" or "machine", whichever ran out of memory. "" if the log has no such record. None
-        if the log is not usable: it is not readable, or its process ids belong to another PID
-        namespace.
+        if the log is not readable, or if its process ids belong to another PID namespace.
     """
     try:
         if os.readlink("/proc/self/ns/pid") != _FIRST_PID_NAMESPACE:
@@ -453,14 +438,10 @@ def describe_failure(
     tail: list[str],
     timeout_s: float | None = None,
 ) -> Failure:
-    """Return the description of a rank's failure for the journal and the user.
-
-    docs/events.md describes the fields.
+    """Return the description of a rank's failure for the journal and the user (docs/events.md).
 
     Args:
-        state: State of the rank.
         verdict: The decision that ended the run on this host.
-        host: Name of the host.
         log_path: Path of the rank's log on the notebook's machine.
         tail: Last lines of the rank's output.
         timeout_s: `--timeout` in seconds.
@@ -493,9 +474,8 @@ def _lines_of(frames: list[StackFrame]) -> list[str]:
 def users_frames(text: str) -> list[str]:
     """Return the user's frames of each thread in a text that faulthandler wrote.
 
-    In the text, frames are innermost first, and empty lines separate threads. In each thread, this
-    function leaves out the first frame of IPython and all frames after it. It also leaves out
-    threads of this package.
+    Frames are innermost first. In each thread, the first frame of IPython and all frames after it
+    are left out. Threads of this package are left out, too.
     """
     found: list[str] = []
     for block in text.split("\n\n"):
@@ -523,8 +503,7 @@ def _kind(state: RankState, verdict: Verdict) -> str:
 def host_failure(host: str, error: BaseException) -> Failure:
     """Return the description of a failure of the host itself, rather than of a rank.
 
-    The description of a `TaasError` has no traceback, because the message of the error says what
-    the user can do.
+    For a `TaasError`, it has no traceback, because the error's message says what the user can do.
     """
     lines = [] if isinstance(error, TaasError) else traceback.format_exception(error)
     return Failure(
@@ -535,9 +514,11 @@ def host_failure(host: str, error: BaseException) -> Failure:
 class Ranks:
     """The states of the ranks of one attempt on this host. Thread-safe.
 
+    The states exist before the processes are known, because a fast rank may send its first message
+    before `record_start` is called.
+
     Args:
-        ranks: The global rank numbers. The states exist before the processes are known, because a
-            fast rank may send its first message before `record_start` is called.
+        ranks: The global rank numbers.
     """
 
     def __init__(self, ranks: Iterable[int]) -> None:
@@ -609,11 +590,10 @@ class Ranks:
     def record_end(self, rank: int, exitcode: int, stack: Path) -> None:
         """Record that a rank's process has ended.
 
-        Unless the rank has succeeded, also record the time and, if a signal killed the rank, the
-        Python stack at that moment. After SIGKILL, also record whether memory had run out.
+        Unless the rank has succeeded, also record the time, the Python stack, and after SIGKILL,
+        whether memory had run out.
 
         Args:
-            rank: Number of the rank.
             exitcode: Exit code of the process; negative for a signal.
             stack: File to which faulthandler wrote the Python stack if a signal killed the rank.
         """
