@@ -44,7 +44,7 @@ def agent_name(vehicle: object) -> str:
 
 
 def vehicle_of(agent: object) -> str:
-    """Return the name of the vehicle that started the agent named `agent`; "" for any other name."""
+    """Return the name of the vehicle that started the agent `agent`; "" for any other name."""
     return str(agent).rpartition(_MARK)[0]
 
 
