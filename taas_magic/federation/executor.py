@@ -1,11 +1,8 @@
 """Flower's SuperExec, which starts apps as forks of itself.
 
-In Flower, a SuperExec claims tasks (one for the ServerApp, one for each message to a ClientApp) and
-starts a process for each task. Flower's own SuperExec starts a new Python process, which imports
-the app's modules again. If these imports take more than 30 s, Flower cancels the task, because it
-has received no heartbeat of the process.
-
-This program imports the apps' modules before it claims any task, and forks for each task.
+Flower's own SuperExec starts a new Python process for each task. The process imports the app's
+modules, and Flower cancels the task if these imports take more than 30 s. This program imports the
+modules once, and then forks for each task.
 """
 
 import importlib
@@ -46,8 +43,7 @@ _FORKED = (TaskType.CLIENT_APP, TaskType.SERVER_APP)
 def needed_modules(payload: Path, modules: Iterable[str]) -> list[str]:
     """Guess which modules the apps will import: those whose names occur in the run's payload.
 
-    Python's own modules, this package, and submodules whose name begins with `_` are left out. An
-    app imports the modules that the guess lacks by itself.
+    Python's own modules, this package, and submodules whose name begins with `_` are left out.
 
     Args:
         payload: The payload file of the run.
@@ -75,7 +71,7 @@ def main() -> None:
 def _import(name: str) -> None:
     """Import a module; log the module's name if the import takes long.
 
-    Errors are ignored here; the app that imports the module raises the error again.
+    Errors are ignored here. The app that imports the module raises the error again.
     """
 
     def log_import() -> None:

@@ -1,6 +1,6 @@
 """`taas.federation`: run Flower on a pool's hosts, with one rank on each host.
 
-This module runs in the notebook's kernel.
+Runs in the notebook's kernel.
 """
 
 import contextlib

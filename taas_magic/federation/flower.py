@@ -1,12 +1,11 @@
 """Our code in Flower's own processes: a SuperLink that requires a key, and the notebook's apps.
 
 `python -m taas_magic.federation.flower` is Flower's `flower-superlink` with a Control API that
-requires a key, because a client of this API can run code on all hosts. The free edition of Flower
-accepts every client. So this module replaces the class that accepts clients.
+requires a key, because a client of this API can run code on all hosts. Flower's free edition
+accepts every client.
 
-`flower:server_app` and `flower:client_app` are the notebook's apps. An app process is neither a
-rank nor a fork of a rank. So it loads the apps from the run's payload, like a child that a rank
-spawns (`host.cell_main`).
+`flower:server_app` and `flower:client_app` are the notebook's apps. An app process is not a fork of
+a rank, so it loads the apps from the run's payload.
 """
 
 import functools
@@ -69,7 +68,7 @@ def _apps() -> tuple[Any, Any]:
 def _with_saved_result(app: Any) -> Any:
     """Make a ServerApp write the return value of its main function to a file. Return the app.
 
-    Flower itself discards the value. Rank 0 reads the file (`RESULT`).
+    Flower itself discards the value.
     """
     import cloudpickle
 
@@ -85,10 +84,7 @@ def _with_saved_result(app: Any) -> Any:
 
 
 def main() -> None:
-    """Run the SuperLink with the command line's arguments until a signal ends it.
-
-    First replace Flower's class that accepts clients of the Control API by `KeyPlugin`.
-    """
+    """Run the SuperLink with the command line's arguments until a signal ends it."""
     from flwr.common.constant import ACCESS_TOKEN_KEY
     from flwr.supercore.auth.typing import AccountInfo
     from flwr.superlink.auth_plugin import NoOpControlAuthnPlugin

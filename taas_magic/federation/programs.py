@@ -1,7 +1,7 @@
-"""Start and end Flower's programs on one host of a federation; runs in the host's rank.
+"""Start and end Flower's programs on one host of a federation. Runs in the host's rank.
 
-Rank 0's host runs the SuperLink, and the ServerApp in a process that Flower starts. Every host runs
-a SuperNode, and the ClientApp in one process for each message. All ports require a key:
+Rank 0's host runs the SuperLink and the ServerApp. Every host runs a SuperNode, and the ClientApp
+in one process for each message. All ports require a key:
 
 - the SuperLink's Control API: the run's key
 - the SuperLink's Fleet API: the key of a registered SuperNode
@@ -81,13 +81,13 @@ _HOST, _SUPERLINK, _ENDED = "taas/host/", "taas/superlink", "taas/over"
 
 
 def run_programs(settings: FederationSettings, server_app: Any, client_app: Any) -> Any:
-    """Run Flower's programs on this host until the ServerApp has ended; blocks.
+    """Run Flower's programs on this host until the ServerApp has ended. Blocks.
 
     Args:
         settings: The settings of the federation.
-        server_app: The notebook's ServerApp. This function only checks its type; the app's process
-            loads the app again (`flower`).
-        client_app: The notebook's ClientApp. This function only checks its type.
+        server_app: The notebook's ServerApp. Only its type is checked here; the app's process loads
+            the app again (`flower`).
+        client_app: The notebook's ClientApp. Only its type is checked here.
 
     Returns:
         On rank 0, the return value of the ServerApp's main function; None on other ranks.
@@ -140,9 +140,9 @@ def _run_first_host(host: "_HostPrograms", tcp_store: TCPStore) -> Any:
 def _wait_for_key(tcp_store: TCPStore, key: str) -> str:
     """Wait until another rank has set `key` in the run's TCPStore, and return the value.
 
-    The wait has no time limit, because a host may copy a large store before its rank starts. If any
-    rank fails before all ranks have set their keys, the run ends, and the wait with it. Only later
-    does a run continue without a failed rank (`PoolRun._report`).
+    The wait has no time limit, because a host may copy a large store before its rank starts. If a
+    rank fails before all ranks have set their keys, the run ends, and the wait with it
+    (`PoolRun._report`).
     """
     while not tcp_store.check([key]):
         time.sleep(LOOK_S)
@@ -151,11 +151,10 @@ def _wait_for_key(tcp_store: TCPStore, key: str) -> str:
 
 
 class _HostPrograms:
-    """Flower's programs on this host; leaving the context ends them.
+    """Flower's programs on this host. The end of the `with` block ends them.
 
     Args:
         folder: A folder of this run that only this user can read.
-        settings: The settings of the federation.
     """
 
     def __init__(self, folder: Path, settings: FederationSettings) -> None:
@@ -193,11 +192,7 @@ class _HostPrograms:
                 program.wait()
 
     def check_host_names(self, names: Sequence[str]) -> None:
-        """Raise UsageError unless `per_host` is empty or names exactly the hosts that take part.
-
-        Args:
-            names: Names of the hosts that take part.
-        """
+        """Raise UsageError unless `per_host` is empty or names exactly the hosts in `names`."""
         if (expected := self._settings.per_host.keys()) and expected != set(names):
             raise UsageError(
                 f"per_host names {', '.join(sorted(expected))}; the hosts that take part are "
@@ -235,8 +230,7 @@ class _HostPrograms:
     def start_supernode(self, superlink: str) -> None:
         """Register a SuperNode for this host with the SuperLink, and start the SuperNode.
 
-        The SuperNode proves its identity by a new key. After the SuperNode, start its SuperExec,
-        which starts the ClientApps.
+        Also starts the SuperExec that starts the ClientApps.
 
         Args:
             superlink: The SuperLink's address.
@@ -265,13 +259,10 @@ class _HostPrograms:
         self._start_superexec("SuperNode's SuperExec", f"{LOOPBACK}:{port}", secret, tls=False)
 
     def run_server_app(self, superlink: str) -> Any:
-        """Start the ServerApp and print its log until it has ended.
+        """Start the ServerApp, print its log until it has ended, and return its result.
 
         Args:
             superlink: The SuperLink's address.
-
-        Returns:
-            The return value of the ServerApp's main function.
 
         Raises:
             RuntimeError: The ServerApp failed, or one of Flower's programs has ended.
@@ -288,9 +279,9 @@ class _HostPrograms:
             watching.join()
 
     def _watch(self) -> None:
-        """Check all programs until `run_server_app` returns; if one has ended, kill the SuperLink.
+        """Check all programs until `run_server_app` returns. Runs in a thread.
 
-        Without a SuperLink, `run_server_app` stops waiting. Runs in a thread.
+        If a program has ended, kill the SuperLink, because `run_server_app` then stops waiting.
         """
         while not self._is_over.wait(LOOK_S):
             try:
@@ -301,10 +292,7 @@ class _HostPrograms:
                 self._programs["SuperLink"].kill()
 
     def _run_server_app(self, superlink: str) -> Any:
-        """Start the ServerApp through the Control API, print its log, and return its result.
-
-        See `run_server_app`.
-        """
+        """Start the ServerApp through the Control API, print its log, and return its result."""
         fab, _ = build_fab_from_files({"pyproject.toml": _bundle(self._settings.config).encode()})
         with self._control(superlink) as control:
             request = StartRunRequest(fab=fab_to_proto(Fab("", fab, {})))
@@ -318,11 +306,7 @@ class _HostPrograms:
         return cloudpickle.loads(self._result.read_bytes()) if self._result.exists() else None
 
     def check(self) -> None:
-        """Check that all programs still run.
-
-        Raises:
-            RuntimeError: A program has ended.
-        """
+        """Raise RuntimeError if a program has ended."""
         for name, program in self._programs.items():
             if (code := program.poll()) is not None:
                 raise RuntimeError(f"Flower's {name} ended with exit code {code}; see above")
@@ -340,7 +324,6 @@ class _HostPrograms:
         self._programs[name] = subprocess.Popen([program, *command[1:]], env=environ)
 
     def _start_superexec(self, name: str, address: str, secret: Path, *, tls: bool) -> None:
-        """Start a SuperExec for the SuperLink or the SuperNode at `address`."""
         how = ["--root-certificates", str(self._root)] if tls else ["--insecure"]
         command = spawn_command("taas_magic.federation.executor")
         command += ["--runtime-api-address", address, *how]
@@ -350,9 +333,8 @@ class _HostPrograms:
     def _start_listening(self, name: str, host: str, command: Sequence[str]) -> int:
         """Start a program that listens on a free port; return the port when the program listens.
 
-        The program may end before it listens, for example because another program has taken the
-        port. If so, start the program again with another port; start it at most `PORT_TRIES` times
-        in all.
+        If the program ends first, for example because another program has taken the port, try
+        another port, with at most `PORT_TRIES` starts in all.
 
         Raises:
             RuntimeError: The program ended at each start, did not listen in time, or is not
@@ -366,10 +348,10 @@ class _HostPrograms:
         raise RuntimeError(f"Flower's {name} ended at each of {PORT_TRIES} starts; see above")
 
     def _listens(self, name: str, port: int) -> bool:
-        """Wait until a program listens on a port; return False if the program ends first.
+        """Wait until a program listens on a port. Return False if the program ends first.
 
         Raises:
-            RuntimeError: The program did nothing for `START_TIMEOUT_S` and does not listen.
+            RuntimeError: The program was idle for `START_TIMEOUT_S` before it listened.
         """
         program = self._programs[name]
         timer = IdleTimer(program.pid)

@@ -1,8 +1,8 @@
 """Functions that distinguish a process that starts slowly from a process that is stuck.
 
-An import from a cold network disk or on a busy machine may take minutes, so the start of a process
-has no fixed time limit. A process counts as stuck if it has been idle for `start_timeout_s`
-seconds, a setting of the pool. An idle process uses no CPU time, and reads and writes nothing.
+An import may take minutes, so the start of a process has no fixed time limit. A process counts as
+stuck if it has been idle for `start_timeout_s` seconds, a setting of the pool. An idle process uses
+no CPU time, and reads and writes nothing.
 """
 
 import subprocess
@@ -39,9 +39,8 @@ class ResourceUsage(NamedTuple):
 def last_active(before: ResourceUsage | None, now: ResourceUsage) -> ResourceUsage:
     """Return `now` if the processes have worked since the sample `before`, else `before`.
 
-    The start or the end of a process counts as work, too. A caller that takes samples repeatedly
-    passes the result of its previous call as `before`. Then `at_s` of the result is the time of the
-    latest sample that showed work.
+    The start or the end of a process counts as work, too. Pass the result of the last call as
+    `before`. Then `at_s` of the result is the time of the latest sample that showed work.
 
     Args:
         before: The earlier sample; None if `now` is the first one.
@@ -100,8 +99,7 @@ def wait_for_start(process: "subprocess.Popen[bytes]", ready: int, start_timeout
 
     Args:
         process: The process, which the caller has just created.
-        ready: Descriptor that becomes readable when the process has started or ended, for example
-            the read end of a pipe to which the process writes after its start.
+        ready: Descriptor that becomes readable when the process has started or ended.
         start_timeout_s: Seconds for which the process may be idle before it counts as stuck.
 
     Returns:

@@ -1,7 +1,7 @@
 """The agent of a host: a Dask worker without a nanny that runs the host's shares of runs.
 
-The agent does not import torch. It starts the forkserver (`forkserver`), which imports torch. Ranks
-and fetchers are forks of the forkserver.
+The agent must not import torch. It starts the forkserver (`forkserver`), of which ranks and
+fetchers are forks.
 
 The agent reads its settings, with the keys, from its standard input (`AgentSettings`, one JSON
 line). The keys are not on the command line, because `ps` shows command lines to all users.
@@ -61,8 +61,7 @@ def main() -> int:
 def use_temporary_folder(folder: str) -> None:
     """Use `folder` for temporary files, but /tmp for sockets if the path of `folder` is too long.
 
-    The path of a Unix socket may have at most 107 bytes. From Python 3.14 on, Python uses /tmp by
-    itself if a path would be longer.
+    The path of a Unix socket may have at most 107 bytes.
     """
     if len(os.fsencode(folder)) > _LONGEST:
         tempfile.tempdir = "/tmp"
@@ -73,9 +72,9 @@ def use_temporary_folder(folder: str) -> None:
 def _change_to_root_folder() -> None:
     """Change the current folder to /, and remove the old current folder from PYTHONPATH.
 
-    The old current folder may be the notebook's folder. A random.py or torch.py in this folder
-    would replace the real module in this process and in the forkserver. If this package is imported
-    from the old current folder, the folder stays in PYTHONPATH.
+    The old current folder may be the notebook's folder. A random.py or torch.py there would replace
+    the real module in this process and in the forkserver. If this package itself is imported from
+    the old current folder, the folder stays in PYTHONPATH.
     """
     here, ours = os.getcwd(), os.path.dirname(os.path.dirname(os.path.dirname(__file__)))
     named = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))

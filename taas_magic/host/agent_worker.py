@@ -155,11 +155,7 @@ class HostLease:
 
 
 def end_agent(lease_s: float) -> None:
-    """Print a message and exit immediately. The supervisor then ends all processes of the host.
-
-    Args:
-        lease_s: Length of the lease in seconds, for the message on standard error.
-    """
+    """Print a message and exit immediately. The supervisor then ends all processes of the host."""
     sys.stderr.write(f"taas-magic: no message from the pool for {lease_s:g} s: this host ends\n")
     sys.stderr.flush()
     os._exit(EXPIRED)
@@ -186,8 +182,7 @@ class AgentWorker(ClosedWorker):
         host_address: Name and address of the host.
         lease: The host's lease. Each acknowledged heartbeat renews the lease.
         warming: Task that is done when the host can start ranks. The result has one message for
-            each module that the forkserver could not import. Every run shows these messages as
-            notes.
+            each module that the forkserver could not import.
     """
 
     def __init__(
@@ -227,9 +222,6 @@ class AgentWorker(ClosedWorker):
 
     async def greet(self, asked: DescribeHost) -> HostHello:
         """Wait, without a time limit, until this host can start ranks; then describe the host.
-
-        If no run waits for the host, let the forkserver import its remaining modules
-        (`import_rest`).
 
         Raises:
             PoolError: The forkserver has ended. The pool then uses another host.
@@ -291,7 +283,7 @@ class AgentWorker(ClosedWorker):
         return share.port
 
     def _share_factory(self, spec: ShareSpec) -> Callable[..., HostShare]:
-        """Return a function that creates the share described by `spec`.
+        """Return the function that creates the share that `spec` describes.
 
         Raises:
             PoolError: `spec` describes a cell, but its session has ended on this host.
@@ -347,8 +339,7 @@ class AgentWorker(ClosedWorker):
     async def watch_forkserver(self) -> None:
         """Leave the pool if the forkserver ends or cannot import a module that ranks need.
 
-        If the forkserver ends while shares run on this host, leave only when these shares have
-        ended.
+        While shares run on this host, do not leave.
 
         Raises:
             PoolError: The forkserver could not import a module that ranks need.
@@ -365,10 +356,7 @@ class AgentWorker(ClosedWorker):
                 return
 
     async def import_rest(self) -> None:
-        """Make the forkserver import `LATER` when the host has had no run for `REST_IDLE_S`.
-
-        Runs until this task is cancelled.
-        """
+        """Make the forkserver import `LATER` when the host has had no run for `REST_IDLE_S`."""
         while True:
             await self._is_rest_due.wait()
             self._is_rest_due.clear()
@@ -415,7 +403,6 @@ class AgentWorker(ClosedWorker):
         Args:
             number: Number of the call, which the response repeats.
             name: Name of the request's operation (`Request.op`).
-            request: The encoded request.
         """
         try:
             answer, error = await self._answers[name](request), ""
@@ -426,10 +413,9 @@ class AgentWorker(ClosedWorker):
 
 
 async def serve(packed_settings: bytes) -> None:
-    """Join the pool, and handle the controller's calls.
+    """Join the pool, and handle the controller's calls until the connection to the pool ends.
 
-    Returns when the pool has closed or the connection to the pool is lost. The agent joins the pool
-    before the forkserver has finished its imports.
+    The agent joins the pool before the forkserver has finished its imports.
 
     Args:
         packed_settings: `AgentSettings` as JSON.

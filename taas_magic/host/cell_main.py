@@ -1,16 +1,15 @@
 """The main module of a child process that a rank starts by spawn or forkserver.
 
 Such a child imports its parent's main module again, to find functions and classes that were pickled
-by name. The main module of a script is the script's file. The main module of a cell is this module,
-because the `__spec__` of a rank's `__main__` has the name of this module.
+by name. For a cell, this is the module that the child imports instead: the `__spec__` of a rank's
+`__main__` has the name of this module.
 
 When the child looks up a name for the first time, this module loads all names:
 
-- Names of earlier cells come from the run's payload.
-- Names of the `%%taas` cell come from its top-level statements, which the child runs again. The
-  child runs only imports, functions, classes and constants, so that it does not train again. But if
-  the cell has an `if __name__ == "__main__":`, the child runs all statements, as for a script.
-- If the run's work is a function, all names come from the payload.
+- Names of earlier cells, and all names of a function's run, come from the run's payload.
+- Names of the `%%taas` cell come from its imports, functions, classes and constants, which the
+  child runs again. If the cell has an `if __name__ == "__main__":`, the child runs all statements,
+  as for a script.
 
 This module imports little at its top, because each such child imports it.
 """
@@ -110,9 +109,8 @@ def _find(name: str) -> Any:
 def become_main(namespace: dict[str, Any]) -> None:
     """Make a child's main module look up the notebook's names instead of this module's names.
 
-    Removes this module's own names, such as `load` and `Path`, which would hide the notebook's
-    names. Also makes the project's modules importable, because the child may unpickle objects of
-    their classes before it looks up a name.
+    Also makes the project's modules importable, because the child may unpickle objects of their
+    classes before it looks up a name.
     """
     from taas_magic.capture import payload
     from taas_magic.capture.modules import claim_taas, install

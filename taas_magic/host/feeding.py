@@ -1,8 +1,7 @@
 """Connect a rank to the data service: the run's fetchers, or the rank's own data servers.
 
-A data server is a descendant process of a rank that prepares the batches of one loader
-(`RankServers`). Ranks have data servers only if there are no fetchers. A data server starts when
-the rank first uses the loader.
+Ranks have data servers only if there are no fetchers. A data server prepares the batches of one
+loader, and starts when the rank first uses the loader (`RankServers`).
 
 In a session, a loader stays usable in later cells, and its data server may start in a later cell.
 So the ranks keep the pickled loaders of each cell, and the notebook's settings.
@@ -103,7 +102,6 @@ def _directory(served: Service, base: Path) -> service.FolderDirectory | None:
 
 
 def _payloads_in(run_dir: Path) -> Callable[[str], bytes]:
-    """Return a function that returns the pickled loader of a given name in `run_dir`."""
     return lambda name: service.payload_file(run_dir, name).read_bytes()
 
 
@@ -119,9 +117,8 @@ def _load(served: ServedLoader) -> bytes:
 def _load_in_session(served: ServedLoader) -> bytes:
     """Apply the settings of a session's cells to this process, and return the pickled loader.
 
-    Called at the start of a data server of a session's rank. `served.folder` is a folder of the
-    session (`_copy_loaders`). It has the settings of the cell that brought the loader and of all
-    earlier cells.
+    Called at the start of a data server. `served.folder` is a folder of the session
+    (`_copy_loaders`).
     """
     return _load_with(pickle.loads((Path(served.folder) / _SETTINGS).read_bytes()), served)
 
@@ -140,7 +137,7 @@ def _load_with(settings: Sequence[FetcherSettings], served: ServedLoader) -> byt
 
 
 class SessionLoaders:
-    """The registered loaders of a session's rank, and the loaders' connections to the data service.
+    """The registered loaders of a session's rank, and their connections to the data service.
 
     Each cell whose payload has loaders has its own connection, a `RankFeed`.
 
@@ -169,7 +166,6 @@ class SessionLoaders:
 
         Args:
             number: Number of the cell in the session.
-            run_dir: The cell's run folder.
             settings: The notebook's settings that have changed since the last cell.
         """
         for loader in self._loaders():
@@ -206,11 +202,8 @@ class SessionLoaders:
     def end_cell(self) -> list[int]:
         """Drop feeds that no loader uses; return the cells whose fetchers this rank still needs.
 
-        The rank needs a cell's fetchers as long as a loader from that cell's payload exists. A
-        variable or an iterator may keep the loader alive.
-
-        Returns:
-            Numbers of the cells in the session.
+        The rank needs a cell's fetchers as long as a loader from that cell exists, for example in a
+        variable.
         """
         names = [loader.name for loader in self._loaders()]
         if len(set(names)) < len(names):
@@ -222,7 +215,7 @@ class SessionLoaders:
         return list(self._fetched)
 
     def counts(self) -> dict[str, RankCounts]:
-        """Return counts and times of the loaders that the current cell has used, by loader name."""
+        """Return the counts of the loaders that the current cell has used, by loader name."""
         found = {loader.name: loader.current_counts() for loader in self._loaders()}
         return {name: counts for name, counts in found.items() if counts.span_s}
 
@@ -234,19 +227,10 @@ class SessionLoaders:
         return self._feed.loaders if self._feed is not None else []
 
     def _copy_loaders(self, number: int, run_dir: Path, names: Iterable[str]) -> Path:
-        """Copy a cell's pickled loaders from the cell's run folder to a folder of the session.
+        """Copy a cell's pickled loaders and all settings so far to a folder of the session.
 
-        Also writes the settings of all cells so far. Data servers read these files in this cell and
-        in later cells. All ranks of a host share the folder: the first rank fills it, and the other
-        ranks wait.
-
-        Args:
-            number: Number of the cell in the session.
-            run_dir: The cell's run folder.
-            names: Names of the loaders.
-
-        Returns:
-            The session's folder for this cell.
+        Data servers read these files in this cell and in later cells. All ranks of a host share the
+        folder: the first rank fills it, and the other ranks wait. Return the folder.
         """
         kept = self._folder / str(number)
         service.folder_of(kept).mkdir(mode=0o700, parents=True, exist_ok=True)

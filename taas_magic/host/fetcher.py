@@ -40,11 +40,7 @@ REPORT_S = 0.5
 
 
 class Fetcher:
-    """The main object of a fetcher's process. It serves loaders to ranks and reports to the agent.
-
-    Attributes:
-        server: Server to which ranks connect for batches.
-    """
+    """The main object of a fetcher's process: serves loaders to ranks and reports to the agent."""
 
     def __init__(self, spec: FetcherSpec) -> None:
         self._spec, served = spec, spec.service
@@ -66,12 +62,7 @@ class Fetcher:
         }
 
     def serve(self, control: Connection) -> None:
-        """Serve ranks and send statistics to the agent.
-
-        Args:
-            control: Connection to the agent. This method returns when the agent sends any message
-                or closes the connection.
-        """
+        """Serve ranks and send statistics to the agent, until the agent sends a message or ends."""
         number = self._spec.plan.number
         started = FetcherStarted(number=number, pid=os.getpid(), cores=probe.cores())
         started.workers, started.entry = self._workers, self.entry()
@@ -90,10 +81,10 @@ class Fetcher:
             _send_to_agent(control, FetcherReport(number=number, loaders=self.server.stats()))
 
     def _served(self, loader: LoaderSettings) -> ServedLoader:
-        """Return the loader's settings for `Server`, with the loader's part of the memory budget.
+        """Return a loader's settings for `Server`.
 
-        The settings also have this fetcher's part of the batches that must be prepared before ranks
-        request data.
+        They include the loader's part of the fetcher's memory budget, and this fetcher's part of
+        the batches that must be prepared before ranks request data.
         """
         spec, served, count = self._spec, self._spec.service, self._workers[loader.name]
         parts = served.fetchers * self._of_all
@@ -121,11 +112,8 @@ class Fetcher:
 def fetcher_main(spec: FetcherSpec, control: Connection) -> None:
     """Run a fetcher's process, which the agent has started.
 
-    The fetcher sends a message to the agent when it begins to listen for ranks, every `REPORT_S`
-    seconds, when it had to restart a worker, and when it fails (`messages.decode_fetcher_message`).
-
     Args:
-        control: Duplex pipe to the agent.
+        control: Duplex pipe to the agent. For the messages, see `messages.decode_fetcher_message`.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.setsid()
@@ -158,7 +146,6 @@ def _apply_settings(setting: ProcessSpec, number: int) -> None:
 
     Args:
         setting: The settings for all fetchers of this host.
-        number: Number of the fetcher in the run.
     """
     share = setting.share
     log = share.folder.path / "logs" / f"fetcher-{number}.log"
@@ -186,10 +173,7 @@ def _apply_settings(setting: ProcessSpec, number: int) -> None:
 
 
 def _has_room(control: Connection) -> bool:
-    """Return whether the fetcher can send a message to the agent without blocking.
-
-    If not, the fetcher skips a report, so that ranks need not wait for the agent.
-    """
+    """Return whether the fetcher can send a message to the agent without blocking."""
     return bool(select.select([], [control], [], 0)[1])
 
 

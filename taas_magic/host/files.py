@@ -1,10 +1,9 @@
 """Transfer of a run's files to and from this host: the run folder and the project store.
 
-A host that shares the notebook's folders needs no transfer. On any other host, the agent copies
-both folders before the processes start, and sends back what the processes wrote. It gets and sends
-the files by requests to the pool's process (`pool/files.py`, `store/requests.py`). Files are
-transferred in small parts, because the run's heartbeats use the same link and must not wait for
-long.
+If a host does not share the notebook's folders, the agent copies both folders before the processes
+start, and sends back what the processes wrote. Files are transferred in small parts, by requests to
+the pool's process (`pool/files.py`, `store/requests.py`), because the run's heartbeats use the same
+link and must not wait for long.
 """
 
 import os
@@ -90,7 +89,7 @@ class RunFolderCopy:
 
         Raises:
             PoolError: The pool's process does not respond, or another process truncated a file
-                during the copy.
+                meanwhile.
         """
         listed = self._send_request(ListFiles(root=FileRoot.RUN))
         assert listed is not None
@@ -108,7 +107,6 @@ class RunFolderCopy:
     def send_back(self) -> None:
         """Send the files that ranks and fetchers wrote to the notebook's run folder.
 
-        These are logs, profiles, results, and the ledgers, which count the batches of each rank.
         Call this method when all processes of the run on this host have ended.
 
         Raises:
@@ -135,7 +133,6 @@ class RunFolderCopy:
         """Append a part to a file of the copy. The parts of a file must arrive in order.
 
         Args:
-            name: Path of the file in the run folder.
             offset: Position of the part in the file, in bytes.
         """
         path = self._folder.path / name
@@ -148,7 +145,6 @@ class RunFolderCopy:
         """Send a file in pieces to the notebook's run folder; of a log, the last `LOG_BYTES` bytes.
 
         Args:
-            path: Path of the file on this host.
             name: Path of the file in the run folder.
         """
         with path.open("rb") as file:
@@ -183,8 +179,6 @@ class StoreCopy:
     between the mirror and the store.
 
     Args:
-        spec: The share whose ranks or fetchers use the mirror.
-        note: Function that sends a message to the user.
         session_copy: For a cell in a session: the `StoreCopy` of the session, whose mirror the cell
             uses. None to reserve a separate mirror.
 
@@ -251,10 +245,9 @@ class StoreCopy:
     def prepare_next_attempt(self, spec: ShareSpec) -> None:
         """Prepare the mirror for the next attempt, in which rank 0 may run on another host.
 
-        Updates the mirror from the store, so that every rank finds the same last checkpoint. There
-        is no update if rank 0 ran on this host in the last attempt and stays here. In this case,
-        the mirror has the newest files already, and an update would remove files that the store did
-        not accept.
+        Updates the mirror from the store, so that every rank finds the same last checkpoint. But if
+        rank 0 ran on this host in the last attempt and stays here, the mirror has the newest files
+        already. An update would then remove files that the store did not accept.
 
         Raises:
             StoreError: The store cannot be copied to this host any more.
@@ -283,10 +276,10 @@ class StoreCopy:
             self._mirror.close()
 
     def _start_transfer(self, folders: Sequence[str] | None) -> None:
-        """Start the transfer of changes in the folders `folders`, and of other hosts' changes.
+        """Start the transfer of changes between the mirror and the store.
 
         Args:
-            folders: Result of `_folders_to_send`.
+            folders: Folders whose changes are sent to the store (result of `_folders_to_send`).
         """
         self._sent_folders = folders
         if folders is None or folders:
@@ -386,11 +379,7 @@ class HostFiles:
     def prepare_next_attempt(self, spec: ShareSpec) -> LocalShare:
         """Prepare the files for the next attempt, when the ranks of the last attempt have ended.
 
-        Args:
-            spec: This host's share of the next attempt.
-
-        Returns:
-            The share `spec` with this host's paths.
+        Return the share `spec` with this host's paths.
 
         Raises:
             StoreError: The store cannot be copied to this host any more.
@@ -410,7 +399,7 @@ class HostFiles:
     def send_back(self) -> None:
         """Send the files that the share wrote on this host to the notebook, and send the receipt.
 
-        Then remove the copy of the run folder. Call this method when all processes of the run on
+        Also removes the copy of the run folder. Call this method when all processes of the run on
         this host have ended.
 
         Raises:
@@ -425,7 +414,6 @@ class HostFiles:
                 self._folder.close()
 
     def _local(self, spec: ShareSpec) -> LocalShare:
-        """Return the share `spec` with the folders, environment and import path of this host."""
         origin, store, cwd = spec.run.origin, spec.plan.store, spec.run.origin.cwd
         environ, sys_path = dict(origin.environ), origin.sys_path
         if self._host_address.is_foreign:

@@ -2,11 +2,11 @@
 
 Two processes import this module:
 
-- The agent, which imports neither torch nor IPython. The agent starts the forkserver, and sends
-  requests to fork processes. A new process inherits all modules that the forkserver has imported.
-- The forkserver, which runs `_preload` when it imports this module. Later, the forkserver imports
-  the remaining modules (`LATER`), which may take a minute. During this import, a fork of the
-  forkserver (`_StandIn`) starts processes in place of the forkserver.
+- The agent, which must import neither torch nor IPython. It starts the forkserver, and requests new
+  processes.
+- The forkserver, which runs `_preload` when it imports this module. Later, it imports the remaining
+  modules (`LATER`). During this import, a fork of the forkserver (`_StandIn`) starts processes in
+  its place.
 """
 
 import gc
@@ -65,7 +65,7 @@ _LOST = 255
 """Exit code that multiprocessing assigns to a process if the forkserver has ended first."""
 
 _SEEN_S = 1.0
-"""Maximum seconds to wait until psutil shows that a forkserver with closed pipes has ended."""
+"""Maximum seconds to wait until psutil shows that a forkserver has ended."""
 
 _WATCH_S = 0.5
 _STOPPED_LOOK_S = 0.05
@@ -151,8 +151,8 @@ def _write_import_name(file: Path, name: str) -> None:
 def _watch() -> None:
     """Kill the forkserver if it is suspended or stuck for too long. Runs in a thread of the agent.
 
-    A forkserver suspended by SIGSTOP does not respond, so callers would wait forever. After the
-    kill, the callers get an error, and the pool replaces the host.
+    Callers would wait forever for a suspended forkserver. After the kill, they get an error, and
+    the pool replaces the host.
     """
     stopped_at: float | None = None
     while is_alive():
@@ -200,8 +200,8 @@ def warm_up(start_timeout_s: float = START_TIMEOUT_S) -> list[str]:
     """Block until the forkserver has imported `MODULES` and the modules of the pool's settings.
 
     Args:
-        start_timeout_s: Seconds without any work after which the forkserver counts as stuck. The
-            limit also applies to each later start of a process.
+        start_timeout_s: Seconds without any work after which the forkserver counts as stuck, now
+            and at each later start of a process.
 
     Returns:
         One message for each module of the settings that could not be imported.
@@ -231,8 +231,8 @@ def warm_up(start_timeout_s: float = START_TIMEOUT_S) -> list[str]:
 class _StandIn:
     """A fork of the forkserver that starts processes while the forkserver imports `LATER`.
 
-    A stand-in runs multiprocessing's forkserver code on a separate socket. After the import, the
-    stand-in starts no more processes, and ends when all its children have ended.
+    After the import, the stand-in starts no more processes, and ends when all its children have
+    ended.
 
     Attributes:
         children: Processes that the stand-in has started and that may still run.
@@ -256,14 +256,14 @@ class _StandIn:
     def has_failed(self) -> bool:
         """Return whether the stand-in has ended during the import or with an error.
 
-        In this case, all children of the stand-in have also ended.
+        Then all its children have ended, too.
         """
         if self is _stand_in:  # the forkserver is importing and cannot report the exit code
             return status_of(self.process) == ""
         return _known_exitcode(self._started) not in (None, 0)
 
     def connect(self, fds: Sequence[int]) -> tuple[int, int]:
-        """Make this stand-in, instead of the forkserver, fork a process.
+        """Make this stand-in fork a process.
 
         Replaces multiprocessing's `forkserver.connect_to_new_process` during the import, and has
         the same argument and results.
@@ -290,7 +290,6 @@ class _StandIn:
         """Make the stand-in end if the import is over and all children of the stand-in have ended.
 
         A child counts as ended only after the stand-in has reported the child's exit code.
-        Otherwise the stand-in could end before it has reported the last exit code.
         """
         if self is _stand_in or self._write_end.closed:
             return
@@ -461,9 +460,9 @@ def call(function: str, *arguments: Any) -> None:
 def _disconnect_resource_tracker() -> None:
     """Disconnect this fork from the agent's resource tracker.
 
-    multiprocessing starts a new tracker when the fork needs one. The new tracker removes semaphores
-    and shared memory that the run did not release, when the run ends. The agent's tracker would
-    keep them until the agent ends.
+    multiprocessing then starts a new tracker, which removes semaphores and shared memory that the
+    run did not release, when the run ends. The agent's tracker would keep them until the agent
+    ends.
     """
     tracker: Any = resource_tracker._resource_tracker
     if tracker._fd is not None:
@@ -482,10 +481,9 @@ def _runs(process: Any) -> bool:
 def _known_exitcode(process: Any) -> int | None:
     """Return the exit code of a process without waiting; None if the code is not known now.
 
-    The code is not known while the process runs, or while another thread holds `_lock`. This
-    function must not wait for the lock, because the thread of `_watch` calls this function. The
-    thread that holds the lock may wait for a suspended forkserver, which only `_watch` kills. Both
-    threads would then wait forever.
+    The code is not known while the process runs, or while another thread holds `_lock`. The thread
+    of `_watch` must not wait for the lock: the thread that holds the lock may wait for a suspended
+    forkserver, which only `_watch` kills.
     """
     if not _lock.acquire(blocking=False):
         return None

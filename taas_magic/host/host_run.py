@@ -285,7 +285,7 @@ class Attempt:
         """Create an attempt with its pipes, but do not start ranks.
 
         Args:
-            folder: The share's folder. The attempt's private folder is created in this folder.
+            folder: The share's folder, in which the attempt's private folder is created.
             on_message: Function that receives the ranks' messages, in the reader's thread.
         """
         own = folder / str(share.spec.attempt)
@@ -308,7 +308,6 @@ class Attempt:
         self._report_started()
 
     def _report_started(self) -> None:
-        """Record the process ids of the ranks, and send them to the pool."""
         pids = {rank: process.pid for rank, process in self.processes.items()}
         self.ranks.record_start(pids)
         gpus = min(len(pids), probe.count_gpus())
@@ -323,10 +322,8 @@ class Attempt:
         """Update the ranks' states, and end the attempt if `decide` returns a verdict.
 
         Args:
-            deadline: Time at which `--timeout` ends the run, in seconds of the monotonic clock.
-                None without `--timeout`, and while a rank waits for the user's input.
-            interrupted_at: Time at which the user interrupted the run, in seconds of the same
-                clock; minus infinity to kill the ranks at once. None if there was no interrupt.
+            deadline: As for `decide`.
+            interrupted_at: As for `decide`.
         """
         if interrupted_at is not None:
             self._interrupt(interrupted_at)
@@ -398,11 +395,10 @@ class Attempt:
             self._end_ranks(FAILED_GRACE_S if has_failed else 0.0)
 
     def report_failures(self, verdict: Verdict) -> list[Failure]:
-        """Return the failures of this host's ranks, or one failure of the host itself.
+        """Return the failures of this host's ranks, or of the host if the forkserver has ended.
 
-        If the forkserver has ended, return only the failure of the host. Otherwise, the list
-        includes each rank that left by `sys.exit(0)`, even if the attempt has succeeded on this
-        host.
+        The list includes each rank that left by `sys.exit(0)`, even if the attempt has succeeded on
+        this host.
         """
         if verdict.cause == "host":
             return [host_failure(self._host_address.host, PoolError(forkserver.why_ended()))]
@@ -419,7 +415,6 @@ class Attempt:
         ]
 
     def _running(self) -> dict[int, Any]:
-        """Return the processes of the ranks whose end is not recorded yet."""
         states = self.ranks.states()
         return {state.rank: self.processes[state.rank] for state in states if not state.ended}
 
@@ -470,8 +465,7 @@ class HostRun(HostShare):
     def start_next_attempt(self, spec: ShareSpec) -> int:
         """Request the next attempt, and wait until the current attempt is cleaned up on this host.
 
-        Waits for at most `CLEAN_UP_S` seconds. Not called in the share's own thread, which starts
-        the ranks.
+        Waits for at most `CLEAN_UP_S` seconds. Not called in the share's own thread.
 
         Returns:
             The port of the attempt's key-value store on the run's first host; 0 on other hosts.
@@ -491,9 +485,9 @@ class HostRun(HostShare):
         return RunStacks(monitor.rows(monitor.collect()) if monitor is not None else [])
 
     def _write_fetcher_addresses(self) -> None:
-        """Write the fetchers' addresses to the folder from which ranks read them.
+        """Write the fetchers' addresses to the folder that `use_addresses` has set.
 
-        Does nothing before `use_addresses` has set the folder. Any thread may call this.
+        Does nothing if `use_addresses` was not called yet. Any thread may call this.
         """
         with self._addresses_lock:
             if self._addresses is not None:
@@ -507,8 +501,7 @@ class HostRun(HostShare):
         """Carry out a command of the pool (`PoolCommand`).
 
         Called in the thread of the agent's event loop. For `Halt`, this method only records the
-        time. The share's thread then sends SIGINT to the ranks, or kills them if `Halt.how` is
-        "kill".
+        time, and the share's thread interrupts or kills the ranks.
         """
         super().handle_command(told)
         match told:
@@ -524,7 +517,6 @@ class HostRun(HostShare):
                 self._pause(told.is_paused)
 
     def _pause(self, is_paused: bool) -> None:
-        """Pause or resume the clocks of `--timeout` and `--hang`."""
         change = self._deadline.pause if is_paused else self._deadline.resume
         change(time.monotonic())
         if self._attempt is not None:
@@ -581,7 +573,6 @@ class HostRun(HostShare):
                 self._check(attempt)
 
     def _check(self, attempt: Attempt) -> None:
-        """Check whether ranks have ended, failed or hang."""
         attempt.check(self._deadline.at, self.stopped_at)
 
     def _checks_ranks(self) -> bool:
@@ -603,8 +594,8 @@ class HostRun(HostShare):
     def _on_message(self, rank: int, message: Event | RankMessage | StoreMessage) -> None:
         """Record a rank's message in the rank's state. Send events to the pool.
 
-        A message about a file of the project store is recorded for the receipt instead. Called by
-        the thread of the `PipeReader`.
+        Messages about files of the project store are recorded for the receipt. Called by the thread
+        of the `PipeReader`.
         """
         if self._attempt is not None:
             self._attempt.ranks.record_message(rank, message)
@@ -654,9 +645,8 @@ def workers_fill(prefill: Prefill | None) -> tuple[int, int]:
     """Return the amount of data that `--prefill` makes workers prepare before ranks request data.
 
     Returns:
-        Two values: a minimum number of batches, and a minimum number of bytes. 0 means no minimum,
-        and at least one of the two values is 0. For `--prefill all`, the number of batches has no
-        practical limit.
+        A minimum number of batches, and a minimum number of bytes. 0 means no minimum, and at least
+        one of them is 0. For `--prefill all`, the number of batches has no practical limit.
     """
     if prefill is None:
         return 0, 0
@@ -671,8 +661,7 @@ class _Running:
 
     Attributes:
         why: Reason of the fetcher's failure; "" if the fetcher has not reported a reason.
-        said_writes: Whether a note has told the user that the fetcher's writes to the project store
-            are dropped.
+        said_writes: Whether a note has told the user that the fetcher's writes are dropped.
         stopped_at: Time at which the process was first seen suspended by SIGSTOP, in seconds of the
             monotonic clock; None if the process is not suspended.
     """
@@ -710,7 +699,7 @@ class HostFetchers(HostShare):
     def _run_processes(self) -> None:
         """Start the fetchers, and forward their messages until all fetchers have ended.
 
-        If the share must end, request the end of all fetchers, and wait at most `_END_S` seconds.
+        If the share must end, request their end, and wait at most `_END_S` seconds.
         """
         for spec in self._specs():
             control, theirs = connection.Pipe()
@@ -731,7 +720,6 @@ class HostFetchers(HostShare):
                 self._kill_if_stopped(one)
 
     def _specs(self) -> Iterator[FetcherSpec]:
-        """Yield the description of each fetcher to start on this host."""
         share, folder, served = self.local, self.folder, service.read(self.local.folder.path)
         data = share.plan.data
         assert data is not None and served is not None
@@ -775,7 +763,7 @@ class HostFetchers(HostShare):
         return tuple(partial(self._end, control) for control in self._running)
 
     def _forward_messages(self) -> list[connection.Connection]:
-        """Wait up to `POLL_S` for messages of fetchers, and forward these messages to the pool.
+        """Forward messages of fetchers to the pool. Wait up to `POLL_S` for messages.
 
         Returns:
             The connections of fetchers that have ended.
@@ -798,7 +786,6 @@ class HostFetchers(HostShare):
         return ended
 
     def _check_for_writes(self, one: _Running) -> None:
-        """If a fetcher has tried to write to the project store, send a note, once per fetcher."""
         kept_out = self.folder / str(one.spec.plan.number) / "store"
         if one.said_writes or not kept_out.exists():
             return

@@ -1,11 +1,10 @@
 """Run a session on this host: ranks that stay after a cell, and the cells that they run.
 
 Runs in the agent. A session is a run whose ranks wait for cells at a prompt (`host/prompt.py`).
-Each cell of the session is a run, too: `HostCell` starts no processes, but sends the cell to the
-session's ranks. The run of a cell is over when all ranks are back at their prompt.
+Each cell is a run, too: `HostCell` starts no processes, but sends the cell to the session's ranks.
+The run of a cell is over when all ranks are back at their prompt.
 
-While a cell runs, `HostCell` checks the ranks for failures and hangs. Between cells, `HostSession`
-checks them.
+While a cell runs, `HostCell` checks the ranks. Between cells, `HostSession` checks them.
 """
 
 import os
@@ -27,16 +26,16 @@ from taas_magic.host.watch import REPORT_S, RankState, Verdict
 from taas_magic.messages import CellOrder, Failure, Note, RanksKilled
 
 CUT_AFTER_S = 1.0
-"""Seconds after an interrupt until the agent requests that ranks cut their connections.
+"""Seconds from an interrupt to the first request that ranks cut their connections.
 
-The agent repeats the request every `CUT_AFTER_S`. A collective of gloo waits in C++, where SIGINT
-does not end the wait. Without connections to other ranks, the collective raises an exception.
+Also the seconds between two requests. A collective of gloo waits in C++, where SIGINT does not end
+the wait. Without connections to other ranks, the collective raises an exception.
 """
 
 RETURN_S = 10.0
 """Maximum seconds from an interrupt until a rank is back at its prompt. A slower rank is killed.
 
-If all ranks that still run the cell have already raised an exception, the limit is `REPORT_S`.
+For ranks that have raised an exception, see `_return_limit_s`.
 """
 
 CELL_END_S = 20.0
@@ -182,8 +181,8 @@ class CellAttempt(_AttemptOfSession):
     def _return_limit_s(self) -> float:
         """Return the maximum seconds from an interrupt until the ranks are back at their prompt.
 
-        `REPORT_S` is longer than `RETURN_S`, because ranks that have raised an exception format
-        their tracebacks.
+        If all ranks that still run the cell have raised an exception, the limit is the longer
+        `REPORT_S`, because they format their tracebacks.
         """
         has_heard = all(state.failed_at is not None for state in self._ranks_in_cell())
         return REPORT_S if has_heard else RETURN_S
@@ -226,8 +225,7 @@ class HostSession(HostRun):
     def begin_cell(self, cell: ShareSpec) -> None:
         """Reserve the ranks for a cell. First wait up to `START_S` for the start of the ranks.
 
-        Until `end_cell`, the cell's run checks the ranks for failures and hangs, and the session
-        does not.
+        Until `end_cell`, the cell's run checks the ranks, and the session does not.
 
         Raises:
             PoolError: The session has ended or is ending, or another cell uses the ranks.

@@ -1,14 +1,12 @@
 """The pipes between a rank and its agent.
 
-A rank writes to two pipes. The log pipe carries the raw bytes that the rank and its children write
-to descriptors 1 and 2. The message pipe carries JSON objects. Threads and forks of a rank write to
-the message pipe at the same time, and may be killed while they write. So each message is divided
-into pieces that are written atomically (`pieces`). The agent writes requests, cells and the user's
-input to further pipes (`RankFile`).
+A rank writes to two pipes. The log pipe carries the raw output of the rank and its children. The
+message pipe carries JSON objects. Threads and forks of a rank write to the message pipe at the same
+time, and may be killed while they write. So each message is divided into pieces that are written
+atomically (`pieces`). The agent writes to further pipes (`RankFile`).
 
-All pipes are named pipes in a private folder on the host. Unnamed pipes would have to be passed
-through the forkserver, which passes at most 256 descriptors. This module must not import torch,
-because the agent imports this module.
+All pipes are named pipes, because the forkserver passes at most 256 descriptors to its forks. This
+module must not import torch, because the agent imports this module.
 """
 
 import fcntl
@@ -58,16 +56,15 @@ RankFile = Literal["log", "messages", "ask", "cells", "input", "stack", "stacks"
 RUNNING = "running"
 """Name of a pipe that every rank of this host keeps open for writing until the rank ends.
 
-No process writes to the pipe. By its end, an ending rank notices that no other rank of the host
-runs any more (`await_others`).
+By this pipe, an ending rank notices that all other ranks have ended (`await_others`). No process
+writes to the pipe.
 """
 
 
 def rank_file(folder: Path, rank: int, what: RankFile) -> Path:
     """Return the path of a file or named pipe that a rank shares with its agent.
 
-    Args:
-        folder: Private folder of the rank's attempt.
+    `folder` is the private folder of the rank's attempt, here and in the functions below.
     """
     return folder / f"{rank}.{what}"
 
@@ -76,18 +73,13 @@ SEND_STACKS, CUT_CONNECTIONS = b"?", b"!"
 """Requests of the agent to a rank.
 
 - `SEND_STACKS`: send the rank's stack report.
-- `CUT_CONNECTIONS`: cut the rank's connections to other ranks. The number of a cell and then a
-  space follow this byte.
+- `CUT_CONNECTIONS`: cut the rank's connections to other ranks. The number of a cell and a space
+  follow.
 """
 
 
 def request_cut(folder: Path, rank: int, cell: int) -> None:
-    """Request that a rank cut its connections to other ranks, if the rank still runs `cell`.
-
-    Args:
-        folder: Private folder of the rank's attempt.
-        cell: Number of the cell in its session.
-    """
+    """Request that a rank cut its connections to other ranks, if the rank still runs `cell`."""
     _send_request(folder, rank, b"%b%d " % (CUT_CONNECTIONS, cell))
 
 
@@ -111,9 +103,7 @@ def send_cell_order(folder: Path, rank: int, cell: CellOrder) -> None:
 def answer_input(folder: Path, answer: AnswerInput) -> None:
     """Send a line of the user's input to the rank that requested input.
 
-    Args:
-        folder: Private folder of the rank's attempt.
-        answer: The user's line. Encoded, it may have at most PIPE_BUF bytes.
+    The encoded answer may have at most PIPE_BUF bytes.
     """
     _write_line(rank_file(folder, answer.rank, "input"), answer)
 
@@ -177,10 +167,7 @@ def flush_output() -> None:
 class AgentLink:
     """The rank's connection to its agent: the rank's ends of the pipes.
 
-    All threads and forks of the rank may call `send`.
-
-    Args:
-        folder: Private folder of the attempt, in which the agent has created the pipes.
+    All threads and forks of the rank may call `send`. The agent must have created the pipes before.
     """
 
     def __init__(self, folder: Path, rank: int) -> None:

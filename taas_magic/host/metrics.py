@@ -14,19 +14,11 @@ from typing import Any
 from taas_magic.messages import MetricPoint
 
 METRICS_VARIABLE = "TAAS_METRICS"
-"""Environment variable by which the user disables metrics from TensorBoard.
-
-If its value is "0", only scalars from `taas.log` are recorded, and not those that libraries write
-for TensorBoard (`record_tensorboard`).
-"""
+"""Environment variable by which the user disables metrics from TensorBoard, with the value "0"."""
 
 
 class MetricBuffer:
-    """The scalars that a rank has logged and not yet sent. Any thread may add scalars.
-
-    Args:
-        rank: Number of this rank.
-    """
+    """The scalars that a rank has logged and not yet sent. Any thread may add scalars."""
 
     def __init__(self, rank: int) -> None:
         self._rank, self._pid = rank, os.getpid()
@@ -42,7 +34,6 @@ class MetricBuffer:
             values: Scalars by name.
             step: Step of the training. None to use the last step of the same name plus 1, or 0 for
                 the first scalar of a name.
-            all_ranks: Whether ranks other than 0 store their scalars, too.
 
         Raises:
             TypeError: A name, a value or the step has a wrong type. Nothing is recorded then.

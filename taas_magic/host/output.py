@@ -140,7 +140,7 @@ class LineAssembler:
 
     The result does not depend on how the bytes are divided into chunks.
 
-    - Only newlines end lines. Lines have no line ends.
+    - Only newlines end lines.
     - Text after a carriage return replaces the text before it, as in a terminal. A carriage return
       directly before a newline is part of the line's end.
     - If a program prints text behind an unfinished bar of tqdm, the line has only this text.
@@ -191,11 +191,7 @@ class LineAssembler:
         return lines
 
     def _whole_lines(self, body: bytes) -> list[str]:
-        """Add whole lines, and return the lines that later output cannot change any more.
-
-        Args:
-            body: The lines, without the last newline.
-        """
+        """Add whole lines, and return the lines that later output cannot change any more."""
         pieces = body.split(b"\n")
         is_plain = b"\r" not in body and CURSOR_UP not in body
         is_blank = len(self._rows) == 1 and not self._rows[0].head  # no nested bars above
@@ -221,8 +217,7 @@ class LineAssembler:
         """Move the cursor to the row below. Remove finished rows from the top; return their lines.
 
         The top row is unfinished while it is an unfinished progress bar, and all rows between it
-        and the cursor are unfinished bars or blank. If there are more than `MAX_BARS` rows, the top
-        row counts as finished.
+        and the cursor are unfinished bars or blank. There are at most `MAX_BARS` unfinished rows.
         """
         self._at += 1
         if self._at == len(self._rows):
@@ -267,7 +262,7 @@ class _Bucket:
         self._lines = min(self._burst_lines, self._lines + elapsed_s * self._lines_per_s)
 
     def consume(self, sizes: list[int]) -> int:
-        """Take tokens for the lines in order, until the tokens do not suffice for the next line.
+        """Take tokens for the lines in order, as long as they suffice.
 
         Args:
             sizes: Sizes of the lines in bytes. A line of n bytes costs n byte tokens and one line
@@ -286,8 +281,8 @@ class _Bucket:
 class LogBudget:
     """A rate limit that selects which of a rank's lines are sent to the notebook.
 
-    Lines that look like errors, including the frames of a traceback, have an additional budget,
-    the reserve. So errors are sent even while other lines are dropped.
+    Lines that look like errors, such as the frames of a traceback, have an additional budget, the
+    reserve.
 
     Args:
         clock: Function that returns seconds, such as `time.monotonic`.
@@ -362,8 +357,8 @@ class LogBudget:
     def _errors(self, lines: list[str], sizes: list[int]) -> list[str]:
         """Return the lines that look like errors and fit into the reserve; drop all others.
 
-        To save time, this method checks single lines only if the whole text contains one of
-        `ERROR_WORDS`, or if a traceback has begun in earlier lines.
+        Single lines are only checked if the whole text contains one of `ERROR_WORDS`, or if a
+        traceback has begun in earlier lines.
         """
         kept = []
         kept_bytes = 0
@@ -438,7 +433,7 @@ MESSAGE_LIMIT_BYTES = 64 << 20
 MAX_INCOMPLETE = 64
 """Maximum number of incomplete messages of a rank. If there are more, the oldest one is dropped.
 
-A message stays incomplete if its sender, a process that the rank forked, is killed.
+A message stays incomplete if its sender is killed.
 """
 
 _CHUNK_BYTES = 1 << 20
@@ -465,8 +460,8 @@ class _LogStream:
         """Write bytes to the log file. Add to `pending` those new lines that may be sent.
 
         Returns:
-            The reason if this call has closed the log file because of an error, such as a full
-            disk; otherwise "".
+            The error, such as a full disk, if this call has closed the log file because of it; else
+            "".
         """
         self.heard_at, self.is_cut = time.monotonic(), not data.endswith(b"\n")
         self.pending += self.budget.admit(self.assembler.feed(data))
@@ -537,7 +532,6 @@ class _MessageStream:
     def _read(
         self, parts: list[bytes], size_bytes: int
     ) -> Event | RankMessage | StoreMessage | None:
-        """Decode a complete message. For the notes that may replace it, see `feed`."""
         if size_bytes > MESSAGE_LIMIT_BYTES:
             text = f"rank {self.rank} sent {size_bytes / 1e6:,.0f} MB at once: not shown"
             return Note(text=text)
@@ -632,8 +626,8 @@ class PipeReader:
     def follow(self, folder: RunFolder, emit: EventSink, on_message: OnMessage) -> None:
         """Make another run the destination of all further output and messages of the ranks.
 
-        Output that the ranks have already written still goes to the previous run. Waits up to
-        `DRAIN_S` seconds until the reader's thread has made the change.
+        Waits up to `DRAIN_S` seconds, while output that is already written goes to the previous
+        run.
 
         Args:
             folder: Folder of the other run, for the log files.
@@ -664,8 +658,7 @@ class PipeReader:
     def _run(self) -> None:
         """Read the pipes until `close` is called, and then the rest of the pipes.
 
-        Runs in the reader's thread. Between two reads, the thread handles the requests of `drain`
-        and `follow`.
+        Runs in the reader's thread, which also handles the requests of `drain` and `follow`.
         """
         while not self._closing.is_set():
             has_lines = any(stream.pending for stream in self._logs.values())
@@ -698,7 +691,6 @@ class PipeReader:
         self._sink = sink
 
     def _streams(self) -> list[_LogStream | _MessageStream]:
-        """Return the streams of all pipes that are still open."""
         return [key.data for key in list(self._selector.get_map().values()) if key.data is not None]
 
     def _read_ready(self, timeout: float | None) -> None:
@@ -717,8 +709,8 @@ class PipeReader:
         """Read everything that the pipes contain at the time of the call, and possibly later data.
 
         Children of ranks may keep writing, so reading until the pipes are empty might never end.
-        This method does not close pipes without a writer. A rank may not have opened its pipe yet,
-        and would wait forever if the read end were closed.
+        Pipes without a writer stay open: a rank that has not opened its pipe yet would wait forever
+        if the read end were closed.
         """
         for stream in streams:
             for _ in range(_PIPE_CHUNKS):
@@ -770,9 +762,9 @@ class PipeReader:
             self._warn_of_end(stream, reason_of(error))
 
     def _send_output(self, rank: int) -> None:
-        """Send all output of a rank so far. An unfinished line is sent as a whole line.
+        """Send all output of a rank so far. Send an unfinished line as a whole line.
 
-        The unfinished line may be the question that the user must answer.
+        It may be the question that the user must answer.
         """
         stream = self._logs[rank]
         self._read_all([stream])
@@ -808,8 +800,7 @@ class PipeReader:
     def _flush_stream(self, stream: _LogStream) -> bool:
         """Send a rank's pending lines, and the counts of dropped lines.
 
-        Returns:
-            Whether there were pending lines.
+        Return False if there were no pending lines.
         """
         lines, stream.pending = stream.pending, []
         if lines:
@@ -820,9 +811,6 @@ class PipeReader:
         return bool(lines)
 
     def _progress_due(self) -> bool:
-        """Return whether the progress bars of rank 0 have changed since they were last sent.
-
-        The status header shows no progress bars of other ranks.
-        """
+        """Return whether the progress bars of rank 0 must be sent, because they have changed."""
         first = self._logs.get(0)
         return first is not None and first.assembler.progress != first.shown_progress

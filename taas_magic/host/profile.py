@@ -15,10 +15,7 @@ from typing import Any
 from taas_magic.journal.timeline import LOAD
 
 WARM_UP_STEPS = 1
-"""Number of steps before the recorded steps.
-
-In the first step, torch allocates memory and selects kernels, so this step is not typical.
-"""
+"""Number of steps before the recorded steps. In the first step, torch allocates memory."""
 
 
 class StepProfiler:
@@ -26,7 +23,7 @@ class StepProfiler:
 
     Args:
         steps: Number of steps to record.
-        file: Path of the trace, which ends in `.json.gz`. The path exists only when the trace is
+        file: Path of the trace, which ends in `.json.gz`. It exists only when the trace is
             complete.
         note: Function that sends a message to the user.
     """
@@ -48,12 +45,9 @@ class StepProfiler:
 
     @contextmanager
     def batch(self, loader: str) -> Iterator[None]:
-        """Mark the `with` block in the trace as a wait for a batch.
+        """Mark the `with` block in the trace as a wait for a batch of the loader named `loader`.
 
         Also begin the next step, unless `step` was called before.
-
-        Args:
-            loader: Name of the registered loader.
         """
         from torch.profiler import record_function
 

@@ -34,13 +34,11 @@ class Prompt:
     """The loop in which a session's rank waits for cells and runs them. Runs in the main thread.
 
     Args:
-        link: The rank's connection to its agent.
         folder: Folder with the rank's pipes.
-        rank: Number of the rank.
         run: Function that runs a cell, sends the results or the failure, and returns whether the
             cell succeeded.
-        has_pending: Function that returns whether any collective of this rank has begun and has
-            not ended.
+        has_pending: Function that returns whether any collective of this rank has begun and has not
+            ended.
     """
 
     def __init__(
@@ -82,9 +80,6 @@ class Prompt:
 
         A collective of gloo then raises an exception, and Python handles the pending interrupt. Any
         thread may call this method.
-
-        Args:
-            cell: Number of the cell. If the rank no longer runs this cell, do nothing.
         """
         if (
             cell == self._number

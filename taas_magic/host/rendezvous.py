@@ -1,12 +1,11 @@
 """The rendezvous of an attempt's ranks: torch's TCPStore, and horovod's server if it is installed.
 
-The agent of the run's first host binds the port. So the pool can send the port to all hosts before
-the store runs. A fork of the forkserver then serves the store, because agents do not import torch.
-Each attempt has a new store, because the old store has the addresses of the earlier ranks.
+The agent of the run's first host binds the port. A fork of the forkserver serves the store, because
+agents do not import torch. Each attempt has a new store, because the old store has the addresses of
+the earlier ranks.
 
 Ranks also use the store to wait for one another before they end (`await_all`), and to agree on the
-contents of their loaders (`LoaderAgreement`). If horovod is installed, the store's process also
-runs horovod's HTTP server, and writes this server's port to the store.
+contents of their loaders (`LoaderAgreement`).
 """
 
 import functools
@@ -45,13 +44,10 @@ _ENDING_KEY, _ALL_END_KEY = "taas/ending", "taas/all end"
 class Rendezvous:
     """The rendezvous of one attempt: the port of the store, and the process that serves the store.
 
-    Runs in the agent of the run's first host.
+    Used in the agent of the run's first host.
 
     Args:
         address: Address of this host at which the store listens.
-
-    Attributes:
-        port: Port of the store, which the system has chosen.
     """
 
     def __init__(self, address: str) -> None:
@@ -62,10 +58,7 @@ class Rendezvous:
         self._server: Any = None
 
     def start(self) -> None:
-        """Start the process that serves the store.
-
-        Ranks may connect to the port earlier, and then wait for this process.
-        """
+        """Start the process that serves the store. Ranks that are already connected wait for it."""
         self._server = forkserver.start(f"{__name__}.serve", self._listener, self._address)
         self._listener.close()
 
@@ -87,16 +80,9 @@ class Rendezvous:
 
 
 def reach(address: str, port: int) -> None:
-    """Check that this host can connect to the rendezvous on the run's first host.
+    """Raise PoolError if this host cannot connect to the rendezvous on the run's first host.
 
     Blocks for up to `REACH_TIMEOUT_S` seconds.
-
-    Args:
-        address: Address of the first host.
-        port: Port of the rendezvous.
-
-    Raises:
-        PoolError: This host cannot connect to the first host.
     """
     try:
         socket.create_connection((address, port), REACH_TIMEOUT_S).close()
@@ -192,7 +178,6 @@ def serve(listener: socket.socket, address: str) -> None:
 
     Args:
         listener: Listening socket, which the agent has bound.
-        address: Address of this host.
     """
     import torch.distributed as dist
 
@@ -216,10 +201,7 @@ def serve(listener: socket.socket, address: str) -> None:
 
 @functools.cache
 def has_horovod() -> bool:
-    """Return whether horovod is installed.
-
-    The result is cached. The forkserver calls this function once, so that forks inherit the result.
-    """
+    """Return whether horovod is installed. Forks inherit the cached result of the forkserver."""
     return importlib.util.find_spec("horovod") is not None
 
 
@@ -246,10 +228,6 @@ def query_horovod(environ: Mapping[str, str], note: Callable[[str], None]) -> di
 
     Blocks until the first host has tried to start horovod's server. If the start has failed, send a
     note and return an empty dict.
-
-    Args:
-        environ: torchrun's variables of this rank.
-        note: Function that sends a message to the user.
 
     Raises:
         RuntimeError: The first host has not reported the result within `_HOROVOD_ANSWER_S` seconds.

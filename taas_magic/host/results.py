@@ -6,9 +6,8 @@ A rank writes its values to archives, each of which is one file:
 
     <run folder>/results/<attempt>-<rank>-<number>
 
-Values that share objects are in the same archive, so that they also share the objects in the
-notebook. For example, an optimizer shares the parameters of its model. Each archive is written,
-sent and loaded separately, so a failure loses only the values of one archive.
+Values that share objects, such as a model and its optimizer, are in the same archive, so that they
+also share the objects in the notebook. A failure loses only the values of one archive.
 
 If all values of an archive are plain data (`capture/plain.py`), the notebook reads the archive
 without running code. Otherwise the values are pickled. Loading a pickle can run arbitrary code of
@@ -110,15 +109,14 @@ def receive(
 
     From an archive of a rank, the kernel reads only the names that `--out` requests from that rank.
     From an archive of rank 0, it reads all names of `--out`, because rank 0 also gathers sharded
-    models for the other ranks. The result for `NAME@all` is a list with the value of each rank. If
-    one rank's value did not arrive, `NAME` is missing.
+    models for the other ranks. The result for `NAME@all` is a list with one value for each rank, or
+    is missing if a rank's value did not arrive.
 
     Args:
         folder: `RunFolder.results`.
         out: Values of `--out`, such as "loss@all".
         sources: Criteria for accepted results.
-        namespace: The notebook's variables, which become the globals of loaded functions
-            (`capture/home.py`).
+        namespace: The notebook's variables, which become the globals of loaded functions.
     """
     named = ((_FILE.fullmatch(path.name), path) for path in folder.glob("*"))
     found = sorted((int(it[1]), int(it[2]), path) for it, path in named if it is not None)
@@ -251,17 +249,16 @@ class ResultWriter:
         """Write this rank's results after the work.
 
         Every rank must call this method, even a rank that sends nothing, because sharded values are
-        gathered by a collective. If a value cannot be sent, the user gets a note, and this method
-        raises no exception.
+        gathered by a collective. If a value cannot be sent, the user gets a note; no exception is
+        raised.
 
         Args:
             namespace: Variables of the rank.
             out: Values of `--out`, such as "loss@all".
-            value: Value that the function returned, or value of the cell's last expression. If
-                `out` has the name `VALUE`, this value is sent like a variable. Otherwise, only rank
-                0 sends the value, and there is no note if the value cannot be sent.
-            failed: Whether the work failed on this rank. If so, this rank does not gather sharded
-                values, because other ranks may not take part. There are then no notes about missing
+            value: Value of the work. If `out` has the name `VALUE`, this value is sent like a
+                variable. Otherwise, only rank 0 sends the value, and a failure causes no note.
+            failed: Whether the work failed on this rank. If so, this rank gathers no sharded
+                values, because other ranks may not take part, and sends no notes about missing
                 values.
         """
         names = [name_of(text) for text in out]
@@ -349,10 +346,7 @@ class ResultWriter:
             self._note(f"{_shown(values)}: a DistributedDataParallel is returned as its `.module`")
 
     def _gather_and_write(self, name: str, value: Any, keeps: bool) -> None:
-        """Gather a sharded value by a collective of all ranks. If `keeps`, write the whole value.
-
-        If this rank's work has failed, do not gather the value.
-        """
+        """Gather a sharded value by a collective of all ranks. If `keeps`, write the result."""
         whole, why = None, "it is sharded, and the rank failed before it was gathered"
         if not self._failed:
             try:
@@ -387,9 +381,9 @@ def _has_model(value: Any) -> bool:
 
 
 def _leaves(value: Any) -> Iterator[Any]:
-    """Yield the elements of nested dicts, lists and tuples; for any other value, the value itself.
+    """Yield the elements of nested dicts, lists and tuples, and the parts of models in them.
 
-    In place of a model, yield its modules, parameters and buffers.
+    For any other value, yield the value itself.
     """
     seen: set[int] = set()
     waiting = [value]
@@ -436,11 +430,7 @@ def _gather(value: Any, keeps: bool) -> Any:
 
 
 def _sharded_types() -> tuple[type, ...]:
-    """Return torch's classes of sharded tensors and models.
-
-    A class is left out if its Python module is not imported, because then no object of it can
-    exist.
-    """
+    """Return torch's classes of sharded tensors and models, if their modules are imported."""
     tensor = sys.modules.get("torch.distributed.tensor")  # since torch 2.5
     tensor = tensor or sys.modules.get("torch.distributed._tensor")
     fsdp = sys.modules.get("torch.distributed.fsdp")

@@ -7,9 +7,9 @@ On its way from the kernel to a host, a run has three descriptions:
 - `LocalShare`: created by the agent, with the paths on the agent's host. It contains the
   `ShareSpec`.
 
-When an agent joins the pool, the agent opens one stream. The stream carries all messages between
-them, so that the pool's process never connects to a host, and messages keep their order. The kernel
-imports this module, so it must import neither Dask nor torch.
+All messages between the pool and an agent use one stream, which the agent opens. So the pool's
+process never connects to a host, and messages keep their order. The kernel imports this module, so
+it must import neither Dask nor torch.
 """
 
 import os
@@ -73,10 +73,9 @@ REACH = "TAAS_REACH"
 
 
 def topic(owner: str) -> str:
-    """Return the Dask topic for the events of a kernel's runs.
+    """Return the Dask topic for the events of all runs of a kernel.
 
-    A kernel has one topic for all its runs, because Dask's client and scheduler never remove a
-    topic.
+    There is only one topic for all runs, because Dask's client and scheduler never remove a topic.
 
     Args:
         owner: Id of the kernel's Dask client.
@@ -87,7 +86,7 @@ def topic(owner: str) -> str:
 def fetchers_share_id(run_id: str) -> str:
     """Return the id of the share that consists of a run's fetchers.
 
-    It differs from `run_id`, the id of the ranks' share, because one host may run both shares.
+    The id of the ranks' share is `run_id`. One host may run both shares.
     """
     return f"{run_id}.data"
 
@@ -115,8 +114,7 @@ class Origin(Struct, frozen=True):
         environ: Environment of the kernel. Empty for hosts on other machines.
         sys_path: Import path of the kernel.
         colors: IPython's colour scheme, for tracebacks.
-        changed: Environment variables that the notebook has changed. The value of a removed
-            variable is None.
+        changed: Environment variables that the notebook has changed; None for a removed variable.
         store: Identity of the project store on the notebook's machine, by which a host checks
             whether it shares the store. None if all hosts count as sharing the store.
     """
@@ -152,8 +150,7 @@ class Origin(Struct, frozen=True):
 def environ_changes(before: Mapping[str, str], now: Mapping[str, str]) -> dict[str, str | None]:
     """Return the variables that differ between two environments, with their new values.
 
-    The value of a removed variable is None. The kernel sends only these variables to other
-    machines, because the unchanged variables describe the kernel's own machine.
+    The value of a removed variable is None.
     """
     changed = {name: value for name, value in now.items() if before.get(name) != value}
     return {**changed, **{name: None for name in before if name not in now}}
@@ -184,7 +181,6 @@ class RunSpec(Struct, frozen=True, omit_defaults=True):
     """A run, as its kernel describes it for the pools of its ranks and fetchers.
 
     Attributes:
-        plan: Plan of the run.
         run_dir: Folder of the run on the notebook's machine.
         origin: Settings that the ranks inherit from the notebook.
         requires: Modules that must be installed on the hosts. The pool checks this before the run
@@ -193,9 +189,9 @@ class RunSpec(Struct, frozen=True, omit_defaults=True):
         reach: Address of a server on the notebook's machine to which ranks connect, as
             "tls://host:port". "" if there is none. In a run of a farm, the server is the scheduler
             of the farm's process.
-        reads_only: Whether the run should only read the project store. If True, the run does not
-            lock the store, so another run may write to it at the same time. Files that ranks write
-            to a host's mirror are then not copied back.
+        reads_only: Whether the run should only read the project store. If True, another run may
+            write to the store at the same time, and files that ranks write to a host's mirror are
+            not copied back.
         idle_s: Seconds after which the session ends if it runs no cell. None if the run is not a
             session.
         session: Run id of the session whose ranks run this cell. "" if the run has its own ranks.
@@ -234,8 +230,8 @@ class RunSpec(Struct, frozen=True, omit_defaults=True):
     def for_hosts(self, are_local: bool) -> "RunSpec":
         """Return a copy of this run without the fields that hosts do not need.
 
-        The copy has no host plans. Otherwise, the pool would send the plans of all hosts to each
-        host, which is a million host plans for 1,000 hosts.
+        The copy has no host plans. Otherwise, the pool would send a million host plans for 1,000
+        hosts.
 
         Args:
             are_local: Whether the hosts are the notebook's machine. Other machines do not get the
@@ -262,8 +258,8 @@ class ShareSpec(Struct, frozen=True, omit_defaults=True):
         ran_s: Seconds since the start of the first attempt, for `--timeout`. Time in which a rank
             waited for the user's input does not count.
         fetchers: Addresses of the fetchers that have started, by number of the fetcher.
-        reach: Address at which ranks on this host connect to the server of `RunSpec.reach`, perhaps
-            through a tunnel. "" if there is no server.
+        reach: Address at which ranks on this host connect to the server of `RunSpec.reach`. "" if
+            there is no server.
     """
 
     run: RunSpec
@@ -316,7 +312,6 @@ class LocalShare(Struct, frozen=True):
     """A share with the paths on its host. The agent creates it when the files are on the host.
 
     Attributes:
-        spec: The share, as the pool described it.
         run_dir: Folder of the run on this host.
         store: Settings of the project store, with this host's paths. None for no restrictions.
         cwd: Working directory of ranks and fetchers: the project store on this host.
@@ -378,8 +373,7 @@ class LaunchRanks(Request[StartResponse]):
 
     Attributes:
         owner: Id of the kernel's Dask client. The run ends when this client disconnects.
-        fetcher_events: Events that the run's fetchers have already sent to the kernel. They contain
-            the fetchers' addresses.
+        fetcher_events: Events of the run's fetchers so far. They contain the fetchers' addresses.
     """
 
     owner: str
@@ -405,8 +399,8 @@ class StartShare(Request[int]):
     other hosts is 0.
 
     Attributes:
-        is_next_attempt: Whether the host runs an earlier attempt of this run. The host then ends
-            the ranks of the earlier attempt before it starts the new ranks.
+        is_next_attempt: Whether the host runs an earlier attempt of this run. If so, the host first
+            ends the ranks of the earlier attempt.
     """
 
     spec: ShareSpec
@@ -417,10 +411,7 @@ class StartShare(Request[int]):
 class ProcessSpec:
     """The settings that all ranks of a host's share, or all its fetchers, have in common.
 
-    The agent sends these settings to each new process as a pickle.
-
     Attributes:
-        share: The host's share of the run.
         folder: Folder of the attempt or the fetchers, under TMPDIR, for pipes and scratch folders.
         environ: Environment variables. For a rank, torchrun's variables override these, and `--env`
             overrides both.
@@ -443,15 +434,14 @@ class FetcherSpec:
         service: The run's data service: loaders and settings.
         run_dir: Folder of the run on this host, with the loaders and the fetchers' addresses.
         cores: Number of CPU cores that the fetcher may use.
-        host: Name of the host.
         listen: Address at which the fetcher listens for TCP connections. "" to serve only ranks on
             the same host.
         fill_batches: Minimum number of batches to prepare before ranks request data, in total of
             all fetchers that serve the same loaders. 0 for no minimum.
         fill_bytes: Minimum number of bytes to prepare, counted like `fill_batches`. 0 for no
             minimum.
-        setting: Settings of the new process, such as its environment. None to keep the environment,
-            output and import path of the forkserver.
+        setting: Settings of the new process. None to keep the environment, output and import path
+            of the forkserver.
         stacks: File to which the fetcher and its workers write their stacks when the agent signals
             them. None to write no stacks.
     """
@@ -476,8 +466,7 @@ class FetcherSpec:
 def fetcher_failed(run: Plan, fetcher: FetcherPlan, why: str) -> FetcherEnded:
     """Return the event for a fetcher that has failed or could not start.
 
-    The event has an entry for the folder in which ranks read the fetchers' addresses. By this
-    entry, the ranks know that they must not wait for this fetcher.
+    By its `entry`, ranks learn that they must not wait for this fetcher.
     """
     addresses = LoaderAddresses(fetchers=run.cpus, failed=why)
     return FetcherEnded(number=fetcher.number, entry=dict.fromkeys(fetcher.loaders, addresses))

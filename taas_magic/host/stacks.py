@@ -10,7 +10,7 @@ Runs in the agent, which imports neither torch nor IPython. The agent collects s
 
 faulthandler does not wait for the interpreter's lock, so it could crash a process that runs Python
 code at that moment. So the agent signals a process without a heartbeat only while its main thread
-sleeps. For a program that a rank has started, the agent has only the data from psutil.
+sleeps.
 """
 
 import os
@@ -48,7 +48,7 @@ The thread cannot respond while another thread holds the interpreter's lock.
 """
 
 WRITE_S = 2.0
-"""Maximum seconds to wait until a process has written its stack, which it may never do."""
+"""Maximum seconds to wait until a process has written its stack."""
 
 SAMPLE_S = 3.0
 """Minimum seconds between two samples of the CPU time of ranks and their descendants."""
@@ -154,10 +154,9 @@ class StackSample:
 
 
 def code_position(frames: Sequence[StackFrame]) -> str:
-    """Return, as text, the frame that shows a thread's position in the user's code.
+    """Return, as text, the innermost frame in a cell, which shows a thread's position.
 
-    This is the innermost frame in a cell. If no frame is in a cell, it is the innermost frame
-    outside this package. "" if there is no such frame either.
+    If no frame is in a cell, return the innermost frame outside this package; "" if there is none.
 
     Args:
         frames: Frames of the thread, outermost first.
@@ -232,11 +231,7 @@ def _who_waits(frames: Sequence[StackFrame]) -> tuple[str, str]:
 
 
 def _busy_child(sample: StackSample) -> str:
-    """Find a rank's first child process that runs code of a cell.
-
-    Returns:
-        Text with the child's pid and the position in the cell's code; "" if there is no such child.
-    """
+    """Return a text about a rank's first child process that runs code of a cell; "" without one."""
     for child in sample.children:
         where = code_position(child.main)
         if where.startswith("Cell In["):
@@ -251,8 +246,8 @@ class StackMonitor:
         folder: Private folder of the attempt, with the files that the ranks share with the agent.
 
     Attributes:
-        is_paused: Whether a rank waits for the user's input. Meanwhile, `check` does nothing, and
-            the time does not count as time without progress.
+        is_paused: Whether a rank waits for the user's input. This time does not count as time
+            without progress.
     """
 
     def __init__(
@@ -272,8 +267,8 @@ class StackMonitor:
     def check(self, now: float) -> None:
         """Record which ranks make progress. If no rank makes progress for too long, report a hang.
 
-        When a rank makes progress after a reported hang, report the end of the hang. This method
-        does not block, because another thread collects the stacks and sends the `Hang` event.
+        When a rank makes progress again, report the end of the hang. This method does not block,
+        because another thread collects the stacks and sends the `Hang` event.
 
         Args:
             now: The agent's monotonic clock, in seconds.
@@ -301,10 +296,7 @@ class StackMonitor:
             threading.Thread(target=self._report_hang, args=(still_s,), daemon=True).start()
 
     def collect(self) -> list[tuple[RankState, StackSample]]:
-        """Collect the stacks of all ranks and their children.
-
-        Takes some seconds if a rank does not respond.
-        """
+        """Collect the stacks of all ranks and their children. Blocks for up to some seconds."""
         with self._collecting:
             states = self._ranks.states()
             alive = [state.pid for state in states if not state.ended]
@@ -337,7 +329,7 @@ class StackMonitor:
         """Collect stacks, and send a `Hang` event if the time without progress is too long.
 
         The limit is `hang_s`, but at most `COLLECTIVE_S` if a rank waits in a collective. If a rank
-        has made progress or has ended while the stacks were collected, send no event.
+        makes progress or ends meanwhile, send no event.
 
         Args:
             still_s: Seconds for which no rank has made progress.
@@ -359,8 +351,8 @@ class StackMonitor:
     def _sample(self, now: float) -> None:
         """Record progress for each rank that wrote output or used CPU time since the last sample.
 
-        CPU time of a rank's descendants counts, too. But it is not measured if any rank's own
-        process has made progress, because this measurement reads all processes of the host.
+        CPU time of a rank's descendants counts, too. It is only measured if no rank's own process
+        has made progress, because this measurement reads all processes of the host.
         """
         passed_s, self._sampled_at = now - self._sampled_at, now
         least_s = max(_COMPUTES_LEAST_S, COMPUTES_SHARE * passed_s)
@@ -376,15 +368,12 @@ class StackMonitor:
     ) -> bool:
         """Record progress for each rank that used at least `least_s` of CPU time since `before`.
 
-        Ranks that busy-wait for a collective make no progress.
+        Ranks that busy-wait for a collective make no progress. Return whether any rank made
+        progress.
 
         Args:
-            before: CPU seconds of each rank in the last sample, by pid. This method then replaces
-                these values by those of `used`.
+            before: CPU seconds of each rank in the last sample, by pid. Updated from `used`.
             used: CPU seconds of each rank now, by pid.
-
-        Returns:
-            Whether any rank made progress.
         """
         is_any = False
         for state in self._ranks.states():
@@ -398,8 +387,8 @@ class StackMonitor:
     def _request_stacks(self, states: Sequence[RankState]) -> None:
         """Request stack reports of ranks, and wait up to `ANSWER_S` for all responses.
 
-        Does not wait for ranks that SIGSTOP has suspended. If a rank has not responded, its state's
-        `sample` is None afterwards.
+        Does not wait for ranks that SIGSTOP has suspended. If a rank has not responded, set the
+        `sample` of its state to None.
         """
         asked = time.monotonic()
         for state in states:
@@ -419,8 +408,8 @@ class StackMonitor:
     def _sample_of(self, state: RankState, cells: "Cells") -> StackSample:
         """Return a rank's stacks and other data about the rank.
 
-        If the rank has not responded, use the stack that the rank writes on `SIGNAL`. If there is
-        none either, use the stack of the rank's last heartbeat.
+        If the rank has not responded, use the stack that it writes on `SIGNAL`, or else the stack
+        of its last heartbeat.
         """
         if state.ended:
             return StackSample(state.pid, state=_GONE)
@@ -468,7 +457,7 @@ def sample_fetcher(pid: int, path: Path) -> StackSample:
 
 
 def _complete(sample: StackSample, path: Path, cells: Cells, states: Collection[str]) -> None:
-    """Add the stacks of their main threads to the data about a process and its descendants.
+    """Add the main threads' stacks to the data about a process and its descendants.
 
     Signals each process that has no stack yet, one after the other, because all write to the same
     file. A descendant is signalled only while it sleeps.
@@ -476,7 +465,6 @@ def _complete(sample: StackSample, path: Path, cells: Cells, states: Collection[
     Args:
         sample: Data about the process, with its descendants in `children`.
         path: File to which the processes write their stacks.
-        cells: The notebook's cells, whose labels and source lines replace file names in the stacks.
         states: States, as psutil names them, in which the process itself may be signalled.
     """
     if not sample.threads and (frames := _written_on_signal(sample.pid, path, states)):
@@ -500,8 +488,7 @@ def _of_system(pid: int) -> StackSample:
 def _memory_bytes(process: psutil.Process) -> int:
     """Return the memory of a process in bytes, with its part of shared memory (PSS).
 
-    The PSS of another user's process is not readable. Its RSS is returned instead, which includes
-    all shared memory of the process.
+    For another user's process, return the RSS, which includes all shared memory of the process.
     """
     try:
         return int(process.memory_full_info().pss)
@@ -523,7 +510,6 @@ def _written_on_signal(pid: int, path: Path, states: Collection[str]) -> list[St
 
     `SIGNAL` would end a process that has no handler. A process has the handler if and only if it
     has the file open, because a fork inherits both, and a newly executed program inherits neither.
-    So other processes are not signalled.
 
     Args:
         states: States, as psutil names them, in which the process may be signalled.
@@ -547,8 +533,6 @@ def _written_on_signal(pid: int, path: Path, states: Collection[str]) -> list[St
 def _await_stack(path: Path, begin: int) -> str:
     """Wait up to `WRITE_S` until a stack is written to a file, and return the stack's text.
 
-    If the stack is late, the text is empty or incomplete.
-
     Args:
         begin: Size of the file, in bytes, before the stack is written.
     """
@@ -565,8 +549,8 @@ def _parse_stack(written: str) -> list[StackFrame]:
     """Parse the stack of one thread that faulthandler has written.
 
     Returns:
-        The frames, outermost first. Empty if the text has no stack. Also empty if the text has
-        several stacks, because then one of them is the late response of another process.
+        The frames, outermost first. Empty if the text has no stack, or several, because then one of
+        them is the late response of another process.
     """
     if written.count(_STACK) != 1:
         return []

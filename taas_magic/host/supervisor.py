@@ -2,16 +2,11 @@
 
 An engine starts the supervisor and writes to the supervisor's standard input. The first line is for
 the agent. When the pool's process ends for any reason, standard input closes. The supervisor then
-ends the host: it ends all its descendants, including the agent, and exits. A cut network cable does
-not close standard input. So an engine that works over a network also writes a byte regularly, and
-the supervisor ends the host if no byte arrives in time.
+ends all its descendants, including the agent, and exits. A cut network cable does not close
+standard input. So an engine that works over a network also writes a byte regularly, and the
+supervisor ends the host if no byte arrives in time.
 
-The supervisor has three arguments (`system.supervisor_arguments`):
-
-1. The number of seconds without input after which the supervisor ends the host; 0 for no limit.
-2. The pool's `start_timeout_s`. If the agent is idle for this number of seconds before it has
-   joined the pool, the supervisor ends the host.
-3. The modules that the pool's settings add to the forkserver's imports, separated by commas.
+For the arguments of the supervisor, see `system.supervisor_arguments`.
 
 The supervisor must import neither torch nor Dask, so that an error in these libraries cannot block
 or end it. The supervisor is a subreaper (prctl(2)), so it finds even a cell's daemon that forked
@@ -87,8 +82,7 @@ def main() -> int:
 def _supervise(preload: str, folder: Path, lease_s: float | None, start_timeout_s: float) -> int:
     """Start an agent, and wait until it ends or the host must end. Then end all descendants.
 
-    Returns:
-        The agent's exit code as a shell reports it: 128 + N for signal N.
+    Return the agent's exit code as a shell reports it: 128 + N for signal N.
 
     Raises:
         SystemExit: The host had to end before the agent ended.
@@ -132,7 +126,7 @@ def _hold_lease(
 ) -> None:
     """Pass the first line of standard input to the agent. When the lease ends, end the host.
 
-    Runs in a thread until the lease ends.
+    Runs in a thread.
 
     Args:
         lease_s: Seconds without input after which the lease ends. If None, the lease ends only when
@@ -154,11 +148,9 @@ def _watch_start(pid: int, folder: Path, start_timeout_s: float, told: threading
     """End the host if the agent is stuck before the agent has joined the pool. Runs in a thread.
 
     Args:
-        pid: The agent's process id.
         folder: The host's folder for temporary files.
         start_timeout_s: Seconds without any work after which the agent counts as stuck.
-        told: Event that is set when the agent has its settings, for which it may wait without a
-            limit.
+        told: Event that is set when the agent has its settings. The time counts from this event.
     """
     told.wait()
     timer = IdleTimer(pid)
@@ -256,8 +248,8 @@ def _make(prefix: str) -> Path:
 def _lock(folder: Path) -> int:
     """Create and lock the file `lock` in a new folder; return the descriptor that holds the lock.
 
-    The function locks the file under another name, and then renames it. So no other supervisor ever
-    sees an unlocked `lock` in a folder that is in use.
+    The file gets the name `lock` only after it is locked. So no other supervisor ever sees an
+    unlocked `lock` in a folder that is in use.
     """
     beside = folder / ".lock"
     lock = take_lock(beside)

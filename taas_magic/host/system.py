@@ -18,9 +18,9 @@ import psutil
 LOOPBACK = "127.0.0.1"
 
 RUN_TOKEN = "TAAS_RUN_ID"
-"""Environment variable of ranks, fetchers and the programs that they start: the share's id.
+"""Environment variable with the share's id, by which the agent finds programs of the share.
 
-By this variable, the agent finds programs that still run when the share has ended (`leftovers`).
+Ranks, fetchers and the programs that they start have this variable (`leftovers`).
 """
 
 CALM_DASK = {
@@ -73,13 +73,12 @@ def choose_address(interface: str, environ: Mapping[str, str], scheduler: str) -
     2. The address of the network interface at which SSH has reached this host.
     3. The address from which this host connects to the scheduler.
 
-    The function does not resolve the host's name, because Debian resolves it to 127.0.1.1.
+    It does not resolve the host's name, because Debian resolves it to 127.0.1.1.
 
     Args:
         interface: The pool's `interface` setting, the name or address of a network interface; "" if
             there is none.
-        environ: The agent's environment. Under sshd, SSH_CONNECTION contains the address at which
-            SSH has reached this host.
+        environ: The agent's environment, for SSH_CONNECTION.
         scheduler: Host part of the scheduler's address as seen from this host.
 
     Raises:
@@ -111,9 +110,8 @@ def entry_code(module: str) -> str:
     """Return the code, for `python -c`, that runs `module.main()`.
 
     The code removes the current folder from the beginning of the import path, so that a random.py
-    beside the notebook does not replace Python's own module. If PYTHONPATH contains the current
-    folder, the code moves that folder to the end. But if this package itself is imported from the
-    current folder, the import path stays as it is.
+    beside the notebook does not replace Python's own module. A current folder from PYTHONPATH comes
+    last, unless this package itself is imported from this folder.
     """
     return (
         "import os, sys; sys.path[0] or sys.path.pop(0); "
@@ -146,8 +144,7 @@ def die_with_parent(parent_pid: int) -> None:
     If the parent has already ended, exit at once.
 
     Args:
-        parent_pid: The parent's pid, which the parent itself has passed to this process. If
-            `getppid` returns another pid, the parent has ended.
+        parent_pid: The parent's pid, which the parent itself has passed to this process.
     """
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent_pid:
@@ -167,9 +164,9 @@ TRACKERS_END_S = 10.0
 def end_all(processes: list[psutil.Process], grace_s: float) -> list[psutil.Process]:
     """End processes: send SIGTERM, wait up to `grace_s` seconds, then send SIGKILL.
 
-    After SIGTERM, each process also gets SIGCONT, because a suspended process does not handle
-    SIGTERM. After SIGKILL, wait up to 5 s, but not for processes that this user may not signal,
-    such as those of `sudo` in a cell.
+    Each process also gets SIGCONT, because a suspended process does not handle SIGTERM. After
+    SIGKILL, wait up to 5 s, but not for processes that this user may not signal, such as those of
+    `sudo` in a cell.
 
     Args:
         grace_s: Seconds between SIGTERM and SIGKILL. If 0, only SIGKILL is sent.
@@ -202,10 +199,7 @@ def kill_all(processes: list[psutil.Process]) -> list[psutil.Process]:
     """Kill processes immediately, except resource trackers, which get `TRACKERS_END_S` to exit.
 
     Before its exit, a tracker removes semaphores and shared memory that other processes did not
-    release. A killed tracker does not do this.
-
-    Returns:
-        The processes that are still running.
+    release. Return the processes that are still running.
     """
     trackers = [process for process in processes if is_tracker(process)]
     left = end_all([process for process in processes if process not in trackers], grace_s=0)
@@ -250,10 +244,10 @@ def leftovers(run_id: str, pipes: Path, alone: bool) -> list[psutil.Process]:
 
     A process belongs to the share if any of these conditions is true:
 
-    - The environment of the process has the share's id. So the function finds programs that a rank
-      or fetcher has started.
-    - The process has a file or pipe of the share open. So the function finds forks of a rank.
-    - The process is an orphan that the supervisor has adopted, and no other share is on this host.
+    - Its environment has the share's id. So the function finds programs that a rank or fetcher has
+      started.
+    - It has a file or pipe of the share open. So the function finds forks of a rank.
+    - It is an orphan that the supervisor has adopted, and no other share is on this host.
 
     Args:
         run_id: Id of the share, the value of the variable `RUN_TOKEN`.
@@ -270,7 +264,6 @@ def leftovers(run_id: str, pipes: Path, alone: bool) -> list[psutil.Process]:
 
 
 def _is_of_run(process: psutil.Process, run_id: str, pipes: str) -> bool:
-    """Return whether a process has a share's id in its environment, or a share's file open."""
     with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
         if process.environ().get(RUN_TOKEN) == run_id:
             return True

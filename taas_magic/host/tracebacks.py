@@ -1,7 +1,7 @@
 """Functions that turn a rank's exceptions and its threads' stacks into text for the user.
 
-The text shows cells by labels such as `Cell In[5]`, with their source lines. Frames of IPython and
-of this package that come before the user's first frame are left out.
+The text shows cells by labels such as `Cell In[5]`, with their source lines, and begins at the
+user's first frame.
 """
 
 import errno
@@ -122,11 +122,7 @@ def _chain(first: Any) -> Iterator[Any]:
 
 
 def _without_ours(one: TracebackType | None) -> TracebackType | None:
-    """Return a traceback without the frames of this package.
-
-    Removes all frames from this package's first frame to its last frame, including those of IPython
-    between them, but no frame of a notebook's cell.
-    """
+    """Return a traceback without this package's frames and the frames of IPython between them."""
     found: list[TracebackType] = []
     while one is not None:
         found.append(one)
@@ -185,10 +181,9 @@ def threads(main: int) -> dict[str, list[StackFrame]]:
 def current_frames() -> dict[int, FrameType]:
     """Return the current frame of each thread, by the thread's identifier.
 
-    Before Python 3.12, this function disables garbage collection during the call, because a
-    collection may start inside `sys._current_frames` and run a `__del__` that releases the
-    interpreter's lock. This process, or a child forked at that moment, could then deadlock
-    (python/cpython#106883, #112275).
+    Before Python 3.12, this function disables garbage collection during the call. A collection
+    inside `sys._current_frames` could run a `__del__` that releases the interpreter's lock, which
+    could deadlock this process or a child (python/cpython#106883, #112275).
     """
     collects = sys.version_info < (3, 12) and gc.isenabled()
     if collects:
@@ -214,9 +209,7 @@ def _stack_of(frame: FrameType | None) -> list[StackFrame]:
 def write_stack_on_signal(path: Path) -> None:
     """Make this process and its forks append the main thread's stack to a file on `SIGNAL`.
 
-    Args:
-        path: Path of the file. Several processes can use the same file, because the agent signals
-            only one process at a time.
+    They can share the file, because the agent signals only one process at a time.
     """
     faulthandler.register(SIGNAL, file=path.open("a"), all_threads=False, chain=False)
 
@@ -250,8 +243,7 @@ def message_of(error: BaseException) -> str:
     """Return an exception's text, followed by a hint for the user for some causes.
 
     There are hints for a full disk, for a file that this host does not have, and for a refused
-    write to the project store. A text longer than `MESSAGE_LIMIT_CHARS` is cut. If the exception's
-    `__str__` raises an exception, return a text that says so.
+    write to the project store. A text longer than `MESSAGE_LIMIT_CHARS` is cut.
     """
     try:
         hint = _room_left(error) or _not_in_the_copy(error) or guard.why_refused(error)
@@ -261,10 +253,7 @@ def message_of(error: BaseException) -> str:
 
 
 def _not_in_the_copy(error: BaseException) -> str:
-    """Return a hint if a file is missing because this host has only a copy of the project store.
-
-    Return "" for any other error.
-    """
+    """Return a hint if a file is missing because this host has only a copy of the project store."""
     home = project_home()
     if not home or not isinstance(error, FileNotFoundError):
         return ""
@@ -278,10 +267,7 @@ def _not_in_the_copy(error: BaseException) -> str:
 
 
 def shorten(text: str, limit_chars: int) -> str:
-    """Return a text, cut to about `limit_chars` characters if it is longer.
-
-    A mark with the number of missing characters replaces the middle.
-    """
+    """Return a text. If it is longer than `limit_chars`, replace its middle by a mark."""
     if len(text) <= limit_chars:
         return text
     half = limit_chars // 2
@@ -289,12 +275,7 @@ def shorten(text: str, limit_chars: int) -> str:
 
 
 def _tidy(described: Any) -> None:
-    """Remove the frames before the user's first frame, and name cells by their labels.
-
-    Args:
-        described: A `TracebackException`. Its causes, its contexts, and the members of exception
-            groups are changed, too.
-    """
+    """Apply `_tidy_frames` to a `TracebackException`, its causes, and exception groups."""
     for one in _chain(described):
         _tidy_frames(one.stack)
         filename = getattr(one, "filename", None)  # only a syntax error has one
@@ -313,10 +294,10 @@ def _tidy_frames(stack: traceback.StackSummary) -> None:
 
 
 def _room_left(error: BaseException) -> str:
-    """Return a hint if a write failed because a disk or a quota is full; "" for any other error.
+    """Return a hint with the free space if a disk or a quota is full; "" for any other error.
 
-    The hint has the free space of the file's disk. If the file is not known, it has the free space
-    of the disks of the working directory and of the folder for temporary files.
+    If the file is not known, the hint names the disks of the working directory and of the folder
+    for temporary files.
     """
     if not isinstance(error, OSError) or error.errno not in (errno.ENOSPC, errno.EDQUOT):
         return ""
@@ -337,7 +318,7 @@ def _written_path(error: OSError) -> str:
 
     An error of `write` does not name the file. So this function searches the local variables of the
     frames, innermost frame first, for files that were opened for writing. If the first such frame
-    has several files, the path is not known.
+    has several, return "".
     """
     for named in (error.filename2, error.filename):  # `filename2` is the destination of a copy
         if isinstance(named, str | bytes):
@@ -361,8 +342,7 @@ def _path_if_written(value: object) -> str:
 def _free_space(folder: str) -> str:
     """Return a text with the free space of a folder's disk, in bytes.
 
-    If the disk has no free inodes, the text says so. If the folder does not exist, the function
-    uses its nearest parent that exists.
+    If the folder does not exist, use its nearest parent that exists.
     """
     while not os.path.exists(folder):
         folder = os.path.dirname(folder)

@@ -3,10 +3,8 @@
 Batch systems and clouds start plain Dask workers, through Dask cluster classes that do not know
 this package. Such a worker is called a vehicle, because it only brings our agent to the host. Dask
 installs the plugin `Vehicle` in every worker that joins the pool's scheduler. The plugin starts the
-supervisor, and the supervisor's agent joins the pool as a separate worker.
-
-When a vehicle ends for any reason, the supervisor's standard input closes, and the supervisor ends
-all processes of taas-magic on the host.
+supervisor, and the supervisor's agent joins the pool as a separate worker. When a vehicle ends for
+any reason, the supervisor ends all processes of taas-magic on the host.
 
 This module must not import the agent's modules, which vehicles and engines do not need.
 """
@@ -32,10 +30,10 @@ EXIT_S = 3 * HOST_END_S
 
 
 def agent_name(vehicle: object) -> str:
-    """Return a new name for the agent that a vehicle starts.
+    """Return a new name, with a random part, for the agent that a vehicle starts.
 
-    The name has a random part. If the batch system restarts a job, the new vehicle has the old
-    vehicle's name, but the pool may still know the agent of the old vehicle.
+    If the batch system restarts a job, the new vehicle has the old vehicle's name, but the pool may
+    still know the agent of the old vehicle.
 
     Args:
         vehicle: Dask's name of the vehicle.
@@ -53,8 +51,6 @@ class Vehicle(WorkerPlugin):
 
     Args:
         interface: The pool's `interface` setting; "" if there is none.
-        lease_s: The pool's `lease_s` setting, for the agent.
-        start_timeout_s: The pool's `start_timeout_s` setting.
         preload: Modules that the pool's settings add to the forkserver's imports.
     """
 
@@ -125,10 +121,7 @@ class Vehicle(WorkerPlugin):
         self._following = asyncio.create_task(self._follow(worker, self._supervisor))
 
     async def _follow(self, worker: Worker, supervisor: asyncio.subprocess.Process) -> None:
-        """Close the vehicle when its supervisor ends, so that the batch system frees the host.
-
-        This task is cancelled if the vehicle closes first, or if its event loop ends.
-        """
+        """Close the vehicle when its supervisor ends, so that the batch system frees the host."""
         try:
             code = await supervisor.wait()
         finally:
@@ -152,9 +145,8 @@ def _exit_within(seconds: float) -> None:
     """End this process after a time, unless it has ended before.
 
     If the pool's process is gone when SIGTERM arrives, a heartbeat of Dask may ignore that it is
-    cancelled, and the event loop waits for the heartbeat forever. A batch system that searches for
-    a job's processes by their parents does not find the vehicle either, because its shell has
-    ended.
+    cancelled, and the event loop waits for the heartbeat forever. The batch system does not find
+    the vehicle either, because the vehicle's shell has ended.
     """
     timer = threading.Timer(seconds, os._exit, (1,))
     timer.daemon = True

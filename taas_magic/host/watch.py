@@ -119,8 +119,8 @@ class RankState:
     takes_interrupt: bool = False
     """Whether the agent may send SIGINT.
 
-    True as soon as the rank has reported that it accepts SIGINT. False again when the agent has
-    sent SIGINT, or when the rank is back at its prompt.
+    True when the rank has reported that it accepts SIGINT. False when the agent has sent SIGINT, or
+    when the rank is back at its prompt.
     """
     started_at: float = 0.0
     kills: dict[str, int] = field(default_factory=dict)
@@ -150,8 +150,7 @@ class RankState:
 class Deadline:
     """The time at which `--timeout` ends a run.
 
-    The clock is paused while a rank waits for the user's input. Each pause moves the deadline by
-    its length.
+    Each pause, in which a rank waits for the user's input, moves the deadline by its length.
 
     Args:
         at: The time, in seconds of the monotonic clock; None without `--timeout`.
@@ -244,9 +243,9 @@ def decide(
 
 
 def last_progress_at(ranks: Collection[RankState], now: float) -> float:
-    """Return the time of the latest progress of any rank that still runs the cell.
+    """Return the time of the latest progress of a rank that still runs the cell.
 
-    Return `now` if no rank still runs the cell.
+    If no rank runs the cell, return `now`.
     """
     return max((rank.progress_at for rank in ranks if not rank.is_over), default=now)
 
@@ -264,7 +263,7 @@ def _since(ranks: Collection[RankState], what: str, now: float) -> float:
 def is_consequence(etype: str, message: str) -> bool:
     """Return whether an exception looks like a consequence of another rank's end.
 
-    An example is a lost connection. The type and words in the message decide.
+    An example is a lost connection.
 
     Args:
         etype: Name of the exception's type.
@@ -302,9 +301,9 @@ def failed_ranks(ranks: Collection[RankState], cause: str) -> list[RankState]:
 
 
 def first_failure(failures: Sequence[Failure]) -> Failure | None:
-    """Return the first failure that is not a consequence of another rank's end, if there is one.
+    """Return the first failure that is not a consequence of another rank's end.
 
-    Otherwise, return the first failure; None if there is no failure.
+    If all are consequences, return the first one. Return None if there is no failure.
 
     Args:
         failures: Failures of all hosts, in the order of their reports.
@@ -328,7 +327,7 @@ def oom_kills(pid: int) -> dict[str, int]:
     """Return the numbers of out-of-memory kills in a process's cgroups, by path of the counter.
 
     Linux counts a kill in the cgroup of the killed process, even if the whole machine has run out
-    of memory. The result is empty if the system has no such counters.
+    of memory.
     """
     counts = {str(file): _count(file) for file in _cgroup_files(pid)}
     return {name: count for name, count in counts.items() if count is not None}
@@ -337,11 +336,10 @@ def oom_kills(pid: int) -> dict[str, int]:
 def out_of_memory(pid: int, started_at: float, before: dict[str, int]) -> str:
     """If the system killed a process because memory ran out, return a description; else "".
 
-    The function searches the Linux kernel's log. If the log is not usable, it compares the kill
-    counters of the process's cgroups with `before`.
+    Searches the Linux kernel's log. If the log is not usable, compares the kill counters of the
+    process's cgroups with `before`.
 
     Args:
-        pid: Id of the process.
         started_at: Time at which the process started, in seconds of the monotonic clock.
         before: Result of `oom_kills` when the process started.
     """
@@ -358,9 +356,6 @@ def out_of_memory(pid: int, started_at: float, before: dict[str, int]) -> str:
 
 def _logged_kill(pid: int, started_at: float, log: Path = _KERNEL_LOG) -> str | None:
     """Search the Linux kernel's log for the record that a process was killed to free memory.
-
-    Args:
-        started_at: Time at which the process started, in seconds of the monotonic clock.
 
     Returns:
         "cgroup" or "machine", whichever ran out of memory. "" if the log has no such record. None
@@ -441,7 +436,6 @@ def describe_failure(
     """Return the description of a rank's failure for the journal and the user (docs/events.md).
 
     Args:
-        verdict: The decision that ended the run on this host.
         log_path: Path of the rank's log on the notebook's machine.
         tail: Last lines of the rank's output.
         timeout_s: `--timeout` in seconds.
@@ -472,10 +466,10 @@ def _lines_of(frames: list[StackFrame]) -> list[str]:
 
 
 def users_frames(text: str) -> list[str]:
-    """Return the user's frames of each thread in a text that faulthandler wrote.
+    """Return the user's frames, innermost first, of each thread in a text that faulthandler wrote.
 
-    Frames are innermost first. In each thread, the first frame of IPython and all frames after it
-    are left out. Threads of this package are left out, too.
+    In each thread, the first frame of IPython and all outer frames are left out. Threads of this
+    package are left out, too.
     """
     found: list[str] = []
     for block in text.split("\n\n"):
@@ -526,11 +520,7 @@ class Ranks:
         self._states = {rank: RankState(rank, pid=0) for rank in ranks}
 
     def record_start(self, pids: dict[int, int]) -> None:
-        """Record the process of each rank. A process may have ended already.
-
-        Args:
-            pids: Process ids by rank.
-        """
+        """Record the process of each rank. A process may have ended already."""
         with self._lock:
             for rank, pid in pids.items():
                 state = self._states[rank]
@@ -588,10 +578,7 @@ class Ranks:
                 state.progress_at = now
 
     def record_end(self, rank: int, exitcode: int, stack: Path) -> None:
-        """Record that a rank's process has ended.
-
-        Unless the rank has succeeded, also record the time, the Python stack, and after SIGKILL,
-        whether memory had run out.
+        """Record that a rank's process has ended, and unless the rank has succeeded, the reason.
 
         Args:
             exitcode: Exit code of the process; negative for a signal.
