@@ -3,9 +3,9 @@
 The agent uses three parts of Dask: membership in a cluster, TLS, and the stream to the scheduler. A
 run is not a Dask task (docs/decisions.md).
 
-The agent sends heartbeats, and the controller acknowledges each heartbeat. If no acknowledgement
-arrives for `lease_s` seconds, the agent exits, and its supervisor ends all other processes of the
-host (`HostLease`). An agent on the notebook's machine has no lease.
+The agent sends heartbeats, which the controller acknowledges. If no acknowledgement arrives for
+`lease_s` seconds, the agent exits, and its supervisor ends all other processes of the host
+(`HostLease`). An agent on the notebook's machine has no lease.
 """
 
 import asyncio
@@ -133,7 +133,7 @@ class HostLease:
     def start(self) -> None:
         """Start the lease, and start the thread that calls `expire` when the lease ends.
 
-        A separate thread, so that a hung event loop cannot keep the host alive.
+        A hung event loop must not keep the host alive, so the lease has a thread of its own.
         """
         self._good_until = time.monotonic() + self.lease_s
         threading.Thread(target=self._watch, name="taas-lease", daemon=True).start()
@@ -339,7 +339,7 @@ class AgentWorker(ClosedWorker):
     async def watch_forkserver(self) -> None:
         """Leave the pool if the forkserver ends or cannot import a module that ranks need.
 
-        While shares run on this host, do not leave.
+        If the forkserver ends while shares run on this host, leave when these shares have ended.
 
         Raises:
             PoolError: The forkserver could not import a module that ranks need.

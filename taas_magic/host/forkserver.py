@@ -256,7 +256,7 @@ class _StandIn:
     def has_failed(self) -> bool:
         """Return whether the stand-in has ended during the import or with an error.
 
-        Then all its children have ended, too.
+        If so, all children of the stand-in have ended, too.
         """
         if self is _stand_in:  # the forkserver is importing and cannot report the exit code
             return status_of(self.process) == ""
@@ -460,9 +460,8 @@ def call(function: str, *arguments: Any) -> None:
 def _disconnect_resource_tracker() -> None:
     """Disconnect this fork from the agent's resource tracker.
 
-    multiprocessing then starts a new tracker, which removes semaphores and shared memory that the
-    run did not release, when the run ends. The agent's tracker would keep them until the agent
-    ends.
+    multiprocessing then starts a new tracker for the fork. When the run ends, the new tracker
+    removes semaphores and shared memory that the run did not release.
     """
     tracker: Any = resource_tracker._resource_tracker
     if tracker._fd is not None:
@@ -482,8 +481,8 @@ def _known_exitcode(process: Any) -> int | None:
     """Return the exit code of a process without waiting; None if the code is not known now.
 
     The code is not known while the process runs, or while another thread holds `_lock`. The thread
-    of `_watch` must not wait for the lock: the thread that holds the lock may wait for a suspended
-    forkserver, which only `_watch` kills.
+    of `_watch` calls this function, and must not wait for the lock: the thread that holds the lock
+    may wait for a suspended forkserver, which only `_watch` kills.
     """
     if not _lock.acquire(blocking=False):
         return None

@@ -565,7 +565,7 @@ class HostRun(HostShare):
         return attempt
 
     def _follow_attempt(self, attempt: Attempt) -> None:
-        """Check the ranks until the next attempt is requested or the run ends."""
+        """Check the ranks again and again, until the next attempt is requested or the run ends."""
         while self._next is None and not self._is_over:
             connection.wait([*attempt.sentinels, self.wakeup.fileno()], POLL_S)
             self.wakeup.clear()

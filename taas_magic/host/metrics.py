@@ -14,7 +14,7 @@ from typing import Any
 from taas_magic.messages import MetricPoint
 
 METRICS_VARIABLE = "TAAS_METRICS"
-"""Environment variable by which the user disables metrics from TensorBoard, with the value "0"."""
+"""Environment variable. Its value "0" disables metrics from TensorBoard (`record_tensorboard`)."""
 
 
 class MetricBuffer:

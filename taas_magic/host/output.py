@@ -324,8 +324,9 @@ class LogBudget:
         """Select the lines that may be sent now, and drop all others.
 
         Returns:
-            First, the lines that fit into the budget, from the first line on. Second, those of the
-            remaining lines that look like errors and fit into the reserve.
+            Two lists. The first list has the beginning of `lines`, as far as it fits into the
+            budget. The second list has those of the remaining lines that look like errors and fit
+            into the reserve.
         """
         self._refill()
         self._tail.extend(lines)
@@ -420,7 +421,7 @@ class Wakeup:
 
 
 COALESCE_S = 0.002
-"""Minimum seconds between two times at which the reader sends lines, so that events are few."""
+"""Minimum seconds between two events with lines of output."""
 
 PROGRESS_S = 0.1
 
@@ -556,8 +557,6 @@ class _Sink(NamedTuple):
 
     Attributes:
         folder: Folder of the run, for the log files.
-        emit: Function that receives events of output.
-        on_message: Function that receives the ranks' messages.
     """
 
     folder: RunFolder
@@ -571,7 +570,6 @@ class PipeReader:
     Args:
         pipes: Private folder in which the reader creates the named pipes.
         folder: Folder of the run, for the log files.
-        ranks: Numbers of the ranks.
         emit: Function that receives events of output.
         on_message: Function that receives messages, in the reader's thread.
     """
@@ -626,13 +624,11 @@ class PipeReader:
     def follow(self, folder: RunFolder, emit: EventSink, on_message: OnMessage) -> None:
         """Make another run the destination of all further output and messages of the ranks.
 
-        Waits up to `DRAIN_S` seconds, while output that is already written goes to the previous
-        run.
+        Output that the ranks have already written still goes to the previous run. Waits up to
+        `DRAIN_S` seconds until the reader's thread has made the change.
 
         Args:
             folder: Folder of the other run, for the log files.
-            emit: As for the constructor.
-            on_message: As for the constructor.
 
         Raises:
             OSError: A log file cannot be created.
@@ -764,7 +760,7 @@ class PipeReader:
     def _send_output(self, rank: int) -> None:
         """Send all output of a rank so far. Send an unfinished line as a whole line.
 
-        It may be the question that the user must answer.
+        The unfinished line may be the question that the user must answer.
         """
         stream = self._logs[rank]
         self._read_all([stream])
@@ -781,7 +777,9 @@ class PipeReader:
             self._sink.emit(Note(text=f"{text} ({self._sink.folder.log(stream.rank)})"))
 
     def _flush(self, now: float) -> None:
-        """Send pending lines at most once in `COALESCE_S`, and progress bars once in `PROGRESS_S`.
+        """Send pending lines and changed progress bars, unless some were sent very recently.
+
+        The limits are `COALESCE_S` for lines, and `PROGRESS_S` for progress bars.
 
         Args:
             now: Time of the monotonic clock; infinity to send everything immediately.

@@ -1,8 +1,7 @@
 """Profile the first steps of a rank with torch.profiler, for `--profile N`.
 
 A step begins when the program asks a registered loader for a batch, or when it calls `taas.step()`.
-The first step only warms the profiler up. The trace of the next N steps is written to the run's
-folder, where `journal/timeline.py` reads it.
+The trace of N steps is written to the run's folder, where `journal/timeline.py` reads it.
 """
 
 import os
@@ -15,7 +14,10 @@ from typing import Any
 from taas_magic.journal.timeline import LOAD
 
 WARM_UP_STEPS = 1
-"""Number of steps before the recorded steps. In the first step, torch allocates memory."""
+"""Number of steps before the recorded steps.
+
+The first step is not typical, because torch allocates memory and selects kernels.
+"""
 
 
 class StepProfiler:

@@ -213,14 +213,14 @@ def _named_collective(function: str, pending: Sequence[str]) -> str:
 
 
 def _who_waits(frames: Sequence[StackFrame]) -> tuple[str, str]:
-    """Find the code that waits, and the standard library's file that this code has called.
+    """Find the code that waits, and the file of the standard library in which it waits.
 
     Args:
         frames: Frames of the thread, outermost first.
 
     Returns:
         First, the path of the innermost frame's file outside the standard library. Second, the name
-        of the standard library's file that this frame has called; "" if it has called none.
+        of the standard library's file in which the called function is; "" if there is none.
     """
     called = ""
     for frame in reversed(frames):

@@ -56,7 +56,7 @@ def name_of(address: str) -> str:
 
 
 def local_address_to(peer: str) -> str:
-    """Return the address of this host from which it would connect to `peer`. Sends nothing."""
+    """Return this host's address that a connection to `peer` would use. Sends nothing."""
     family = socket.AF_INET6 if ":" in peer else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect((peer, 9))

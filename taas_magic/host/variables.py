@@ -190,10 +190,6 @@ def _digest(value: Any) -> str:
 def _add(found: Any, value: Any, depth: int) -> None:
     """Update the hash `found` with a value.
 
-    Args:
-        found: Hash object of hashlib.
-        depth: Number of containers around the value.
-
     Raises:
         _NotComparedError: The value or one of its elements has an unknown type, is nested too deep,
             or has too many elements.
