@@ -312,7 +312,6 @@ class _HostPrograms:
                 raise RuntimeError(f"Flower's {name} ended with exit code {code}; see above")
 
     def _start(self, name: str, *command: str) -> None:
-        """Start a program, and store it under `name` for `check` and `__exit__`."""
         program = shutil.which(command[0], path=self._environ["PATH"])
         if program is None:
             raise RuntimeError(

@@ -41,9 +41,6 @@ def last_active(before: ResourceUsage | None, now: ResourceUsage) -> ResourceUsa
 
     The start or the end of a process counts as work, too. Pass the result of the last call as
     `before`. Then `at_s` of the result is the time of the latest sample that showed work.
-
-    Args:
-        before: The earlier sample; None if `now` is the first one.
     """
     return now if before is None or before[1:] != now[1:] else before
 
@@ -98,7 +95,6 @@ def wait_for_start(process: "subprocess.Popen[bytes]", ready: int, start_timeout
     """Block until a process has started, has ended or counts as stuck. Do not kill the process.
 
     Args:
-        process: The process, which the caller has just created.
         ready: Descriptor that becomes readable when the process has started or ended.
         start_timeout_s: Seconds for which the process may be idle before it counts as stuck.
 

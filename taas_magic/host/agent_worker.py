@@ -179,7 +179,6 @@ class AgentWorker(ClosedWorker):
     """The agent of a host. It runs no Dask tasks but handles calls of the controller.
 
     Args:
-        host_address: Name and address of the host.
         lease: The host's lease. Each acknowledged heartbeat renews the lease.
         warming: Task that is done when the host can start ranks. The result has one message for
             each module that the forkserver could not import.

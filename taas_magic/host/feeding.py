@@ -108,7 +108,7 @@ def _payloads_in(run_dir: Path) -> Callable[[str], bytes]:
 def _load(served: ServedLoader) -> bytes:
     """Apply the notebook's settings to this process, and return a run's pickled loader.
 
-    Called at the start of a data server. `served.folder` is the run folder.
+    Runs at the start of a data server. `served.folder` is the run folder.
     """
     loaded = payload.read(RunFolder(Path(served.folder)).payload)
     return _load_with([loaded.load_settings()], served)
@@ -117,7 +117,7 @@ def _load(served: ServedLoader) -> bytes:
 def _load_in_session(served: ServedLoader) -> bytes:
     """Apply the settings of a session's cells to this process, and return the pickled loader.
 
-    Called at the start of a data server. `served.folder` is a folder of the session
+    Runs at the start of a data server. `served.folder` is a folder of the session
     (`_copy_loaders`).
     """
     return _load_with(pickle.loads((Path(served.folder) / _SETTINGS).read_bytes()), served)
@@ -248,7 +248,6 @@ class SessionLoaders:
 
 
 def _link(file: Path, copy: Path) -> None:
-    """Hard-link `file` as `copy`. If the file system does not allow this, copy the file."""
     try:
         copy.hardlink_to(file)
     except OSError:

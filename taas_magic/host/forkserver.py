@@ -142,7 +142,6 @@ def importing() -> tuple[str, float]:
 
 
 def _write_import_name(file: Path, name: str) -> None:
-    """Replace the content of `file`, atomically, by the name of the module being imported."""
     new = file.with_suffix(".new")
     new.write_text(name)
     new.replace(file)

@@ -248,8 +248,7 @@ class Attempt:
     """The ranks of one attempt on this host, with methods that start, check and end the ranks.
 
     Attributes:
-        folder: Private folder of the attempt, with the pipes and files by which ranks and agent
-            communicate.
+        folder: Private folder of the attempt, with the pipes and files that ranks and agent share.
         reader: Reader of the pipes with the ranks' output and messages.
         processes: Processes by rank.
         monitor: Collector of the ranks' stacks, which also detects ranks that make no progress.

@@ -42,7 +42,7 @@ class Keyboard:
     """Source of the lines that the user types for a rank's program.
 
     Args:
-        path: Path of the named pipe with the lines that the user types (`link.RankFile`).
+        path: Path of the named pipe with the lines that the user types.
 
     Attributes:
         was_refused: Whether the last request was refused because nobody can type at the kernel.

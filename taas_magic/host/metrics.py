@@ -31,7 +31,6 @@ class MetricBuffer:
         In a child that the rank forked, do nothing.
 
         Args:
-            values: Scalars by name.
             step: Step of the training. None to use the last step of the same name plus 1, or 0 for
                 the first scalar of a name.
 

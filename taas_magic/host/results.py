@@ -107,15 +107,14 @@ def receive(
 ) -> Received:
     """Load the results of a run in the kernel, archive by archive.
 
-    From an archive of a rank, the kernel reads only the names that `--out` requests from that rank.
-    From an archive of rank 0, it reads all names of `--out`, because rank 0 also gathers sharded
-    models for the other ranks. The result for `NAME@all` is a list with one value for each rank, or
-    is missing if a rank's value did not arrive.
+    From a rank's archive, the kernel reads only the names that `--out` requests from that rank.
+    From rank 0's archives, it reads all names of `--out`, because rank 0 also gathers sharded
+    models for the other ranks. The result for `NAME@all` is a list with one value for each rank. If
+    one rank's value did not arrive, `NAME` is missing.
 
     Args:
         folder: `RunFolder.results`.
         out: Values of `--out`, such as "loss@all".
-        sources: Criteria for accepted results.
         namespace: The notebook's variables, which become the globals of loaded functions.
     """
     named = ((_FILE.fullmatch(path.name), path) for path in folder.glob("*"))
@@ -221,7 +220,6 @@ class ResultWriter:
     Args:
         folder: `RunFolder.results`.
         environ: Environment of the rank with torchrun's variables.
-        note: Function that sends a note to the user.
         scope: Namespace of the rank, with the variables that a returned function may use.
         untrusted_pool: Like `ResultCriteria.untrusted_pool`.
     """

@@ -103,7 +103,7 @@ _Stand = TypeVar("_Stand", bound=ProcessStack)
 class StackSample:
     """Data about one process and its children, from which a stack report is made.
 
-    `ProcessStack` describes the fields that are not listed here.
+    For the other fields, see `ProcessStack`.
 
     Attributes:
         state: Process state as psutil names it; "gone" if the process has ended.
@@ -204,7 +204,7 @@ def _named_collective(function: str, pending: Sequence[str]) -> str:
 
     Args:
         function: Name of the function of torch.distributed that the rank has called.
-        pending: The flight recorder's entries for collectives that have not finished.
+        pending: The flight recorder's entries for pending collectives.
     """
     begun = next(iter(pending), "")
     if begun and begun.partition(" ")[0] != function:
@@ -220,7 +220,8 @@ def _who_waits(frames: Sequence[StackFrame]) -> tuple[str, str]:
 
     Returns:
         First, the path of the innermost frame's file outside the standard library. Second, the name
-        of the standard library's file in which the called function is; "" if there is none.
+        of the file of the standard library to which the next inner frame belongs; "" if there is
+        none.
     """
     called = ""
     for frame in reversed(frames):
@@ -559,7 +560,6 @@ def _parse_stack(written: str) -> list[StackFrame]:
 
 
 def _cpu_s(pid: int) -> float:
-    """Return the CPU seconds of one process; 0 if it has ended."""
     try:
         times = psutil.Process(pid).cpu_times()
     except psutil.Error:

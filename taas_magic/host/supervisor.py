@@ -131,7 +131,7 @@ def _hold_lease(
     Args:
         lease_s: Seconds without input after which the lease ends. If None, the lease ends only when
             standard input closes.
-        told: Event that this function sets when the agent has its settings.
+        told: Event that this function sets after it has passed the line.
     """
     assert agent.stdin is not None
     heard = b""
@@ -148,9 +148,8 @@ def _watch_start(pid: int, folder: Path, start_timeout_s: float, told: threading
     """End the host if the agent is stuck before the agent has joined the pool. Runs in a thread.
 
     Args:
-        folder: The host's folder for temporary files.
         start_timeout_s: Seconds without any work after which the agent counts as stuck.
-        told: Event that is set when the agent has its settings. The time counts from this event.
+        told: Event of `_hold_lease`. The time counts from this event.
     """
     told.wait()
     timer = IdleTimer(pid)
@@ -187,7 +186,6 @@ def _end_below(agent: subprocess.Popen[bytes]) -> None:
 
 
 def _end_agent(agent: subprocess.Popen[bytes]) -> None:
-    """End the agent: send SIGTERM, wait up to `GRACE_S`, then send SIGKILL."""
     agent.terminate()
     agent.send_signal(signal.SIGCONT)  # a stopped agent would not handle SIGTERM
     try:

@@ -76,8 +76,8 @@ def choose_address(interface: str, environ: Mapping[str, str], scheduler: str) -
     It does not resolve the host's name, because Debian resolves it to 127.0.1.1.
 
     Args:
-        interface: The pool's `interface` setting, the name or address of a network interface; "" if
-            there is none.
+        interface: Name or address of a network interface; "" if the pool does not have this
+            setting.
         environ: The agent's environment, for SSH_CONNECTION.
         scheduler: Host part of the scheduler's address as seen from this host.
 

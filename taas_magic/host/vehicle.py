@@ -136,7 +136,6 @@ class Vehicle(WorkerPlugin):
 
 
 def _is_dask_command() -> bool:
-    """Return whether this process is a command of Dask, such as `dask worker`."""
     spec = sys.modules["__main__"].__spec__
     return "dask" in (spec.name if spec is not None else Path(sys.argv[0]).name)
 
