@@ -217,8 +217,7 @@ class StoreCopy:
         Not called for a session, because each cell of the session transfers its own changes.
 
         Args:
-            receipt_builder: Record of the files that this host sends; None if this host sends no
-                files.
+            receipt_builder: Record of the files that this host sends; None if it sends none.
         """
         self._receipt_builder = receipt_builder
         self._start_transfer(_folders_to_send(spec))

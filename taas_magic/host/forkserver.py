@@ -93,7 +93,7 @@ _own_pid: int | None = None
 """In the forkserver and its forks: pid of the forkserver, or of the stand-in. None in the agent."""
 
 _failure = ""
-"""In the forkserver and its forks: message about the error that ended the imports; "" if none did.
+"""In the forkserver and its forks: the error that ended the imports, as text; "" if there was none.
 """
 
 _problems: list[str] = []

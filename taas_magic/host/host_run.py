@@ -533,10 +533,11 @@ class HostRun(HostShare):
             attempt.close()
 
     def use_addresses(self, base: Path) -> None:
-        """Set the folder in which ranks read the fetchers' addresses, and write these addresses.
+        """Set the folder in which ranks read the fetchers' addresses, and write all known
+        addresses.
 
         Args:
-            base: Folder that contains this folder (`service.addresses_folder`).
+            base: The folder is `service.addresses_folder(base)`.
         """
         self._addresses = service.addresses_folder(base)
         self._write_fetcher_addresses()

@@ -46,7 +46,7 @@ class MetricBuffer:
         """Remove all scalars from the buffer, and return them as numbers.
 
         Waits for the GPU if a scalar is a CUDA tensor. So while the cell runs, only the heartbeat
-        thread calls this method; the main thread calls it at the end of the cell. If the GPU has
+        thread calls this method. The main thread calls it at the end of the cell. If the GPU has
         failed, the tensor's value is lost.
         """
         # Other threads may extend the list meanwhile, so it must stay the same list.

@@ -461,8 +461,8 @@ class _LogStream:
         """Write bytes to the log file. Add to `pending` those new lines that may be sent.
 
         Returns:
-            The error, such as a full disk, if this call has closed the log file because of it; else
-            "".
+            The error if writing has failed, such as a full disk, so that the log file is closed;
+            else "".
         """
         self.heard_at, self.is_cut = time.monotonic(), not data.endswith(b"\n")
         self.pending += self.budget.admit(self.assembler.feed(data))

@@ -415,8 +415,7 @@ class ProcessSpec:
         folder: Folder of the attempt or the fetchers, under TMPDIR, for pipes and scratch folders.
         environ: Environment variables. For a rank, torchrun's variables override these, and `--env`
             overrides both.
-        protection: Mechanism by which this host prevents processes other than rank 0 from writing
-            to the project store.
+        protection: Mechanism that prevents processes other than rank 0 from writing to the store.
     """
 
     share: LocalShare

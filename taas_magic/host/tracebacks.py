@@ -296,7 +296,7 @@ def _tidy_frames(stack: traceback.StackSummary) -> None:
 def _room_left(error: BaseException) -> str:
     """Return a hint with the free space if a disk or a quota is full; "" for any other error.
 
-    If the file is not known, the hint names the disks of the working directory and of the folder
+    If the file is not known, the hint is about the disks of the working directory and of the folder
     for temporary files.
     """
     if not isinstance(error, OSError) or error.errno not in (errno.ENOSPC, errno.EDQUOT):

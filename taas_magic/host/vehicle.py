@@ -143,9 +143,9 @@ def _is_dask_command() -> bool:
 def _exit_within(seconds: float) -> None:
     """End this process after a time, unless it has ended before.
 
-    If the pool's process is gone when SIGTERM arrives, a heartbeat of Dask may ignore that it is
-    cancelled, and the event loop waits for the heartbeat forever. The batch system does not find
-    the vehicle either, because the vehicle's shell has ended.
+    If the pool's process is gone when SIGTERM arrives, Dask's event loop may wait for a heartbeat
+    forever. The batch system does not find the vehicle either, because the vehicle's shell has
+    ended.
     """
     timer = threading.Timer(seconds, os._exit, (1,))
     timer.daemon = True

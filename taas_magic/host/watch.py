@@ -578,7 +578,7 @@ class Ranks:
                 state.progress_at = now
 
     def record_end(self, rank: int, exitcode: int, stack: Path) -> None:
-        """Record that a rank's process has ended, and unless the rank has succeeded, the reason.
+        """Record the end of a rank's process and, unless the rank has succeeded, the reason.
 
         Args:
             exitcode: Exit code of the process; negative for a signal.
