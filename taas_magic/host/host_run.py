@@ -533,8 +533,7 @@ class HostRun(HostShare):
             attempt.close()
 
     def use_addresses(self, base: Path) -> None:
-        """Set the folder in which ranks read the fetchers' addresses, and write all known
-        addresses.
+        """Set the folder in which ranks read the fetchers' addresses, and write these addresses.
 
         Args:
             base: The folder is `service.addresses_folder(base)`.

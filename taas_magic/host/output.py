@@ -461,8 +461,7 @@ class _LogStream:
         """Write bytes to the log file. Add to `pending` those new lines that may be sent.
 
         Returns:
-            The error if writing has failed, such as a full disk, so that the log file is closed;
-            else "".
+            The reason if this call has closed the log file, such as a full disk; "" otherwise.
         """
         self.heard_at, self.is_cut = time.monotonic(), not data.endswith(b"\n")
         self.pending += self.budget.admit(self.assembler.feed(data))
