@@ -53,7 +53,7 @@ class DataPlan(Struct, frozen=True):
     crosses: bool
     cores: int
 
-    def on(self, host: int) -> tuple[FetcherPlan, ...]:
+    def fetchers_on(self, host: int) -> tuple[FetcherPlan, ...]:
         """Return the fetchers on host number `host`."""
         return tuple(fetcher for fetcher in self.fetchers if fetcher.host == host)
 
@@ -116,10 +116,10 @@ def place_fetchers(
         crosses=not rank_hosts or pool.max_hosts > 1,
         cores=max(1, cores // per_host),
     )
-    return plan, _shared(len(loaders), cpus, pool, len(fetchers))
+    return plan, _sharing_note(len(loaders), cpus, pool, len(fetchers))
 
 
-def _shared(loaders: int, cpus: int, pool: PoolConfig, fetchers: int) -> str:
+def _sharing_note(loaders: int, cpus: int, pool: PoolConfig, fetchers: int) -> str:
     """Return a note for the user if the pool has fewer hosts than `--cpus` requests, else ""."""
     wanted, have = cpus * loaders, pool.max_hosts
     if wanted <= have:
@@ -304,18 +304,18 @@ def name_of(text: str) -> str:
     return split_name(text)[0]
 
 
-def is_from(text: str, rank: int, world_size: int) -> bool:
+def requests_value_of(text: str, rank: int, world_size: int) -> bool:
     """Return whether a name of `--out`, such as `losses@3`, requests the value of this rank."""
     wanted = split_name(text)[1]
     return wanted == ALL or rank == (world_size - 1 if wanted == LAST else wanted)
 
 
-def senders(out: Sequence[str], world_size: int) -> frozenset[int]:
+def ranks_with_results(out: Sequence[str], world_size: int) -> frozenset[int]:
     """Return the ranks that may send results: rank 0 and the ranks named in `--out`."""
     return frozenset(
         rank
         for rank in range(world_size)
-        if rank == 0 or any(is_from(text, rank, world_size) for text in out)
+        if rank == 0 or any(requests_value_of(text, rank, world_size) for text in out)
     )
 
 

@@ -30,8 +30,8 @@ _SIOCGIFADDR = 0x8915
 _LINK_LOCAL = "20"
 """Scope of link-local addresses in /proc/net/if_inet6. Other hosts cannot use these addresses."""
 
-_SIZE_STEP = 1 << 20
-"""Number of bytes that `write_error` writes."""
+_TRIAL_BYTES = 1 << 20
+"""Number of bytes that `why_not_writable` writes."""
 
 _CGROUPS = "/sys/fs/cgroup"
 _ABANDONED_AFTER_S = 24 * 3600
@@ -67,9 +67,9 @@ def main(
         "cuda": torch_cuda(),
         "versions": {name: version(name) for name in packages if version(name)},
         "ours": digest_of_ours(),
-        "missing": [name for name in modules if not is_there(name)],
+        "missing": [name for name in modules if not is_installed(name)],
         "cache": cache,
-        "cache_error": write_error(cache),
+        "cache_error": why_not_writable(cache),
         "free_bytes": free_bytes(cache),
         "sites": sites(cache),
         "cores": cores(),
@@ -77,7 +77,7 @@ def main(
         "gpu_names": gpu_names() if names else [],
         "clock": time.time(),
         "hostname": socket.gethostname(),
-        "own_addresses": resolved(socket.gethostname()),
+        "own_addresses": addresses_of(socket.gethostname()),
         "interfaces": interfaces(),
         "python_path": [e for e in os.environ.get("PYTHONPATH", "").split(os.pathsep) if e],
         "reached_at": (os.environ.get("SSH_CONNECTION", "").split() + [""] * 3)[2],
@@ -155,7 +155,7 @@ def version(name: str) -> str:
         return ""
 
 
-def is_there(name: str) -> bool:
+def is_installed(name: str) -> bool:
     """Return whether a top-level module can be found, without importing it."""
     return name in sys.modules or _spec(name) is not None
 
@@ -204,15 +204,15 @@ def digest(files: Iterable[tuple[str, bytes]]) -> str:
     return hashlib.sha256("\n".join(sums).encode()).hexdigest()[:16]
 
 
-def write_error(folder: str) -> str:
+def why_not_writable(folder: str) -> str:
     """Create a folder if it is missing, and test whether it is writable; return the error, or "".
 
-    The test writes `_SIZE_STEP` bytes, so that a full disk is an error, too.
+    The test writes `_TRIAL_BYTES` bytes, so that a full disk is an error, too.
     """
     try:
         os.makedirs(folder, mode=0o700, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder) as file:
-            file.write(b"\0" * _SIZE_STEP)
+            file.write(b"\0" * _TRIAL_BYTES)
     except OSError as error:
         return error.strerror or str(error)
     return ""
@@ -260,7 +260,7 @@ def gpu_names() -> list[str]:
     return said.decode(errors="replace").split("\n")[:-1]
 
 
-def resolved(name: str) -> list[str]:
+def addresses_of(name: str) -> list[str]:
     """Return the addresses that this host resolves a name to."""
     try:
         return sorted({str(found[4][0]) for found in socket.getaddrinfo(name, None)})

@@ -407,7 +407,7 @@ def _shape_of(entry: RegisteredLoader, loader: Any, parts: "LoaderParts") -> "Lo
         seed=entry.seed,
         dataset=type(dataset).__qualname__,
         attributes=_small_attributes(dataset),
-        has_set_epoch=_has(dataset, "set_epoch"),
+        has_set_epoch=_has_method(dataset, "set_epoch"),
         has_state=iterable
         and all(hasattr(dataset, it) for it in ("state_dict", "load_state_dict")),
         # Not in the pickle stream of the ranks, because a sampler may hold millions of indices.
@@ -440,7 +440,7 @@ def _may_vary(parts: "LoaderParts") -> bool:
     Without a sampler, the result is False.
     """
     has_sampler = parts.sampler is not None or parts.batch_sampler is not None
-    return has_sampler and (_has_own_sampler(parts) or _has(parts.dataset, "set_epoch"))
+    return has_sampler and (_has_own_sampler(parts) or _has_method(parts.dataset, "set_epoch"))
 
 
 def _has_own_sampler(parts: "LoaderParts") -> bool:
@@ -455,7 +455,7 @@ def _has_own_sampler(parts: "LoaderParts") -> bool:
     return False
 
 
-def _has(dataset: Any, method: str) -> bool:
+def _has_method(dataset: Any, method: str) -> bool:
     return callable(getattr(dataset, method, None))
 
 
@@ -499,7 +499,7 @@ def _warn_of_own_generators(loader: Any) -> None:
             "torch, numpy.random or random, which are seeded, or seed it in __getitem__",
             stacklevel=3,
         )
-    elif keeps_dataset(loader) and not _has(loader.dataset, "set_epoch"):
+    elif keeps_dataset(loader) and not _has_method(loader.dataset, "set_epoch"):
         warnings.warn(
             f"{kept}. Every epoch begins with a copy of the registered dataset, so all epochs are "
             "equal: give the dataset a method set_epoch(epoch) that seeds the generator",

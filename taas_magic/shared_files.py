@@ -44,7 +44,7 @@ def take_lock(path: Path, flags: int = os.O_CREAT, *, wait: bool = False) -> int
     return None
 
 
-def is_free(path: Path, flags: int = os.O_CREAT) -> bool:
+def is_unlocked(path: Path, flags: int = os.O_CREAT) -> bool:
     """Return whether no process holds the lock of a file. Does not keep the lock."""
     if (descriptor := take_lock(path, flags)) is not None:
         os.close(descriptor)
@@ -66,7 +66,7 @@ def locked(path: Path, *, wait: bool) -> Iterator[bool]:
 
 
 @contextlib.contextmanager
-def replacing(path: Path) -> Iterator[IO[bytes]]:
+def replace_atomically(path: Path) -> Iterator[IO[bytes]]:
     """Yield a temporary file that replaces `path` when the block ends without an error.
 
     Only the user can read the file. The file is not flushed to the disk, so a crash of the machine

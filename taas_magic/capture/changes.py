@@ -180,21 +180,21 @@ class _DescriptionPickler(pickle.Pickler):
         self._known, self._budget = known, budget
 
     def reducer_override(self, obj: Any) -> Any:
-        """Reduce an object to `_loaded` and its description. Called by pickle.
+        """Reduce an object to `_placeholder` and its description. Called by pickle.
 
         An object that `--out` returns is reduced to a constant.
         """
         is_array = type(obj).__module__.partition(".")[0] in ("torch", "numpy")
         self._budget.spend(_TENSOR_COST if is_array else _OBJECT_COST)
-        if obj is _loaded:
+        if obj is _placeholder:
             return NotImplemented
         if id(obj) in self._known:
-            return _loaded, ("comes back",)
+            return _placeholder, ("comes back",)
         described = _description(obj)
-        return described if described is NotImplemented else (_loaded, described)
+        return described if described is NotImplemented else (_placeholder, described)
 
 
-def _loaded(*described: Any) -> None:
+def _placeholder(*described: Any) -> None:
     """Do nothing: a placeholder for all constructors in the output of `_DescriptionPickler`.
 
     Nothing unpickles the output, so nothing calls this function.

@@ -69,7 +69,7 @@ _BOUND_TO_PROCESS = "it belongs to one process, but fetchers run a registered lo
 _PLAIN_RESULT = "return plain data instead (a list, a state_dict(), one of its attributes)"
 
 
-def refusal(
+def capture_error(
     name: str,
     value: Any,
     probe: Probe,
@@ -94,7 +94,7 @@ def refusal(
         return CaptureError(f"`{path}` is a widget; use `{path}.value`")
     names = [each.__name__ for each in type(offender).__mro__]
     if to == "notebook":
-        advice = _by_name(names, _RESULT_ADVICE) or _PLAIN_RESULT + raised
+        advice = _advice_for_class(names, _RESULT_ADVICE) or _PLAIN_RESULT + raised
         return CaptureError(f"{what}; {advice}")
     if to == "fetchers":
         advice = _CREATE_IN_DATASET + raised
@@ -263,7 +263,7 @@ def _advice(value: Any, names: list[str]) -> str | None:
         return _COMPILED
     if any(name in ("lock", "RLock") for name in names):
         return _IN_THE_CELL
-    return _by_name(names, _ADVICE)
+    return _advice_for_class(names, _ADVICE)
 
 
 def _is_compiled(value: Any) -> bool:
@@ -272,7 +272,7 @@ def _is_compiled(value: Any) -> bool:
     return scope.get("__name__") == "torch._dynamo.eval_frame"
 
 
-def _by_name(names: list[str], advice: Advice) -> str | None:
+def _advice_for_class(names: list[str], advice: Advice) -> str | None:
     """Return the advice for the first of `names` that has an ending in `advice`, else None."""
     known = itertools.product(names, advice.items())
     return next((text for name, (text, ends) in known if name.endswith(ends)), None)
@@ -314,7 +314,7 @@ Libraries move these classes from module to module, so the modules are not given
 """
 
 
-_SHARDING_CLASSES = {
+_SHARD_SELECTORS = {
     "accelerate": {
         "BatchSamplerShard",
         "DataLoaderDispatcher",
@@ -341,7 +341,7 @@ _RUNNING_CLASSES = {
 An error message names the running object, not the part of it that cannot be pickled.
 """
 
-_SHARD_CLASSES = {"datasets": {"DistributedConfig"}}
+_SHARD_MARKERS = {"datasets": {"DistributedConfig"}}
 """Classes whose instances mark a dataset as one rank's part of the data, by top-level package."""
 
 
@@ -350,12 +350,12 @@ def is_process_bound(kind: type) -> bool:
 
     This includes classes that select one rank's part of the data, such as DistributedSampler.
     """
-    return _is_one_of(kind, _PROCESS_BOUND_CLASSES) or _is_one_of(kind, _SHARDING_CLASSES)
+    return _is_one_of(kind, _PROCESS_BOUND_CLASSES) or _is_one_of(kind, _SHARD_SELECTORS)
 
 
 def is_shard(kind: type) -> bool:
     """Return whether instances of a class select or mark one rank's part of the data."""
-    return _is_one_of(kind, _SHARDING_CLASSES) or _is_one_of(kind, _SHARD_CLASSES)
+    return _is_one_of(kind, _SHARD_SELECTORS) or _is_one_of(kind, _SHARD_MARKERS)
 
 
 def _is_one_of(kind: type, classes: Mapping[str, Collection[str]]) -> bool:

@@ -16,7 +16,7 @@ from pickle import PickleBuffer
 from types import CodeType, FunctionType, ModuleType
 from typing import Any, NamedTuple
 
-from taas_magic.capture.culprit import refusal
+from taas_magic.capture.culprit import capture_error
 from taas_magic.capture.pickling import ValuePickler, is_importable, load_each
 from taas_magic.capture.reducers import LruCache, notebooks_own
 
@@ -125,7 +125,7 @@ class ResultPickler(ValuePickler):
         try:
             self._add_after_needs(lambda: SentVariable(name, value, owner), owner)
         except Exception as error:  # pickling runs the user's code: anything may be raised
-            why = refusal(name, value, self.probe, error, to="notebook")
+            why = capture_error(name, value, self.probe, error, to="notebook")
             self.problems[name] = f"`{owner}` uses `{name}`, which could not be returned: {why}"
         finally:
             del self.coming[name]

@@ -389,7 +389,7 @@ def _read(module: ModuleSource) -> _ParsedModule:
         tree = _tree(module.source)
         package = module.name if module.is_package else module.name.rpartition(".")[0]
         imports = (name for node in ast.walk(tree) for name in _imported_by(node, package))
-        needs = frozenset(_imported(tree, functions=False))
+        needs = frozenset(_imports_of(tree, functions=False))
         text = _ParsedModule(module.source, frozenset(imports), needs, _constants(tree))
         _parsed_modules[module.name, module.path] = text
     return text
@@ -463,10 +463,10 @@ def imported(source: str, functions: bool = True, branches: bool = False) -> Ite
         branches: Whether to include imports that may be skipped: inside `if`, `while`, `match`, or
             a `try` with handlers.
     """
-    return _imported(_tree(source), functions, branches)
+    return _imports_of(_tree(source), functions, branches)
 
 
-def _imported(tree: ast.AST, functions: bool = True, branches: bool = False) -> Iterator[str]:
+def _imports_of(tree: ast.AST, functions: bool = True, branches: bool = False) -> Iterator[str]:
     waiting = [tree]
     for node in waiting:
         yield from (name.partition(".")[0] for name in _imported_by(node))

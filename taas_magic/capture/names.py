@@ -86,7 +86,7 @@ def code_use(code: CodeType) -> CodeUse:
         elif name in _ATTRIBUTES:
             attributes.add(value)
         elif name == "IMPORT_NAME":
-            imports.update(_imported(value, before))
+            imports.update(_names_bound_by_import(value, before))
         before = value
     for nested in nested_codes(code):
         use = code_use(nested)
@@ -115,7 +115,7 @@ def _all_codes(code: CodeType) -> Iterator[CodeType]:
         yield from _all_codes(inner)
 
 
-def _imported(module: str, from_names: object) -> Iterator[str]:
+def _names_bound_by_import(module: str, from_names: object) -> Iterator[str]:
     yield module
     if isinstance(from_names, tuple):
         yield from (f"{module}.{name}" for name in from_names if name != "*")

@@ -23,7 +23,7 @@ from typing import Any
 import cloudpickle
 from msgspec import Struct
 
-from taas_magic.capture.culprit import Destination, is_process_bound, is_shard, refusal
+from taas_magic.capture.culprit import Destination, capture_error, is_process_bound, is_shard
 from taas_magic.capture.names import code_use
 from taas_magic.capture.reducers import (
     ATTRIBUTES_MADE_BY_CONSTRUCTOR,
@@ -48,7 +48,7 @@ from taas_magic.capture.reducers import (
 )
 from taas_magic.errors import CaptureError
 from taas_magic.messages import to_json
-from taas_magic.shared_files import replacing
+from taas_magic.shared_files import replace_atomically
 
 _MAGIC = b"TAASPAY2"
 _BEGIN = struct.Struct("<8sQ")
@@ -106,7 +106,7 @@ def write_archive(path: Path, pickled: Pickled, meta: Struct | None = None) -> N
         *(buffer.raw() for buffer in pickled.buffers),
     ]
     sizes = [memoryview(piece).nbytes for piece in pieces]
-    with replacing(path) as file:
+    with replace_atomically(path) as file:
         file.write(_BEGIN.pack(_MAGIC, len(sizes)) + struct.pack(f"<{len(sizes)}Q", *sizes))
         for piece in pieces:
             file.write(bytes(-file.tell() % _ALIGNMENT))
@@ -284,7 +284,7 @@ class ValuePickler(cloudpickle.Pickler):
         except CaptureError:  # raised for a registered loader, with advice of its own
             raise
         except Exception as error:
-            raise refusal(name, value, self.probe, error, note, self._to) from error
+            raise capture_error(name, value, self.probe, error, note, self._to) from error
 
     @contextmanager
     def rollback(self) -> Iterator[Callable[[], None]]:
@@ -402,7 +402,7 @@ class ValuePickler(cloudpickle.Pickler):
             self.classes[id(cls)] = cls
             return reduced
         self._need_by_name(cls)
-        reduced = reduce_by_value(cls, reduced, coming_home=self._to == "notebook")
+        reduced = reduce_by_value(cls, reduced, to_notebook=self._to == "notebook")
         return reduced
 
     def _reduce_function(self, function: FunctionType) -> Any:

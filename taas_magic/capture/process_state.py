@@ -223,10 +223,10 @@ def _apply_loggers(found: Mapping[str, Any]) -> None:
 
 
 def _collect_argv() -> list[str]:
-    return [] if is_programs_own(sys.argv, sys.orig_argv) else [str(word) for word in sys.argv]
+    return [] if is_default_argv(sys.argv, sys.orig_argv) else [str(word) for word in sys.argv]
 
 
-def is_programs_own(argv: Sequence[str], orig_argv: Sequence[str]) -> bool:
+def is_default_argv(argv: Sequence[str], orig_argv: Sequence[str]) -> bool:
     """Return whether `sys.argv` still has the value that the interpreter set at its start."""
     program, *words = argv or [""]
     before = orig_argv[: len(orig_argv) - len(words)]
@@ -252,7 +252,7 @@ def _collect_start_method() -> str:
 
 def _collect_torch() -> dict[str, Any]:
     """Return those settings of torch that differ from torch's defaults, and the user's seed."""
-    torch = _imported("torch")
+    torch = _module_if_imported("torch")
     if torch is None:
         return {}
     seed = torch.initial_seed()
@@ -298,7 +298,7 @@ def _apply_torch(values: Mapping[str, Any]) -> None:
 
 
 def _collect_numpy() -> dict[str, Any]:
-    numpy = _imported("numpy")
+    numpy = _module_if_imported("numpy")
     if numpy is None:
         return {}
     prints, errors = numpy.get_printoptions(), numpy.geterr()
@@ -317,7 +317,7 @@ def _apply_numpy(found: Mapping[str, Any]) -> None:
 
 def _collect_matplotlib() -> bytes:
     """Return a pickle of the rcParams that differ from matplotlib's defaults; b"" for none."""
-    matplotlib = _imported("matplotlib")
+    matplotlib = _module_if_imported("matplotlib")
     if matplotlib is None:
         return b""
     own, defaults = matplotlib.rcParams, matplotlib.rcParamsDefault
@@ -334,7 +334,7 @@ def _apply_matplotlib(pickled: bytes) -> None:
     own.update({name: value for name, value in pickle.loads(pickled).items() if name in own})
 
 
-def _imported(name: str) -> Any:
+def _module_if_imported(name: str) -> Any:
     """Return a module if this process has imported it, else None.
 
     If another thread is importing the module, wait until its import is complete.

@@ -35,18 +35,18 @@ _classes: "weakref.WeakValueDictionary[str, type]" = weakref.WeakValueDictionary
 _received: "weakref.WeakSet[type]" = weakref.WeakSet()
 
 
-def reduce_by_value(cls: type, reduced: Reduced, coming_home: bool) -> Reduced:
+def reduce_by_value(cls: type, reduced: Reduced, to_notebook: bool) -> Reduced:
     """Reduce a class of the notebook by value, with an id.
 
     A process that has a class with this id uses its own class instead of making a copy. So objects
     that return to the notebook have the notebook's class.
 
     Args:
-        coming_home: Whether the class is sent to the notebook.
+        to_notebook: Whether the class is sent to the notebook.
     """
     if len(reduced) < 6:  # NoneType and similar built-in types are looked up, not made
         return reduced
-    if coming_home and cls in _received:
+    if to_notebook and cls in _received:
         return _known_class, (_ids[cls], cls.__qualname__)
     class_id = _ids.setdefault(cls, uuid.uuid4().hex)
     _classes[class_id] = cls

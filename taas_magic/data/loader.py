@@ -365,7 +365,7 @@ class RemoteLoader(DataLoader[Any]):
                 the position is in the middle of a step, because the state was saved with another
                 number of ranks.
         """
-        self._check(state)
+        self._raise_if_state_of_other(state)
         position, slot, first_slots = state["place"]
         if position % self.feed.world_size:
             raise ValueError(
@@ -379,7 +379,7 @@ class RemoteLoader(DataLoader[Any]):
         self._current, self._resume_order = None, state["order"]
         self._states = state.get("streams", {})
 
-    def _check(self, state: dict[str, Any]) -> None:
+    def _raise_if_state_of_other(self, state: dict[str, Any]) -> None:
         """Check that a state belongs to this loader.
 
         Raises:

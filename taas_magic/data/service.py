@@ -25,7 +25,7 @@ from msgspec import Struct, structs
 
 from taas_magic.config import DataConfig
 from taas_magic.messages import AddressesByLoader, LoaderAddresses
-from taas_magic.shared_files import boot_id, replacing
+from taas_magic.shared_files import boot_id, replace_atomically
 
 _LINE_BYTES = 1024
 """Size of a ledger line.
@@ -213,7 +213,7 @@ def write_entry(folder: Path, number: int, entry: AddressesByLoader) -> Path:
     file, text = folder / f"fetcher-{number}.json", msgspec.json.encode(entry)
     if _content(file) == text:
         return file  # hosts share the folder, and another process has written the same content
-    with replacing(file) as draft:
+    with replace_atomically(file) as draft:
         draft.write(text)
     return file
 

@@ -19,9 +19,9 @@ from msgspec import structs
 from taas_magic.config import size_text
 from taas_magic.display.failure import cut, headline, labelled, others
 from taas_magic.display.log import rank_ranges
-from taas_magic.journal.analysis import LoaderCounts, RunCounts, advice
+from taas_magic.journal.analysis import LoaderCounts, RunCounts, advice_for_run
 from taas_magic.journal.folder import ENDED_STATES
-from taas_magic.journal.metrics import Curve, Curves, add_points, picture, sparkline
+from taas_magic.journal.metrics import Curve, Curves, add_points, sparkline, svg_data_url
 from taas_magic.messages import (
     Event,
     Failure,
@@ -138,7 +138,7 @@ class RunState:
     first: Failure | None = None
     why: str = ""
     receipt: Receipt | None = None
-    flow: RunCounts = field(default_factory=RunCounts)
+    run_counts: RunCounts = field(default_factory=RunCounts)
     advice: str = ""
     curves: Curves = field(default_factory=dict)
     hangs: dict[str, tuple[float, list[RankStack]]] = field(default_factory=dict)
@@ -161,7 +161,7 @@ class RunState:
                 may differ by days.
         """
         now = event.time if now is None else now
-        self.flow.apply(event, now)
+        self.run_counts.apply(event, now)
         match event:
             case StateChanged():
                 self.state = event.state
@@ -198,7 +198,7 @@ class RunState:
                 self.state, self.ended_at = event.state, now
                 self.elapsed_s, self.first, self.why = event.elapsed_s, event.first, event.why
                 self.failures, self.last_attempt = event.failures, event.attempt
-                self.advice = advice(self.flow)
+                self.advice = advice_for_run(self.run_counts)
 
     @property
     def has_ended(self) -> bool:
@@ -302,7 +302,7 @@ def _parts(state: RunState, now: float) -> Iterator[tuple[str, str]]:
     if state.progress:
         rows = "".join(_progress_row(line) for line in state.progress.split("\n") if line)
         yield f"rank 0: {plain(state.progress)}", rows
-    for name, found in loader_lines(state.flow, state.plan.units, state.has_ended):
+    for name, found in loader_lines(state.run_counts, state.plan.units, state.has_ended):
         name = cut(name, NAME_CHARS)
         words = f"{name}: {_joined([], found)}".rstrip(": ")
         yield words, _row(f"<b>{escape(name)}</b> {_facts_html(found)}")
@@ -368,7 +368,7 @@ def _curve_parts(curves: Curves) -> Iterator[tuple[str, str]]:
         first = of_ranks[min(of_ranks)]
         label, points = cut(plain(name), CELL_CHARS), _values_text(first, len(of_ranks))
         words.append(f"{label}: {first.last:.4g} {sparkline(first.points)} {points}")
-        source = picture([curve.points for _, curve in sorted(of_ranks.items())[:MAX_RANKS]])
+        source = svg_data_url([curve.points for _, curve in sorted(of_ranks.items())[:MAX_RANKS]])
         figures.append(
             "<span style='display:inline-block;margin:2px 18px 0px 0px'>"
             f"<span style='{LABEL}'>{escape(label)}</span> <b>{first.last:.4g}</b> "
@@ -408,7 +408,7 @@ def facts(state: RunState, now: float) -> list[Fact]:
         ("host", names or "…") if n_hosts == 1 else ("hosts", several),
         ("elapsed", duration(state.elapsed(now), decimals=int(state.has_ended))),
     ]
-    if filled := filling(state.flow):
+    if filled := filling(state.run_counts):
         shown.append(("filling", filled))
     if state.gpus:
         shown.append(("GPU-seconds", f"{int(state.gpu_seconds(now)):,}"))
@@ -510,29 +510,29 @@ def as_html(text: str) -> str:
 
 
 def loader_lines(
-    flow: RunCounts, units: int | None, has_ended: bool
+    run_counts: RunCounts, units: int | None, has_ended: bool
 ) -> list[tuple[str, list[Fact]]]:
     """Return the name and the facts of each of the first `MAX_LOADERS` loaders.
 
     If there are more loaders, the last entry has their number in place of a name, and no facts.
 
     Args:
-        flow: The counts that ranks and fetchers have sent about the loaders.
+        run_counts: The counts that ranks and fetchers have sent about the loaders.
         units: The limit of `--units` for each loader, if any.
         has_ended: Whether to return the mean rates of the whole run, without facts about buffers.
     """
-    shown = list(flow.loaders.values())[:MAX_LOADERS]
+    shown = list(run_counts.loaders.values())[:MAX_LOADERS]
     found = [(loader.name, _loader_facts(loader, units, has_ended)) for loader in shown]
-    more = len(flow.loaders) - len(shown)
+    more = len(run_counts.loaders) - len(shown)
     return [*found, *([(f"… and {more} more loaders", [])] if more else [])]
 
 
-def filling(flow: RunCounts) -> str:
+def filling(run_counts: RunCounts) -> str:
     """Return text with the progress of `--prefill`; "" if no ranks wait for prepared data."""
-    if flow.filling is None:
+    if run_counts.filling is None:
         return ""
-    done, wanted = flow.filling.done, flow.filling.wanted
-    if flow.filling.unit == "bytes":
+    done, wanted = run_counts.filling.done, run_counts.filling.wanted
+    if run_counts.filling.unit == "bytes":
         return f"{size_text(done)} of {size_text(wanted)}"
     return f"{done:,} of {wanted:,} batches"
 
@@ -712,15 +712,15 @@ def stacks_text(found: RunStacks, labels: Mapping[str, str]) -> str:
 _RANKS_HEAD = ("rank", "host", "pid", "CPU", "memory", "batches", "waited", "at")
 
 
-def ranks_text(found: RunStacks, flow: RunCounts) -> str:
+def ranks_text(found: RunStacks, run_counts: RunCounts) -> str:
     """Return the output of `%taas ranks`: a table with a row for each rank."""
-    rows = [_rank_cells(row, flow) for row in sorted(found.ranks, key=lambda row: row.rank)]
+    rows = [_rank_cells(row, run_counts) for row in sorted(found.ranks, key=lambda row: row.rank)]
     table = columns([_RANKS_HEAD, *rows]) if rows else []
     return "\n".join([*table, *found.silent]) or "no rank runs"
 
 
-def _rank_cells(row: RankStack, flow: RunCounts) -> tuple[str, ...]:
-    loaders = [loader for loader in flow.loaders.values() if row.rank in loader.ranks]
+def _rank_cells(row: RankStack, run_counts: RunCounts) -> tuple[str, ...]:
+    loaders = [loader for loader in run_counts.loaders.values() if row.rank in loader.ranks]
     batches = sum(loader.ranks[row.rank].batches for loader in loaders)
     shares = [loader.shares[row.rank] for loader in loaders if row.rank in loader.shares]
     return (

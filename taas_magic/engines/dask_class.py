@@ -85,7 +85,7 @@ class DaskClassEngine(Engine):
         pool, cluster_class = self.pool, _find_class(self.pool)
         classes = (base.__module__ for base in cluster_class.__mro__)
         is_batch = any(module.startswith(f"{_BATCH_PACKAGE}.") for module in classes)
-        given = Security(**keys.cluster(talks=not is_batch))
+        given = Security(**keys.cluster(workers_connect=not is_batch))
         ours = {"security": given, "protocol": "tls://", "name": pool.name}
         options = {**pool.options, "asynchronous": True, **_accepted_arguments(cluster_class, ours)}
         if is_batch:

@@ -99,15 +99,15 @@ class Keys:
         issued = self._peers.issue("host", Peer(PeerRole.HOST, name).identity)
         return security(self._pool[0], worker=issued)
 
-    def cluster(self, talks: bool) -> SecurityOptions:
+    def cluster(self, workers_connect: bool) -> SecurityOptions:
         """Return the options for a Dask cluster class and its workers.
 
         Args:
-            talks: Whether processes of a worker connect to each other, as with Dask's nannies. If
-                so, any worker can also connect to any other worker, because all workers share one
-                certificate.
+            workers_connect: Whether processes of a worker connect to each other, as with Dask's
+                nannies. If so, any worker can also connect to any other worker, because all
+                workers share one certificate.
         """
-        trusted = self._pool[0] + (self._carriers.certificate if talks else "")
+        trusted = self._pool[0] + (self._carriers.certificate if workers_connect else "")
         return security(trusted, client=self._kernel, worker=self._vehicle)
 
 

@@ -514,7 +514,10 @@ class Farm:
         """
         job.host, job.took_s = self.state.host_of(message.node), message.took_s
         try:
-            files = [(_below(job.folder, os.fsdecode(name)), data) for name, data in message.files]
+            files = [
+                (_path_in_job_folder(job.folder, os.fsdecode(name)), data)
+                for name, data in message.files
+            ]
             for path, data in files:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.write_bytes(data)
@@ -661,7 +664,7 @@ def _pack_arguments(work: FunctionWork, namespace: dict[str, Any]) -> _PackedCal
     return _PackedCall(work, parts, tuple(pickler.needs), modules)
 
 
-def _below(folder: Path, name: str) -> Path:
+def _path_in_job_folder(folder: Path, name: str) -> Path:
     """Return the path in a job's folder for a file name that a node sent.
 
     Raises:
@@ -703,7 +706,7 @@ def farm(
     config = load_config(Path.cwd())
     names = [pool] if isinstance(pool, str) else list(pool)
     most = sum(config.pool(name).max_hosts for name in names)
-    least, most = _bounds(nodes, most)
+    least, most = _node_limits(nodes, most)
     for name in names:
         if not config.pool(name).trusted:
             raise UsageError(
@@ -731,7 +734,7 @@ def farm(
     return Farm(settings, config, shell)
 
 
-def _bounds(nodes: tuple[int, int] | int | None, hosts: int) -> tuple[int, int]:
+def _node_limits(nodes: tuple[int, int] | int | None, hosts: int) -> tuple[int, int]:
     """Return the smallest and the largest number of nodes for the argument `nodes` of `farm`.
 
     Raises:

@@ -39,7 +39,7 @@ from taas_magic.host import cell_main, tracebacks
 from taas_magic.host.forkserver import LATER
 from taas_magic.host.link import flush_output
 from taas_magic.store.guard import StoreProtection, apply_rule
-from taas_magic.store.publish import SAVES
+from taas_magic.store.publish import SAVES_FOLDER_VARIABLE
 
 SHORT_S = 0.05
 """Maximum seconds that a job may take if its process is to run another job afterwards.
@@ -48,7 +48,7 @@ After a longer job, the start of a new process costs little in comparison.
 """
 
 
-_JOB_VARIABLES = (SAVES, cell_main.PAYLOAD)
+_JOB_VARIABLES = (SAVES_FOLDER_VARIABLE, cell_main.PAYLOAD)
 """Environment variables that are set anew for each job, so `_state` ignores them."""
 
 
@@ -60,7 +60,7 @@ def job_main(process_state: JobProcessState, control: Connection, output: Connec
 
     Args:
         control: A pipe to the node. The process receives a `JobAssignment` for each job and sends a
-            `JobOutcome`, followed by the `JobOutcome.sends` parts of the result.
+            `JobOutcome`, followed by the `JobOutcome.n_parts_following` parts of the result.
         output: The pipe that receives what jobs print.
     """
     os.setsid()
@@ -87,14 +87,16 @@ def job_main(process_state: JobProcessState, control: Connection, output: Connec
             outcome.took_s = time.monotonic() - began
             outcome.imported_later = _has_later() and not had_later
             may_go_on = not (outcome.etype or assignment.call.fresh or kept_out)
-            outcome.again = may_go_on and outcome.took_s < SHORT_S and _state() == before
+            outcome.process_is_reusable = (
+                may_go_on and outcome.took_s < SHORT_S and _state() == before
+            )
             if sum(part.nbytes for part in parts) <= INLINE_BYTES:
                 outcome.parts, parts = [bytes(part) for part in parts], []
-            outcome.sends = len(parts)
+            outcome.n_parts_following = len(parts)
             control.send_bytes(pickle.dumps(outcome))
             for part in parts:
                 control.send_bytes(part)
-            if not outcome.again:
+            if not outcome.process_is_reusable:
                 _end_children()
                 return
 
@@ -164,7 +166,7 @@ def _run(assignment: JobAssignment) -> tuple[JobOutcome, list[memoryview]]:
         The outcome, and the parts of the result: its pickle, then the buffers of this pickle. If
         the call raised an exception, there are no parts.
     """
-    os.environ[SAVES] = assignment.saves
+    os.environ[SAVES_FOLDER_VARIABLE] = assignment.saves
     process = os.getpid()
     try:
         result = pickling.dump(_make_call(assignment), name="the job's result")

@@ -185,12 +185,12 @@ class JobOutcome(Struct, tag="outcome", kw_only=True):
         etype: The type of the exception, `CANCELLED`, or "JobDied" if the job's process ended; ""
             if the job returned.
         parts: A pickle of the result, and the buffers of this pickle. Empty if the job's process
-            sends the parts after this message (`sends`).
+            sends the parts after this message (`n_parts_following`).
         files: Path and content of each saved file. The path is relative to the job's folder, and
             need not be UTF-8.
-        again: Whether the job's process may run another job.
-        sends: Number of large parts of the result that the process sends after this message, on the
-            same pipe.
+        process_is_reusable: Whether the job's process may run another job.
+        n_parts_following: Number of large parts of the result that the process sends after this
+            message, on the same pipe.
         imported_later: Whether the job has imported `forkserver.LATER`.
     """
 
@@ -202,8 +202,8 @@ class JobOutcome(Struct, tag="outcome", kw_only=True):
     took_s: float = 0.0
     parts: list[Any] = []
     files: list[tuple[bytes, Any]] = []
-    again: bool = False
-    sends: int = 0
+    process_is_reusable: bool = False
+    n_parts_following: int = 0
     imported_later: bool = False
 
 

@@ -145,13 +145,13 @@ def main() -> int:
     try:
         use_temporary_folder(str(folder))
         forkserver.begin([])
-        asyncio.run(_serve(process_state, folder, starting))
+        asyncio.run(_run_worker(process_state, folder, starting))
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     return 0
 
 
-async def _serve(process_state: NodeProcessState, folder: Path, starting: int) -> None:
+async def _run_worker(process_state: NodeProcessState, folder: Path, starting: int) -> None:
     """Join the farm when the forkserver is ready, and run jobs until the farm ends the node.
 
     Args:
@@ -329,7 +329,7 @@ class Slot:
         if is_other or self._process is None or self._events.select(0):
             await asyncio.to_thread(self._replace_process)
         self._settings_hash = assignment.call.settings_hash
-        lines = _Lines(report)
+        lines = _OutputBuffer(report)
         try:
             if self._is_cancelled:  # while the job's process was starting
                 raise EOFError
@@ -338,13 +338,13 @@ class Slot:
             else:
                 self._control.send_bytes(pickle.dumps(assignment))
             outcome = await self._wait(lines, report)
-            for _ in range(outcome.sends):
+            for _ in range(outcome.n_parts_following):
                 outcome.parts.append(await asyncio.to_thread(self._control.recv_bytes))
         except (EOFError, OSError):
             outcome = await asyncio.to_thread(self._outcome_of_ended_process)
-        lines.add(self._printed())
+        lines.add(self._read_output())
         lines.flush(whole=False)
-        self._again = outcome.again
+        self._again = outcome.process_is_reusable
         return outcome
 
     async def prepare_next(self) -> None:
@@ -403,7 +403,7 @@ class Slot:
             self._events.register(source, selectors.EVENT_READ)
         self._process = process
 
-    async def _wait(self, lines: "_Lines", report: ReportOutput) -> JobOutcome:
+    async def _wait(self, lines: "_OutputBuffer", report: ReportOutput) -> JobOutcome:
         """Pass the job's state and output to `report` until the outcome arrives; return it.
 
         Raises:
@@ -413,7 +413,7 @@ class Slot:
         while True:
             ready = await self._wait_for_output()
             if self._output in ready:
-                lines.add(printed := self._printed())
+                lines.add(printed := self._read_output())
                 if not printed:  # end of file: the process is about to end
                     self._events.unregister(self._output)
             if self._control in ready:
@@ -442,7 +442,7 @@ class Slot:
             timer.cancel()
         return {key.fileobj for key, _ in self._events.select(0)}
 
-    def _printed(self) -> bytes:
+    def _read_output(self) -> bytes:
         try:
             return os.read(self._output.fileno(), 1 << 20)
         except BlockingIOError:
@@ -495,7 +495,7 @@ def _session_of(pid: int) -> int | None:
         return None
 
 
-class _Lines:
+class _OutputBuffer:
     """Buffer for a job's output. Holds at most `LINES_BYTES`."""
 
     def __init__(self, report: ReportOutput) -> None:

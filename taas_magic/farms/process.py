@@ -63,7 +63,7 @@ DASK_SETTINGS = {
 INTERVAL_S = 0.5
 """Seconds between checks of the number of nodes."""
 
-IDLE_LOOKS = 20
+IDLE_CHECKS = 20
 """Number of checks in a row that must find more nodes than needed before nodes are ended."""
 
 LOST_RUN_END_S = 2.0
@@ -211,7 +211,7 @@ class NodeManager(SchedulerPlugin):
                 self._nodes[name] = _NodeRun()
                 self._threads.submit(self._start, name)
             looks = looks + 1 if spare > 0 else 0
-            if looks >= IDLE_LOOKS:
+            if looks >= IDLE_CHECKS:
                 looks = 0
                 await self._end_unneeded_nodes(spare)
             await asyncio.sleep(INTERVAL_S)
@@ -419,7 +419,7 @@ class NodeManager(SchedulerPlugin):
             wait.cancel()
         if node.connection is not None:
             with contextlib.suppress(TaasError):  # the pool's process may have ended, with the run
-                node.connection.forget(node.run_id)
+                node.connection.stop_events(node.run_id)
                 node.connection.halt(node.run_id, "interrupt")
 
     def _on_loop(self, call: Callable[..., object], *arguments: Any) -> None:

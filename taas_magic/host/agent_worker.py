@@ -273,7 +273,7 @@ class AgentWorker(ClosedWorker):
             create_share, spec, self._host_address, emit, self._is_alone, ask_files
         )
         self._shares[run_id] = share
-        for problem in () if spec.fetches or spec.run.session else self._warming.result():
+        for problem in () if spec.is_fetchers or spec.run.session else self._warming.result():
             emit(Note(text=problem))
         carry_out = threading.Thread(
             target=self._carry_out, args=(run_id, share), name=f"run-{run_id}"
@@ -287,7 +287,7 @@ class AgentWorker(ClosedWorker):
         Raises:
             PoolError: `spec` describes a cell, but its session has ended on this host.
         """
-        if spec.fetches:
+        if spec.is_fetchers:
             return HostFetchers
         if spec.run.is_session:
             return HostSession

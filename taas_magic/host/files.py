@@ -309,7 +309,7 @@ def _folders_to_send(spec: ShareSpec) -> Sequence[str] | None:
         changed files of all folders.
     """
     rule = spec.plan.store
-    if spec.run.reads_only or spec.fetches:
+    if spec.run.reads_only or spec.is_fetchers:
         return []
     if rule is None or spec.has_rank_0:
         return None
@@ -358,7 +358,7 @@ class HostFiles:
         """
         spec = self._spec
         # Ranks and fetchers of one run may be on the same host, so their folders must differ.
-        cache = Path(probe.cache_folder()) / ("fetching" if spec.fetches else "runs")
+        cache = Path(probe.cache_folder()) / ("fetching" if spec.is_fetchers else "runs")
         if not _is_same(spec.run):
             self._folder = RunFolderCopy(spec, self._send_request, cache)
             if not self._folder.copy_in(is_wanted):
@@ -368,7 +368,7 @@ class HostFiles:
             session_copy = self._session._store_copy if self._session is not None else None
             self._store_copy = StoreCopy(spec, self._send_request, self._note, session_copy)
         here = self._local(spec)
-        builds_receipt = not (spec.run.reads_only or spec.fetches or spec.run.is_session)
+        builds_receipt = not (spec.run.reads_only or spec.is_fetchers or spec.run.is_session)
         if (rule := here.store) and builds_receipt:
             self._receipt_builder = ReceiptBuilder(rule.path, rule.shared)
         if self._store_copy is not None and not spec.run.is_session:

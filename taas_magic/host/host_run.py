@@ -725,7 +725,7 @@ class HostFetchers(HostShare):
         groups = len(data.fetchers) // served.fetchers
         fill_batches, fill_bytes = (-(-it // groups) for it in workers_fill(share.plan.prefill))
         environ = {**share.environ, RUN_TOKEN: self.spec.share_id}
-        for plan in data.on(self.spec.host_rank):
+        for plan in data.fetchers_on(self.spec.host_rank):
             yield FetcherSpec(
                 plan,
                 served,
@@ -747,7 +747,7 @@ class HostFetchers(HostShare):
         self.note(why)
         data = self.spec.plan.data
         assert data is not None
-        for plan in data.on(self.spec.host_rank):
+        for plan in data.fetchers_on(self.spec.host_rank):
             self.emit(fetcher_failed(self.spec.plan, plan, why))
 
     def _record_files_error(self, error: Exception) -> None:

@@ -40,7 +40,9 @@ class MetricBuffer:
         if (self._rank and not all_ranks) or os.getpid() != self._pid:
             return
         now, number = time.time(), None if step is None else _checked_step(step)
-        self._waiting.extend([(now, number, _checked(it), _kept(it, values[it])) for it in values])
+        self._waiting.extend(
+            [(now, number, _checked_name(it), _kept(it, values[it])) for it in values]
+        )
 
     def pop_scalars(self) -> list[MetricPoint]:
         """Remove all scalars from the buffer, and return them as numbers.
@@ -61,7 +63,7 @@ class MetricBuffer:
         return points
 
 
-def _checked(name: Any) -> str:
+def _checked_name(name: Any) -> str:
     if not isinstance(name, str):
         raise TypeError(f"taas.log: the name of a value must be a string, not {name!r}")
     return name

@@ -31,7 +31,7 @@ from taas_magic.capture.plain import PlainWriter, read_plain
 from taas_magic.capture.work import VALUE
 from taas_magic.host.spec import HOST
 from taas_magic.messages import from_json
-from taas_magic.plan import ALL, is_from, name_of, split_name
+from taas_magic.plan import ALL, name_of, requests_value_of, split_name
 
 _ERROR_CHARS = 300
 _LISTED = 12
@@ -123,7 +123,7 @@ def receive(
     for attempt, rank, path in found:
         if attempt != sources.attempt or not rank < sources.world_size:
             continue
-        theirs = [it for it in out if rank == 0 or is_from(it, rank, sources.world_size)]
+        theirs = [it for it in out if rank == 0 or requests_value_of(it, rank, sources.world_size)]
         expected = {name_of(text) for text in theirs} | ({VALUE} if rank == 0 else set())
         if expected:
             own = Received()
@@ -261,7 +261,7 @@ class ResultWriter:
         """
         names = [name_of(text) for text in out]
         self._failed, self._needs_value = failed, VALUE in names
-        sent = [text for text in out if is_from(text, self._rank, self._world_size)]
+        sent = [text for text in out if requests_value_of(text, self._rank, self._world_size)]
         mine = [name_of(text) for text in sent]
         own = namespace if failed else {**namespace, VALUE: value}
         there = {name: own[name] for name in names if name in own}

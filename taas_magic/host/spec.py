@@ -283,14 +283,14 @@ class ShareSpec(Struct, frozen=True, omit_defaults=True):
         return self.run.plan
 
     @property
-    def fetches(self) -> bool:
+    def is_fetchers(self) -> bool:
         """Whether the share consists of fetchers, and not of ranks."""
         return self.host_plan is None
 
     @property
     def share_id(self) -> str:
         """Id by which the pool and the host know the share."""
-        return fetchers_share_id(self.plan.run_id) if self.fetches else self.plan.run_id
+        return fetchers_share_id(self.plan.run_id) if self.is_fetchers else self.plan.run_id
 
     @property
     def has_rank_0(self) -> bool:

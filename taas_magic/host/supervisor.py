@@ -47,7 +47,7 @@ from taas_magic.host.system import (
     kill_all,
     spawn_command,
 )
-from taas_magic.shared_files import is_free, take_lock
+from taas_magic.shared_files import is_unlocked, take_lock
 
 GRACE_S = 3.0
 """Maximum seconds for the agent to exit after SIGTERM. Then the supervisor kills the agent."""
@@ -259,6 +259,6 @@ def _lock(folder: Path) -> int:
 def _is_abandoned(folder: Path) -> bool:
     """Return whether a supervisor of this user has created `folder` and has ended."""
     try:
-        return folder.lstat().st_uid == os.getuid() and is_free(folder / "lock", os.O_NOFOLLOW)
+        return folder.lstat().st_uid == os.getuid() and is_unlocked(folder / "lock", os.O_NOFOLLOW)
     except OSError:
         return False  # another user's folder, or one that is being created or removed

@@ -66,7 +66,7 @@ class Point(NamedTuple):
         return value / self.time if self.time > 0 else 0.0
 
     @property
-    def share(self) -> float:
+    def waited_fraction(self) -> float:
         """The fraction of `span_s` that ranks spent waiting for batches, from 0 to 1."""
         return min(1.0, self.waited_s / self.span_s) if self.span_s > 0 else 0.0
 
@@ -76,8 +76,8 @@ class LoaderCounts:
     """The counts that ranks and fetchers have sent about one loader.
 
     Attributes:
-        began: The fetchers' counts at the time of the ranks' first batches.
-        until: The fetchers' counts at the time of the ranks' last batches so far.
+        counts_at_first_batch: The fetchers' counts at the time of the ranks' first batches.
+        counts_at_last_batch: The fetchers' counts at the time of the ranks' last batches so far.
         points: The sums over all ranks, oldest first.
     """
 
@@ -85,8 +85,8 @@ class LoaderCounts:
     points: deque[Point]
     ranks: dict[int, RankCounts] = field(default_factory=dict)
     fetchers: dict[int, FetcherCounts] = field(default_factory=dict)
-    began: dict[int, FetcherCounts] = field(default_factory=dict)
-    until: dict[int, FetcherCounts] = field(default_factory=dict)
+    counts_at_first_batch: dict[int, FetcherCounts] = field(default_factory=dict)
+    counts_at_last_batch: dict[int, FetcherCounts] = field(default_factory=dict)
 
     def rank_total(self, name: str) -> float:
         """Return the sum of a field of `RankCounts` over all ranks."""
@@ -114,7 +114,7 @@ class LoaderCounts:
     def shares(self) -> dict[int, float]:
         """For each rank, the fraction of its loop time (`span_s`) in which it waited."""
         return {
-            rank: Point(0.0, waited_s=counts.waited_s, span_s=counts.span_s).share
+            rank: Point(0.0, waited_s=counts.waited_s, span_s=counts.span_s).waited_fraction
             for rank, counts in sorted(self.ranks.items())
             if counts.span_s
         }
@@ -145,8 +145,8 @@ class LoaderCounts:
         if now - self.points[-1].time >= POINT_GAP_S:
             point = self.sums(now)
             if point.batches > self.points[-1].batches:
-                self.began = self.began or dict(self.fetchers)
-                self.until = dict(self.fetchers)
+                self.counts_at_first_batch = self.counts_at_first_batch or dict(self.fetchers)
+                self.counts_at_last_batch = dict(self.fetchers)
             self.points.append(point)
 
     def restart(self, now: float) -> None:
@@ -257,9 +257,9 @@ class LoaderUse:
         cpu: The fraction of the preparation time that was CPU time. In the rest of the preparation
             time, workers waited for storage.
         cores: The fraction of all cores of the fetchers' hosts that the workers kept busy.
-        room: Maximum number of fetchers for which the hosts have enough cores, if each fetcher has
-            as many workers as now. Infinite if each fetcher has a host to itself, or if the number
-            of cores is unknown.
+        max_fetchers: Maximum number of fetchers for which the hosts have enough cores, if each
+            fetcher has as many workers as now. Infinite if each fetcher has a host to itself, or if
+            the number of cores is unknown.
         receiving: The fraction of the time for receiving batches that was CPU time of the ranks.
     """
 
@@ -274,7 +274,7 @@ class LoaderUse:
     cpu: float = 0.0
     cores: float = 0.0
     own_hosts: bool = False
-    room: float = math.inf
+    max_fetchers: float = math.inf
     crosses: bool = True
     receiving: float = 0.0
     mb_per_s: float = 0.0
@@ -290,15 +290,17 @@ class LoaderUse:
         return 1.0 / max(1e-6, 1.0 - self.later)
 
 
-def advice(flow: RunCounts) -> str:
+def advice_for_run(run_counts: RunCounts) -> str:
     """Return advice on the loader that ranks waited for longest; "" if none is needed."""
-    waited = [loader for loader in flow.loaders.values() if loader.mean.time >= _LEAST_SPAN_S]
+    waited = [loader for loader in run_counts.loaders.values() if loader.mean.time >= _LEAST_SPAN_S]
     if not waited:
         return ""
-    return advise(loader_use(flow, max(waited, key=lambda loader: loader.rank_total("waited_s"))))
+    return advice_for_loader(
+        loader_use(run_counts, max(waited, key=lambda loader: loader.rank_total("waited_s")))
+    )
 
 
-def advise(load: LoaderUse) -> str:
+def advice_for_loader(load: LoaderUse) -> str:
     """Return what limited a loader and which flag would help; "" if ranks hardly waited."""
     if load.waited <= TOLERABLE or (load.fetchers and not load.workers):
         return ""
@@ -314,9 +316,9 @@ def _cause_and_remedy(load: LoaderUse) -> str:
             earlier = "--cpus 1 would prepare it while the ranks start"
         return f"most of it for the first batch; {earlier}"
     if not load.fetchers:
-        return _prepared_by_ranks(load)
+        return _advise_for_ranks(load)
     if load.busy < _BUSY:
-        return _delivery(load)
+        return _advise_on_delivery(load)
     if load.working < _BUSY * load.workers:
         streams = round(load.working)
         return (
@@ -325,9 +327,8 @@ def _cause_and_remedy(load: LoaderUse) -> str:
         )
     if load.cpu < _CPU_BOUND and load.cores < _FULL:
         # processes that wait for storage need no cores of their own
-        return (
-            f"its storage is slow; {_advise_more_fetchers(replace(load, room=math.inf), math.inf)}"
-        )
+        unlimited = replace(load, max_fetchers=math.inf)
+        return f"its storage is slow; {_advise_more_fetchers(unlimited, math.inf)}"
     # on shared hosts, the free cores limit the speed-up of the fetchers
     free = math.inf if load.own_hosts else 1.0 / max(load.cores, 1e-6)
     more = (
@@ -338,11 +339,11 @@ def _cause_and_remedy(load: LoaderUse) -> str:
     return f"preparing it takes CPU time; {more}"
 
 
-def _prepared_by_ranks(load: LoaderUse) -> str:
+def _advise_for_ranks(load: LoaderUse) -> str:
     """Return the advice to use `--cpus` for a loader whose batches the ranks' processes prepare."""
     idle = max(1e-6, 1.0 - load.later)
     wanted = math.ceil(load.ranks * load.later / idle - 1e-9)
-    most = min(max(_MOST_TIMES, 2 * load.ranks), load.room)
+    most = min(max(_MOST_TIMES, 2 * load.ranks), load.max_fetchers)
     fetchers = max(1, math.floor(min(wanted, most)))
     faster = 1.0 / max(idle, load.later * load.ranks / fetchers)
     cores = ", with cores of their own," if load.receiving >= _CPU_BOUND else ""
@@ -352,7 +353,7 @@ def _prepared_by_ranks(load: LoaderUse) -> str:
     )
 
 
-def _delivery(load: LoaderUse) -> str:
+def _advise_on_delivery(load: LoaderUse) -> str:
     """Return the advice for a loader that the delivery of batches to the ranks limits."""
     if load.receiving >= _CPU_BOUND:
         return (
@@ -365,7 +366,7 @@ def _delivery(load: LoaderUse) -> str:
             'further ahead ([data] buffer = "4GiB" in taas.toml)'
         )
     brings = f"the network limits it to {load.mb_per_s:,.0f} MB/s, and its workers are not busy; "
-    if load.room < load.fetchers + 1:
+    if load.max_fetchers < load.fetchers + 1:
         return brings + _on_other_hosts(load, _WORKER_PER_CORE)
     fetchers, faster = _advised_count(load, math.inf, 1.0)
     return brings + (
@@ -380,7 +381,7 @@ def _advise_more_fetchers(load: LoaderUse, most: float) -> str:
     Args:
         most: Maximum factor by which more fetchers could make the ranks faster.
     """
-    if load.room < load.fetchers + 1:
+    if load.max_fetchers < load.fetchers + 1:
         return _on_other_hosts(load, _WORKER_PER_CORE)
     fetchers, faster = _advised_count(load, most, load.busy)
     return (
@@ -399,14 +400,14 @@ def _advised_count(load: LoaderUse, most: float, busy: float) -> tuple[int, floa
     """Return the advised number of fetchers, and the factor by which ranks would then be faster.
 
     With this number, ranks would not wait, or would be `most` times as fast. But the number is at
-    most `_MOST_TIMES` times the present number, and at most `load.room`. In any case, it is higher
-    than the present number.
+    most `_MOST_TIMES` times the present number, and at most `load.max_fetchers`. It is always
+    higher than the present number.
 
     Args:
         busy: The fraction of time in which the busiest worker works now.
     """
     wanted = math.ceil(load.fetchers * min(load.possible, most) * busy - 1e-9)
-    at_most = min(_MOST_TIMES * load.fetchers, load.room)
+    at_most = min(_MOST_TIMES * load.fetchers, load.max_fetchers)
     fetchers = max(load.fetchers + 1, math.floor(min(wanted, at_most)))
     return fetchers, min(load.possible, most, fetchers / load.fetchers / busy)
 
@@ -415,25 +416,27 @@ def _times(faster: float) -> str:
     return f"{faster:.1f}x" if faster < 10 else f"{faster:.0f}x"
 
 
-def loader_use(flow: RunCounts, loader: LoaderCounts) -> LoaderUse:
+def loader_use(run_counts: RunCounts, loader: LoaderCounts) -> LoaderUse:
     """Compute the use of one loader from the counts that ranks and fetchers have sent."""
-    sums, last = loader.mean, loader.until or loader.fetchers
-    spent = [_spent(stats, loader.began.get(number)) for number, stats in last.items()]
-    fetchers = [one for one in flow.fetchers.values() if loader.name in one.workers]
-    hosts, rank_hosts = {one.host for one in fetchers}, flow.rank_hosts.keys()
+    sums, last = loader.mean, loader.counts_at_last_batch or loader.fetchers
+    spent = [
+        _spent(stats, loader.counts_at_first_batch.get(number)) for number, stats in last.items()
+    ]
+    fetchers = [one for one in run_counts.fetchers.values() if loader.name in one.workers]
+    hosts, rank_hosts = {one.host for one in fetchers}, run_counts.rank_hosts.keys()
     fetch_s, cpu_s = sum(one.fetch_s for one in spent), sum(one.fetch_cpu_s for one in spent)
     most_s = max((one.fetch_most_s for one in spent), default=0.0)
     up_s = max((one.up_s for one in spent), default=0.0)
     own_hosts = bool(hosts) and len(hosts) == len(fetchers) and not hosts & rank_hosts
-    cores = sum(_cores_of(flow, host) for host in hosts or rank_hosts)
+    cores = sum(_cores_of(run_counts, host) for host in hosts or rank_hosts)
     # Number of workers of each fetcher. Without fetchers, the number of workers of each rank:
     # a fetcher would have the same number.
     workers = [one.workers[loader.name] for one in fetchers]
     workers = workers or [rank.workers for rank in loader.ranks.values()]
     return LoaderUse(
         name=loader.name,
-        waited=sums.share,
-        first=min(sums.share, _share(loader.rank_total("first_s"), sums.span_s)),
+        waited=sums.waited_fraction,
+        first=min(sums.waited_fraction, _share(loader.rank_total("first_s"), sums.span_s)),
         ranks=len(loader.ranks),
         fetchers=len(fetchers),
         workers=sum(stats.workers for stats in last.values()),
@@ -442,16 +445,16 @@ def loader_use(flow: RunCounts, loader: LoaderCounts) -> LoaderUse:
         cpu=_share(cpu_s, fetch_s),
         cores=_share(cpu_s, up_s * cores),
         own_hosts=own_hosts,
-        room=math.inf if own_hosts or not cores else cores // max([1, *workers]),
+        max_fetchers=math.inf if own_hosts or not cores else cores // max([1, *workers]),
         crosses=len(hosts | rank_hosts) > 1,
         receiving=_share(loader.rank_total("receive_cpu_s"), loader.rank_total("receive_s")),
         mb_per_s=sums.rate(sums.bytes) / 1e6,
     )
 
 
-def _cores_of(flow: RunCounts, host: str) -> int:
-    cores = (fetcher.cores for fetcher in flow.fetchers.values() if fetcher.host == host)
-    return max(cores, default=flow.rank_hosts.get(host, 0))
+def _cores_of(run_counts: RunCounts, host: str) -> int:
+    cores = (fetcher.cores for fetcher in run_counts.fetchers.values() if fetcher.host == host)
+    return max(cores, default=run_counts.rank_hosts.get(host, 0))
 
 
 def _spent(last: FetcherCounts, first: FetcherCounts | None) -> FetcherCounts:
@@ -481,12 +484,12 @@ def curves(events: Iterable[Event]) -> dict[str, list[tuple[float, Point]]]:
         For each loader, a list with one pair per interval: the middle of the interval, in seconds
         since the run's first event, and the increase of the ranks' counts in the interval.
     """
-    flow, began = RunCounts(keep_points=None), None
+    run_counts, began = RunCounts(keep_points=None), None
     for event in events:
         began = began or event.time
-        flow.apply(event, event.time - began)
+        run_counts.apply(event, event.time - began)
     found: dict[str, list[tuple[float, Point]]] = {}
-    for name, loader in flow.loaders.items():
+    for name, loader in run_counts.loaders.items():
         steps = [(first.time, later.since(first)) for first, later in pairwise(loader.points)]
         steps = [(time + step.time / 2, step) for time, step in steps]
         found[name] = [it for it in steps if it[1].time > 0 and it[1].span_s >= 0]
@@ -512,7 +515,7 @@ def draw(events: Iterable[Event], title: str) -> "Figure":
         most = max(step.rate(step.bytes) / 1e6 for _, step in curve)
         # 0 bytes: the ranks prepared the batches themselves
         label = f"{name} (up to {most:,.0f} MB/s)" if most else name
-        above.plot(seconds, [100 * step.share for _, step in curve], marker=".")
+        above.plot(seconds, [100 * step.waited_fraction for _, step in curve], marker=".")
         below.plot(seconds, [step.rate(step.batches) for _, step in curve], marker=".", label=label)
     above.set(title=title, ylabel="ranks waited (%)", ylim=(-2, 102))
     below.set(xlabel="seconds since the run began", ylabel="batches/s")

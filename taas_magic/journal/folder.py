@@ -48,7 +48,7 @@ from taas_magic.messages import (
     Progress,
     RankReport,
 )
-from taas_magic.shared_files import is_free, lock, replacing
+from taas_magic.shared_files import is_unlocked, lock, replace_atomically
 
 T = TypeVar("T")
 
@@ -256,7 +256,7 @@ class RunFolder:
         Raises:
             OSError: The folder cannot be written.
         """
-        with replacing(self.path / "run.json") as file:
+        with replace_atomically(self.path / "run.json") as file:
             file.write(messages.to_json(context))
 
     @contextlib.contextmanager
@@ -283,7 +283,7 @@ class RunFolder:
     @property
     def is_in_use(self) -> bool:
         """Whether a process is in a block of `lock_against_pruning` for this folder."""
-        return self._cell.exists() and not is_free(self._cell, 0)
+        return self._cell.exists() and not is_unlocked(self._cell, 0)
 
     @property
     def _cell(self) -> Path:
@@ -510,12 +510,12 @@ def has_live_owner(folder: RunFolder) -> bool:
     return False
 
 
-def ids() -> Iterator[str]:
+def run_ids() -> Iterator[str]:
     """Yield the ids of all runs that have a folder, newest first."""
-    return (plan.run_id for plan in readable(RunFolder.plan))
+    return (plan.run_id for plan in read_each_run(RunFolder.plan))
 
 
-def readable(read: Callable[[RunFolder], T]) -> Iterator[T]:
+def read_each_run(read: Callable[[RunFolder], T]) -> Iterator[T]:
     """Yield the result of `read` for each run folder, newest first; skip broken folders.
 
     Args:

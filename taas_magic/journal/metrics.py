@@ -109,7 +109,7 @@ def _range(values: Iterable[float]) -> tuple[float, float]:
     return (low, high) if high > low else (low - 0.5, low + 0.5)
 
 
-def picture(curves: Sequence[Sequence[float]]) -> str:
+def svg_data_url(curves: Sequence[Sequence[float]]) -> str:
     """Return an SVG image of curves as a data URL for `<img src=…>`.
 
     In an untrusted notebook, Jupyter shows such an image, but removes an `<svg>` element.

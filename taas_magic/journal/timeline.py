@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from taas_magic.errors import UsageError
-from taas_magic.shared_files import replacing
+from taas_magic.shared_files import replace_atomically
 
 FOLDER = "profile"
 LOAD = "taas.load "
@@ -136,7 +136,7 @@ def trace_of(loaded: Mapping[str, Any]) -> Trace:
     return found
 
 
-def aligned(traces: Mapping[int, Trace]) -> tuple[dict[int, Trace], dict[int, float]]:
+def align_clocks(traces: Mapping[int, Trace]) -> tuple[dict[int, Trace], dict[int, float]]:
     """Correct the times in the traces, because the clocks of hosts differ.
 
     A collective ends on all ranks at the same time. So the ends of the same collectives in two
@@ -162,27 +162,27 @@ def aligned(traces: Mapping[int, Trace]) -> tuple[dict[int, Trace], dict[int, fl
 
 def step_times(traces: Mapping[int, Trace]) -> list[StepTimes]:
     """Return the times of each rank in each step, ordered by step and rank."""
-    shortest_us = _shortest(traces.values())
+    shortest_us = _shortest_durations(traces.values())
     found = []
     for rank, trace in traces.items():
-        loads, work = joined(trace.loads), joined(trace.work)
+        loads, work = merge_spans(trace.loads), merge_spans(trace.work)
         communicates, waits = list[Span](), list[Span]()
         for name, spans in trace.collectives.items():
             for at, span in enumerate(spans):
                 begins_us = span.end_us - shortest_us[name, at]
                 waits.append(Span(span.start_us, begins_us))
                 communicates.append(Span(begins_us, span.end_us))
-        communicates = without(joined(communicates), work)
-        waits = without(joined(waits), joined([*work, *communicates]))
+        communicates = subtract_spans(merge_spans(communicates), work)
+        waits = subtract_spans(merge_spans(waits), merge_spans([*work, *communicates]))
         for number, step in trace.steps.items():
-            parts = [within(spans, step) / 1e6 for spans in (loads, communicates, waits)]
+            parts = [length_within(spans, step) / 1e6 for spans in (loads, communicates, waits)]
             load_s, communicate_s, wait_s = parts
             compute_s = max(0.0, (step.end_us - step.start_us) / 1e6 - sum(parts))
             found.append(StepTimes(rank, number, load_s, compute_s, communicate_s, wait_s))
     return sorted(found, key=lambda it: (it.step, it.rank))
 
 
-def _shortest(traces: Iterable[Trace]) -> dict[tuple[str, int], float]:
+def _shortest_durations(traces: Iterable[Trace]) -> dict[tuple[str, int], float]:
     """Return the shortest duration of each collective among the ranks, in microseconds."""
     found: dict[tuple[str, int], float] = {}
     for trace in traces:
@@ -193,7 +193,7 @@ def _shortest(traces: Iterable[Trace]) -> dict[tuple[str, int], float]:
     return found
 
 
-def joined(spans: Iterable[Span]) -> list[Span]:
+def merge_spans(spans: Iterable[Span]) -> list[Span]:
     """Merge spans that overlap or touch; return the resulting spans in order."""
     found: list[Span] = []
     for span in sorted(spans):
@@ -204,10 +204,10 @@ def joined(spans: Iterable[Span]) -> list[Span]:
     return found
 
 
-def without(spans: Sequence[Span], removed: Sequence[Span]) -> list[Span]:
+def subtract_spans(spans: Sequence[Span], removed: Sequence[Span]) -> list[Span]:
     """Return the parts of `spans` that no span of `removed` covers.
 
-    Both arguments must be sorted and without overlaps, as `joined` returns them.
+    Both arguments must be sorted and without overlaps, as `merge_spans` returns them.
     """
     found, at = [], 0
     for start_us, end_us in spans:
@@ -224,7 +224,7 @@ def without(spans: Sequence[Span], removed: Sequence[Span]) -> list[Span]:
     return found
 
 
-def within(spans: Sequence[Span], bounds: Span) -> float:
+def length_within(spans: Sequence[Span], bounds: Span) -> float:
     """Return the total length, in microseconds, of the parts of `spans` inside `bounds`."""
     lengths = (
         min(span.end_us, bounds.end_us) - max(span.start_us, bounds.start_us) for span in spans
@@ -232,7 +232,7 @@ def within(spans: Sequence[Span], bounds: Span) -> float:
     return sum(length for length in lengths if length > 0)
 
 
-def merged(traces: Mapping[int, Mapping[str, Any]], offsets_us: Mapping[int, float]) -> bytes:
+def merge_traces(traces: Mapping[int, Mapping[str, Any]], offsets_us: Mapping[int, float]) -> bytes:
     """Return one trace of all ranks in Chrome's format, with a group of tracks for each rank.
 
     Args:
@@ -364,10 +364,10 @@ def read(folder: Path) -> Timeline:
             f"run {folder.name} has no profile. Start the cell with --profile 5, and take batches "
             "from a registered loader or call taas.step() in each iteration"
         )
-    traces, offsets_us = aligned({rank: trace_of(trace) for rank, trace in loaded.items()})
+    traces, offsets_us = align_clocks({rank: trace_of(trace) for rank, trace in loaded.items()})
     path = folder / FOLDER / "timeline.json"
-    with replacing(path) as file:
-        file.write(merged(loaded, offsets_us))
+    with replace_atomically(path) as file:
+        file.write(merge_traces(loaded, offsets_us))
     return Timeline(step_times(traces), path)
 
 

@@ -129,7 +129,7 @@ class TaasMagics(Magics):
 
     def runs(self) -> list[str]:
         """Return the ids of the newest runs, for Tab completion."""
-        return list(islice(journal.ids(), _LISTED_RUNS))
+        return list(islice(journal.run_ids(), _LISTED_RUNS))
 
     @cell_magic("taas")
     def run_cell(self, line: str, body: str) -> None:
@@ -520,7 +520,7 @@ def _ranks(words: Sequence[str], settings: Config) -> str:
     from taas_magic.notebook import pools, runs
 
     run = runs.active(_optional_word("ranks", words))
-    return ranks_text(pools.stacks(run, settings), run.head.flow)
+    return ranks_text(pools.stacks(run, settings), run.head.run_counts)
 
 
 def _pools(words: Sequence[str], settings: Config) -> str:

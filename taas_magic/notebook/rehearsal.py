@@ -55,7 +55,7 @@ class RehearsalFindings:
         captured: Variables of the notebook that are sent to the ranks.
         travels_bytes: Size of everything that is sent to the ranks.
         loader_bytes: Size of each registered loader that is sent to the fetchers, by name.
-        flows: Counts of batches and times of each registered loader, by name.
+        counts_by_loader: Counts of batches and times of each registered loader, by name.
         reports: Report of each rank, by rank, in the order of arrival.
         state: State in which the rehearsed run ended; "" if the cell was not run.
         elapsed_s: Seconds that the rehearsed run took.
@@ -68,7 +68,7 @@ class RehearsalFindings:
     captured: Sequence[CapturedVariable] = ()
     travels_bytes: int = 0
     loader_bytes: Mapping[str, int] = field(default_factory=dict)
-    flows: Mapping[str, LoaderCounts] = field(default_factory=dict)
+    counts_by_loader: Mapping[str, LoaderCounts] = field(default_factory=dict)
     reports: dict[int, Rehearsed] = field(default_factory=dict)
     state: str = ""
     elapsed_s: float = 0.0
@@ -185,7 +185,7 @@ def _run_here(
     driver.listener = listen
     launch.carry_out(driver, spec, pool, config)
     found.state, found.elapsed_s = driver.run.state, driver.run.duration_s
-    found.flows = driver.head.flow.loaders
+    found.counts_by_loader = driver.head.run_counts.loaders
     return driver.run
 
 
@@ -290,8 +290,12 @@ def _loader_rows(found: RehearsalFindings) -> Iterable[tuple[str, str]]:
     DataLoaders, or all loops of a cell without registered loaders.
     """
     for name, size in found.loader_bytes.items():
-        flow = found.flows.get(name)
-        speed = estimate(flow, found.flags.gpus) if flow is not None else "no batch was prepared"
+        loader_counts = found.counts_by_loader.get(name)
+        speed = (
+            estimate(loader_counts, found.flags.gpus)
+            if loader_counts is not None
+            else "no batch was prepared"
+        )
         yield f"loader {name}", f"{size_text(size, 1024)} to each fetcher; {speed}"
     plain = [
         value.name
@@ -307,21 +311,24 @@ def _loader_rows(found: RehearsalFindings) -> Iterable[tuple[str, str]]:
     yield "not cut short", f"{which}; the cell can read K from os.environ['{BATCHES_VARIABLE}']"
 
 
-def estimate(flow: LoaderCounts, ranks: int) -> str:
+def estimate(loader_counts: LoaderCounts, ranks: int) -> str:
     """Return text with the measured speeds of a fetcher and a rank, and the estimated `--cpus`.
 
     Args:
-        flow: Counts of the loader in the rehearsed run.
+        loader_counts: Counts of the loader in the rehearsed run.
         ranks: Number of ranks on the pool.
     """
-    work_s, prepared = flow.fetcher_total("fetch_s"), flow.fetcher_total("prepared")
+    work_s, prepared = (
+        loader_counts.fetcher_total("fetch_s"),
+        loader_counts.fetcher_total("prepared"),
+    )
     received, busy_s = (
-        flow.rank_total("batches"),
-        flow.rank_total("span_s") - flow.rank_total("waited_s"),
+        loader_counts.rank_total("batches"),
+        loader_counts.rank_total("span_s") - loader_counts.rank_total("waited_s"),
     )
     if not prepared or not work_s:
         return "no batch was prepared"
-    prepared_per_s = flow.fetcher_total("workers") * prepared / work_s
+    prepared_per_s = loader_counts.fetcher_total("workers") * prepared / work_s
     said = f"one fetcher prepares {_rate(prepared_per_s)} batches/s here"
     if not received:
         return f"{said}; no rank used one"

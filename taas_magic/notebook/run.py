@@ -385,15 +385,15 @@ class PrefillProgress:
 
     Args:
         plan: Plan of the run.
-        flow: Counts that the fetchers have reported, updated during the run.
+        run_counts: Counts that the fetchers have reported, updated during the run.
 
     Attributes:
         wanted: Amount to prepare, in batches or bytes.
     """
 
-    def __init__(self, plan: Plan, flow: RunCounts) -> None:
+    def __init__(self, plan: Plan, run_counts: RunCounts) -> None:
         assert plan.prefill is not None and plan.data is not None
-        self._flow = flow
+        self._run_counts = run_counts
         self._unit, self._fetchers = plan.prefill.unit, len(plan.data.fetchers)
         bound = len(plan.data.loaders) * (plan.units or 0)
         self.wanted = bound if self._unit == "all" else plan.prefill.amount
@@ -411,10 +411,10 @@ class PrefillProgress:
         prepare more, because the memory is full or the data has ended. If every fetcher has ended,
         the ranks also start, and report the error.
         """
-        ended = self._flow.fetchers_ended
+        ended = self._run_counts.fetchers_ended
         if self.done >= self.wanted or len(ended) >= self._fetchers:
             return True
-        said = ended.union(*(loader.fetchers for loader in self._flow.loaders.values()))
+        said = ended.union(*(loader.fetchers for loader in self._run_counts.loaders.values()))
         return len(said) >= self._fetchers and self._sum("idle") >= self._sum("workers")
 
     def event(self, host: str) -> Prefilling:
@@ -427,7 +427,7 @@ class PrefillProgress:
         return Prefilling(host=host, done=self.done, wanted=self.wanted, unit=unit)
 
     def _sum(self, name: str) -> int:
-        return int(sum(loader.fetcher_total(name) for loader in self._flow.loaders.values()))
+        return int(sum(loader.fetcher_total(name) for loader in self._run_counts.loaders.values()))
 
 
 def drain(events: "queue.SimpleQueue[Event | None]") -> list[Event]:
@@ -488,7 +488,7 @@ class RunDriver:
             PoolError: The fetchers did not prepare enough within `--timeout`.
             KeyboardInterrupt: The user interrupted the wait.
         """
-        filling, limit_s = PrefillProgress(self.plan, self.head.flow), self.plan.timeout_s
+        filling, limit_s = PrefillProgress(self.plan, self.head.run_counts), self.plan.timeout_s
         deadline = time.monotonic() + limit_s if limit_s is not None else None
         interrupts.wake = lambda: self._events.put(None)
         while not filling.is_enough:
@@ -599,7 +599,7 @@ class RunDriver:
                 self._check(connection, view)
             if now >= give_up_at and self._ended is None:
                 self._give_up_waiting(connection)
-        connection.forget(self.run_id)
+        connection.stop_events(self.run_id)
         if self._ended is None:
             if isinstance(view, View):
                 heads.close_view(self.run, view, self.head, DETACHED)

@@ -22,7 +22,7 @@ from taas_magic.errors import ResultError, UsageError, interrupted
 from taas_magic.host import results as returned
 from taas_magic.journal import folder as journal
 from taas_magic.journal import metrics, timeline
-from taas_magic.journal.analysis import RunCounts, advice, draw
+from taas_magic.journal.analysis import RunCounts, advice_for_run, draw
 from taas_magic.journal.folder import (
     ENDED_STATES,
     PlanHead,
@@ -215,12 +215,12 @@ class Run:
     @property
     def advice(self) -> str:
         """Advice on what to change if ranks waited for data; "" if there is none."""
-        return advice(self._flow())
+        return advice_for_run(self._run_counts())
 
     @property
     def waited(self) -> dict[str, float]:
         """Fraction of time (0 to 1) that ranks waited for data of each loader, by loader name."""
-        return {loader.name: loader.mean.share for loader in self._flow().loaders.values()}
+        return {loader.name: loader.mean.share for loader in self._run_counts().loaders.values()}
 
     @property
     def metrics(self) -> Any:
@@ -380,11 +380,11 @@ class Run:
             )
         return self._received
 
-    def _flow(self) -> RunCounts:
-        flow = RunCounts()
+    def _run_counts(self) -> RunCounts:
+        run_counts = RunCounts()
         for seen in self._folder.read_events():
-            flow.apply(seen, seen.time)
-        return flow
+            run_counts.apply(seen, seen.time)
+        return run_counts
 
 
 def compare(*runs: Run, metric: str | None = None) -> "Figure":
@@ -459,7 +459,7 @@ def runs() -> RunList:
 
 def newest() -> Iterator[Run]:
     """Yield the runs of `runs()`, newest first. Each folder is read when its run is yielded."""
-    return journal.readable(_run_of)
+    return journal.read_each_run(_run_of)
 
 
 def find(asked: str | None) -> Run:
@@ -474,7 +474,7 @@ def find(asked: str | None) -> Run:
     for run in newest():
         if asked is None or run.run_id.startswith(asked) or run.name == asked:
             return run
-    listed = ", ".join(islice(journal.ids(), 5))
+    listed = ", ".join(islice(journal.run_ids(), 5))
     if not listed:
         raise UsageError("There is no run yet.")
     raise UsageError(f'No run "{asked}". The newest are: {listed}')

@@ -42,7 +42,7 @@ from taas_magic.notebook.run import Interrupts, RunFetchers
 from taas_magic.notebook.runs import Run
 from taas_magic.plan import DataPlan, Flags, Plan, new_run_id
 from taas_magic.pool.client import PoolConnection
-from taas_magic.shared_files import replacing
+from taas_magic.shared_files import replace_atomically
 
 END_S = 40.0
 """Maximum seconds to wait for the end of a session's ranks after the user ended the session."""
@@ -549,7 +549,7 @@ def flags_of(run: Run) -> Flags | None:
 
 
 def _write_flags(folder: RunFolder, flags: Flags) -> None:
-    with replacing(folder.path / _FLAGS_FILE) as file:
+    with replace_atomically(folder.path / _FLAGS_FILE) as file:
         file.write(to_json(flags))
 
 

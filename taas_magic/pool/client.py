@@ -39,7 +39,7 @@ from taas_magic.messages import (
 from taas_magic.plan import HostCapacity
 from taas_magic.pool.address import PoolAddress, read_address
 from taas_magic.pool.process import PoolFolder, PoolProcess
-from taas_magic.shared_files import is_free
+from taas_magic.shared_files import is_unlocked
 
 if TYPE_CHECKING:
     from distributed import Client
@@ -64,7 +64,7 @@ END_S = 30.0
 After this time, `Pool.down` kills the process. Other callers get PoolError.
 """
 
-NAMED_S = 5.0
+REPORT_WAIT_AFTER_S = 5.0
 """Seconds of waiting for a pool's process after which a message to the user names the process."""
 
 _LOOK_S = 0.25
@@ -168,7 +168,7 @@ def ask_pool(folder: Path, request: Request[_T]) -> _T:
         PoolError: The folder's pool has no running process, or the process does not respond.
     """
     pool_address = read_address(folder)
-    if pool_address is None or is_free(folder / "lock"):
+    if pool_address is None or is_unlocked(folder / "lock"):
         raise PoolError(f"the pool's process has ended ({folder})")
     try:
         client = _connect(pool_address, lambda: None)
@@ -313,8 +313,8 @@ class PoolConnection:
             answer = self.call(request)
         finally:
             if not answer.hosts:
-                self.forget(run_id)
-        self.require(answer)
+                self.stop_events(run_id)
+        self.raise_if_failed(answer)
         if answer.store_error:
             raise StoreError(answer.store_error)
         return answer.hosts
@@ -332,17 +332,17 @@ class PoolConnection:
             error = state.error
         finally:
             if error:
-                self.forget(run_id)
+                self.stop_events(run_id)
         if error:
             raise PoolError(error)
         return state
 
-    def require(self, answer: StartResponse) -> None:
+    def raise_if_failed(self, answer: StartResponse) -> None:
         """Raise PoolError if the response holds an error."""
         if answer.error:
             raise PoolError(f'pool "{self.config.name}": {answer.error}')
 
-    def forget(self, run_id: str) -> None:
+    def stop_events(self, run_id: str) -> None:
         """Stop passing events of a run to its `on_event`."""
         self._listeners.pop(run_id, None)
         if self._closes_when_unused:
@@ -569,7 +569,7 @@ class Pool:
             connection.process.wait_for_end(END_S)
             connection = self.connect(on_wait, wait)
             answer = connection.wait_for_hosts(wait, hosts, has_run, on_wait)
-        connection.require(answer)
+        connection.raise_if_failed(answer)
         return connection
 
     def connect(
@@ -659,7 +659,7 @@ class Pool:
             wait.raise_if_over()
             if not process.is_alive():
                 raise ConnectionEnded(f"process {process.pid} {process.state_text()}")
-            if not is_told and time.monotonic() - began > NAMED_S:
+            if not is_told and time.monotonic() - began > REPORT_WAIT_AFTER_S:
                 is_told = True
                 on_wait([self._wait_message(process, "to answer")])
 

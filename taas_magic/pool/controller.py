@@ -302,7 +302,7 @@ class Controller(SchedulerPlugin):
         """
         spec, owner, run_id = request.run, request.owner, request.run.plan.run_id
         send_event = self._event_sender(owner, run_id)
-        await self._interrupted_end(owner, send_event)
+        await self._wait_for_interrupted_runs(owner, send_event)
         over = asyncio.Event()
         async with contextlib.AsyncExitStack() as until_end:
             until_end.callback(over.set)
@@ -363,7 +363,7 @@ class Controller(SchedulerPlugin):
         if not isinstance(run, PoolRun):
             return f"run {request.run_id} has ended, or is not in this pool"
         if run.session_id == run.run_id:
-            run.stays = True
+            run.is_detached_session = True
             return ""
         if not run.owner:
             return ""
@@ -387,7 +387,7 @@ class Controller(SchedulerPlugin):
             return SessionState(error="it has ended")
         if run.is_halted:
             return SessionState(error=f"it ends, because {run.why_halted or 'it was halted'}")
-        if not run.stays:
+        if not run.is_detached_session:
             name = run.plan.session
             todo = f"`%taas detach {name}` in that kernel lets other kernels take it over"
             return SessionState(error=f"it belongs to another kernel, without --detach; {todo}")
@@ -403,7 +403,7 @@ class Controller(SchedulerPlugin):
 
     def _session_that_stays(self, share: Share) -> PoolRun | None:
         session = self._runs.get(share.session_id)
-        return session if isinstance(session, PoolRun) and session.stays else None
+        return session if isinstance(session, PoolRun) and session.is_detached_session else None
 
     def _disown(self, share: Share, session: PoolRun) -> None:
         """Let a part of a detached session continue without the kernel that owned the part.
@@ -500,7 +500,7 @@ class Controller(SchedulerPlugin):
         if is_detached:
             await asyncio.to_thread(notify, journal.folder, ended)
 
-    async def _interrupted_end(self, owner: str, send_event: EncodedEventSink) -> None:
+    async def _wait_for_interrupted_runs(self, owner: str, send_event: EncodedEventSink) -> None:
         """Wait until all interrupted runs have ended, except runs of other connected kernels.
 
         An interrupted run may still own the project store. The pool drops a host that does not end

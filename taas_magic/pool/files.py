@@ -48,19 +48,19 @@ class OwnedFiles:
     attempt: int
     senders: Collection[int]
 
-    def has(self, name: str, fetches: bool) -> bool:
+    def may_write(self, name: str, is_fetchers: bool) -> bool:
         """Return whether the host may write a file of the run folder.
 
         Args:
             name: Path of the file, relative to the run folder.
-            fetches: Whether the host runs fetchers of the run instead of ranks.
+            is_fetchers: Whether the host runs fetchers of the run instead of ranks.
         """
-        if not fetches and (result := RESULT.fullmatch(name)) is not None:
+        if not is_fetchers and (result := RESULT.fullmatch(name)) is not None:
             attempt, rank = int(result[1]), int(result[2])
             return attempt == self.attempt and rank in self.numbers and rank in self.senders
-        if not fetches and (profile := PROFILE.fullmatch(name)) is not None:
+        if not is_fetchers and (profile := PROFILE.fullmatch(name)) is not None:
             return int(profile[1]) == self.attempt and int(profile[2]) in self.numbers
-        found = (_OF_FETCHER if fetches else _OF_RANK).fullmatch(name)
+        found = (_OF_FETCHER if is_fetchers else _OF_RANK).fullmatch(name)
         return found is not None and int(next(filter(None, found.groups()))) in self.numbers
 
 
@@ -70,11 +70,11 @@ class FileServer:
     Requests about the project store run in a thread of their own, because they wait for the disk.
 
     Args:
-        fetches: Whether the share is the run's fetchers.
+        is_fetchers: Whether the share is the run's fetchers.
     """
 
-    def __init__(self, run: RunSpec, fetches: bool) -> None:
-        self._run, self._fetches, self._path = run, fetches, run.folder.path
+    def __init__(self, run: RunSpec, is_fetchers: bool) -> None:
+        self._run, self._is_fetchers, self._path = run, is_fetchers, run.folder.path
         self._thread = ThreadPoolExecutor(1, "taas-store")
         self._store_server: StoreServer | None = None
         self._is_closed = False
@@ -90,7 +90,7 @@ class FileServer:
             StoreError: The store is too large to be copied.
         """
         if asked.root is FileRoot.RUN:
-            return await asyncio.to_thread(self.answer_of_folder, host_rank, owned, asked)
+            return await asyncio.to_thread(self.answer_folder_request, host_rank, owned, asked)
         if self._is_closed or self._run.plan.store is None:
             raise ProtocolError("the run has no project store, or has ended")
         loop = asyncio.get_running_loop()
@@ -105,7 +105,9 @@ class FileServer:
             await loop.run_in_executor(self._thread, self._store_server.close)
         self._thread.shutdown(wait=False)
 
-    def answer_of_folder(self, host_rank: int, owned: OwnedFiles, asked: FileRequest[Any]) -> Any:
+    def answer_folder_request(
+        self, host_rank: int, owned: OwnedFiles, asked: FileRequest[Any]
+    ) -> Any:
         """Handle a request about the run folder. Blocks. Any thread may call this method."""
         asked.check_size()
         match asked:
@@ -119,7 +121,7 @@ class FileServer:
 
     def _list(self) -> Manifest:
         """Return the files that the host's ranks or fetchers need."""
-        names = [] if self._fetches else ["payload"]
+        names = [] if self._is_fetchers else ["payload"]
         data = service.folder_of(self._path)
         if data.exists():
             names += [f"{data.name}/{file.name}" for file in data.iterdir() if file.is_file()]
@@ -144,7 +146,7 @@ class FileServer:
     def _write(self, host_rank: int, owned: OwnedFiles, asked: WriteFiles) -> dict[str, str]:
         """Write pieces of files. If the host may not write one of the files, write none."""
         entries = [piece.entry for piece in asked.pieces]
-        foreign = [it.path for it in entries if not owned.has(it.path, self._fetches)]
+        foreign = [it.path for it in entries if not owned.may_write(it.path, self._is_fetchers)]
         folders = [it.path for it in entries if it.is_folder]
         if refused := [*foreign, *folders, *asked.removed]:
             what = f"sent {refused[0]!r} for the run's folder"
@@ -176,7 +178,7 @@ class FileServer:
             # writer. Other shares may be active at the same time. So they use subfolders.
             if self._run.reads_only or self._run.is_session:
                 self._store_server = StoreServer(rule, folder / "readers", writer=-1)
-            elif self._fetches:
+            elif self._is_fetchers:
                 self._store_server = StoreServer(rule, folder / "fetchers", writer=-1)
             else:
                 self._store_server = StoreServer(rule, folder)

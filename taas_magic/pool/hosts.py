@@ -85,7 +85,7 @@ CALL_S = 150.0
 The host may first have to transfer files; for this, the agent allows `CLEAN_UP_S`.
 """
 
-NAMED_AFTER_S = 1.5
+REPORT_HOST_AFTER_S = 1.5
 """Seconds without a response to `DescribeHost` after which a message to the user names the host."""
 
 FAILED_STARTS = 3
@@ -186,7 +186,7 @@ class PoolHosts(SchedulerPlugin):
         Args:
             preferred: Addresses of hosts that are chosen first.
             on_wait: Function called with a message for each host that has not responded within
-                `NAMED_AFTER_S`. If None, all kernels that wait for hosts receive the message.
+                `REPORT_HOST_AFTER_S`. If None, all kernels that wait for hosts receive the message.
             has_run: Whether a run is to start on the hosts.
 
         Raises:
@@ -214,7 +214,7 @@ class PoolHosts(SchedulerPlugin):
             silent_s = time.monotonic() - host.last_message_at
             last_message_at = time.strftime("%H:%M:%S", time.localtime(time.time() - silent_s))
             why = "not ready yet"
-            if silent_s >= NAMED_AFTER_S:
+            if silent_s >= REPORT_HOST_AFTER_S:
                 why = (
                     f"silent since {last_message_at} ({silent_s:.0f} s); after "
                     f"{self._lease_s + LOST_AFTER_S:g} s another host replaces it"
@@ -225,7 +225,7 @@ class PoolHosts(SchedulerPlugin):
             else:
                 on_wait(line)
 
-        late = asyncio.get_running_loop().call_later(NAMED_AFTER_S, report_wait)
+        late = asyncio.get_running_loop().call_later(REPORT_HOST_AFTER_S, report_wait)
         try:
             await self.call(host.address, DescribeHost())
         except PoolError as error:

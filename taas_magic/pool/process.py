@@ -28,7 +28,7 @@ from taas_magic.journal.folder import state_dir
 from taas_magic.messages import from_json, to_json
 from taas_magic.pool.address import PoolAddress, read_address
 from taas_magic.setup.facts import this_kernel
-from taas_magic.shared_files import is_free, replacing, take_lock
+from taas_magic.shared_files import is_unlocked, replace_atomically, take_lock
 
 DASK_SETTINGS = {
     **CALM_DASK,
@@ -149,7 +149,7 @@ class PoolFolder:
     @property
     def is_locked(self) -> bool:
         """Whether a process of the pool is running or being started."""
-        return not is_free(self.path / "lock")
+        return not is_unlocked(self.path / "lock")
 
     def find(self) -> PoolProcess | None:
         """Return the pool's running process; None if there is none.
@@ -234,7 +234,7 @@ class PoolFolder:
                 pool_address = from_json(path.read_bytes(), PoolAddress)
                 made_of = pool_address.made_of
                 is_other = made_of != this_kernel() and pool_address.project == str(self._project)
-                if is_other and not is_free(path.with_name("lock")):
+                if is_other and not is_unlocked(path.with_name("lock")):
                     found.append(f"Python {made_of.python}, torch {made_of.torch}")
         return found
 
@@ -281,7 +281,7 @@ async def _run_pool(engine: Engine, folder: Path, settings: PoolSettings) -> Non
         pool_address = PoolAddress(scheduler.address, keys.kernel(), settings.project, made_of, pid)
         path = folder / "pool.json"
         try:
-            with replacing(path) as file:
+            with replace_atomically(path) as file:
                 file.write(to_json(pool_address))
             await controller.over.wait()
         finally:

@@ -50,7 +50,7 @@ from taas_magic.messages import (
     SetFetcherAddress,
     StateChanged,
 )
-from taas_magic.plan import DataPlan, Plan, senders
+from taas_magic.plan import DataPlan, Plan, ranks_with_results
 from taas_magic.pool.files import FileServer, OwnedFiles
 from taas_magic.pool.hosts import PoolHost, PoolHosts, Tasks, require_fit
 from taas_magic.pool.restarts import FetcherRestarts
@@ -220,7 +220,7 @@ class Share(ABC):
         run_id: Id of the run for ranks; `host.spec.fetchers_share_id` for fetchers.
     """
 
-    fetches: bool
+    is_fetchers: bool
     """Whether these are fetchers."""
 
     def __init__(
@@ -228,9 +228,9 @@ class Share(ABC):
     ) -> None:
         self._run, self.owner = run, owner
         self._pool_hosts, self.publish = pool_hosts, publish
-        self.run_id = fetchers_share_id(run.plan.run_id) if self.fetches else run.plan.run_id
+        self.run_id = fetchers_share_id(run.plan.run_id) if self.is_fetchers else run.plan.run_id
         self.attempt = 0
-        self._files = FileServer(run, self.fetches)
+        self._files = FileServer(run, self.is_fetchers)
         self._for_hosts = run.for_hosts(pool_hosts.are_local)
         self._parts: dict[str, HostPart] = {}
         self._changed = asyncio.Event()
@@ -477,7 +477,7 @@ class PoolFetchers(Share):
     stay until they are halted, and start again at most once for each cell (`allow_restart`).
     """
 
-    fetches = True
+    is_fetchers = True
 
     def __init__(
         self, run: RunSpec, owner: str, pool_hosts: PoolHosts, publish: Callable[[Event], None]
@@ -488,10 +488,10 @@ class PoolFetchers(Share):
         fetchers needs them."""
 
         self._restarts = FetcherRestarts(run.plan, 1 if run.session else run.plan.max_restarts)
-        self._starts = 0
+        self._pending_restarts = 0
         """Number of restarts that have begun and not ended."""
 
-        self._keeping = contextlib.ExitStack()
+        self._folder_lock = contextlib.ExitStack()
 
     async def start(self) -> list[str]:
         """See `Share.start`.
@@ -503,7 +503,9 @@ class PoolFetchers(Share):
             OSError: The run folder cannot be read.
         """
         if self._run.session:  # the fetchers may start again long after their cell has ended
-            await asyncio.to_thread(self._keeping.enter_context, self.folder.lock_against_pruning())
+            await asyncio.to_thread(
+                self._folder_lock.enter_context, self.folder.lock_against_pruning()
+            )
         return await self._start_all()
 
     async def _start_all(self) -> list[str]:
@@ -522,11 +524,11 @@ class PoolFetchers(Share):
         while self._running_addresses() or self._may_start_again():
             self._changed.clear()
             await self._changed.wait()
-        self._keeping.close()
+        self._folder_lock.close()
         await self._files.close()
 
     def _may_start_again(self) -> bool:
-        return self._starts > 0 or (bool(self._run.session) and not self.is_halted)
+        return self._pending_restarts > 0 or (bool(self._run.session) and not self.is_halted)
 
     def allow_restart(self) -> None:
         """Allow one restart for the next cell of the session.
@@ -552,7 +554,7 @@ class PoolFetchers(Share):
                     fetcher_failed(self.plan, fetcher, f"not started again: {error}")
                 )
         finally:
-            self._starts -= 1
+            self._pending_restarts -= 1
             self._changed.set()
 
     async def halt(self, how: str) -> None:
@@ -573,7 +575,7 @@ class PoolFetchers(Share):
         return self.plan.data
 
     def _numbers(self, part: HostPart) -> list[int]:
-        return [fetcher.number for fetcher in self._data.on(part.host_rank)]
+        return [fetcher.number for fetcher in self._data.fetchers_on(part.host_rank)]
 
     def _may_send(self, part: HostPart, event: Event) -> bool:
         if isinstance(event, FetcherStarted | FetcherReport | FetcherEnded):
@@ -595,7 +597,7 @@ class PoolFetchers(Share):
                 self.lifecycle_events.append(event)
             self.publish(event)
         if starts_again:
-            self._starts += 1
+            self._pending_restarts += 1
             self._tasks.start(self._start_again())
 
     def _publish_loss(self, part: HostPart, why: str) -> None:
@@ -604,7 +606,7 @@ class PoolFetchers(Share):
         are_others = len(self._running_addresses()) > 1
         others = "other fetchers provide their batches" if are_others else "no fetcher is left"
         self.publish(Note(host=host, text=f"host {host} with {fetchers} is gone ({why}); {others}"))
-        for fetcher in self._data.on(part.host_rank):
+        for fetcher in self._data.fetchers_on(part.host_rank):
             ended = fetcher_failed(self.plan, fetcher, f"host {host} is gone: {why}")
             ended.host = host
             self._publish_event(ended)
@@ -642,7 +644,7 @@ class PoolRun(Share):
         session: The session whose hosts and ranks a cell uses; None for any other run.
     """
 
-    fetches = False
+    is_fetchers = False
 
     def __init__(
         self,
@@ -658,7 +660,7 @@ class PoolRun(Share):
         self.send_event: Callable[[bytes], None] = lambda encoded: None
         """Function that sends an encoded event to the owner."""
 
-        self.stays = False
+        self.is_detached_session = False
         """Whether this run is a detached session, which continues without its kernel."""
 
         self.why_halted = ""
@@ -842,7 +844,7 @@ class PoolRun(Share):
         return range(mine.first_rank, mine.first_rank + mine.ranks)
 
     def _owned(self, part: HostPart) -> OwnedFiles:
-        may_send = senders(self.plan.out, self.plan.world_size)
+        may_send = ranks_with_results(self.plan.out, self.plan.world_size)
         return OwnedFiles(self._numbers(part), self.attempt, may_send)
 
     def _may_send(self, part: HostPart, event: Event) -> bool:

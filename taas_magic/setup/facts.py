@@ -107,7 +107,7 @@ def call_probe(
     Raises:
         PoolError: The interpreter does not exist, or the program failed.
     """
-    done = shell.run(f"{python_word(python)} -", _program(function, arguments), timeout_s)
+    done = shell.run(f"{python_word(python)} -", _probe_program(function, arguments), timeout_s)
     for line in reversed(done.out.decode(errors="replace").splitlines()):
         if line.startswith(MARK):
             return line[len(MARK) :].encode()
@@ -122,7 +122,7 @@ def call_probe(
     raise PoolError("\n".join([f"host {shell.host}: {what}", *(f"    {line}" for line in lines)]))
 
 
-def _program(function: str, arguments: Mapping[str, object]) -> bytes:
+def _probe_program(function: str, arguments: Mapping[str, object]) -> bytes:
     """Return a program that calls a function of `probe` and prints its result as JSON.
 
     Every Python since 2.6 can parse it. A Python that is too old for `probe` reports its version.
@@ -260,7 +260,7 @@ class HostProblem:
         return f"{self.what}. {self.todo}" if self.todo else self.what
 
 
-def judge(
+def find_problems(
     facts: HostFacts,
     here: KernelVersions,
     gpus: int | None = None,
@@ -289,7 +289,7 @@ def refuse(all_facts: Iterable[HostFacts], here: KernelVersions) -> None:
     lines = [
         f"host {facts.host}: {finding}"
         for facts in all_facts
-        for finding in judge(facts, here)
+        for finding in find_problems(facts, here)
         if finding.level == ERROR
     ]
     if lines:
@@ -469,6 +469,6 @@ def check_facts(
     here: KernelVersions,
     packages: Mapping[str, RequiredPackage],
 ) -> HostCheck:
-    """Check the facts of a host by the settings of its pool (`judge`)."""
-    found = judge(facts, here, pool.gpus, pool.interface, packages)
+    """Check the facts of a host by the settings of its pool (`find_problems`)."""
+    found = find_problems(facts, here, pool.gpus, pool.interface, packages)
     return HostCheck(pool.name, facts.host, facts, tuple(found))

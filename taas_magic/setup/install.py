@@ -44,10 +44,10 @@ from taas_magic.setup.facts import (
 
 PROJECT = "taas-magic"
 
-AS_HERE = ("distributed",)
+EXACT_VERSION = ("distributed",)
 """Packages that need exactly this machine's version: both ends of Dask's protocol must match."""
 
-NEVER = ("torch", "ipykernel", "paramiko")
+NOT_INSTALLED = ("torch", "ipykernel", "paramiko")
 """Requirements of taas-magic that it does not install on hosts.
 
 These are torch, and packages that `taas_magic.host` never imports.
@@ -114,7 +114,9 @@ def packages_needed(
         while waiting:
             one = waiting.pop()
             name = canonicalize_name(one.name)
-            if name in NEVER or (one.marker is not None and not one.marker.evaluate({"extra": ""})):
+            if name in NOT_INSTALLED or (
+                one.marker is not None and not one.marker.evaluate({"extra": ""})
+            ):
                 continue
             if name not in found and (here := find(name)):
                 waiting += map(Requirement, here.requires)
@@ -124,7 +126,7 @@ def packages_needed(
 
 def _wanted(name: str, allowed: SpecifierSet, here: InstalledPackage | None) -> RequiredPackage:
     version = here.version if here else ""
-    if name in AS_HERE and version:
+    if name in EXACT_VERSION and version:
         allowed = SpecifierSet(f"=={version}")
     return RequiredPackage(name, version, allowed)
 
@@ -223,7 +225,7 @@ def our_bundle() -> bytes:
     root = Path(__file__).parents[2]
     files = probe.package_files(str(root / "taas_magic"))
     programs = {"taas.py": (root / "taas.py").read_bytes()}  # `import taas` in the user's scripts
-    return zipped({f"taas_magic/{path}": content for path, content in files} | programs)
+    return zip_files({f"taas_magic/{path}": content for path, content in files} | programs)
 
 
 def bundle_for(packages: Sequence[RequiredPackage], facts: HostFacts) -> bytes:
@@ -242,7 +244,7 @@ def bundle_for(packages: Sequence[RequiredPackage], facts: HostFacts) -> bytes:
         own = installed_files(each.name)
         files.update(own or {})
         elsewhere += [] if own else [each.pin]
-    return zipped({**files, **downloaded(elsewhere, facts)} if elsewhere else files)
+    return zip_files({**files, **download_wheels(elsewhere, facts)} if elsewhere else files)
 
 
 def why_unlike(facts: HostFacts) -> str:
@@ -263,7 +265,7 @@ def _not_sent(facts: HostFacts, pins: Sequence[str], why: str) -> PoolError:
     )
 
 
-def zipped(files: Mapping[str, bytes]) -> bytes:
+def zip_files(files: Mapping[str, bytes]) -> bytes:
     """Return the files as a zip file. The same files give the same bytes."""
     target = io.BytesIO()
     with zipfile.ZipFile(target, "w") as archive:
@@ -296,7 +298,7 @@ def installed_files(name: str) -> Files | None:
         return None
 
 
-def downloaded(pins: Sequence[str], facts: HostFacts) -> Files:
+def download_wheels(pins: Sequence[str], facts: HostFacts) -> Files:
     """Download wheels for a host with this machine's pip, and return their files except programs.
 
     The wheels fit this machine, so call this function only if `why_unlike` gives no reason.

@@ -581,7 +581,7 @@ def _public_blob(path: str) -> bytes:
     return b""
 
 
-def refusal(target: SshTarget, failure: AuthFailure) -> str:
+def login_refused_message(target: SshTarget, failure: AuthFailure) -> str:
     """Return the error message for a refused login: user, host, each key tried, and a remedy."""
     tried = [f"  {each.source!r}: {_why(each.result)}" for each in failure.result]
     if not tried:

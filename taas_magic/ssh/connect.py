@@ -32,7 +32,7 @@ from taas_magic.ssh.config import (
     KnownHosts,
     SshTarget,
     UserKeys,
-    refusal,
+    login_refused_message,
 )
 
 SILENCE_S = 8.0
@@ -110,7 +110,7 @@ class Connection:
             channel = self.transport.open_session(timeout=CONNECT_TIMEOUT_S)
             channel.exec_command(command)
         except _ENDED as error:
-            raise self.lost(f"{command.split()[0]} was not started", error) from error
+            raise self.lost_error(f"{command.split()[0]} was not started", error) from error
         return channel
 
     def run(self, command: str, data: bytes = b"", timeout_s: float = _RUN_S) -> CommandResult:
@@ -130,7 +130,7 @@ class Connection:
             try:
                 stdout = channel.makefile("rb").read()
             except _ENDED as error:
-                raise self.lost(f"{shlex.split(command)[0]} gave no answer", error) from error
+                raise self.lost_error(f"{shlex.split(command)[0]} gave no answer", error) from error
             reader.join(timeout_s)
             return CommandResult(channel.recv_exit_status(), stdout, b"".join(errors))
 
@@ -148,7 +148,7 @@ class Connection:
             why = done.err.decode(errors="replace").strip() or f"exit code {done.code}"
             raise PoolError(f"host {self.host}: {path} was not written: {why}")
 
-    def lost(self, what: str, error: BaseException) -> PoolError:
+    def lost_error(self, what: str, error: BaseException) -> PoolError:
         """Return the error for an action that failed because the connection or a channel ended.
 
         Args:
@@ -281,7 +281,7 @@ def _handshake(sock: socket.socket | Channel, deadline: _Deadline) -> Iterator[N
     except _ENDED as error:
         deadline.check("SSH handshake")
         if isinstance(error, AuthFailure):
-            raise PoolError(refusal(target, error)) from error
+            raise PoolError(login_refused_message(target, error)) from error
         raise PoolError(
             f"host {target.label}: the SSH handshake with {target.address} failed: "
             f"{error or type(error).__name__}"
@@ -307,7 +307,7 @@ def _open_stream(
     Callbacks that close the stream are added to `undo`.
     """
     if target.proxy_command and target.jump is None:
-        return _program(target.proxy_command, undo)
+        return _start_proxy_command(target.proxy_command, undo)
     if target.jump is None:
         return _dial(target, deadline, silence_s, undo)
     jump = connect(target.jump, deadline.stop, deadline.left_s, silence_s)
@@ -320,12 +320,12 @@ def _open_stream(
             timeout=deadline.left_s,
         )
     except SSHException as error:
-        raise jump.lost(f"it cannot connect to {target.address}", error) from error
+        raise jump.lost_error(f"it cannot connect to {target.address}", error) from error
     undo.callback(channel.close)
     return channel
 
 
-def _program(command: str, undo: ExitStack) -> socket.socket:
+def _start_proxy_command(command: str, undo: ExitStack) -> socket.socket:
     """Start a ProxyCommand with one end of a socket pair as its standard input and output.
 
     A shell runs the command, as with ssh; paramiko's own ProxyCommand uses no shell.
@@ -535,7 +535,7 @@ def open_tunnel(connection: Connection, host: str, port: int) -> int:
     try:
         opened = connection.transport.request_port_forward(LOOPBACK, 0, on_visitor)
     except (OSError, EOFError) as error:
-        raise connection.lost("no port was forwarded", error) from error
+        raise connection.lost_error("no port was forwarded", error) from error
     except SSHException as error:
         raise PoolError(
             f"host {connection.host}: its sshd refuses to forward a port ({error}), but taas-magic "

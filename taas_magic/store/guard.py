@@ -337,7 +337,7 @@ def _renew(descriptor: int, path: str) -> None:
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
-def _checked(result: int, what: str) -> int:
+def _raise_if_negative(result: int, what: str) -> int:
     if result < 0:
         code = ctypes.get_errno()
         raise OSError(code, f"{what}: {os.strerror(code)}")
@@ -372,7 +372,7 @@ def _enter_namespace(*, as_user: bool) -> None:
     """
     user, group = os.geteuid(), os.getegid()
     flags = _CLONE_NEWNS | (_CLONE_NEWUSER if as_user else 0)
-    _checked(_LIBC.unshare(flags), "unshare")
+    _raise_if_negative(_LIBC.unshare(flags), "unshare")
     if as_user:
         Path("/proc/self/setgroups").write_text("deny")
         Path("/proc/self/uid_map").write_text(f"{user} {user} 1")
@@ -405,14 +405,14 @@ def _unescape(field: bytes) -> str:
 def _mount(source: str | None, target: str, flags: int) -> None:
     encoded = source and os.fsencode(source)
     result = _LIBC.mount(encoded, os.fsencode(target), None, ctypes.c_ulong(flags), None)
-    _checked(result, f"mount {target}")
+    _raise_if_negative(result, f"mount {target}")
 
 
 def _drop_capabilities() -> None:
     """Drop this process's capabilities in its user namespace, so that it cannot undo the mounts."""
     header = (ctypes.c_uint32 * 2)(0x20080522, 0)  # _LINUX_CAPABILITY_VERSION_3, this thread
     nothing = (ctypes.c_uint32 * 6)()
-    _checked(_LIBC.capset(header, nothing), "capset")
+    _raise_if_negative(_LIBC.capset(header, nothing), "capset")
 
 
 _PR_SET_NO_NEW_PRIVS = 38
@@ -441,15 +441,17 @@ def _restrict_by_landlock(folder: str, writable: Sequence[str]) -> None:
     size = ctypes.c_size_t(len(handled))
     rules = _landlock(_CREATE_RULESET, handled, size, ctypes.c_uint32(0))
     try:
-        for path in (*_neighbours(folder), *writable):
+        for path in (*_siblings(folder), *writable):
             _allow(rules, path, rights)
-        _checked(_LIBC.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "prctl(PR_SET_NO_NEW_PRIVS)")
+        _raise_if_negative(
+            _LIBC.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "prctl(PR_SET_NO_NEW_PRIVS)"
+        )
         _landlock(_RESTRICT_SELF, ctypes.c_int(rules), ctypes.c_uint32(0))
     finally:
         os.close(rules)
 
 
-def _neighbours(folder: str) -> list[str]:
+def _siblings(folder: str) -> list[str]:
     """Return the siblings of `folder` and of each folder that contains it."""
     found = []
     while folder != "/":
@@ -489,4 +491,4 @@ def _allow(rules: int, path: str, rights: int) -> None:
 
 
 def _landlock(number: int, *arguments: object) -> int:
-    return _checked(_LIBC.syscall(ctypes.c_long(number), *arguments), "Landlock")
+    return _raise_if_negative(_LIBC.syscall(ctypes.c_long(number), *arguments), "Landlock")

@@ -18,7 +18,7 @@ from msgspec import Struct
 from taas_magic.config import size_text
 from taas_magic.errors import StoreError
 from taas_magic.messages import from_json, to_json
-from taas_magic.shared_files import replacing
+from taas_magic.shared_files import replace_atomically
 from taas_magic.store.ignore import FILE_NAME, ignore_of
 from taas_magic.store.tree import CaseChecker, Tree, TreeEntry, printable, why_unsafe
 
@@ -189,7 +189,7 @@ class Hashes:
 
     def save(self) -> None:
         """Write the cache to its file for the next run."""
-        with replacing(self._file) as file:
+        with replace_atomically(self._file) as file:
             file.write(to_json([(path, *known) for path, known in self._known.items()]))
 
 

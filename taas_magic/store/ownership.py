@@ -20,7 +20,7 @@ from msgspec import Struct
 from pathspec import GitIgnoreSpec
 
 from taas_magic.messages import from_json, to_json
-from taas_magic.shared_files import replacing
+from taas_magic.shared_files import replace_atomically
 from taas_magic.store.tree import Tree, special_kind
 
 KEPT_BESIDE = ".from-host"
@@ -117,7 +117,7 @@ class RunFileRecord:
             else:
                 self._known[record.path] = record
         if n_lines > 2 * len(self._known) + 1000:
-            with replacing(self._path) as file:
+            with replace_atomically(self._path) as file:
                 file.writelines(_line(record) for record in self._known.values())
 
     def has_folder(self, path: str) -> bool:

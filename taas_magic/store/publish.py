@@ -17,7 +17,7 @@ from typing import IO, Any
 from taas_magic.errors import StoreError
 from taas_magic.shared_files import lock
 
-SAVES = "TAAS_SAVES"
+SAVES_FOLDER_VARIABLE = "TAAS_SAVES"
 """Name of the environment variable with the folder for files that a farm's job saves."""
 
 _SUFFIX = ".taas-saving"
@@ -58,7 +58,7 @@ def _in_job(path: str | os.PathLike[str]) -> str | os.PathLike[str]:
 
     If this process runs no job, or the path is outside the store, return `path`.
     """
-    folder = os.environ.get(SAVES)
+    folder = os.environ.get(SAVES_FOLDER_VARIABLE)
     # First try the path as given. If the path is outside the working directory, follow its symbolic
     # links, and try the result.
     below = [os.path.relpath(it) for it in (path, os.path.realpath(path))]

@@ -89,7 +89,7 @@ class StoreServer:
         self._hashes = Hashes(folder / "hashes.json")
         self._ignore, self._cases = ignore_of(self._tree), CaseChecker()
         self._made, self._overwrite_rules = RunFileRecord(folder), OverwriteRules(rule.overwrite)
-        self._beside: set[str] = set()
+        self._kept_beside: set[str] = set()
         """Paths of the user's files beside which the store keeps rank 0's versions."""
         self._incoming: dict[tuple[int, str], IncomingFile] = {}
         self._checks: dict[tuple[int, str], PathFileCheck] = {}
@@ -168,12 +168,12 @@ class StoreServer:
         If rank 0 writes the user's file `a.txt`, the store keeps rank 0's version as
         `a.txt.from-host`. The result lists this version as `a.txt`.
         """
-        if not self._beside:
+        if not self._kept_beside:
             return manifest
-        kept = {path + KEPT_BESIDE for path in self._beside}
+        kept = {path + KEPT_BESIDE for path in self._kept_beside}
         entries = []
         for entry in manifest.entries:
-            change = self._changes.get(entry.path) if entry.path in self._beside else None
+            change = self._changes.get(entry.path) if entry.path in self._kept_beside else None
             if entry.path not in kept:
                 entries.append(entry if change is None or change.entry is None else change.entry)
         return Manifest(entries, manifest.skipped)
@@ -191,7 +191,7 @@ class StoreServer:
         if offset < 0 or size < 0 or not (changed or path in self._listed):
             return None
         try:
-            with self._tree.open_file(self._version_path(path)) as file:
+            with self._tree.open_file(self._path_seen_by_ranks(path)) as file:
                 return os.pread(file.fileno(), size, offset)
         except OSError:
             return None
@@ -216,10 +216,12 @@ class StoreServer:
         for first in range(0, len(request.pieces), GROUP):
             answers |= self._write_pieces(host_rank, request.pieces[first : first + GROUP])
         for path in request.removed:
-            answers[path] = self._try(self._remove, host_rank, path)
+            answers[path] = self._apply_if_allowed(self._remove, host_rank, path)
         return {path: why for path, why in answers.items() if why}
 
-    def _try(self, step: Callable[..., None], host_rank: int, path: str, *more: object) -> str:
+    def _apply_if_allowed(
+        self, step: Callable[..., None], host_rank: int, path: str, *more: object
+    ) -> str:
         """Call `step(host_rank, path, *more)` if the host may change `path`.
 
         Returns:
@@ -292,12 +294,12 @@ class StoreServer:
         is_notebook = normal_form(path).endswith(".ipynb")  # the user may have the notebook open
         return not is_notebook and self._made.has_file(self._tree, path, status)
 
-    def _version_path(self, path: str) -> str:
+    def _path_seen_by_ranks(self, path: str) -> str:
         """Return the path of the file that the run's ranks see at `path`.
 
         The result is `path`, or the path of rank 0's version beside the user's file.
         """
-        return path + KEPT_BESIDE if path in self._beside else path
+        return path + KEPT_BESIDE if path in self._kept_beside else path
 
     def _make_folders(self, path: str) -> None:
         for folder in reversed([path, *folders_of(path)]):
@@ -315,13 +317,15 @@ class StoreServer:
         answers: dict[str, str] = {}
         for piece in pieces:
             path = piece.entry.path
-            answers[path] = self._try(self._write, host_rank, path, piece, whole)
+            answers[path] = self._apply_if_allowed(self._write, host_rank, path, piece, whole)
         # Force the files to the disk before they get their names. Then a power cut cannot leave
         # incomplete files at these paths.
         flushing = [self._flushers.submit(os.fsync, incoming.file) for _, incoming in whole]
         for (entry, incoming), flushed in zip(whole, flushing, strict=True):
             more = entry, incoming, flushed
-            answers[entry.path] = self._try(self._install_file, host_rank, entry.path, *more)
+            answers[entry.path] = self._apply_if_allowed(
+                self._install_file, host_rank, entry.path, *more
+            )
         for folder in {split_path(entry.path)[0] for entry, _ in whole}:
             self._tree.flush_folder(folder)
         return answers
@@ -385,10 +389,12 @@ class StoreServer:
             may_replace = self._may_replace(path)
             if not (may_replace or self._may_replace(path + KEPT_BESIDE)):
                 raise UnsafeError(path, WHY_NOT_KEPT)
-            (self._beside.discard if may_replace else self._beside.add)(path)
-            self._made.record_file(self._version_path(path), os.fstat(incoming.file), entry.sha256)
+            (self._kept_beside.discard if may_replace else self._kept_beside.add)(path)
+            self._made.record_file(
+                self._path_seen_by_ranks(path), os.fstat(incoming.file), entry.sha256
+            )
             may_run = entry.executable and may_overwrite
-            incoming.move_to(self._tree, self._version_path(path), executable=may_run)
+            incoming.move_to(self._tree, self._path_seen_by_ranks(path), executable=may_run)
         finally:
             incoming.discard()
         self._record_change(host_rank, path, entry)
@@ -419,11 +425,11 @@ class StoreServer:
             self._discard_incoming(key)  # its temporary file is in the folder that may be removed
         if not self._may_replace(path):
             self._record_change(host_rank, path, None)
-            if path not in self._beside:
+            if path not in self._kept_beside:
                 raise UnsafeError(path, WHY_NOT_REMOVED)
-        place = self._version_path(path)
+        place = self._path_seen_by_ranks(path)
         if self._tree.remove(place):
-            self._beside.discard(path)
+            self._kept_beside.discard(path)
             self._made.forget(place)
             self._cases.forget(place)
             self._record_change(host_rank, path, None)

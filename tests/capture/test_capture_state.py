@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from taas_magic.capture.process_state import is_programs_own
+from taas_magic.capture.process_state import is_default_argv
 
 COLLECT = """
 import json, sys
@@ -61,4 +61,4 @@ def test_torchs_newer_precision_is_no_obstacle() -> None:
     ],
 )
 def test_whose_arguments(argv: list[str], orig_argv: list[str], own: bool) -> None:
-    assert is_programs_own(argv, orig_argv) is own
+    assert is_default_argv(argv, orig_argv) is own

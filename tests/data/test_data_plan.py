@@ -76,9 +76,9 @@ def test_every_loader_has_each_of_its_fetchers_once(
         assert indices == list(range(cpus))
     assert [fetcher.number for fetcher in plan.fetchers] == list(range(len(plan.fetchers)))
     assert plan.hosts <= plan.pool_hosts <= hosts
-    on_hosts = [fetcher for host in range(plan.hosts) for fetcher in plan.on(host)]
+    on_hosts = [fetcher for host in range(plan.hosts) for fetcher in plan.fetchers_on(host)]
     assert sorted(on_hosts, key=lambda fetcher: fetcher.number) == list(plan.fetchers)
-    assert all(plan.on(host) for host in range(plan.hosts))
+    assert all(plan.fetchers_on(host) for host in range(plan.hosts))
     assert bool(note) == (cpus * loaders > hosts)
     assert plan.cores >= 1
     assert from_json(to_json(plan), DataPlan) == plan

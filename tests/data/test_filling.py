@@ -32,10 +32,10 @@ def filling(
     names = tuple(f"loader{number}" for number in range(loaders))
     plan = make_plan(Flags(gpus=1, units=units, prefill=prefill), HostCapacity(0, 1), "r1")
     data, _ = place_fetchers(names, fetchers, PoolConfig("local", max_hosts=fetchers), cores=1)
-    flow = RunCounts()
+    run_counts = RunCounts()
     for seen in events:
-        flow.apply(seen, 0.0)
-    return PrefillProgress(structs.replace(plan, data=data), flow)
+        run_counts.apply(seen, 0.0)
+    return PrefillProgress(structs.replace(plan, data=data), run_counts)
 
 
 @pytest.mark.parametrize(

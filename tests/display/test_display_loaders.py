@@ -9,11 +9,11 @@ COUNTS = {"batches": 600, "units": 600, "bytes": 6e7, "waited_s": 3.0, "span_s":
 STATS = {"ready": 12, "ready_bytes": 1.2e6, "budget_bytes": 1e9}
 
 
-def flow_of(*events: Event) -> RunCounts:
-    flow = RunCounts()
+def run_counts_of(*events: Event) -> RunCounts:
+    run_counts = RunCounts()
     for number, seen in enumerate(events):
-        flow.apply(seen, 10.0 + number)
-    return flow
+        run_counts.apply(seen, 10.0 + number)
+    return run_counts
 
 
 def data(rank: int, **counts: float) -> Event:
@@ -24,15 +24,19 @@ def fetched(**stats: float) -> Event:
     return event("fetched", number=0, loaders={"train": STATS | stats})
 
 
-def facts(flow: RunCounts, units: int | None = None, has_ended: bool = False) -> dict[str, str]:
-    ((name, found),) = loader_lines(flow, units, has_ended)
+def facts(
+    run_counts: RunCounts, units: int | None = None, has_ended: bool = False
+) -> dict[str, str]:
+    ((name, found),) = loader_lines(run_counts, units, has_ended)
     assert name == "train"
     return dict(found)
 
 
 def test_while_it_runs() -> None:
-    flow = flow_of(fetched(), data(0, batches=0, bytes=0), data(1), data(0, waited_s=5.0))
-    assert facts(flow, units=20_000) == {
+    run_counts = run_counts_of(
+        fetched(), data(0, batches=0, bytes=0), data(1), data(0, waited_s=5.0)
+    )
+    assert facts(run_counts, units=20_000) == {
         "batches": "1,200 of 20,000",
         "per second": "100 · 10 MB/s",
         "ready": "12 (1.2 MB of 1.0 GB)",
@@ -41,7 +45,7 @@ def test_while_it_runs() -> None:
 
 
 def test_at_the_end_it_is_the_mean_and_no_buffer() -> None:
-    shown = facts(flow_of(fetched(), data(0), data(1)), has_ended=True)
+    shown = facts(run_counts_of(fetched(), data(0), data(1)), has_ended=True)
     assert shown == {
         "batches": "1,200",
         "per second": "120 · 12 MB/s",
@@ -51,23 +55,24 @@ def test_at_the_end_it_is_the_mean_and_no_buffer() -> None:
 
 def test_units_that_are_no_batches_are_shown_beside_them() -> None:
     assert (
-        facts(flow_of(data(0, units=2400)), units=9000)["batches"] == "600 · 2,400 of 9,000 units"
+        facts(run_counts_of(data(0, units=2400)), units=9000)["batches"]
+        == "600 · 2,400 of 9,000 units"
     )
 
 
 def test_the_memory_of_ranks_is_shown() -> None:
-    assert facts(flow_of(fetched(), data(0, held_bytes=3e6)))["in ranks"] == "3.0 MB"
+    assert facts(run_counts_of(fetched(), data(0, held_bytes=3e6)))["in ranks"] == "3.0 MB"
 
 
 def test_many_ranks_are_shown_by_their_extremes() -> None:
-    flow = flow_of(*(data(rank, waited_s=rank / 10) for rank in range(100)))
-    assert facts(flow)["waited"] == "50% (rank 0 0% to rank 99 99%)"
+    run_counts = run_counts_of(*(data(rank, waited_s=rank / 10) for rank in range(100)))
+    assert facts(run_counts)["waited"] == "50% (rank 0 0% to rank 99 99%)"
 
 
 def test_many_loaders_are_bounded() -> None:
     loaders = {f"loader{number:02}": COUNTS for number in range(20)}
-    flow = flow_of(event("data", rank=0, loaders=loaders))
-    assert loader_lines(flow, None, False)[-1] == ("… and 12 more loaders", [])
+    run_counts = run_counts_of(event("data", rank=0, loaders=loaders))
+    assert loader_lines(run_counts, None, False)[-1] == ("… and 12 more loaders", [])
 
 
 def test_a_run_without_loaders_shows_none() -> None:
@@ -76,7 +81,7 @@ def test_a_run_without_loaders_shows_none() -> None:
 
 def test_filling_until_the_ranks_start() -> None:
     in_bytes = event("filling", done=31e6, wanted=5e8, unit="bytes")
-    assert filling(flow_of(in_bytes)) == "31.0 MB of 500.0 MB"
+    assert filling(run_counts_of(in_bytes)) == "31.0 MB of 500.0 MB"
     batches = event("filling", done=31, wanted=200, unit="batches")
-    assert filling(flow_of(batches)) == "31 of 200 batches"
-    assert filling(flow_of(in_bytes, event("started", pids={}))) == ""
+    assert filling(run_counts_of(batches)) == "31 of 200 batches"
+    assert filling(run_counts_of(in_bytes, event("started", pids={}))) == ""

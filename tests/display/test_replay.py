@@ -92,15 +92,17 @@ def test_the_state_is_that_of_every_event_applied(
 
 
 def _facts(state: RunState) -> dict[str, Any]:
-    found = {name: getattr(state, name) for name in vars(state) if name not in ("flow", "plan")}
-    loader = state.flow.loaders["train"]
+    found = {
+        name: getattr(state, name) for name in vars(state) if name not in ("run_counts", "plan")
+    }
+    loader = state.run_counts.loaders["train"]
     found |= {"ranks": loader.ranks, "fetchers": loader.fetchers, "points": list(loader.points)}
     return found
 
 
 def test_reports_from_before_a_restart_do_not_count_after_it() -> None:
     report = event("data", rank=0, cores=2, loaders={"train": {"batches": 3, "span_s": 1.0}})
-    found = replayed([report, event("restart", attempt=1)]).state.flow.loaders["train"]
+    found = replayed([report, event("restart", attempt=1)]).state.run_counts.loaders["train"]
     assert found.ranks == {}
 
 

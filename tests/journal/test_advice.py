@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from taas_magic.journal.analysis import LoaderUse, RunCounts, advice, advise
+from taas_magic.journal.analysis import LoaderUse, RunCounts, advice_for_loader, advice_for_run
 from tests.events import event
 
 STORAGE = LoaderUse("train", 0.62, ranks=2, fetchers=1, workers=2, working=2, cpu=0.05, cores=0.02)
@@ -37,15 +37,15 @@ CASES = {
     ),
     "storage, but no core left": (replace(STORAGE, cores=0.95), "preparing it takes CPU time"),
     "storage, cores for one more": (
-        replace(STORAGE, room=2),
+        replace(STORAGE, max_fetchers=2),
         "its storage is slow; --cpus 3 instead of 1 would make it about 2.6x as",
     ),
     "storage, no core for one more": (
-        replace(STORAGE, room=1),
+        replace(STORAGE, max_fetchers=1),
         "its storage is slow; --cpus 3 instead of 1 would make it about 2.6x as",
     ),
     "cpu, no core for one more": (
-        replace(CPU, room=1),
+        replace(CPU, max_fetchers=1),
         "this host already has a worker for each core; fetchers on hosts of their own",
     ),
     "one stream": (
@@ -54,7 +54,7 @@ CASES = {
     ),
     "network": (IDLE, "limits it to 110 MB/s, and its workers are not busy; --cpus 3"),
     "network, no core for one more": (
-        replace(IDLE, room=1),
+        replace(IDLE, max_fetchers=1),
         "110 MB/s, and its workers are not busy",
     ),
     "one host": (
@@ -80,7 +80,7 @@ CASES = {
         "--cpus 4, with cores of their own, would make it about 2.6x",
     ),
     "in the ranks, on a host of two cores": (
-        replace(ALONE, room=2),
+        replace(ALONE, max_fetchers=2),
         "the run has no fetchers; --cpus 2 would make it about 1.6x as fast",
     ),
     "in many ranks": (
@@ -93,14 +93,16 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_the_sentence(name: str) -> None:
     load, words = CASES[name]
-    said = advise(load)
+    said = advice_for_loader(load)
     assert words in said
     assert bool(said) == bool(words)
 
 
 def test_it_begins_with_who_waited_and_for_what() -> None:
-    assert advise(STORAGE).startswith("ranks waited 62% for 'train': ")
-    assert advise(replace(STORAGE, ranks=1)).startswith("the rank waited 62% for 'train': ")
+    assert advice_for_loader(STORAGE).startswith("ranks waited 62% for 'train': ")
+    assert advice_for_loader(replace(STORAGE, ranks=1)).startswith(
+        "the rank waited 62% for 'train': "
+    )
 
 
 @pytest.mark.parametrize("waited", [0.11, 0.3, 0.5, 0.9, 0.999])
@@ -108,7 +110,7 @@ def test_it_begins_with_who_waited_and_for_what() -> None:
 @pytest.mark.parametrize("ranks", [1, 2, 64])
 def test_more_fetchers_are_never_slower(waited: float, fetchers: int, ranks: int) -> None:
     load = replace(STORAGE, waited=waited, fetchers=fetchers, ranks=ranks)
-    words = advise(load).split()
+    words = advice_for_loader(load).split()
     wanted = int(words[words.index("--cpus") + 1])
     faster = float(next(word for word in words if word.endswith("x")).rstrip("x"))
     assert wanted > fetchers
@@ -125,34 +127,34 @@ def run_of(waited_s: float, cpu_s: float, host: str = "cpu1", **counts: float) -
         "up_s": 10.0,
         "workers": 1,
     }
-    flow = RunCounts()
+    run_counts = RunCounts()
     for seen in (
         event("fetcher", host, number=0, cores=4, workers={"train": 1}),
         event("fetched", host, number=0, loaders={"train": worker}),
         event("data", rank=0, loaders={"train": rank}),
     ):
-        flow.apply(seen, 100.0)
-    return flow
+        run_counts.apply(seen, 100.0)
+    return run_counts
 
 
 def test_the_sums_of_a_run_decide() -> None:
-    assert "its storage is slow" in advice(run_of(waited_s=6.0, cpu_s=0.5))
-    assert "takes CPU time" in advice(run_of(waited_s=6.0, cpu_s=9.5))
-    assert "first batch" in advice(run_of(waited_s=6.0, cpu_s=0.5, first_s=5.9))
-    assert advice(run_of(waited_s=0.5, cpu_s=0.5)) == ""
-    assert advice(RunCounts()) == ""
-    assert advice(run_of(waited_s=0.6, cpu_s=0.5, span_s=0.7)) == "", "too short to say"
+    assert "its storage is slow" in advice_for_run(run_of(waited_s=6.0, cpu_s=0.5))
+    assert "takes CPU time" in advice_for_run(run_of(waited_s=6.0, cpu_s=9.5))
+    assert "first batch" in advice_for_run(run_of(waited_s=6.0, cpu_s=0.5, first_s=5.9))
+    assert advice_for_run(run_of(waited_s=0.5, cpu_s=0.5)) == ""
+    assert advice_for_run(RunCounts()) == ""
+    assert advice_for_run(run_of(waited_s=0.6, cpu_s=0.5, span_s=0.7)) == "", "too short to say"
 
 
 @pytest.mark.parametrize("cores", [1, 2, 3, 64])
 def test_never_more_workers_than_cores_are_advised(cores: int) -> None:
     """This holds on one host, with and without fetchers, unless storage is the limit."""
-    flow = run_of(waited_s=9.9, cpu_s=9.5, host="gpu1")
-    flow.fetchers[0].cores = cores
+    run_counts = run_of(waited_s=9.9, cpu_s=9.5, host="gpu1")
+    run_counts.fetchers[0].cores = cores
     alone = RunCounts()
     counts = {"batches": 9.0, "span_s": 10.0, "waited_s": 9.9, "workers": 1.0}
     alone.apply(event("data", rank=0, cores=cores, loaders={"train": counts}), 100.0)
-    for said in (advice(flow), advice(alone)):
+    for said in (advice_for_run(run_counts), advice_for_run(alone)):
         words = said.split()
         if cores == 1 and "--cpus" not in words:
             assert "fetchers on hosts of their own" in said
@@ -160,4 +162,4 @@ def test_never_more_workers_than_cores_are_advised(cores: int) -> None:
             assert int(words[words.index("--cpus") + 1]) == min(cores, 8)
     slow = run_of(waited_s=9.9, cpu_s=0.5, host="gpu1")
     slow.fetchers[0].cores = cores
-    assert "its storage is slow; --cpus 8 instead of 1" in advice(slow)
+    assert "its storage is slow; --cpus 8 instead of 1" in advice_for_run(slow)

@@ -17,7 +17,7 @@ from taas_magic.host import metrics as in_rank
 from taas_magic.host.metrics import MetricBuffer
 from taas_magic.journal import metrics
 from taas_magic.journal.folder import RunFolder
-from taas_magic.journal.metrics import CURVE_POINTS, Curve, picture, sparkline
+from taas_magic.journal.metrics import CURVE_POINTS, Curve, sparkline, svg_data_url
 from taas_magic.messages import MetricPoint, Metrics, decode_event, encode
 from tests.events import new_state
 from tests.harness import Notebook
@@ -173,7 +173,7 @@ def test_a_line_of_blocks_rises_and_has_gaps() -> None:
 
 
 def test_a_picture_has_a_line_for_each_rank_and_skips_what_is_no_number() -> None:
-    address = picture([[0.0, 1.0, math.nan, 2.0, 3.0], [1.0, 1.0]])
+    address = svg_data_url([[0.0, 1.0, math.nan, 2.0, 3.0], [1.0, 1.0]])
     svg = base64.b64decode(address.partition(",")[2]).decode()
     assert svg.count("<polyline") == 3 and "nan" not in svg
 

@@ -12,7 +12,7 @@ from taas_magic.host import files as run_files
 from taas_magic.host.files import HostFiles, RunFolderCopy
 from taas_magic.host.spec import HostAddress, Origin, RunSpec, ShareSpec
 from taas_magic.journal.folder import RunFolder
-from taas_magic.plan import Flags, HostCapacity, Plan, make_plan, senders
+from taas_magic.plan import Flags, HostCapacity, Plan, make_plan, ranks_with_results
 from taas_magic.pool.files import FileServer, OwnedFiles
 from taas_magic.store.manifest import FOLDER, Entry, Manifest
 from taas_magic.store.requests import (
@@ -54,16 +54,18 @@ class Far:
     """A host that calls the file server directly; the run folder's path does not exist there."""
 
     def __init__(self, home: RunFolder, plan: Plan, cache: Path, host_rank: int = 0) -> None:
-        self.server = FileServer(RunSpec(plan, str(home.path), Origin("/", {}, ())), fetches=False)
+        self.server = FileServer(
+            RunSpec(plan, str(home.path), Origin("/", {}, ())), is_fetchers=False
+        )
         self.host_rank, self.attempt = host_rank, 0
         self.spec = share_of(plan, f"/nowhere{home.path}", host_rank)
         self.files = RunFolderCopy(self.spec, self.ask, cache)
         self.here = self.files.path
 
     def ask(self, request: FileRequest[Any]) -> Any:
-        may_send = senders(self.spec.plan.out, self.spec.plan.world_size)
+        may_send = ranks_with_results(self.spec.plan.out, self.spec.plan.world_size)
         owned = OwnedFiles(self.spec.ranks, self.attempt, may_send)
-        return self.server.answer_of_folder(self.host_rank, owned, request)
+        return self.server.answer_folder_request(self.host_rank, owned, request)
 
 
 def writes(name: str, data: bytes = b"x", size: int | None = None) -> WriteFiles:

@@ -130,14 +130,14 @@ def test_each_step_has_its_own_part_of_what_crosses_its_end() -> None:
 def test_clocks_of_other_hosts_are_corrected_by_collectives() -> None:
     other = trace("b", steps={1: Span(1000, 1100)}, collectives={"gloo:x": [Span(1050, 1100)]})
     first = trace(collectives={"gloo:x": [Span(60, 100)]})
-    moved, offsets = timeline.aligned({0: first, 1: other})
+    moved, offsets = timeline.align_clocks({0: first, 1: other})
     assert offsets == {0: 0.0, 1: -1000.0}
     assert moved[1].steps == first.steps
 
 
 def test_clocks_of_one_host_are_left_alone() -> None:
     late = trace(collectives={"gloo:all_reduce": [Span(70, 140)]})
-    assert timeline.aligned({0: trace(), 1: late})[1] == {0: 0.0, 1: 0.0}
+    assert timeline.align_clocks({0: trace(), 1: late})[1] == {0: 0.0, 1: 0.0}
 
 
 def event(name: str, ts: float, dur: float, cat: str = "user_annotation") -> dict[str, Any]:
@@ -185,7 +185,7 @@ def test_parts_of_spans_are_removed(
     left: list[tuple[float, float]],
 ) -> None:
     whole, taken = ([Span(*one) for one in both] for both in (spans, removed))
-    assert timeline.without(whole, taken) == left
+    assert timeline.subtract_spans(whole, taken) == left
 
 
 def test_the_slowest_rank_is_the_one_that_waits_least_for_others(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from taas_magic.messages import HostFacts
 from taas_magic.notebook.pools import report
 from taas_magic.setup.facts import ERROR, WARNING, HostCheck, HostProblem
 from taas_magic.setup.install import needed_package_folders
-from tests.setup.test_setup_judge import FIT, KERNEL
+from tests.setup.test_setup_findings import FIT, KERNEL
 
 
 def row(facts: HostFacts | None, *findings: HostProblem, host: str = "gpu1") -> HostCheck:

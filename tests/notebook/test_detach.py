@@ -157,8 +157,8 @@ def test_fetchers_of_a_detached_run_go_on_in_whatever_pool(
         killed.run(FED.format(pool=pool))
         run = next(runs.newest())
         assert run.state == "RUNNING"
-        eventually(lambda: run.head.flow.fetchers)
-        [fetcher] = run.head.flow.fetchers.values()
+        eventually(lambda: run.head.run_counts.fetchers)
+        [fetcher] = run.head.run_counts.fetchers.values()
         os.kill(fetcher.pid, signal.SIGKILL)  # its pool starts another one
         kill(killed)
     assert run.wait(WAIT_S) == {"seen": list(range(60))}

@@ -14,7 +14,7 @@ from taas_magic.setup.facts import ERROR, REMARK, WARNING, HostCheck, HostProble
 FLAGS = Flags(gpus=8, pool="gpu", rehearse=3)
 
 
-def flow(
+def loader_counts(
     prepared: int = 12, fetch_s: float = 2.0, batches: int = 6, busy_s: float = 3.0
 ) -> LoaderCounts:
     """Return the counts of a loader with two workers, used by one rank."""
@@ -30,12 +30,16 @@ def flow(
 @pytest.mark.parametrize(
     ("counts", "ranks", "wanted"),
     [
-        (flow(), 1, "a CPU rank takes 2: 1 such rank needs --cpus 1"),
-        (flow(), 6, "prepares 12 batches/s here, a CPU rank takes 2: 6 such ranks need --cpus 1"),
-        (flow(), 7, "7 such ranks need --cpus 2"),
-        (flow(batches=0), 2, "prepares 12 batches/s here; no rank used one"),
-        (flow(busy_s=0.0001), 2, "a rank does too little with a batch to estimate --cpus"),
-        (flow(prepared=0, fetch_s=0.0), 2, "no batch was prepared"),
+        (loader_counts(), 1, "a CPU rank takes 2: 1 such rank needs --cpus 1"),
+        (
+            loader_counts(),
+            6,
+            "prepares 12 batches/s here, a CPU rank takes 2: 6 such ranks need --cpus 1",
+        ),
+        (loader_counts(), 7, "7 such ranks need --cpus 2"),
+        (loader_counts(batches=0), 2, "prepares 12 batches/s here; no rank used one"),
+        (loader_counts(busy_s=0.0001), 2, "a rank does too little with a batch to estimate --cpus"),
+        (loader_counts(prepared=0, fetch_s=0.0), 2, "no batch was prepared"),
     ],
 )
 def test_the_estimate_of_cpus(counts: LoaderCounts, ranks: int, wanted: str) -> None:
@@ -58,7 +62,7 @@ def test_a_whole_report() -> None:
         captured=[CapturedVariable(f"x{n}", n << 20, "", "numpy.ndarray") for n in range(6)],
         travels_bytes=15 << 20,
         loader_bytes={"train": 3 << 20},
-        flows={"train": flow()},
+        counts_by_loader={"train": loader_counts()},
         reports={
             0: Rehearsed(
                 rank=0,

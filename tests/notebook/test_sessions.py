@@ -254,7 +254,7 @@ def fetchers_of(frontend: Frontend, count: int) -> list[psutil.Process]:
 
     def are_all_there() -> bool:
         frontend.run("%%taas --session exp\npass")
-        pids = value(frontend, "[it.pid for it in taas.last_run.head.flow.fetchers.values()]")
+        pids = value(frontend, "[it.pid for it in taas.last_run.head.run_counts.fetchers.values()]")
         found[:] = [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
         return len(found) == count
 

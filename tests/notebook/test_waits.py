@@ -273,7 +273,7 @@ def test_a_pool_that_stops_while_it_starts_is_replaced(
 ) -> None:
     pool, hasty = Pool(PoolConfig("local"), tmp_path), Pool(HASTY, tmp_path)
     monkeypatch.setattr(PoolFolder, "path", tmp_path)  # both pools use one folder
-    monkeypatch.setattr("taas_magic.pool.client.NAMED_S", 0.0)
+    monkeypatch.setattr("taas_magic.pool.client.REPORT_WAIT_AFTER_S", 0.0)
     told: list[str] = []
     before = psutil.Process().children()
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from taas_magic.shared_files import is_free, lock, locked, replacing, take_lock
+from taas_magic.shared_files import is_unlocked, lock, locked, replace_atomically, take_lock
 
 HOLDER = """
 import sys
@@ -25,13 +25,13 @@ def test_a_lock_is_held_until_its_holder_ends_however_it_does(tmp_path: Path) ->
     command = [sys.executable, "-c", HOLDER, str(path)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
         assert holder.stdout is not None and holder.stdout.readline() == b"has it\n"
-        assert take_lock(path) is None and not is_free(path)
+        assert take_lock(path) is None and not is_unlocked(path)
         with locked(path, wait=False) as is_ours:
             assert not is_ours
         holder.kill()
     with locked(path, wait=True) as is_ours:
-        assert is_ours and not is_free(path)
-    assert is_free(path)
+        assert is_ours and not is_unlocked(path)
+    assert is_unlocked(path)
 
 
 def test_a_shared_lock_keeps_out_who_wants_it_alone(tmp_path: Path) -> None:
@@ -46,12 +46,12 @@ def test_a_shared_lock_keeps_out_who_wants_it_alone(tmp_path: Path) -> None:
 def test_a_file_is_the_old_one_until_the_new_one_is_whole(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_bytes(b"old")
-    with replacing(path) as file:
+    with replace_atomically(path) as file:
         file.write(b"new")
         assert path.read_bytes() == b"old"
     assert path.read_bytes() == b"new"
     assert os.stat(path).st_mode & 0o777 == 0o600
-    with pytest.raises(KeyboardInterrupt), replacing(path) as file:
+    with pytest.raises(KeyboardInterrupt), replace_atomically(path) as file:
         file.write(b"half")
         raise KeyboardInterrupt
     assert path.read_bytes() == b"new"

@@ -155,7 +155,7 @@ def test_nothing_that_is_sent_is_unpickled(
 
     async def play(pool: Pool) -> None:
         for wrap, op in itertools.product((ToPickle, Serialize), ("identity", "taas_ListFiles")):
-            told = pool.keys.host("bad"), pool.keys.cluster(talks=False)
+            told = pool.keys.host("bad"), pool.keys.cluster(workers_connect=False)
             for comm in [await pool.connect(security) for security in told]:
                 with pytest.raises(CommClosedError):
                     await comm.write({"op": op, "reply": True, "address": wrap(Makes(file))})
@@ -278,7 +278,7 @@ def test_a_host_speaks_for_itself_alone(with_pool: Callable[[Play], None]) -> No
 
 def test_a_vehicle_is_no_agent(with_pool: Callable[[Play], None]) -> None:
     async def play(pool: Pool) -> None:
-        comm = await pool.connect(pool.keys.cluster(talks=False))
+        comm = await pool.connect(pool.keys.cluster(workers_connect=False))
         await pool.join(comm, name="any")
         await comm.write({"op": "identity"})
         with pytest.raises(CommClosedError):

@@ -269,7 +269,7 @@ def test_a_pool_whose_settings_have_changed_is_left_after_its_runs_and_ends_by_i
     connection_of(pool)._listeners["busy"] = print
     assert pools.named("brief", after) is not pool
     assert pool.is_ready, "a run is on it"
-    connection_of(pool).forget("busy")
+    connection_of(pool).stop_events("busy")
     while not pool.is_unused():
         threading.Event().wait(0.05)
     assert not left_of(tree)

@@ -11,7 +11,7 @@ from packaging.specifiers import SpecifierSet
 from taas_magic.errors import PoolError
 from taas_magic.setup import install
 from taas_magic.setup.facts import RequiredPackage, of_this_machine
-from taas_magic.setup.install import bundle_for, downloaded, installed_files, our_bundle
+from taas_magic.setup.install import bundle_for, download_wheels, installed_files, our_bundle
 
 HERE = of_this_machine("near")
 
@@ -122,7 +122,7 @@ def test_a_wheel_is_laid_out_as_when_it_is_installed(index: Path) -> None:
         "demo-1.0.data/scripts/demo": "3",
     }
     make_wheel(index, "demo", "py3-none-any", files)
-    found = downloaded(["demo==1.0"], HERE)
+    found = download_wheels(["demo==1.0"], HERE)
     assert found["demo/__init__.py"] == b"1" and found["demo/fast.so"] == b"2"
     assert b"3" not in found.values()
 

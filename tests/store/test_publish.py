@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from taas_magic.errors import StoreError
-from taas_magic.store.publish import SAVES, save
+from taas_magic.store.publish import SAVES_FOLDER_VARIABLE, save
 from tests.children import saver
 from tests.rig.main_module import CONTEXT
 from tests.rig.protected import start
@@ -70,7 +70,7 @@ def test_a_job_saves_to_its_folder_also_over_a_link_to_the_store(
     (tmp_path / "home").symlink_to(store)
     (store / "link").symlink_to(store / "sub")
     monkeypatch.chdir(store)
-    monkeypatch.setenv(SAVES, str(job))
+    monkeypatch.setenv(SAVES_FOLDER_VARIABLE, str(job))
     for number, path in enumerate([tmp_path / "home/m.pt", Path("link/m.pt"), store / "sub/m.pt"]):
         save(number, path)
     found = {str(path.relative_to(job)): torch.load(path) for path in job.rglob("*.pt")}

@@ -14,7 +14,7 @@ from taas_magic.setup.facts import (
     WARNING,
     KernelVersions,
     RequiredPackage,
-    judge,
+    find_problems,
     refuse,
 )
 
@@ -38,7 +38,7 @@ FIT = HostFacts(
 
 
 def test_a_host_that_fits_gives_no_finding() -> None:
-    assert judge(FIT, KERNEL, gpus=8, interface="ib0") == []
+    assert find_problems(FIT, KERNEL, gpus=8, interface="ib0") == []
 
 
 @pytest.mark.fault(29, 30)
@@ -70,18 +70,18 @@ def test_each_finding_says_what_and_what_to_do(
 ) -> None:
     """Among the findings are faults 29, 30 and 54 of docs/faults.md."""
     packages = {"dask": RequiredPackage("dask", "2.0", SpecifierSet("==2.0"))}
-    (found,) = judge(replace(FIT, **change), KERNEL, 8, "ib0", packages)
+    (found,) = find_problems(replace(FIT, **change), KERNEL, 8, "ib0", packages)
     assert (found.level, what in found.what, todo in found.todo) == (level, True, True)
 
 
 def test_an_old_python_that_says_nothing_else_gives_one_finding() -> None:
-    (found,) = judge(HostFacts("gpu1", "2.7.18"), KERNEL, gpus=8)
+    (found,) = find_problems(HostFacts("gpu1", "2.7.18"), KERNEL, gpus=8)
     assert found.level == ERROR and "Python 2.7.18 there" in found.what
 
 
 def test_errors_come_first() -> None:
     facts = replace(FIT, ahead_s=1e6, own_addresses=(), torch="1.0")
-    assert [found.level for found in judge(facts, KERNEL)] == [ERROR, WARNING, REMARK]
+    assert [found.level for found in find_problems(facts, KERNEL)] == [ERROR, WARNING, REMARK]
 
 
 def test_a_refusal_names_every_host_and_only_errors() -> None:

@@ -15,16 +15,16 @@ def fetched(number: int, **stats: float) -> Event:
     return event("fetched", "cpu1", number=number, loaders={"train": stats})
 
 
-def flow_of(*events: Event) -> RunCounts:
+def run_counts_of(*events: Event) -> RunCounts:
     """Return a `RunCounts` that has received the events, one each second from 10 s on."""
-    flow = RunCounts()
+    run_counts = RunCounts()
     for number, seen in enumerate(events):
-        flow.apply(seen, 10.0 + number)
-    return flow
+        run_counts.apply(seen, 10.0 + number)
+    return run_counts
 
 
 def test_ranks_are_added_up() -> None:
-    train = flow_of(data(0), data(1, batches=30, waited_s=3.0)).loaders["train"]
+    train = run_counts_of(data(0), data(1, batches=30, waited_s=3.0)).loaders["train"]
     assert (train.rank_total("batches"), train.rank_total("bytes")) == (40, 2e6)
     assert train.shares == {0: 0.25, 1: 0.75}
     assert train.sums(0.0).share == 0.5
@@ -32,45 +32,47 @@ def test_ranks_are_added_up() -> None:
 
 
 def test_a_report_takes_the_place_of_the_ranks_last_one() -> None:
-    train = flow_of(data(0), data(0, batches=12)).loaders["train"]
+    train = run_counts_of(data(0), data(0, batches=12)).loaders["train"]
     assert train.rank_total("batches") == 12
 
 
 def test_rates_are_of_the_last_seconds() -> None:
-    flow = flow_of(*(data(0, batches=5 * number, bytes=0) for number in range(20)))
-    recent = flow.loaders["train"].recent
+    run_counts = run_counts_of(*(data(0, batches=5 * number, bytes=0) for number in range(20)))
+    recent = run_counts.loaders["train"].recent
     assert recent.rate(recent.batches) == 5.0
-    flow.apply(data(0, batches=95), 60.0)
-    recent = flow.loaders["train"].recent
+    run_counts.apply(data(0, batches=95), 60.0)
+    recent = run_counts.loaders["train"].recent
     assert recent.rate(recent.batches) < 1.0
 
 
 def test_units_go_on_from_a_state_that_all_ranks_loaded() -> None:
-    train = flow_of(data(0, resumed=100), data(1, resumed=100)).loaders["train"]
+    train = run_counts_of(data(0, resumed=100), data(1, resumed=100)).loaders["train"]
     assert train.units == 120
 
 
 def test_after_a_restart_ranks_begin_again() -> None:
-    flow = flow_of(data(0), data(1), event("restart", attempt=1), data(0, batches=1))
-    train = flow.loaders["train"]
+    run_counts = run_counts_of(data(0), data(1), event("restart", attempt=1), data(0, batches=1))
+    train = run_counts.loaders["train"]
     assert train.rank_total("batches") == 1
     assert train.recent.batches == 1
 
 
 def test_what_fetchers_hold_is_their_last_word() -> None:
-    train = flow_of(fetched(0, ready=3), fetched(1, ready=5), fetched(0, ready=1)).loaders["train"]
+    train = run_counts_of(fetched(0, ready=3), fetched(1, ready=5), fetched(0, ready=1)).loaders[
+        "train"
+    ]
     assert train.fetcher_total("ready") == 6
 
 
 def test_only_what_workers_did_while_ranks_were_fed_counts() -> None:
-    flow = flow_of(
+    run_counts = run_counts_of(
         *(fetched(0, fetch_s=1.0), data(0, batches=1), fetched(0, fetch_s=2.0)),
         *(data(0, batches=2), fetched(0, fetch_s=9.0), data(0, batches=2)),
     )
-    train = flow.loaders["train"]
+    train = run_counts.loaders["train"]
     assert (train.began[0].fetch_s, train.until[0].fetch_s) == (1.0, 2.0)
 
 
 def test_a_run_without_loaders_has_none() -> None:
-    flow = flow_of(event("started", pids={}), event("note", text="new"))
-    assert not flow.loaders
+    run_counts = run_counts_of(event("started", pids={}), event("note", text="new"))
+    assert not run_counts.loaders
