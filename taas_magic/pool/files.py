@@ -41,7 +41,7 @@ class OwnedFiles:
     Attributes:
         numbers: Numbers of the host's ranks, or of its fetchers.
         attempt: The run's current attempt. The host may not write results of earlier attempts.
-        senders: Ranks of the run that may send results, on any host (`plan.senders`).
+        senders: Ranks of the run that may send results, on any host (`plan.ranks_with_results`).
     """
 
     numbers: Collection[int]
