@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from taas_magic.capture import pickling
-from taas_magic.capture.culprit import is_shard, refusal
+from taas_magic.capture.culprit import capture_error, is_shard
 from taas_magic.capture.pickling import ValuePickler
 from taas_magic.config import DataConfig
 from taas_magic.data import service
@@ -318,7 +318,7 @@ def _check_travels(name: str, loader: Any) -> bytes:
 
     try:
         if is_shard(type(loader)):
-            raise refusal(name, loader, lambda value: None, TypeError(), to="fetchers")
+            raise capture_error(name, loader, lambda value: None, TypeError(), to="fetchers")
         _refuse_a_loaded_state(name, loader)
         _pickled(name, dataset.parts_of(loader))
         return dataset.order_start(loader)

@@ -572,7 +572,7 @@ def _waited(loader: LoaderCounts) -> str:
     more than `MAX_RANKS` ranks, only the smallest and the largest.
     """
     shares = loader.shares
-    mean = f"{loader.sums(0.0).share:.0%}"
+    mean = f"{loader.sums(0.0).waited_fraction:.0%}"
     if len(shares) == 1:
         return mean
     if len(shares) <= MAX_RANKS:

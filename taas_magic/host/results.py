@@ -24,7 +24,7 @@ from typing import Any
 from msgspec import Struct
 
 from taas_magic.capture import home, pickling
-from taas_magic.capture.culprit import culprit, refusal, type_name
+from taas_magic.capture.culprit import capture_error, culprit, type_name
 from taas_magic.capture.home import RankNamespace, ResultPickler
 from taas_magic.capture.pickling import Pickled
 from taas_magic.capture.plain import PlainWriter, read_plain
@@ -480,7 +480,7 @@ def _unpicklable(name: str, value: Any, pickler: _TorchResultPickler, error: Exc
     if isinstance(offender, _sharded_types()):
         kind = type_name(offender)
         return f"`{path}` is a {kind}, and each rank has only a part of it; gather it {GATHER}"
-    return str(refusal(name, value, pickler.probe, error, to="notebook"))
+    return str(capture_error(name, value, pickler.probe, error, to="notebook"))
 
 
 def _error_text(error: BaseException) -> str:

@@ -338,7 +338,7 @@ class RunFetchers:
         if not is_detached:
             self._end()
         elif self._connection is not None:
-            self._connection.forget(self._share_id)
+            self._connection.stop_events(self._share_id)
         self._events.put(None)
         if self._relay is not None:
             self._relay.join()
@@ -367,7 +367,7 @@ class RunFetchers:
         self._wait.cancel()
         if self._connection is not None:
             with suppress(PoolError):  # the pool's process has ended, and so have the fetchers
-                self._connection.forget(self._share_id)
+                self._connection.stop_events(self._share_id)
                 self._connection.halt(self._share_id, "kill")
 
     def _forward_events(self, connection: PoolConnection, run_id: str) -> None:

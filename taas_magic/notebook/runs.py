@@ -220,7 +220,10 @@ class Run:
     @property
     def waited(self) -> dict[str, float]:
         """Fraction of time (0 to 1) that ranks waited for data of each loader, by loader name."""
-        return {loader.name: loader.mean.share for loader in self._run_counts().loaders.values()}
+        return {
+            loader.name: loader.mean.waited_fraction
+            for loader in self._run_counts().loaders.values()
+        }
 
     @property
     def metrics(self) -> Any:

@@ -451,7 +451,7 @@ class Session:
             self._close_fetchers(())
             self._over.set()
             if self._connection is not None:
-                self._connection.forget(self.run_id)
+                self._connection.stop_events(self.run_id)
 
 
 def _call_if_alive(connection: PoolConnection, request: Request[None]) -> None:

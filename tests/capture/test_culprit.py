@@ -11,7 +11,7 @@ import cloudpickle
 import pytest
 
 from taas_magic.capture import culprit as culprit_module
-from taas_magic.capture.culprit import culprit, refusal
+from taas_magic.capture.culprit import capture_error, culprit
 from taas_magic.capture.pickling import ValuePickler, dump
 from taas_magic.errors import CaptureError
 
@@ -161,7 +161,7 @@ def test_the_users_own_refusal_is_told() -> None:
     value = {"model": Refuses()}
     with pytest.raises(pickle.PicklingError) as caught:
         cloudpickle.dumps(value)
-    message = str(refusal("v", value, probe, caught.value))
+    message = str(capture_error("v", value, probe, caught.value))
     assert message.startswith("`v['model']` is a ")
     assert "PicklingError: use .state()" in message
 

@@ -35,8 +35,8 @@ def test_shares_and_rates_over_time() -> None:
     seconds, steps = zip(*curves(journal())["train"], strict=True)
     assert seconds == tuple(sorted(seconds))
     assert seconds[-1] == pytest.approx(5.5)
-    assert steps[0].share == pytest.approx(0.75)
-    assert steps[-1].share == pytest.approx(0.25)
+    assert steps[0].waited_fraction == pytest.approx(0.75)
+    assert steps[-1].waited_fraction == pytest.approx(0.25)
     assert steps[2].rate(steps[2].batches) == pytest.approx(20.0)
     assert steps[2].rate(steps[2].bytes) == pytest.approx(20e6)
 

@@ -27,7 +27,7 @@ def test_ranks_are_added_up() -> None:
     train = run_counts_of(data(0), data(1, batches=30, waited_s=3.0)).loaders["train"]
     assert (train.rank_total("batches"), train.rank_total("bytes")) == (40, 2e6)
     assert train.shares == {0: 0.25, 1: 0.75}
-    assert train.sums(0.0).share == 0.5
+    assert train.sums(0.0).waited_fraction == 0.5
     assert train.mean.rate(train.mean.batches) == 10.0
 
 
@@ -70,7 +70,10 @@ def test_only_what_workers_did_while_ranks_were_fed_counts() -> None:
         *(data(0, batches=2), fetched(0, fetch_s=9.0), data(0, batches=2)),
     )
     train = run_counts.loaders["train"]
-    assert (train.began[0].fetch_s, train.until[0].fetch_s) == (1.0, 2.0)
+    assert (train.counts_at_first_batch[0].fetch_s, train.counts_at_last_batch[0].fetch_s) == (
+        1.0,
+        2.0,
+    )
 
 
 def test_a_run_without_loaders_has_none() -> None:

@@ -18,14 +18,14 @@ from taas_magic.setup.install import (
     install_package,
     packages_needed,
     prepare,
-    zipped,
+    zip_files,
 )
 from tests.rig.bare_python import make_bare_python
 from tests.rig.subshell import SubShell
 from tests.setup.test_setup_wheels import make_wheel
 
 PARCEL = PackageFolder(
-    "demo-1", (), lambda: zipped({"demo/__init__.py": b"x = 1", "demo/big": b"0" * 9})
+    "demo-1", (), lambda: zip_files({"demo/__init__.py": b"x = 1", "demo/big": b"0" * 9})
 )
 
 
@@ -180,7 +180,7 @@ def test_a_disk_that_fills_up_is_said_and_nothing_is_left(bare: Path, tmp_path: 
     try:
         shell = SubShell(tmp_path / "home", environ={"XDG_CACHE_HOME": str(disk)})
         cache = ask_host(shell, str(bare)).cache
-        large = PackageFolder("large-1", (), lambda: zipped({"demo/zeros": bytes(8 << 20)}))
+        large = PackageFolder("large-1", (), lambda: zip_files({"demo/zeros": bytes(8 << 20)}))
         with pytest.raises(PoolError, match=r"host there: .*large-1.*No space left"):
             install_package(large, shell, str(bare), cache)
         assert os.listdir(cache) == ["site"] and os.listdir(disk / "taas/site") == []
