@@ -133,8 +133,7 @@ class _AppForks:
 
 def _run_app(spec: ExecutionSpec) -> None:
     """Run the command that Flower's own SuperExec would have started. Runs in a fork."""
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if spec.suppress_output:
         nothing = os.open(os.devnull, os.O_WRONLY)
