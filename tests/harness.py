@@ -29,11 +29,11 @@ ANSI = re.compile(r"\x1b\[[0-9;]*m")
 AFTER_BEATS = """
 import os
 from taas_magic.host import tracebacks
-where, (told, beats) = tracebacks.where, os.pipe()
+where, (told, beats) = tracebacks.innermost_frames, os.pipe()
 def beat(thread):
     os.write(beats, b".")
     return where(thread)
-tracebacks.where = beat
+tracebacks.innermost_frames = beat
 for _ in range(3):
     os.read(told, 1)
 """

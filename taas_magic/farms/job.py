@@ -36,7 +36,7 @@ from taas_magic.farms.messages import (
     SharedBytes,
 )
 from taas_magic.host import cell_main, tracebacks
-from taas_magic.host.forkserver import LATER
+from taas_magic.host.forkserver import DEFERRED_MODULES
 from taas_magic.host.link import flush_output
 from taas_magic.store.guard import StoreProtection, apply_rule
 from taas_magic.store.publish import SAVES_FOLDER_VARIABLE
@@ -137,7 +137,7 @@ def _state() -> tuple[Any, ...]:
 
 def _has_later() -> bool:
     """Return whether this process has imported the modules that the forkserver imports late."""
-    return all(name in sys.modules for name in LATER)
+    return all(name in sys.modules for name in DEFERRED_MODULES)
 
 
 def _has_children() -> bool:
@@ -213,7 +213,7 @@ def _open_part(part: bytes | str) -> memoryview | bytearray:
 
 def _failure_outcome(error: BaseException) -> JobOutcome:
     try:
-        text = tracebacks.plain(error)
+        text = tracebacks.format_plain(error)
     except Exception:  # the exception's own __str__ or __repr__ failed, or a deep recursion
         text = traceback.format_exc(limit=1)
     text = tracebacks.shorten(text, tracebacks.TRACEBACK_LIMIT_CHARS)

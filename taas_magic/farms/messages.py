@@ -191,7 +191,7 @@ class JobOutcome(Struct, tag="outcome", kw_only=True):
         process_is_reusable: Whether the job's process may run another job.
         n_parts_following: Number of large parts of the result that the process sends after this
             message, on the same pipe.
-        imported_later: Whether the job has imported `forkserver.LATER`.
+        imported_later: Whether the job has imported `forkserver.DEFERRED_MODULES`.
     """
 
     job: str = ""

@@ -81,7 +81,7 @@ _T = TypeVar("_T")
 logger = logging.getLogger("taas_magic.agent")
 
 REST_IDLE_S = 2.0
-"""Seconds that a host must be without a run before its forkserver imports `forkserver.LATER`."""
+"""Seconds without a run before a host's forkserver imports `forkserver.DEFERRED_MODULES`."""
 
 _LOOK_S = 0.5
 
@@ -206,7 +206,7 @@ class AgentWorker(ClosedWorker):
         self._is_rest_due = asyncio.Event()
         self._answering: set[asyncio.Task[None]] = set()
         answers: dict[type[Request[Any]], RequestHandler] = {
-            DescribeHost: self.greet,
+            DescribeHost: self.describe_host,
             GetHostFacts: self.facts,
             StartShare: self.start_run,
             Halt: self.forward_command,
@@ -219,7 +219,7 @@ class AgentWorker(ClosedWorker):
         self._answers = handlers(answers)
         self.stream_handlers |= {CALL: self._on_call, BEAT_ACK: lease.renew}
 
-    async def greet(self, asked: DescribeHost) -> HostHello:
+    async def describe_host(self, asked: DescribeHost) -> HostHello:
         """Wait, without a time limit, until this host can start ranks; then describe the host.
 
         Raises:
@@ -276,7 +276,7 @@ class AgentWorker(ClosedWorker):
         for problem in () if spec.is_fetchers or spec.run.session else self._warming.result():
             emit(Note(text=problem))
         carry_out = threading.Thread(
-            target=self._carry_out, args=(run_id, share), name=f"run-{run_id}"
+            target=self._run_share, args=(run_id, share), name=f"run-{run_id}"
         )
         carry_out.start()
         return share.port
@@ -300,17 +300,17 @@ class AgentWorker(ClosedWorker):
             )
         return lambda first, *about: HostCell(first, session, *about)
 
-    async def forward_command(self, told: PoolCommand) -> None:
+    async def forward_command(self, command: PoolCommand) -> None:
         """Pass a command of the controller to its share, unless this share has ended."""
-        if share := self._shares.get(told.run_id):
-            share.handle_command(told)
+        if share := self._shares.get(command.run_id):
+            share.handle_command(command)
 
     async def stacks(self, asked: GetStacks) -> RunStacks:
         """Return the stacks of a run's ranks or fetchers on this host. May take some seconds."""
         share = self._shares.get(asked.run_id)
         return RunStacks() if share is None else await asyncio.to_thread(share.stacks)
 
-    def _carry_out(self, run_id: str, share: HostShare) -> None:
+    def _run_share(self, run_id: str, share: HostShare) -> None:
         """Run a share to its end, then remove it from `_shares`. Runs in the share's thread."""
         try:
             share.run()
@@ -355,7 +355,7 @@ class AgentWorker(ClosedWorker):
                 return
 
     async def import_rest(self) -> None:
-        """Make the forkserver import `LATER` when the host has had no run for `REST_IDLE_S`."""
+        """Make the forkserver import `DEFERRED_MODULES` after `REST_IDLE_S` without a run."""
         while True:
             await self._is_rest_due.wait()
             self._is_rest_due.clear()

@@ -5,8 +5,8 @@ Two processes import this module:
 - The agent, which must import neither torch nor IPython. It starts the forkserver, and requests new
   processes.
 - The forkserver, which runs `_preload` when it imports this module. Later, it imports the remaining
-  modules (`LATER`). During this import, a fork of the forkserver (`_StandIn`) starts processes in
-  its place.
+  modules (`DEFERRED_MODULES`). During this import, a fork of the forkserver (`_StandIn`) starts
+  processes in its place.
 """
 
 import gc
@@ -39,7 +39,7 @@ _RANK = "taas_magic.host.rank"
 MODULES = ("torch", "taas_magic.api", _RANK, "taas_magic.host.fetcher")
 """Modules that the forkserver imports first, before the modules that the pool's settings add."""
 
-LATER = ("torch._dynamo",)
+DEFERRED_MODULES = ("torch._dynamo",)
 """Modules that a forkserver does not import at its start, because this import may take a minute.
 
 A host's forkserver imports them when the host is idle. The forkserver of a farm's node imports them
@@ -228,7 +228,7 @@ def warm_up(start_timeout_s: float = START_TIMEOUT_S) -> list[str]:
 
 
 class _StandIn:
-    """A fork of the forkserver that starts processes while the forkserver imports `LATER`.
+    """A fork of the forkserver that starts processes during the import of `DEFERRED_MODULES`.
 
     After the import, the stand-in starts no more processes, and ends when all its children have
     ended.
@@ -292,7 +292,7 @@ class _StandIn:
         """
         if self is _stand_in or self._write_end.closed:
             return
-        self.children = [child for child in self.children if _runs(child)]
+        self.children = [child for child in self.children if _may_run(child)]
         if not self.children:
             self._write_end.close()
 
@@ -310,7 +310,7 @@ def stand_in(listener: socket.socket, read_end: Connection) -> None:
 
 
 def start_importing_rest() -> None:
-    """Make the forkserver import `LATER`, while a stand-in starts processes. Does not block.
+    """Make the forkserver import `DEFERRED_MODULES`. Does not block; a stand-in starts processes.
 
     The import begins when all children that the forkserver has at this moment have ended, because a
     forkserver that is importing could not report the exit of a child.
@@ -320,7 +320,7 @@ def start_importing_rest() -> None:
 
 
 def _import_rest_once() -> None:
-    """Make the forkserver import `LATER`, unless it already has. Wait for the end of the import."""
+    """Make the forkserver import `DEFERRED_MODULES` if it has not; wait until this is done."""
     global _has_rest
     with _importing:
         if _has_rest or _server is None:
@@ -331,7 +331,7 @@ def _import_rest_once() -> None:
             with _replaced_by(stand_in):
                 while _server.children() != [stand_in.process]:
                     time.sleep(_WATCH_S)
-                _write_import_name(_imports_file, LATER[0])
+                _write_import_name(_imports_file, DEFERRED_MODULES[0])
                 _server.send_signal(signal.SIGUSR1)
                 while importing()[0] and is_alive():
                     time.sleep(_IMPORTS_LOOK_S)
@@ -468,7 +468,7 @@ def _disconnect_resource_tracker() -> None:
     tracker._fd = tracker._pid = None
 
 
-def _runs(process: Any) -> bool:
+def _may_run(process: Any) -> bool:
     """Return whether a process may still run, because its exit code is not known yet."""
     try:
         return _known_exitcode(process) is None
@@ -517,7 +517,7 @@ def report(control: Connection) -> None:
 
 
 def _preload() -> None:
-    """Import all modules except `LATER`, and prepare the forkserver for forks.
+    """Import all modules except `DEFERRED_MODULES`, and prepare the forkserver for forks.
 
     No import may create a CUDA context or a thread, because forks cannot use them.
 
@@ -570,11 +570,11 @@ def _close_input() -> None:
 
 
 def _import_rest(number: int, frame: FrameType | None) -> None:
-    """Import `LATER`. This is the forkserver's handler of SIGUSR1, which the agent sends."""
+    """Import `DEFERRED_MODULES`. The forkserver's handler of SIGUSR1, which the agent sends."""
     gc.disable()
     imports_file = Path(os.environ[_IMPORTS])
     with suppress(Exception):  # a rank that needs the module imports it, and shows the error
-        for name in LATER:
+        for name in DEFERRED_MODULES:
             _write_import_name(imports_file, name)
             importlib.import_module(name)
     _prepare_for_forks()

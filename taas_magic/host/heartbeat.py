@@ -80,7 +80,7 @@ def send_heartbeats(
                     link.send(Note(text=why))
             else:
                 begun, spins = collective_progress()
-                stack = tracebacks.where(main)
+                stack = tracebacks.innermost_frames(main)
                 link.send(RankBeat(stack=stack, collectives=begun, spins=spins))
             with reporting:
                 if not ended.is_set():

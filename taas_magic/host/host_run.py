@@ -185,13 +185,13 @@ class HostShare(ABC):
         except Exception as error:
             self._record_files_error(error)
 
-    def handle_command(self, told: PoolCommand) -> None:
+    def handle_command(self, command: PoolCommand) -> None:
         """Carry out `Halt`; ignore the other commands, which only `HostRun` carries out.
 
         Called in the thread of the agent's event loop.
         """
-        if isinstance(told, Halt):
-            if told.how == "kill":
+        if isinstance(command, Halt):
+            if command.how == "kill":
                 self.stopped_at = float("-inf")  # no grace period is left
             elif self.stopped_at is None:
                 self.stopped_at = time.monotonic()
@@ -484,9 +484,9 @@ class HostRun(HostShare):
         return RunStacks(monitor.rows(monitor.collect()) if monitor is not None else [])
 
     def _write_fetcher_addresses(self) -> None:
-        """Write the fetchers' addresses to the folder that `use_addresses` has set.
+        """Write the fetchers' addresses to the folder that `set_address_folder` has set.
 
-        Does nothing if `use_addresses` was not called yet. Any thread may call this.
+        Does nothing if `set_address_folder` was not called yet. Any thread may call this.
         """
         with self._addresses_lock:
             if self._addresses is not None:
@@ -496,24 +496,24 @@ class HostRun(HostShare):
     def _is_wanted(self) -> bool:
         return self.stopped_at is None and not self._is_over
 
-    def handle_command(self, told: PoolCommand) -> None:
+    def handle_command(self, command: PoolCommand) -> None:
         """Carry out a command of the pool (`PoolCommand`).
 
         Called in the thread of the agent's event loop. For `Halt`, this method only records the
         time, and the share's thread interrupts or kills the ranks.
         """
-        super().handle_command(told)
-        match told:
+        super().handle_command(command)
+        match command:
             case EndRun():  # all hosts have reported how the attempt ended
                 self._is_over = True
                 self.wakeup.set()
             case SetFetcherAddress():
-                self._entries[told.number] = told.entry
+                self._entries[command.number] = command.entry
                 self._write_fetcher_addresses()
-            case AnswerInput() if self._attempt is not None and told.rank in self.spec.ranks:
-                link.answer_input(self._attempt.folder, told)
+            case AnswerInput() if self._attempt is not None and command.rank in self.spec.ranks:
+                link.answer_input(self._attempt.folder, command)
             case PauseClocks():
-                self._pause(told.is_paused)
+                self._pause(command.is_paused)
 
     def _pause(self, is_paused: bool) -> None:
         change = self._deadline.pause if is_paused else self._deadline.resume
@@ -523,7 +523,7 @@ class HostRun(HostShare):
 
     def _run_processes(self) -> None:
         """Run one attempt after the other, as the controller requests, until the run is over."""
-        self.use_addresses(self.local.folder.path)
+        self.set_address_folder(self.local.folder.path)
         while not self._is_over:
             if (next_attempt := self._next) is not None:
                 self._next = None
@@ -532,7 +532,7 @@ class HostRun(HostShare):
             self._follow_attempt(attempt)
             attempt.close()
 
-    def use_addresses(self, base: Path) -> None:
+    def set_address_folder(self, base: Path) -> None:
         """Set the folder in which ranks read the fetchers' addresses, and write these addresses.
 
         Args:
@@ -660,7 +660,7 @@ class _Running:
 
     Attributes:
         why: Reason of the fetcher's failure; "" if the fetcher has not reported a reason.
-        said_writes: Whether a note has told the user that the fetcher's writes are dropped.
+        has_noted_writes: Whether a note has told the user that the fetcher's writes are dropped.
         stopped_at: Time at which the process was first seen suspended by SIGSTOP, in seconds of the
             monotonic clock; None if the process is not suspended.
     """
@@ -668,7 +668,7 @@ class _Running:
     spec: FetcherSpec
     process: Any
     why: str = ""
-    said_writes: bool = False
+    has_noted_writes: bool = False
     stopped_at: float | None = None
 
     def is_stopped(self) -> bool:
@@ -786,10 +786,10 @@ class HostFetchers(HostShare):
 
     def _check_for_writes(self, one: _Running) -> None:
         kept_out = self.folder / str(one.spec.plan.number) / "store"
-        if one.said_writes or not kept_out.exists():
+        if one.has_noted_writes or not kept_out.exists():
             return
         if names := sorted(os.listdir(kept_out)):
-            one.said_writes = True
+            one.has_noted_writes = True
             self.note(f"not saved (fetchers do not write the project store): {names[0]}")
 
     def _kill_if_stopped(self, one: _Running) -> None:

@@ -275,7 +275,7 @@ class HostSession(HostRun):
     def _start_ranks(self) -> Attempt:
         attempt = super()._start_ranks()
         # Each cell may have fetchers. The ranks read the addresses of all fetchers in one folder.
-        self.use_addresses(attempt.folder)
+        self.set_address_folder(attempt.folder)
         self._started.set()
         return attempt
 

@@ -41,7 +41,7 @@ class MetricBuffer:
             return
         now, number = time.time(), None if step is None else _checked_step(step)
         self._waiting.extend(
-            [(now, number, _checked_name(it), _kept(it, values[it])) for it in values]
+            [(now, number, _checked_name(it), _checked_copy(it, values[it])) for it in values]
         )
 
     def pop_scalars(self) -> list[MetricPoint]:
@@ -81,7 +81,7 @@ def _checked_step(step: Any) -> int:
     raise TypeError(f"taas.log: step must be an integer; it is {step!r}")
 
 
-def _kept(name: str, value: Any) -> Any:
+def _checked_copy(name: str, value: Any) -> Any:
     """Check a scalar, and return the copy that the buffer stores: a float or a CUDA tensor.
 
     A CUDA tensor is copied, because the program may change it before the heartbeat thread reads it.

@@ -87,7 +87,7 @@ class Prompt:
             and (self._is_in_distributed() or self._has_pending())
         ):
             self._was_cut = True
-            cut_connections()
+            _shut_down_sockets()
 
     def _run_one(self, order: CellOrder) -> bool:
         """Enable SIGINT, run one cell, and ignore SIGINT again; return whether the cell succeeded.
@@ -127,7 +127,7 @@ def _ignore(number: int, frame: types.FrameType | None) -> None:
     """Do nothing. This is the handler of SIGINT between cells."""
 
 
-def cut_connections() -> None:
+def _shut_down_sockets() -> None:
     """Shut down the TCP connections of this process's process groups and key-value stores.
 
     C++ code opened these connections. Sockets that Python code opened stay open.

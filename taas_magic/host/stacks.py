@@ -96,7 +96,7 @@ _DATA_WAITING = {"server.py": "requests from ranks", "worker.py": "requests from
 _CPUS_LEAST_S = 0.5
 """Minimum seconds for which `StackMonitor.collect` measures `StackSample.cpus`."""
 
-_Stand = TypeVar("_Stand", bound=ProcessStack)
+_Report = TypeVar("_Report", bound=ProcessStack)
 
 
 @dataclass
@@ -132,7 +132,7 @@ class StackSample:
         """Frames of the main thread."""
         return next(iter(self.threads.values()), [])
 
-    def report(self, kind: type[_Stand], **more: Any) -> _Stand:
+    def report(self, kind: type[_Report], **more: Any) -> _Report:
         """Return a stack report about this process and its children, with frames as text.
 
         Args:
@@ -181,7 +181,7 @@ def waits_for(sample: StackSample) -> str:
         return _named_collective(called.function, sample.pending)
     if sample.main and sample.main[-1].function == "_launch":
         return "os.fork, in which Python before 3.11.10 can hang (python/cpython#112275)"
-    who, waiting = _who_waits(sample.main)
+    who, waiting = _waiting_code(sample.main)
     if who.endswith(_DATALOADER):
         return "a DataLoader's worker" + _busy_child(sample)
     if f"{_OURS}data/" in who:
@@ -212,7 +212,7 @@ def _named_collective(function: str, pending: Sequence[str]) -> str:
     return f"{begun or function} of torch.distributed"
 
 
-def _who_waits(frames: Sequence[StackFrame]) -> tuple[str, str]:
+def _waiting_code(frames: Sequence[StackFrame]) -> tuple[str, str]:
     """Find the code that waits, and the file of the standard library in which it waits.
 
     Args:
@@ -414,13 +414,13 @@ class StackMonitor:
         """
         if state.ended:
             return StackSample(state.pid, state=_GONE)
-        sample = _of_system(state.pid)
+        sample = _sample_from_psutil(state.pid)
         sample.command, sample.has_finished = "", state.finished
         sample.answers = state.sample is not None or time.monotonic() - state.beat_at < _BEATS_S
         if state.sample is not None:
             sample.pending, sample.threads = state.sample.pending, state.sample.threads
         file = link.rank_file(self._folder, state.rank, "stacks")
-        _complete(sample, file, cells, (psutil.STATUS_SLEEPING, psutil.STATUS_RUNNING))
+        _add_signalled_stacks(sample, file, cells, (psutil.STATUS_SLEEPING, psutil.STATUS_RUNNING))
         if state.beat.stack and not sample.threads:
             sample.threads = {"MainThread, when it was last seen": state.beat.stack}
         return sample
@@ -447,8 +447,8 @@ def sample_fetcher(pid: int, path: Path) -> StackSample:
         pid: Process id of the fetcher's server.
         path: File to which these processes write their stacks.
     """
-    sample = _of_system(pid)
-    _complete(sample, path, {}, (psutil.STATUS_SLEEPING,))
+    sample = _sample_from_psutil(pid)
+    _add_signalled_stacks(sample, path, {}, (psutil.STATUS_SLEEPING,))
     sample.command = ""
     for parent in sample.children:
         parent.command = "starts the workers of a loader"
@@ -457,7 +457,9 @@ def sample_fetcher(pid: int, path: Path) -> StackSample:
     return sample
 
 
-def _complete(sample: StackSample, path: Path, cells: Cells, states: Collection[str]) -> None:
+def _add_signalled_stacks(
+    sample: StackSample, path: Path, cells: Cells, states: Collection[str]
+) -> None:
     """Add the main threads' stacks to the data about a process and its descendants.
 
     Signals each process that has no stack yet, one after the other, because all write to the same
@@ -471,16 +473,16 @@ def _complete(sample: StackSample, path: Path, cells: Cells, states: Collection[
     if not sample.threads and (frames := _written_on_signal(sample.pid, path, states)):
         sample.threads = {"MainThread": [_named(frame, cells) for frame in frames]}
     for child in sample.children:
-        _complete(child, path, cells, (psutil.STATUS_SLEEPING,))
+        _add_signalled_stacks(child, path, cells, (psutil.STATUS_SLEEPING,))
 
 
-def _of_system(pid: int) -> StackSample:
+def _sample_from_psutil(pid: int) -> StackSample:
     """Return data about a process and its descendants from psutil, without stacks."""
     try:
         process = psutil.Process(pid)
         sample = StackSample(pid, " ".join(process.cmdline()), process.status())
         sample.memory_bytes = _memory_bytes(process)
-        sample.children = [_of_system(child.pid) for child in process.children()]
+        sample.children = [_sample_from_psutil(child.pid) for child in process.children()]
     except psutil.Error:
         return StackSample(pid, state=_GONE)
     return sample

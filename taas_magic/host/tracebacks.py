@@ -76,10 +76,10 @@ def describe_exception(error: BaseException, text: str | None = None) -> RankRai
     """Return the message by which a rank reports an exception to the agent.
 
     Args:
-        text: The formatted traceback. None to format it by `plain`.
+        text: The formatted traceback. None to format it by `format_plain`.
     """
     try:
-        text = plain(error) if text is None else text
+        text = format_plain(error) if text is None else text
     except Exception as broken:  # the exception's __str__ or __repr__ raised, or recursed too deep
         text = f"<the traceback could not be drawn: {type(broken).__name__}>"
     lines = shorten(text, TRACEBACK_LIMIT_CHARS).splitlines()
@@ -87,7 +87,7 @@ def describe_exception(error: BaseException, text: str | None = None) -> RankRai
     return RankRaised(kind.__name__, message_of(error), lines, etype_module=str(kind.__module__))
 
 
-def plain(error: BaseException) -> str:
+def format_plain(error: BaseException) -> str:
     """Return the traceback of an exception and its causes, in Python's own format.
 
     The traceback starts at the user's first frame. The causes of a `TaasError` are left out,
@@ -144,7 +144,7 @@ def frames(error: BaseException) -> list[str]:
     return "".join(described.stack.format()).splitlines()
 
 
-def where(thread: int) -> list[StackFrame]:
+def innermost_frames(thread: int) -> list[StackFrame]:
     """Return the `_INNERMOST` innermost frames of a thread, outermost first.
 
     If none of them is in a cell, the innermost frame of a cell comes before them.
@@ -220,13 +220,13 @@ def is_group(error: BaseException | None) -> bool:
 
 
 def print_of_thread(failed: "ExceptHookArgs") -> None:
-    """Print to standard error the exception that ended a thread, formatted by `plain`.
+    """Print to standard error the exception that ended a thread, formatted by `format_plain`.
 
     Installed as `threading.excepthook`.
     """
     if failed.exc_value is not None and not isinstance(failed.exc_value, SystemExit):
         name = failed.thread.name if failed.thread is not None else "?"
-        sys.stderr.write(f"Exception in thread {name}:\n{plain(failed.exc_value)}")
+        sys.stderr.write(f"Exception in thread {name}:\n{format_plain(failed.exc_value)}")
 
 
 def print_unraisable(failed: "UnraisableHookArgs") -> None:
@@ -236,7 +236,7 @@ def print_unraisable(failed: "UnraisableHookArgs") -> None:
     """
     if failed.exc_value is not None:
         where = f"{failed.err_msg or 'Exception ignored in'}: {failed.object!r}"
-        sys.stderr.write(f"{where}\n{plain(failed.exc_value)}")
+        sys.stderr.write(f"{where}\n{format_plain(failed.exc_value)}")
 
 
 def message_of(error: BaseException) -> str:
@@ -246,7 +246,7 @@ def message_of(error: BaseException) -> str:
     write to the project store. A text longer than `MESSAGE_LIMIT_CHARS` is cut.
     """
     try:
-        hint = _room_left(error) or _not_in_the_copy(error) or guard.why_refused(error)
+        hint = _disk_full_hint(error) or _not_in_the_copy(error) or guard.why_refused(error)
         return shorten(str(error), MESSAGE_LIMIT_CHARS) + hint
     except Exception as broken:
         return f"<the exception's __str__ raised {type(broken).__name__}>"
@@ -293,7 +293,7 @@ def _tidy_frames(stack: traceback.StackSummary) -> None:
             frame.filename = _labels[frame.filename]
 
 
-def _room_left(error: BaseException) -> str:
+def _disk_full_hint(error: BaseException) -> str:
     """Return a hint with the free space if a disk or a quota is full; "" for any other error.
 
     If the file is not known, the hint is about the disks of the working directory and of the folder
