@@ -1,7 +1,6 @@
 """Integration of registered loaders with accelerate.
 
-Every rank imports this module. So that the import is quick, the module imports accelerate only when
-`patch_accelerate` is called.
+Every rank imports this module, so only `patch_accelerate` imports accelerate, which is slow.
 """
 
 import functools
@@ -16,13 +15,11 @@ class _RemoteShardMixin:
     """Mixin that makes accelerate's DataLoaderShard work with a remote loader.
 
     The remote loader is already sharded, so accelerate must not shard it again. DataLoaderShard
-    moves batches to the accelerator's device. DataLoaderShard also tells the accelerator when an
-    epoch ends; gradient accumulation and `gather_for_metrics` depend on this.
+    moves batches to the accelerator's device. It also tells the accelerator when an epoch ends;
+    gradient accumulation and `gather_for_metrics` need this.
 
     Args:
-        loader: The remote loader.
         device: Device to move batches to; None to leave them on the CPU.
-        non_blocking: Whether moving a batch may overlap with the rank's computation.
         skipped: Number of batches to discard at the beginning of an epoch.
     """
 
@@ -78,7 +75,7 @@ class _RemoteShardMixin:
 
     @property
     def total_dataset_length(self) -> int:
-        """Number of samples in an epoch, over all ranks."""
+        """Number of samples in an epoch, over all ranks; 0 if it is not known."""
         return self.base_dataloader.shape.samples or 0
 
 

@@ -1,12 +1,11 @@
-"""A rank's client of the data service: connections to the fetchers of one loader, and requests.
+"""A rank's client of the data service: requests the batches of one loader from its fetchers.
 
-`sharding.assigned_worker` assigns each batch to a fetcher, which prepares the batch before ranks
-request it. The client requests the batch from this fetcher. If a connection fails, the client sends
-the pending requests to another fetcher, which gives the same responses.
+The client requests each batch from the fetcher that prepares it (`sharding.assigned_worker`). If a
+connection fails, the client sends the pending requests to another fetcher, which gives the same
+responses.
 
-After a failure, the client *pauses* the fetcher: it sends no requests to the fetcher for a while.
-Each further failure in a row makes the pause longer. If no fetcher has responded for `fetch_s`
-seconds (a setting in `[data]`), the client raises `RunLost`.
+After a failure, the client *pauses* the fetcher: for a while, the fetcher gets no requests. If no
+fetcher has responded for `fetch_s` seconds (a setting in `[data]`), the client raises `RunLost`.
 """
 
 import ssl
@@ -35,7 +34,7 @@ from taas_magic.leases import ALIVE_S, FetchLease
 from taas_magic.messages import LoaderAddresses
 
 _FEW_BYTES = 32 << 10
-"""Size in bytes of the largest response body to copy out of the receive buffer.
+"""Maximum size in bytes of a response body to copy out of the receive buffer.
 
 Without the copy, a small batch that the cell keeps would keep the whole buffer alive.
 """
@@ -44,10 +43,7 @@ _CHECK_AGAIN_S = 0.25
 """Seconds between checks for further fetchers, after the first fetcher has started."""
 
 _FIRST_LOOKS_S = 0.01
-"""Seconds between checks while the client waits for a fetcher to start.
-
-The client waits for the loader's first fetcher, and for the fetcher of an iterable-style stream.
-"""
+"""Seconds between checks while the client waits for a fetcher to start."""
 
 _FIRST_PAUSE_S = 0.05
 """Seconds of a fetcher's pause after its first failure; each further failure doubles it."""
@@ -56,7 +52,7 @@ _LONGEST_PAUSE_S = 1.0
 """Maximum seconds of a fetcher's pause after a failed connection."""
 
 _PAUSE_PER_SILENCE = 10
-"""Pause of a silent fetcher, as a multiple of the time that the client waited for a response."""
+"""Pause of a silent fetcher, as a multiple of the seconds that the client waited for a response."""
 
 _OTHER_ORDER = (
     "epoch {epoch}: the fetcher that ran the loader's sampler for this epoch is gone, and the "
@@ -72,12 +68,7 @@ class Route:
     run in several threads.
 
     Args:
-        loader: Name of the loader.
-        directory: Function that takes a loader's name, and returns the current addresses of the
-            loader's fetchers.
-        key: The run's key.
         tls: TLS client context for fetchers on other hosts; None for plain TCP.
-        lease: Time limits for the fetchers to start and to respond.
     """
 
     def __init__(
@@ -101,10 +92,7 @@ class Route:
 
     @property
     def workers(self) -> int:
-        """Number of workers of all fetchers together.
-
-        Reading this property waits until the first fetcher has started.
-        """
+        """Number of workers of all fetchers together; waits until the first fetcher has started."""
         self._await_fetchers()
         return self._found.workers
 
@@ -112,19 +100,15 @@ class Route:
         """Return the index of the fetcher to request a batch from.
 
         The result is the fetcher that `sharding.assigned_worker` assigns to the batch. If this
-        fetcher is paused or has not started, the result is another fetcher. If no other fetcher is
-        usable, the result is still the assigned one.
+        fetcher is paused or has not started, the result is another usable fetcher, if there is one.
 
         For an iterable-style loader, this method first waits for the stream's fetcher to start, at
-        most `start_s` seconds. Otherwise another fetcher would send the stream's first batches. If
-        the dataset is not seeded, the two fetchers may read the stream in different orders. Then
-        samples would arrive twice or not at all.
+        most `start_s` seconds. If the dataset is not seeded, another fetcher may read the stream in
+        a different order. Then samples would arrive twice or not at all.
 
         Args:
-            slot: Number of the batch in the epoch's order.
             streams: Number of streams of an iterable-style loader; None for a map-style one.
-            preferred: Index of a fetcher to return instead of the assigned one. If the preferred
-                fetcher is paused or has not started, this argument has no effect.
+            preferred: Index of a fetcher to return if it is usable.
 
         Raises:
             RunLost: No fetcher has started in time, or all fetchers have ended.
@@ -152,10 +136,9 @@ class Route:
     def patience_s(self) -> float:
         """Seconds that a fetcher may be silent before it counts as failed.
 
-        The value is half of `fetch_s` (`FetchLease.silent_s`). If no fetcher has responded for some
-        time, less than half of `fetch_s` may be left; then the value is the time that is left, but
-        at least `ALIVE_S`. So if no fetcher responds, the run fails after about `fetch_s`, even if
-        the rank tries several fetchers.
+        The value is half of `fetch_s` (`FetchLease.silent_s`), or the part of `fetch_s` that is
+        left if that is less, but at least `ALIVE_S`. So if all fetchers are silent, the run fails
+        after about `fetch_s`, even if the rank tries several of them.
         """
         return max(ALIVE_S, min(self._lease.silent_s, self._lease.fetch_s - self._silent_s))
 
@@ -177,7 +160,7 @@ class Route:
     def acquire(self, keep_bytes: int) -> tuple[dict[int, FetcherLink], ReceiveBlocks]:
         """Return the connections and the receive memory of a finished pass, for a new pass.
 
-        If there is no finished pass, return no connections and new memory.
+        If there is none, return no connections and new memory.
 
         Args:
             keep_bytes: Limit on the memory that new `ReceiveBlocks` keep for reuse.
@@ -191,10 +174,10 @@ class Route:
         self._idle.append((links, blocks))
 
     def close_copies(self) -> None:
-        """Close the copies of the connections that a fork of the rank has inherited.
+        """In a fork of the rank, close the fork's copies of the rank's connections.
 
-        The rank itself continues to use the connections. If the fork kept its copies, the fork
-        could end a pass, and thereby cancel requests of the rank.
+        The rank itself continues to use the connections. With open copies, the fork could end a
+        pass, and thereby cancel requests of the rank.
         """
         for link in list(self._links):
             link.close_copy()
@@ -212,7 +195,6 @@ class Route:
 
         Args:
             number: Index of the fetcher.
-            error: Error of its connection.
             silent_s: Seconds that the client waited for the fetcher.
 
         Raises:
@@ -285,10 +267,9 @@ class Route:
             time.sleep(_FIRST_LOOKS_S)
 
     def _await_start(self, number: int) -> None:
-        """Wait until the fetcher with this index has started.
+        """Wait until fetcher `number` has started, or until no fetcher is starting.
 
-        Return at once if the fetcher has started before, or if no fetcher is still starting. Also
-        return when `start_s` seconds have passed since the route's first wait of this kind.
+        The wait ends at the latest `start_s` seconds after the route's first wait of this kind.
         """
         if number in self._started:
             return
@@ -301,9 +282,7 @@ class Route:
             self._found = found if found.addresses else self._found
 
     def _current_addresses(self) -> LoaderAddresses:
-        """Return the current addresses of the loader's fetchers.
-
-        The result has no addresses while all fetchers are restarting.
+        """Return the addresses of the loader's fetchers; none while all fetchers are restarting.
 
         Raises:
             RunLost: All fetchers have ended or could not start, and none will be restarted.
@@ -330,8 +309,7 @@ class SlotResponse(NamedTuple):
         units: Units of the batch; UNHINTED if the batch has no `hints["units"]`; VOID if the slot
             has no batch.
         size: Size of the response's body in bytes.
-        failure: Exception that the user's code raised instead of returning a batch; None if there
-            is a batch.
+        failure: Exception that the user's code raised instead of returning a batch; else None.
         order: Hash of the epoch's order or of the batch (see `Response.order`); 0 for none.
     """
 
@@ -345,13 +323,12 @@ class SlotResponse(NamedTuple):
 class Client:
     """Client for one pass over a loader; sends a rank's requests and returns the responses.
 
-    If a sampler draws from an unseeded generator, each worker computes a different order. The order
-    of the worker that opened the epoch is then the epoch's order. If a response has the hash of a
-    different order, the client requests the batch's indices (ORDER) from the worker that opened the
+    If a sampler draws from an unseeded generator, each worker computes a different order. The
+    epoch's order is then that of the worker that opened the epoch. If a response has the hash of
+    another order, the client requests the batch's indices (ORDER) from the worker that opened the
     epoch. The client then requests the batch with these indices from any worker.
 
     Args:
-        route: The loader's fetchers.
         keep_bytes: Limit on the free receive memory that is kept for reuse.
         timeout_s: Seconds that a batch may take, from `DataLoader(timeout=…)`. If 0, there is no
             limit as long as the fetcher reports that it is alive.
@@ -387,10 +364,9 @@ class Client:
         return self._blocks.held_bytes + sum(link.borrowed.held_bytes for link in links)
 
     def open(self, epoch: int) -> EpochDescription:
-        """Begin an epoch; return a fetcher's description of the epoch, with length and order hash.
+        """Begin an epoch; ask any fetcher for the epoch's description, and return it.
 
-        Any fetcher can describe the epoch. If the fetchers' orders differ, all batches of this pass
-        follow the order of the fetcher that described the epoch.
+        If the fetchers' orders differ, all batches of this pass follow this fetcher's order.
 
         Raises:
             RunLost: No fetcher responds.
@@ -436,10 +412,9 @@ class Client:
         return self._value(LoaderRequest(RequestKind.SAMPLE, 0, 0, encode.as_bytes(index)))
 
     def state(self, slot: int) -> tuple[int, Any] | None:
-        """Return the latest saved state of a stream's dataset, at or before a slot.
+        """Return the latest saved state, at or before `slot`, of the dataset in the slot's stream.
 
-        Each stream has its own copy of the dataset, and a worker saves states of this copy. The
-        result belongs to the stream that contains `slot`.
+        Each stream has its own copy of the dataset, of which a worker saves states.
 
         Returns:
             The number of batches that the stream had yielded before the state was saved, and the
@@ -451,12 +426,7 @@ class Client:
         return found
 
     def restore(self, slot: int, state: Any) -> None:
-        """Make a fetcher resume a stream at a slot, from a state of the stream's dataset.
-
-        Args:
-            slot: Number of a batch in the epoch's order; determines the stream and its fetcher.
-            state: State that the fetcher's copy of the dataset loads.
-        """
+        """Make a fetcher resume the slot's stream at `slot`, with a dataset that loads `state`."""
         self._value(LoaderRequest(RequestKind.STATE, self._epoch, slot, encode.as_bytes(state)))
 
     def close(self) -> None:
@@ -483,8 +453,8 @@ class Client:
         """Send a request whose response is an object, and return the object.
 
         Raises:
-            ValueError: The response is the state of a dataset, and has more than `MAX_STATE_BYTES`.
-                Such a state could not be loaded again.
+            ValueError: The response is a dataset's state of more than `MAX_STATE_BYTES`, which
+                could not be loaded again.
             RunLost: No fetcher responds.
             Exception: The exception that the user's code raised.
         """
@@ -513,7 +483,7 @@ class Client:
         raised.reraise()
 
     def _await(self, request: LoaderRequest) -> tuple[Response, memoryview]:
-        """Return the response to a request when it has arrived; first send an unsent request.
+        """Send a request if it is not sent yet, wait for its response, and return the response.
 
         Raises:
             RunLost: No fetcher responds, or workers ended each time they prepared the batch.
@@ -608,10 +578,8 @@ class Client:
     def _store_response(self, link: FetcherLink, response: Response, body: memoryview) -> None:
         """Store a response, which may answer several requests of its connection.
 
-        Each body of the response answers one request, beginning with the oldest pending one.
-
         Raises:
-            ProtocolError: The response does not belong to the oldest request.
+            ProtocolError: The response does not belong to the oldest pending request.
         """
         pending, bodies = link.pending, 1 + response.more
         request = pending[0] if len(pending) >= bodies else None
@@ -632,10 +600,9 @@ class Client:
     ) -> None:
         """Store the response to `request`, or send another request for the same batch.
 
-        If the response has the hash of the epoch's order, or no hash, store the response. Otherwise
-        send the request that `_follow_up_request` returns. This begins the sequence that the class
-        docstring describes: batch, indices, batch with these indices. When the last response of
-        the sequence arrives, store it as the response to the sequence's first request.
+        Another request is necessary if the response has the hash of another order
+        (`_follow_up_request`). When the last response arrives, it is stored as the response to the
+        first request.
         """
         number = self._where.pop(request)
         if request.kind is RequestKind.OPEN:
@@ -656,14 +623,13 @@ class Client:
     ) -> LoaderRequest | None:
         """Return the request to send next, if the worker of the first response had another order.
 
-        There are three requests: GET for the batch, ORDER for the batch's indices in the epoch's
-        order, and GET with these indices.
+        The requests are: GET for the batch; ORDER for the batch's indices in the epoch's order; GET
+        with these indices.
 
         Args:
             request: The request that was sent.
-            first: The first request of the sequence, which asked for the batch; may be `request`.
+            first: The GET request for the batch with which the sequence began; may be `request`.
             response: The response to `request`.
-            body: The response's body.
 
         Returns:
             The next request; None if the response answers `first`.

@@ -1,11 +1,10 @@
 """Parse the words after `%%taas` and `#pragma taas` into `Flags`.
 
-The table `FLAGS` is the single source of the parser, of `%%taas?`, of Tab completion and of error
-messages. An error message is one line that says what to write.
+The parser, `%%taas?`, Tab completion and the error messages are all made from the table `FLAGS`. An
+error message is one line that says what to write.
 
-IPython also calls `transform_pragma` to find out whether a half-typed cell is complete. So
-`transform_pragma` depends only on the text, and reports no errors. Errors are reported when the
-cell runs.
+IPython calls `transform_pragma` even for half-typed cells. So this function depends only on the
+text and reports no errors.
 """
 
 import io
@@ -36,8 +35,7 @@ _PRAGMA = re.compile(r"#\s?pragma\s+taas(?:\s+(.*))?")
 def parse_top_comments(lines: list[str]) -> tuple[str, int] | None:
     """Parse the taas comments at the top of a cell: `#!POOL` and `#pragma taas`.
 
-    In a cell without a pragma, `#!POOL` counts only as the first line with text. In a cell with a
-    pragma, other comments may precede `#!POOL`.
+    In a cell without a pragma, `#!POOL` must be the first line with text.
 
     Returns:
         The flags as one string, and the number of lines up to and including the last taas comment.
@@ -55,10 +53,7 @@ def parse_top_comments(lines: list[str]) -> tuple[str, int] | None:
 
 
 def transform_pragma(lines: list[str]) -> list[str]:
-    """Replace the taas comments at the top of a cell by a `%%taas` line.
-
-    IPython calls this function as an input transformer, with the lines of every cell.
-    """
+    """Replace the taas comments at the top of a cell by a `%%taas` line (an input transformer)."""
     found = parse_top_comments(lines)
     if found is None:
         return lines
@@ -97,15 +92,12 @@ def misplaced_pragma(raw_cell: str) -> Iterator[str]:
 
 
 MAX_RANKS = 1_000_000
-"""Maximum number of ranks that flags accept. The pool's own limit is checked later (`plan`)."""
+"""Maximum number of ranks that flags accept. The plan checks the pool's own limit."""
 
 MAX_COUNT = 1 << 60
 
 REHEARSED_BATCHES = 3
-"""Default value of `--rehearse`: number of batches in a rehearsal.
-
-Each pass over a registered loader ends after this number of batches.
-"""
+"""Default value of `--rehearse`: number of batches in each pass over a registered loader."""
 
 _NOT_REHEARSED = (
     *("--session", "--ranks", "--send"),
@@ -114,9 +106,9 @@ _NOT_REHEARSED = (
 """Flags that cannot be combined with `--rehearse`."""
 
 MAX_PROFILED_STEPS = 100
-"""Maximum value of `--profile`, the number of recorded steps.
+"""Maximum number of steps that `--profile` records.
 
-The limit bounds the size of the trace: a step of a small model adds about 100 kB.
+A step of a small model adds about 100 kB to the trace.
 """
 
 _COUNT = re.compile(r"(\d+(?:\.\d+)?)([KMGT]?)", re.IGNORECASE | re.ASCII)
@@ -170,10 +162,7 @@ def hang_s(text: str) -> float:
 
 
 def names(text: str) -> tuple[str, ...]:
-    """Parse the value of `--out`, such as `a,b@last,c@all`. Each variable may occur only once.
-
-    `plan.split_name` describes the form of one entry.
-    """
+    """Parse the value of `--out`, such as `a,b@last,c@all`. Each variable may occur only once."""
     listed = tuple(name.strip() for name in text.split(","))
     variables = {name_of(name) for name in listed}
     if len(variables) < len(listed) or VALUE in variables:
@@ -236,11 +225,11 @@ class Flag:
     """One flag of `%%taas` or `%taas logs`.
 
     Attributes:
-        name: Name of the flag with its dashes.
-        metavar: Placeholder for the value in the help. "" for a flag without a value.
+        name: Name of the flag, such as "--gpus".
+        metavar: Placeholder for the value in the help; "" for a flag without a value.
         read: Function that parses the value's text, and raises ValueError for a wrong value.
         possible: Description of allowed values, for the error message "the flag needs …".
-        help: Description of the flag in the help.
+
         examples: Values that Tab completion offers. The help shows the first one.
         if_alone: Value of the flag if no value follows it; None if a value must follow.
     """
@@ -289,10 +278,7 @@ OF_EACH_RANK = frozenset(
     | {"WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE"}
     | {"MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"}
 )
-"""Environment variables that `--env` must not set.
-
-taas-magic sets them on each rank, so that the ranks of a run find each other.
-"""
+"""Environment variables that taas-magic sets on each rank, and that `--env` must not set."""
 
 REPEATED = ("--env", "--shared-writes")
 """Flags that may be given more than once."""
@@ -532,9 +518,7 @@ HELP: str = _PARSER.format_help().replace("[--gpus N]", "--gpus N", 1)  # no oth
 
 
 def parse(line: str, config: Config) -> Flags:
-    """Parse the words after `%%taas`.
-
-    IPython has already replaced `{expression}` and `$variable` by their values.
+    """Parse the words after `%%taas`, in which IPython has replaced `{expression}` and `$variable`.
 
     Raises:
         UsageError: A word is wrong. The message is one line with the word and the allowed values.
@@ -570,11 +554,7 @@ def _check_rehearsal(flags: Flags) -> None:
 
 
 def check_ranks(flags: Flags) -> None:
-    """Check that the run has all ranks that `--out`, `--logs` and `--ranks` name.
-
-    Raises:
-        UsageError: The run has no rank with one of these numbers.
-    """
+    """Raise UsageError if `--out`, `--logs` or `--ranks` names a rank that the run does not have."""
     gpus = flags.gpus
     nobody = [name for name in flags.out if split_name(name)[1] >= gpus]
     if nobody:
@@ -587,11 +567,7 @@ def check_ranks(flags: Flags) -> None:
 
 
 def _check_prefill(prefill: Prefill, flags: Flags, memory: DataConfig) -> None:
-    """Raise UsageError if fetchers could never prepare the amount of `--prefill`.
-
-    Every value needs `--cpus`. The value `all` also needs `--units`. A size must not exceed the
-    buffers of the fetchers.
-    """
+    """Raise UsageError if fetchers could never prepare the amount of `--prefill`."""
     if prefill.unit == "all" and flags.units is None:
         raise UsageError("--prefill all needs a limit on the data: add --units (--units 20M)")
     if not flags.cpus:
@@ -606,7 +582,6 @@ def _check_prefill(prefill: Prefill, flags: Flags, memory: DataConfig) -> None:
 
 
 def _words(line: str) -> list[str]:
-    """Split the words after `%%taas` as a shell does."""
     try:
         return shlex.split(_uncommented(line))
     except ValueError:
@@ -616,10 +591,7 @@ def _words(line: str) -> list[str]:
 
 
 def _uncommented(line: str) -> str:
-    """Return `line` without a trailing comment.
-
-    The comment begins at the first word that begins with `#`.
-    """
+    """Return `line` up to the first word that begins with `#`."""
     text = io.StringIO(line)
     lexer = shlex.shlex(text, posix=True)
     lexer.whitespace_split, lexer.commenters = True, ""
@@ -647,7 +619,6 @@ def _parse_words(words: list[str]) -> dict[str, Any]:
 
 
 def _unknown(word: str) -> str:
-    """Return the error message for a word that is not a flag."""
     listed = " ".join(flag.name for flag in FLAGS)
     if not word.startswith("-"):
         return f'"{word}" is not a flag. The flags are: {listed}'

@@ -66,23 +66,23 @@ NO_LOADER_SENT = (
 )
 
 PRUNE_S = 60.0
-"""Minimum seconds between the last search for old runs and a search by a session's cell.
+"""Minimum seconds between searches for old runs to remove, in cells of sessions.
 
-A run outside a session always searches for old runs to remove.
+A run outside a session always searches for old runs.
 """
 
 _pruned_at = float("-inf")
 """Monotonic time of the last search for old runs to remove."""
 
 _told: set[str] = set()
-"""Lasting notes (see `_notes_to_show`) that this kernel has shown and does not repeat."""
+"""Notes that hold for many runs and that this kernel has already shown (`_notes_to_show`)."""
 
 
 def execute(flags: Flags, work: Work, shell: "InteractiveShell", config: Config) -> Run:
     """Run a cell or a function on the ranks of a pool.
 
-    Block until the view shows the end of the run, or until the run is detached. The flags, the work
-    and all objects that the work uses are checked before any process is started.
+    Block until the view shows the end of the run, or until the run is detached. All checks come
+    before the start of any process.
 
     Raises:
         UsageError: The flags are impossible, or `--out` names a variable that no rank will have.
@@ -168,8 +168,8 @@ def prepare_run(
 
     Args:
         session: The session whose ranks run the cell. None for a run with ranks of its own.
-        reads_only: Whether the run leaves the project store unlocked, so that another run may write
-            to the store at the same time.
+        reads_only: Whether to leave the project store unlocked, so that another run may write to
+            it.
 
     Returns:
         The kernel's side of the run, and the description of the run for its pools.
@@ -204,7 +204,7 @@ def _run_in_session(
     session: Session,
     captured: Payload,
 ) -> None:
-    """Run a cell on a session's ranks. If it is the first cell, start the ranks."""
+    """Run a cell on a session's ranks. Start the ranks if it is the first cell."""
     driver.listener = session.record_event
     try:
         carry_out(driver, spec, pool, config, session=session)
@@ -228,11 +228,7 @@ def _context(plan: Plan, pool: Pool, config: Config) -> RunContext:
 
 
 def _written(plan: Plan, captured: Payload, config: Config) -> RunFolder:
-    """Create the folder of a new run, and write all files that its ranks and fetchers read.
-
-    Raises:
-        PoolError: The state folder is not writable.
-    """
+    """Create the folder of a new run, and write all files that its ranks and fetchers read."""
     folder = RunFolder.create(plan.run_id, plan, captured.work.raw)
     # Batches need TLS if they cross between hosts on a network that is not private.
     needs_tls = plan.data is not None and plan.data.crosses
@@ -250,9 +246,8 @@ def _written(plan: Plan, captured: Payload, config: Config) -> RunFolder:
 def _notes_to_show(notes: Sequence[str], differences: Sequence[str]) -> tuple[str, ...]:
     """Return the notes to show in the status header of a run.
 
-    A note on a missing GPU, or on differing constants, holds for many runs. A kernel shows such a
-    lasting note only once, unless the values of the constants change. All other notes are always
-    shown.
+    Some notes hold for many runs: notes on a missing GPU, and `differences`. A kernel shows each of
+    them only once.
 
     Args:
         notes: Notes of the plan.
@@ -357,11 +352,7 @@ def start_session(
     config: Config,
     interrupts: Interrupts,
 ) -> None:
-    """Start a session's ranks unless they were started already.
-
-    `config` sets the session's context and idle time. See `Session.start` for the other arguments
-    and for the raised errors.
-    """
+    """Start a session's ranks unless they were started already. `Session.start` lists the errors."""
     if session.is_started:
         return
     assert session.plan is not None
@@ -373,10 +364,7 @@ def start_session(
 def call_on_ranks(
     session: Session, function: Callable[[], Any], shell: "InteractiveShell", config: Config
 ) -> list[Any]:
-    """Call a function without arguments on each rank of a session.
-
-    Returns:
-        The result of each rank, in the order of the ranks.
+    """Call a function without arguments on each rank of a session, and return the results by rank.
 
     Raises:
         PoolError: The session has ended, or is running a cell.
@@ -436,12 +424,7 @@ def debug(session: Session, rank: int | None, shell: "InteractiveShell", config:
 def learn_names(session: Session, shell: "InteractiveShell", config: Config) -> None:
     """Ask the ranks for the names of their variables, and record the names in `session`.
 
-    Do nothing unless this kernel has taken the session over and does not know the names yet.
-
-    Raises:
-        PoolError: The session has ended, or is running a cell.
-        RunError: The call failed.
-        KeyboardInterrupt: The user interrupted the call.
+    Do nothing unless `session.has_unknown_names`. The errors are those of `call_on_ranks`.
     """
     from taas_magic.host.variables import names
 
@@ -479,13 +462,7 @@ def take_session(run: Run, shell: "InteractiveShell", config: Config) -> Session
 
 
 def restart(name: str, shell: "InteractiveShell", config: Config) -> Session:
-    """End a session's ranks, and start new ranks in the same pool with the session's flags.
-
-    Raises:
-        UsageError: There is no such session.
-        PoolError: The pool has no hosts for the new ranks.
-        KeyboardInterrupt: The user interrupted the restart.
-    """
+    """End a session's ranks, and start new ranks in the same pool with the session's flags."""
     with Interrupts() as interrupts:
         new = sessions.restarted(name, interrupts)
         pool = pools.named(new.flags.pool, config)
@@ -522,12 +499,8 @@ def plan_of(flags: Flags, pool: Pool, config: Config) -> Plan:
 def plan_of_cell(flags: Flags, session: Session | None, pool: Pool, config: Config) -> Plan:
     """Return the plan of a cell, which may belong to a session.
 
-    The plan of a session's first cell decides where the session's ranks run. The plan of a later
-    cell has the same ranks and hosts.
-
-    Raises:
-        UsageError: The pool has no room for so many ranks.
-        StoreError: The project store, or a folder of `--shared-writes`, is not usable.
+    A later cell of a session has the ranks and hosts of the first cell. The errors are those of
+    `plan_of`.
     """
     if session is None:
         return plan_of(flags, pool, config)
@@ -549,14 +522,13 @@ def with_fetchers(
     config: Config,
     cpus: int | None = None,
 ) -> Plan:
-    """Add the fetchers of registered loaders to a plan, with their pool and hosts.
+    """Add the fetchers of registered loaders to a plan, with their pool and hosts. Allocate no hosts.
 
-    Allocate no hosts. Without registered loaders or without `--cpus`, add no fetchers. Add notes,
-    for example on flags that have no effect.
+    Without registered loaders or without `--cpus`, add no fetchers. Add notes on flags that have no
+    effect.
 
     Args:
-        flags: Flags of the cell. For a cell of a session, `Session.complete` has added the
-            session's flags.
+        flags: Flags of the cell, completed by `Session.complete` for a session.
         loaders: Names of the registered loaders that the cell sends to the ranks.
         config: Settings of taas.toml.
         cpus: Value of `--cpus` on the cell itself, for the note on unused flags. None to use the
@@ -590,8 +562,7 @@ def out_problem(
 ) -> str | None:
     """Return a message if `--out` names a variable that no rank will have when the cell ends.
 
-    Only problems that are visible before the cell runs are found. The result is None if no problem
-    is found.
+    The result is None if the cell's text and variables show no such problem.
 
     Args:
         known: Names that the ranks of the cell's session have. None without a session.
@@ -652,11 +623,7 @@ def _environ_at_start() -> dict[str, str]:
 
 
 def dry_run_text(flags: Flags, work: Work, shell: "InteractiveShell", config: Config) -> str:
-    """Return the text of `--dry-run`: what `execute` would do, and why it would fail.
-
-    The text has three parts: the plan; the values that would be sent, each with the reason why it
-    is sent; and the problems.
-    """
+    """Return the text of `--dry-run`: the plan, the values that would be sent, and the problems."""
     session, asked = sessions.for_cell(flags, registers=False), flags
     if session is not None:
         flags = session.complete(flags)
@@ -679,12 +646,10 @@ def dry_run_text(flags: Flags, work: Work, shell: "InteractiveShell", config: Co
 
 
 def _count(number: int, what: str) -> str:
-    """Return a number with its noun, such as `1 host` or `2 hosts`."""
     return f"{number:,} {what}{'s' * (number != 1)}"
 
 
 def _plan_lines(plan: Plan) -> list[str]:
-    """Return the lines of `--dry-run` about hosts, fetchers and the project store."""
     ranks, n_hosts = _count(plan.world_size, "rank"), _count(len(plan.hosts), "host")
     lines = [f"pool {plan.pool}: {ranks} on {n_hosts}; nothing is started"]
     for host in plan.hosts:
@@ -710,7 +675,6 @@ def _plan_lines(plan: Plan) -> list[str]:
 
 
 def _payload_lines(captured: Payload) -> list[str]:
-    """Return the lines of `--dry-run` about the values and modules that are sent."""
     lines = [f"sent to each host, {size_text(captured.size_bytes, 1024)} in total:"]
     for value in captured.captured:
         size = size_text(value.size_bytes, 1024)

@@ -1,6 +1,6 @@
 """The magics `%%taas` and `%taas` and their Tab completion; `notebook.launch` runs the cells.
 
-This module runs in the kernel. Modules that import torch or Dask are imported only when needed.
+To keep `%load_ext` fast, import modules that need torch or Dask inside functions.
 """
 
 import __future__
@@ -70,10 +70,9 @@ class TaasMagics(Magics):
         return load_config(self._folder)
 
     def on_cell_start(self, info: Any) -> None:
-        """Store the cell's text, and call the functions in `between_cells.before_cell`.
+        """Store the cell's text, call `between_cells.before_cell`, and warn of misplaced pragmas.
 
-        Also print a warning for each misplaced pragma. IPython calls this method for its event
-        `pre_run_cell`.
+        IPython calls this method for its event `pre_run_cell`.
         """
         self._raw_cell = info.raw_cell
         for call in between_cells.before_cell:
@@ -82,11 +81,9 @@ class TaasMagics(Magics):
             _print_line(line)
 
     def on_cell_end(self, result: Any) -> None:
-        """Print hints about a cell that has ended.
+        """Print hints after a cell that installs PyPI's `taas`, or misses a name set only on ranks.
 
-        IPython calls this method for its event `post_run_cell`. One hint appears after a cell that
-        installs PyPI's package `taas`. The other hint appears after a NameError, if an earlier cell
-        assigned the name only on ranks.
+        IPython calls this method for its event `post_run_cell`.
         """
         if result.info is not None and INSTALLS_TAAS.search(result.info.raw_cell):
             _print_line(TAAS_IS_HERE)
@@ -172,12 +169,6 @@ class TaasMagics(Magics):
             _print_line(shown)
 
     def _cell(self, line: str, body: str) -> "CellWork":
-        """Return the cell that called the magic.
-
-        Args:
-            line: The words after `%%taas`.
-            body: The text below them.
-        """
         from taas_magic.capture.payload import cell_number
         from taas_magic.capture.work import CellWork
 
@@ -193,11 +184,7 @@ class TaasMagics(Magics):
         )
 
     def _compile_name(self, raw: str) -> str:
-        """Return the file name under which the kernel compiled the cell that called the magic.
-
-        Args:
-            raw: Text of the cell, as `locate` returned it.
-        """
+        """Return the file name under which the kernel compiled the cell that called the magic."""
         frame = sys._getframe()
         while frame.f_back is not None and raw == self._raw_cell:
             frame = frame.f_back
@@ -230,9 +217,9 @@ def locate(raw_cell: str, line: str, body: str) -> tuple[str, int]:
     """Find the magic's body in the cell that the user sees.
 
     Returns:
-        The whole cell, and the number of lines in it before the body. If the magic was called by
-        code (`get_ipython().run_cell_magic`), the user sees no such cell. Then the result is a cell
-        made of the magic's line and body.
+        The whole cell, and the number of lines in it before the body. If code called the magic
+        (`get_ipython().run_cell_magic`), the user sees no such cell. Then the result is a cell made
+        of `line` and `body`.
     """
     seen, lines = raw_cell.splitlines(), body.splitlines()
     offset = len(seen) - len(lines)
@@ -250,10 +237,9 @@ INSTALLS_TAAS = re.compile(
     r"(?:[^#\n]*[\s'\"/])?taas(?:$|[\s'\"=<>~!;\[@]|-\d)",
     re.MULTILINE,
 )
-"""Pattern of a command that installs PyPI's `taas` with pip.
+"""Pattern of a command that installs PyPI's `taas` with pip, as the guide of DataSphere does.
 
-That package is an old client of DataSphere, and the guide of DataSphere begins with this command.
-The percent sign is optional: IPython's automagic does not need it, and a %%bash cell has none.
+The percent sign is optional, because of IPython's automagic and `%%bash` cells.
 """
 
 
@@ -301,8 +287,7 @@ _loaded: dict["InteractiveShell", Callable[[], None]] = {}
 class _WarmUp:
     """The warm-up of the local pool, which `%load_ext` starts.
 
-    The warm-up runs in a thread, because the import of Dask would delay `%load_ext` too long.
-    `%taas down` cancels a warm-up that has not begun.
+    It runs in a thread, because the import of Dask would delay `%load_ext`.
     """
 
     def __init__(self, settings: Config) -> None:
@@ -317,15 +302,11 @@ class _WarmUp:
         ).start()
 
     def cancel(self) -> None:
-        """Cancel the warm-up if it has not begun.
-
-        A warm-up that has begun continues. In this case, `%taas down` ends the opened pool.
-        """
+        """Cancel the warm-up if it has not begun. A warm-up that has begun continues."""
         with self._lock:
             self._is_cancelled = True
 
     def _run(self) -> None:
-        """Warm the pool unless the warm-up was cancelled (the thread's function)."""
         from taas_magic.notebook import pools
 
         with self._lock:
@@ -336,7 +317,7 @@ class _WarmUp:
 
 
 _warm_ups: list[_WarmUp] = []
-"""Warm-ups that loading the extension started, so that `%taas down` can cancel them."""
+"""Warm-ups that `%taas down` cancels."""
 
 
 def _warm_local(magics: TaasMagics) -> None:
@@ -398,7 +379,6 @@ _LOGS_FLAGS = FlagParser(
 
 
 def _logs(words: Sequence[str], settings: Config) -> str:
-    """Return a rank's log for `%taas logs`; by default, the log of the rank that failed first."""
     from taas_magic.notebook import runs
     from taas_magic.notebook.logs import end_of_log, shortened
 
@@ -418,7 +398,7 @@ def _logs(words: Sequence[str], settings: Config) -> str:
 def _attach(words: Sequence[str], settings: Config) -> str:
     """Show a run for `%taas attach`, or take over a session.
 
-    Only a notebook can take over a session. A terminal shows the session's running cell instead.
+    A terminal cannot take over a session, so it shows the session's running cell.
     """
     from IPython.core.getipython import get_ipython
 
@@ -462,7 +442,7 @@ def _cell_to_watch(session: "Run") -> "Run":
     Also print how the user can take over or end the session.
 
     Args:
-        session: The session's own run, which started the ranks. Each cell is another run.
+        session: The session's own run.
 
     Raises:
         UsageError: The session runs no cell.
@@ -481,7 +461,6 @@ def _cell_to_watch(session: "Run") -> "Run":
 
 
 def _detach(words: Sequence[str], settings: Config) -> str:
-    """Detach a run, or a session of this kernel, for `%taas detach`."""
     from taas_magic.notebook import pools, runs, sessions
 
     name = _optional_word("detach", words)
@@ -524,10 +503,7 @@ def _ranks(words: Sequence[str], settings: Config) -> str:
 
 
 def _pools(words: Sequence[str], settings: Config) -> str:
-    """Return a table of pools and their hosts, for `%taas pools`.
-
-    With `--check`, check whether the hosts can run cells, and return the report.
-    """
+    """Return a table of pools and their hosts; with `--check`, a report on the hosts' fitness."""
     from taas_magic.notebook import pools, sessions
 
     checks = words[:1] == ["--check"]
@@ -581,7 +557,7 @@ def _warm(words: Sequence[str], settings: Config) -> str:
 def _sessions(words: Sequence[str], settings: Config) -> str:
     """Return a table of sessions for `%taas sessions`, with the memory that their ranks use.
 
-    The table also lists detached sessions of other kernels, which this kernel can take over.
+    Detached sessions of other kernels, which this kernel can take over, come last.
     """
     from msgspec import convert
 
@@ -662,7 +638,6 @@ def _restart(words: Sequence[str], settings: Config) -> str:
 
 
 def _shell() -> "InteractiveShell":
-    """Return the kernel's IPython shell."""
     from IPython.core.getipython import get_ipython
 
     shell = get_ipython()
@@ -782,9 +757,7 @@ _OF_A_SESSION = ("vars", "debug", "restart", "end")
 
 
 def _candidates(text: str, known: TaasMagics) -> tuple[str, list[str]] | None:
-    """Split off the word at the cursor, and return this word and its possible completions.
-
-    The result is None if the line has no taas magic or comment.
+    """Return the word at the cursor and its completions; None without a taas magic or comment.
 
     Args:
         text: The line up to the cursor.
@@ -802,7 +775,6 @@ def _candidates(text: str, known: TaasMagics) -> tuple[str, list[str]] | None:
 
 
 def _after_head(text: str, known: TaasMagics) -> tuple[str, list[str]]:
-    """Return the word at the cursor and its completions, after `%%taas` or `#pragma taas`."""
     words = text.split(" ")
     flag, equals, word = words[-1].partition("=")
     if not equals:
@@ -821,7 +793,6 @@ def _after_head(text: str, known: TaasMagics) -> tuple[str, list[str]]:
 
 
 def _after_line(text: str, known: TaasMagics) -> tuple[str, list[str]]:
-    """Return the word at the cursor and its completions, after `%taas`."""
     *before, word = text.split(" ")
     before = [each for each in before if each]
     if not before:
