@@ -554,7 +554,7 @@ def _check_rehearsal(flags: Flags) -> None:
 
 
 def check_ranks(flags: Flags) -> None:
-    """Raise UsageError if `--out`, `--logs` or `--ranks` names a rank that the run does not have."""
+    """Raise UsageError if `--out`, `--logs` or `--ranks` names a rank that the run lacks."""
     gpus = flags.gpus
     nobody = [name for name in flags.out if split_name(name)[1] >= gpus]
     if nobody:

@@ -352,7 +352,7 @@ def start_session(
     config: Config,
     interrupts: Interrupts,
 ) -> None:
-    """Start a session's ranks unless they were started already. `Session.start` lists the errors."""
+    """Start a session's ranks if they were not started yet. `Session.start` lists the errors."""
     if session.is_started:
         return
     assert session.plan is not None
@@ -522,10 +522,10 @@ def with_fetchers(
     config: Config,
     cpus: int | None = None,
 ) -> Plan:
-    """Add the fetchers of registered loaders to a plan, with their pool and hosts. Allocate no hosts.
+    """Add the fetchers of registered loaders to a plan, with their pool and hosts.
 
-    Without registered loaders or without `--cpus`, add no fetchers. Add notes on flags that have no
-    effect.
+    No hosts are allocated. Without registered loaders or without `--cpus`, add no fetchers. Add
+    notes on flags that have no effect.
 
     Args:
         flags: Flags of the cell, completed by `Session.complete` for a session.
