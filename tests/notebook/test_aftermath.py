@@ -382,7 +382,6 @@ def an_interrupt_while_fetchers_come_up_does_not_reach_the_next_cell(frontend: F
     frontend.manager.interrupt_kernel()
     following = frontend.send(NEXT.replace("1", "1 --cpus 1") + "\nlist(loader)")
     assert frontend.finish(request)["ename"] == "KeyboardInterrupt"
-    eventually(lambda: following in frontend.replies or not frontend._is_idle(following))
     if frontend.finish(following)["status"] == "aborted":  # it arrived before the interrupt
         following = frontend.send(NEXT.replace("1", "1 --cpus 1") + "\nlist(loader)")
     assert frontend.finish(following)["status"] == "ok", error(frontend, following)
