@@ -66,13 +66,7 @@ def named(name: str, config: Config) -> Pool:
 
 
 def wait_for_pool(pool: Pool, interrupts: Interrupts, hosts: int = 1) -> PoolConnection:
-    """Wait until a pool has enough hosts, and print the progress of the wait.
-
-    Args:
-        hosts: Number of hosts to wait for.
-
-    Returns:
-        The connection to the pool.
+    """Wait until a pool has `hosts` hosts, and print the progress of the wait.
 
     Raises:
         ConnectionEnded: The pool's process ended before it got the hosts.
@@ -97,7 +91,7 @@ def wait_for_pool(pool: Pool, interrupts: Interrupts, hosts: int = 1) -> PoolCon
 
 
 def print_line(line: str) -> None:
-    """Print a line below the waiting cell, and flush standard output."""
+    """Print a line below the waiting cell at once."""
     sys.stdout.write(f"{line}\n")
     sys.stdout.flush()
 
@@ -105,8 +99,7 @@ def print_line(line: str) -> None:
 def warm(config: Config, name: str = "local") -> threading.Thread:
     """Open a pool in a background thread, and return the thread.
 
-    This function reports no failure. If the pool does not open, the next cell that needs the pool
-    reports the failure.
+    If the pool does not open, the next cell that needs the pool reports the failure.
     """
     pool = named(name, config)
     wait = PoolWait(pool)  # created before the thread starts, so that `down` can cancel it
@@ -150,8 +143,7 @@ def _send_request(folder: str, name: str, config: Config, request: Request[_T]) 
     """Send a request to the process of a run's pool; never start a process.
 
     Args:
-        folder: Folder of the pool. "" for a run of an older taas-magic, which did not record the
-            folder; then `name` selects the pool.
+        folder: Folder of the pool. If "" (a run of an older taas-magic), `name` selects the pool.
 
     Raises:
         PoolError: The process has ended, or does not answer.
@@ -167,11 +159,7 @@ def _send_request(folder: str, name: str, config: Config, request: Request[_T]) 
 
 
 def _joined(name: str, config: Config) -> PoolConnection:
-    """Return a connection to the running process of a pool; never start a process.
-
-    Raises:
-        PoolError: The pool has no running process.
-    """
+    """Return a connection to the running process of a pool, or raise PoolError if there is none."""
     return _process_of(named(name, config))
 
 
@@ -184,7 +172,7 @@ def _process_of(pool: Pool) -> PoolConnection:
 
 @dataclass(frozen=True)
 class PoolRow:
-    """A pool of taas.toml and its status. The status is empty for a pool that does not answer."""
+    """A pool of taas.toml and its status, which is empty for a pool that does not answer."""
 
     name: str
     engine: str
@@ -215,7 +203,7 @@ def pool_of_session(run: Run, config: Config) -> PoolConnection:
 
 
 def rows(config: Config) -> list[PoolRow]:
-    """Return a row for each pool of taas.toml, with the pool's state and status."""
+    """Return the state and status of each pool of taas.toml."""
     found = []
     for name, settings in config.pools.items():
         pool = named(name, config)
@@ -231,10 +219,7 @@ def rows(config: Config) -> list[PoolRow]:
 
 
 def check(config: Config, names: Sequence[str] = ()) -> "CheckReport":
-    """Check whether the hosts of pools can run cells; allocate no host.
-
-    Args:
-        names: Names of the pools to check. Empty for all pools.
+    """Check whether the hosts of the named pools, or of all pools, can run cells; allocate no host.
 
     Raises:
         UsageError: taas.toml has no such pool.
@@ -278,12 +263,11 @@ def ask_hosts(
         config: Settings of taas.toml.
         packages: Packages that taas-magic needs on a host.
         modules: Top-level modules that a host must have.
-        mark: Path of a file in the project store. A host that sees this file shares the store. If
-            `mark` is "", the hosts are not checked for a shared store.
+        mark: Path of a file in the project store. A host that sees this file shares the store. ""
+            skips this check.
 
     Returns:
-        One row for each host. If a pool has no host that can be asked, one row for the pool, with
-        an empty host name.
+        One row for each host. A pool without a host to ask has one row, with an empty host name.
 
     Raises:
         PoolError: A pool that is up does not answer.
@@ -318,7 +302,6 @@ class CheckReport(str):
     __repr__ = str.__str__
 
     def _repr_html_(self) -> str:
-        """Return the report as HTML without line wrapping, with all text from hosts escaped."""
         return as_html(self)
 
 
@@ -330,8 +313,8 @@ def report(
     Args:
         rows: The checked hosts.
         here: The kernel that checked the hosts.
-        protection: The mechanism that protects the project store from a host's ranks, by (pool,
-            host). Only allocated hosts have an entry.
+        protection: The mechanism that protects the project store, by (pool, host). Only allocated
+            hosts have an entry.
     """
     cells = (_cells(row, here, protection.get((row.pool, row.host), "")) for row in rows)
     head, *lines = columns([_HEAD, *cells])
@@ -352,11 +335,7 @@ def report(
 def _cells(row: HostCheck, here: KernelVersions, protection: str) -> tuple[str, ...]:
     """Return the cells of a host's row in the table, in the order of `_HEAD`.
 
-    Args:
-        row: The checked host.
-        here: The kernel that checked the host.
-        protection: Mechanism that protects the project store from the host's ranks; "" if the host
-            is not allocated.
+    `protection` is "" if the host is not allocated.
     """
     seen = row.facts
     if seen is None or not seen.system:
@@ -382,8 +361,7 @@ def _cells(row: HostCheck, here: KernelVersions, protection: str) -> tuple[str, 
 def _taas_source(seen: HostFacts, here: KernelVersions) -> str:
     """Return where a host gets taas-magic from, as text for the table.
 
-    The text is "in its cache" if the host keeps an earlier copy, and "sent on first use" if the
-    kernel will send a copy. Otherwise, the text is "installed".
+    "in its cache" means a copy from an earlier use.
     """
     from taas_magic.setup.install import needed_package_folders
 

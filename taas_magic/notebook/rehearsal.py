@@ -1,8 +1,8 @@
 """Rehearse a cell: run it here on a few batches, and report what its pool needs (`--rehearse`).
 
-A rehearsal is a run on the local pool with three differences. Each pass over a registered loader
-ends after a few batches (`data/epoch.py`). No rank writes to the project store
-(`store/redirect.py`). The notebook gets no results.
+A rehearsal is a run on the local pool. Each pass over a registered loader ends after a few batches
+(`data/epoch.py`). No rank writes to the project store (`store/redirect.py`). The notebook gets no
+results.
 """
 
 import math
@@ -31,15 +31,15 @@ if TYPE_CHECKING:
     from taas_magic.notebook.runs import Run
 
 MAX_RANKS = 2
-"""Maximum number of ranks of a rehearsal, whatever `--gpus` says."""
+"""Maximum number of ranks of a rehearsal; `--gpus` may be larger."""
 
 BATCHES_VARIABLE = "TAAS_REHEARSE"
-"""Environment variable of a rehearsal's ranks: the number of batches after which a pass ends."""
+"""Environment variable of a rehearsal's ranks: number of batches after which a pass ends."""
 
 _MAX_LISTED = 3
 _MAX_PROBLEMS = 5
 _MIN_STEP_S = 1e-3
-"""Minimum seconds of computing for each batch on a rank, for an estimate of `--cpus`."""
+"""Minimum seconds that a rank computes on a batch, for an estimate of `--cpus`."""
 
 
 @dataclass
@@ -47,18 +47,14 @@ class RehearsalFindings:
     """The results of a rehearsal, for its report.
 
     Attributes:
-        flags: Flags of the cell.
         plan: Plan of the run on the pool; None if the pool cannot run it.
         problems: Reasons why the run would fail on the pool.
-        host_rows: Result of checking each host for the cell's modules. A pool without a running
-            host has one row, with an empty host name.
-        captured: Variables of the notebook that are sent to the ranks.
+        host_rows: Result of the check of each host. A pool without a running host has one row, with
+            an empty host name.
         travels_bytes: Size of everything that is sent to the ranks.
         loader_bytes: Size of each registered loader that is sent to the fetchers, by name.
-        counts_by_loader: Counts of batches and times of each registered loader, by name.
-        reports: Report of each rank, by rank, in the order of arrival.
+        reports: Report of each rank, in the order of arrival.
         state: State in which the rehearsed run ended; "" if the cell was not run.
-        elapsed_s: Seconds that the rehearsed run took.
     """
 
     flags: Flags
@@ -75,7 +71,7 @@ class RehearsalFindings:
 
     @property
     def all_problems(self) -> list[str]:
-        """`problems`, then the problems of hosts. Hosts with the same problem share one entry."""
+        """All problems of the run and of hosts. Hosts with the same problem share one entry."""
         hosts: defaultdict[str, list[str]] = defaultdict(list)
         for row in self.host_rows:
             for finding in row.findings:
@@ -126,9 +122,9 @@ def rehearse(flags: Flags, work: Work, shell: "InteractiveShell", config: Config
 
 
 def _examine_pool(found: RehearsalFindings, captured: Payload, config: Config) -> None:
-    """Plan the run on its pool, and ask the pool's hosts for the modules that the cell needs.
+    """Record in `found` the plan on the pool, the check of its hosts, and their problems.
 
-    Allocate no host. Add problems to `found.problems`.
+    Allocate no host.
     """
     flags = structs.replace(found.flags, rehearse=0)
     pool = config.pool(flags.pool)
@@ -150,7 +146,7 @@ def _examine_pool(found: RehearsalFindings, captured: Payload, config: Config) -
 def _ask_hosts(
     asked: Sequence[PoolConfig], captured: Payload, config: Config, found: RehearsalFindings
 ) -> list[HostCheck]:
-    """Check the hosts of pools, and return a row for each host. Add errors to `found.problems`."""
+    """Check the hosts of pools for the cell's modules. Add errors to `found.problems`."""
     if not asked:
         return []
     up = {row.name: row.status.hosts for row in pools.rows(config)}
@@ -166,12 +162,7 @@ def _ask_hosts(
 def _run_here(
     found: RehearsalFindings, captured: Payload, shell: "InteractiveShell", config: Config
 ) -> "Run":
-    """Run the cell on the local pool, and record in `found` what its ranks report.
-
-    Raises:
-        PoolError: The local pool could not be started.
-        KeyboardInterrupt: The user interrupted the rehearsal before the ranks started.
-    """
+    """Run the cell on the local pool, and record in `found` what its ranks report."""
     flags, pool = flags_here(found.flags, len(captured.loaders)), pools.named(LOCAL, config)
     plan = launch.plan_of(flags, pool, config)
     plan = launch.with_fetchers(plan, flags, tuple(captured.loaders), config)
@@ -193,8 +184,7 @@ def flags_here(flags: Flags, loaders: int) -> Flags:
     """Return the flags of the rehearsed run: the cell's flags, changed for the local pool.
 
     The run has at most `MAX_RANKS` ranks, without GPUs. One fetcher prepares all batches before the
-    ranks start. Otherwise, the fetcher and the ranks would slow each other down, and the measured
-    speeds would be too low.
+    ranks start, because fetcher and ranks would slow each other down.
 
     Args:
         flags: Flags of the cell.
@@ -218,10 +208,7 @@ def flags_here(flags: Flags, loaders: int) -> Flags:
 
 
 def report(found: RehearsalFindings) -> str:
-    """Return the report of a rehearsal as text, with one labelled line for each finding.
-
-    The lines name problems, hosts, sizes of what is sent, speeds of loaders, memory and files.
-    """
+    """Return the report of a rehearsal as text, with one labelled line for each finding."""
     rows = [
         *_problem_rows(found),
         *_host_rows(found),
@@ -270,7 +257,6 @@ def _host_rows(found: RehearsalFindings) -> list[tuple[str, str]]:
 
 
 def _travels(found: RehearsalFindings) -> str:
-    """Return a line of text with the size of the payload and the names of its largest variables."""
     largest = sorted(found.captured, key=lambda value: value.size_bytes, reverse=True)
     named = [
         f"{value.name} {size_text(value.size_bytes, 1024)} ({value.type_name.rpartition('.')[2]})"
@@ -286,8 +272,8 @@ def _travels(found: RehearsalFindings) -> str:
 def _loader_rows(found: RehearsalFindings) -> Iterable[tuple[str, str]]:
     """Yield rows of the report about data: the size and speed of each registered loader.
 
-    The last row names the loops that a rehearsal cannot end early: loops over unregistered
-    DataLoaders, or all loops of a cell without registered loaders.
+    A last row names the loops that a rehearsal cannot end early, because they use no registered
+    loader.
     """
     for name, size in found.loader_bytes.items():
         loader_counts = found.counts_by_loader.get(name)
@@ -345,7 +331,6 @@ def _rate(per_s: float) -> str:
 
 
 def _rank_rows(found: RehearsalFindings) -> Iterable[tuple[str, str]]:
-    """Yield rows of the report about ranks: their memory, and the files that they wrote."""
     if not found.state:
         return
     if found.reports:

@@ -1,7 +1,7 @@
 """Start a run from the notebook, follow it to its end, and handle its fetchers and interrupts.
 
-The kernel waits for other processes in separate threads. Its main thread counts the user's
-interrupts instead of raising KeyboardInterrupt. So an interrupt can end every wait.
+The kernel's main thread counts the user's interrupts instead of raising KeyboardInterrupt, and
+waits for other processes in separate threads. So an interrupt can end every wait.
 """
 
 import contextvars
@@ -51,16 +51,16 @@ from taas_magic.plan import Plan
 from taas_magic.pool.client import ConnectionEnded, Pool, PoolConnection, PoolWait
 
 LEAVE_S = 1.2
-"""Seconds that the cell still waits for a background call after the user has interrupted the wait.
+"""Seconds that the cell still waits for a background call after the user's interrupt.
 
-After this time, the cell ends, and the background call continues in its thread.
+After this time, the cell ends, and the call continues in its thread.
 """
 
 MEANWHILE_S = 0.25
 """Seconds between updates of the view while the user waits."""
 
 CHECK_S = 1.0
-"""Seconds between checks whether the process of a run's pool is alive, while no event arrives."""
+"""Seconds between checks whether a silent run's pool is alive."""
 
 KILL_WAIT_S = 15.0
 """Seconds that the cell waits for a run to end after the first interrupt."""
@@ -72,10 +72,10 @@ SILENT_LOST_S = 60.0
 """Seconds without a heartbeat of the pool's process after which the run counts as lost."""
 
 DETACHED = "DETACHED"
-"""Title of the status header of a detached run. The header is not updated any more."""
+"""Title of the status header of a detached run."""
 
 _ENDS = ("signal", "exit", "end", "stopped", "host")
-"""Values of `Failure.how` that mean that a process of the run has ended or is about to end."""
+"""Values of `Failure.how` for a process of the run that has ended or is about to end."""
 
 T = TypeVar("T")
 ShowLines = Callable[[list[str]], None]
@@ -84,15 +84,13 @@ ShowLines = Callable[[list[str]], None]
 class Interrupts:
     """A context manager that counts SIGINT instead of raising KeyboardInterrupt.
 
-    Python can raise a KeyboardInterrupt between any two instructions. At the wrong place, the
-    exception could lose an event, or leave a process without an owner. Signals reach the main
-    thread only. In another thread (a subshell of the kernel), no handler is installed, and `count`
-    stays 0.
+    Python can raise a KeyboardInterrupt between any two instructions. That could lose an event, or
+    leave a process without an owner. In another thread than the main one, `count` stays 0.
 
     Attributes:
         count: Number of interrupts so far.
-        wake: Function called on every interrupt, to wake the waiting thread. The function must be
-            safe in a signal handler.
+        wake: Function called on every interrupt, to wake the waiting thread. It must be safe in a
+            signal handler.
     """
 
     def __init__(self) -> None:
@@ -122,10 +120,9 @@ class Interrupts:
         """Run `work` in a thread, wait for it, and return its result.
 
         Args:
-            work: Function that may wait for another process. If the user interrupts the wait, the
-                function continues in its thread.
-            max_interrupts: Number of interrupts that end the wait. After the last of them, the
-                method waits up to LEAVE_S for the work to finish.
+            work: Function that may wait for another process. It continues after an interrupt.
+            max_interrupts: Number of interrupts that end the wait. After the last of them, the work
+                still has LEAVE_S to finish.
             meanwhile: Function called in this thread every MEANWHILE_S during the wait.
 
         Raises:
@@ -144,7 +141,7 @@ class Interrupts:
 
 
 class BackgroundCall(Generic[T]):
-    """A function call in a separate thread. The call continues if the user stops the wait for it.
+    """A function call in a separate thread, which continues if the user stops the wait for it.
 
     Args:
         work: Function to run. Its argument is a function that shows lines of progress to the
@@ -152,7 +149,6 @@ class BackgroundCall(Generic[T]):
 
     Attributes:
         outcome: Future of the work's result or exception.
-        thread: The thread that runs the work.
     """
 
     def __init__(self, work: Callable[[ShowLines], T]) -> None:
@@ -207,7 +203,6 @@ class BackgroundCall(Generic[T]):
         return self.outcome.result()
 
     def _run(self) -> None:
-        """Run the work and store its outcome (the thread's function)."""
         try:
             self.outcome.set_result(self._work(self._progress_lines.put))
         except BaseException as error:
@@ -216,24 +211,22 @@ class BackgroundCall(Generic[T]):
 
 
 class RunFetchers:
-    """The fetchers of a run. Fetchers start before the ranks of the run, and end after the ranks.
+    """The fetchers of a run. They start before the ranks of the run, and end after the ranks.
 
-    Fetchers may run in another pool than the ranks. This class sends the fetchers' events to the
-    pool of the ranks. That pool writes the events to the run's journal, and tells the ranks' hosts
-    where the fetchers listen.
+    Fetchers may run in another pool than the ranks. This class forwards their events to the pool of
+    the ranks, for the run's journal and for the ranks' hosts.
 
-    The fetchers end if the process of their own pool ends. If all fetchers of the run have ended,
-    that process starts them again, up to `--max-restarts` times. In a session, the fetchers stay
-    after the cell, and start again at most once for each cell.
+    The fetchers end if their pool's process ends. If all fetchers of the run have ended, that
+    process starts them again, up to `--max-restarts` times. In a session, the fetchers stay after
+    the cell, and start again at most once for each cell.
 
     Args:
         pool: Pool that runs the fetchers.
         spec: The run.
-        listen: Function that receives each event until `forward_events` is called. After that
-            call, the kernel receives the events from the pool of the ranks. The function may be
-            called in any thread.
-        waits: Whether this object waits for the pool's hosts. False if the ranks use the same pool,
-            because the caller waits for that pool's hosts anyway.
+        listen: Function that receives each event until `forward_events` is called. It may be called
+            in any thread.
+        waits: Whether to wait for the pool's hosts. False if the ranks use the same pool, because
+            the caller waits for that pool's hosts.
     """
 
     def __init__(
@@ -276,9 +269,8 @@ class RunFetchers:
         """Start a thread that sends the fetchers' further events to the process of the ranks' pool.
 
         Args:
-            connection: Connection to the process of the ranks' pool.
-            run_id: Id of the run in whose journal the process writes the events, for example the
-                session's own run. "" for the run that started these fetchers.
+            connection: Connection to that process.
+            run_id: Id of the run whose journal gets the events; "" for the run of these fetchers.
         """
         self._listen = lambda event: None
         self._relay = threading.Thread(
@@ -296,7 +288,7 @@ class RunFetchers:
 
     @property
     def connection(self) -> PoolConnection | None:
-        """The connection to the process of the fetchers' pool; None before it is open."""
+        """Connection to the process of the fetchers' pool; None before it is open."""
         return self._connection
 
     def leave(self) -> None:
@@ -316,24 +308,22 @@ class RunFetchers:
         return [FetcherEnded(number=it.number) for it in (data.fetchers if data else ())]
 
     def close(self, interrupts: Interrupts, is_detached: bool = False) -> None:
-        """End the fetchers. If fetchers are still starting, end them as soon as they have started.
+        """End the fetchers, and wait for the answer of their pool, but not for their end.
 
-        The method waits for the answer of the fetchers' pool, but not for the end of the fetchers.
-        The user's second interrupt ends the wait.
+        Fetchers that are still starting end as soon as they have started. The user's second
+        interrupt ends the wait.
 
         Args:
-            is_detached: Whether the run was detached. The fetchers of a detached run continue,
-                because the process of the ranks' pool owns them now.
+            is_detached: Whether the run was detached. The fetchers of a detached run continue.
         """
         self._closing = True
         with suppress(KeyboardInterrupt):
             interrupts.wait_for(lambda: self._close(is_detached), max_interrupts=2)
 
     def _close(self, is_detached: bool) -> None:
-        """End the fetchers; if `is_detached`, only stop receiving their events.
+        """End the fetchers, or only stop receiving their events if `is_detached`.
 
-        In both cases, also end the thread that forwards events to the ranks' pool, and wait for the
-        end of this thread.
+        Also end the thread that forwards events, and wait for its end.
         """
         if not is_detached:
             self._end()
@@ -371,7 +361,6 @@ class RunFetchers:
                 self._connection.halt(self._share_id, "kill")
 
     def _forward_events(self, connection: PoolConnection, run_id: str) -> None:
-        """Send the queued events to the pool of the ranks until `close` (the thread's function)."""
         # `pop_events` may remove the None that ends this loop, so `_closing` also ends the loop.
         while not self._closing and (event := self._events.get()) is not None:
             try:
@@ -384,8 +373,7 @@ class PrefillProgress:
     """The progress of `--prefill`: data that fetchers prepare before the ranks start.
 
     Args:
-        plan: Plan of the run.
-        run_counts: Counts that the fetchers have reported, updated during the run.
+        run_counts: Counts that the fetchers report, updated during the run.
 
     Attributes:
         wanted: Amount to prepare, in batches or bytes.
@@ -407,9 +395,9 @@ class PrefillProgress:
     def is_enough(self) -> bool:
         """Whether the ranks may start.
 
-        The ranks may start if the wanted amount is ready. They may also start if no worker can
-        prepare more, because the memory is full or the data has ended. If every fetcher has ended,
-        the ranks also start, and report the error.
+        The ranks may start if the wanted amount is ready, or if no worker can prepare more, because
+        the memory is full or the data has ended. If all fetchers have ended, the ranks start and
+        report the error.
         """
         ended = self._run_counts.fetchers_ended
         if self.done >= self.wanted or len(ended) >= self._fetchers:
@@ -433,7 +421,7 @@ class PrefillProgress:
 def drain(events: "queue.SimpleQueue[Event | None]") -> list[Event]:
     """Remove all items from a queue, and return the events among them.
 
-    An item that is None is not returned: it only wakes the thread that reads the queue.
+    A None among the items only wakes the thread that reads the queue.
     """
     found = []
     while not events.empty():
@@ -447,7 +435,6 @@ class RunDriver:
 
     Attributes:
         run: The `Run` object that users get as `taas.last_run`.
-        plan: Plan of the run.
         head: State of the run, computed from its events. The status header shows this state.
         hosts: Names of the hosts of the first attempt, in the order of their ranks.
         is_detached: Whether the run continues without this kernel.
@@ -539,8 +526,7 @@ class RunDriver:
             ConnectionEnded: The pool's process has ended.
             PoolError: The pool has no hosts for the ranks.
             StoreError: Another run writes to the project store.
-            KeyboardInterrupt: The user interrupted twice. If ranks start after that, they are
-                killed.
+            KeyboardInterrupt: The user interrupted twice. Ranks that start later are killed.
         """
 
         def launch() -> list[str]:
@@ -572,8 +558,7 @@ class RunDriver:
         and names the hosts on which ranks are still stopping.
 
         Args:
-            connection: Connection on which the run was started. If the connection ends, the run
-                ends, unless it is detached.
+            connection: Connection on which the run was started.
             view: View of the run.
             interrupts: The user's interrupts.
             detaches: Whether to detach the run as soon as all ranks have started.
@@ -611,8 +596,8 @@ class RunDriver:
     def conclude(self, namespace: dict[str, Any]) -> None:
         """Store the results in the notebook and print notes; then raise the run's error, if any.
 
-        The results of a failed run are stored, too. For a detached run, this method does nothing.
-        The raised errors are those of `Run.raise_failure`.
+        The results of a failed run are stored, too. For a detached run, do nothing. The errors are
+        those of `Run.raise_failure`.
 
         Args:
             namespace: The notebook's variables, which receive the results.
@@ -640,10 +625,9 @@ class RunDriver:
     def _answer_next_input(
         self, connection: PoolConnection, view: View | SilentView | None, interrupts: Interrupts
     ) -> None:
-        """Ask the user for the line that a rank waits for, and send the line to the rank.
+        """Ask the user for the line that a rank waits for, if any, and send the line to the rank.
 
-        Do nothing if no rank waits. The rank's request is refused if nobody can type, or if the run
-        was interrupted.
+        The request is refused if nobody can type, or if the run was interrupted.
 
         Args:
             view: View of the run; None if the run is about to be detached.
@@ -672,7 +656,7 @@ class RunDriver:
         """Wait for an event, and return all queued events; [] if none has arrived.
 
         The wait ends at the monotonic time `until`, when output of the view is due, or after
-        `CHECK_S`, whichever comes first.
+        `CHECK_S`.
         """
         due = min(until, view.next_due())
         timeout_s = min(CHECK_S, max(0.0, due - time.monotonic()))
@@ -683,11 +667,7 @@ class RunDriver:
         return [*([] if first is None else [first]), *drain(self._events)]
 
     def _show(self, view: View | SilentView, events: Iterable[Event]) -> None:
-        """Record events in this object, and show them in the view.
-
-        Some events change the state of this object: requests for input, restarts, detaching, and
-        the end of the run.
-        """
+        """Record events in this object, and show them in the view."""
         for seen in events:
             self.listener(seen)
             if isinstance(seen, InputRequested):
@@ -705,8 +685,8 @@ class RunDriver:
     def _detach(self, connection: PoolConnection) -> None:
         """Ask the pool's process to take the run over; do not wait for the answer.
 
-        The process confirms with a `Detached` event. If the process refuses, a note in the view
-        gives the reason.
+        The process confirms with a `Detached` event. If it refuses, a note in the view gives the
+        reason.
         """
 
         def detach() -> None:
@@ -722,13 +702,12 @@ class RunDriver:
     def _halt(self, connection: PoolConnection, how: str) -> None:
         """Ask the pool's process to end the run; do not wait for the end.
 
-        Args:
-            how: "interrupt" or "kill".
+        `how` is "interrupt" or "kill".
         """
         self._send(connection, Halt(self.run_id, how), "taas-halt")
 
     def _send(self, connection: PoolConnection, request: Request[None], thread: str) -> None:
-        """Send a request to the pool's process in a new thread named `thread`; do not wait."""
+        """Send a request to the pool's process in a new thread; do not wait."""
 
         def send() -> None:
             try:
@@ -760,8 +739,8 @@ class RunDriver:
     def _give_up_waiting(self, connection: PoolConnection) -> None:
         """End the cell as INTERRUPTED, although the interrupted run has not ended in time.
 
-        The cell's error names the hosts of the run's current attempt. The journal is not changed:
-        the pool's process writes the run's real end to it later.
+        The cell's error names the hosts. The pool's process later writes the run's real end to the
+        journal.
         """
         # After a restart, the hosts may differ from those of the first attempt.
         hosts = ", ".join(self.head.hosts or self.hosts)
@@ -776,13 +755,11 @@ class RunDriver:
     def _finish(self, state: str, why: str, in_journal: bool = True) -> RunEnded:
         """Create a `RunEnded` event for a run whose end the pool does not report.
 
-        Write the event to the journal if `in_journal`.
-
         Args:
             state: State in which the run ended.
             why: Reason for the end.
-            in_journal: Whether to write the event. False if the pool's process still owns the run:
-                that process will write the real end.
+            in_journal: Whether to write the event to the journal. False if the pool's process will
+                write the real end.
         """
         elapsed_s = self.head.elapsed(time.monotonic())
         attempt = self.head.restarts
