@@ -234,7 +234,6 @@ class Route:
         return assigned_worker(slot, streams, found.fetchers, found.workers // found.fetchers)[0]
 
     def _usable_fetchers(self) -> list[int]:
-        """Return the indices of the fetchers that have an address and are not paused."""
         now, aside = time.monotonic(), self._paused
         return [at for at in sorted(self._found.addresses) if aside.get(at, (0.0, 0.0))[0] <= now]
 
@@ -295,7 +294,6 @@ class Route:
 
 
 def _describe_failure(error: Exception) -> str:
-    """Describe a fetcher's failure in a phrase, for a message to the user."""
     if isinstance(error, (PeerSilent, TimeoutError)):
         return "is silent"
     kind = "broke the protocol" if isinstance(error, ProtocolError) else "is gone"
@@ -444,7 +442,6 @@ class Client:
         self._links = {}
 
     def _loader_request(self, slot_request: SlotRequest) -> LoaderRequest:
-        """Return the message that requests a slot's batch, or only the batch's units."""
         kind = RequestKind.GET if slot_request.is_own else RequestKind.PEEK
         detail = b"" if self._indices is None else encode.as_bytes(self._indices[slot_request.slot])
         return LoaderRequest(kind, self._epoch, slot_request.slot, detail)
@@ -527,7 +524,6 @@ class Client:
             return
 
     def _flush(self) -> None:
-        """Send the queued requests of all connections."""
         for number, link in list(self._links.items()):
             try:
                 if link.unsent:
@@ -538,8 +534,8 @@ class Client:
     def _receive_until(self, request: LoaderRequest) -> None:
         """Receive responses until the one to `request` has arrived.
 
-        If the fetcher is silent for too long or its connection fails, send the pending
-        requests to other fetchers.
+        If the fetcher is silent for too long or its connection fails, send the pending requests to
+        other fetchers.
 
         Raises:
             CancelledError: Another thread has set `must_end`.

@@ -1,9 +1,8 @@
 """A rank's connection to a fetcher: handshake, requests and responses.
 
-On the same host, rank and fetcher use a Unix socket in the abstract namespace, which never leaves a
-file behind. The fetcher does not send large batches over this socket: the rank reads them in shared
-memory. Between hosts, rank and fetcher use TCP, with TLS if a context is given. Over both kinds of
-socket, each side proves that it knows the run's key.
+On the same host, rank and fetcher use a Unix socket in the abstract namespace, and the rank reads
+large batches in shared memory. Between hosts, they use TCP, with TLS if a context is given. In both
+cases, each side proves that it knows the run's key.
 """
 
 import itertools
@@ -48,18 +47,17 @@ _ALL_BUT_SLOT = operator.attrgetter("kind", "epoch", "detail")
 class PeerSilent(OSError):
     """Exception that a receive raises if the peer sent no data for `ALIVE_S` seconds (one tick).
 
-    The caller adds up ticks to measure how long the peer has been silent. A pause of this process
-    adds at most one tick, because afterwards this process first reads the data that has arrived.
-    This process pauses if it is stopped, or if the cell holds the interpreter lock in a long call.
+    The caller adds up ticks to measure how long the peer has been silent. If this process itself
+    was stopped, or waited for the interpreter lock, this adds at most one tick: afterwards, this
+    process first reads the data that has arrived.
     """
 
 
 def is_raised_by_cell(error: BaseException) -> bool:
     """Return whether `error` comes from a signal handler of the cell, not from the connection.
 
-    A signal handler may run, and raise an exception, at any point of the main thread's code. If the
-    handler raised `error`, the last frame of the traceback belongs to the cell, not to this package
-    or Python's own modules.
+    A signal handler may raise an exception at any point of the main thread's code. The last frame
+    of the traceback then belongs to the cell, not to this package or Python's own modules.
     """
     frames = error.__traceback__
     while frames is not None and frames.tb_next is not None:
@@ -72,9 +70,7 @@ class FetcherLink:
     """A rank's connection to one fetcher, with its pending requests.
 
     Args:
-        address: The fetcher's address.
         loader: Name of the loader to request.
-        key: The run's key.
         tls: Context for TCP; None for plain TCP. Not used for a fetcher on the same host.
         connect_s: Seconds that the whole handshake may take.
         patience_s: Seconds that the fetcher may pause in the middle of a message.
@@ -154,16 +150,13 @@ class FetcherLink:
             self._cancelled += 1
 
     def close_copy(self) -> None:
-        """Close the copy of the socket in a fork of the rank; the parent process keeps its own."""
+        """In a fork of the rank, close the fork's copy of the socket."""
         self._socket.close()
 
     def receive(self, blocks: ReceiveBlocks) -> Iterator[tuple[FromServer, memoryview]]:
         """Wait for the next message; yield it and all messages that have arrived with it.
 
         Responses to cancelled requests are skipped.
-
-        Args:
-            blocks: Memory to receive messages into.
 
         Yields:
             A message and its body. The body is in `blocks` or in shared memory.
@@ -216,7 +209,6 @@ class FetcherLink:
             raise ProtocolError(f"{self.address} does not know this run's key")
 
     def _receive_handshake(self) -> FromServer:
-        """Return the next message of the handshake, of a type that `ProtocolState` allows."""
         while True:
             try:
                 return self._inbox.receive(ReceiveBlocks(0))[0]
@@ -228,12 +220,11 @@ class FetcherLink:
 class Inbox:
     """Receiving end of a connection: reads frames, each a message with its body.
 
-    Small frames are received together: one system call receives all frames that have arrived.
-    Their block of memory is called the chunk. A body stays in the chunk as long as its batch is in
-    use. A large body is received into a block of its own.
+    One system call receives all small frames that have arrived into one block of memory, the chunk.
+    A body stays in the chunk as long as its batch is in use. A large body is received into a block
+    of its own.
 
     Args:
-        sock: The connected socket.
         state: The connection's protocol state, which decides which messages are allowed.
         patience_s: Seconds that the peer may pause in the middle of a frame.
     """
@@ -253,7 +244,7 @@ class Inbox:
         """Wait for the next message and its body, and return them.
 
         Raises:
-            PeerSilent: No data arrived for a tick.
+            PeerSilent: No data arrived for a tick; the connection is still usable.
             OSError, ProtocolError: The connection is no longer usable, or a body was damaged in
                 transit.
         """
@@ -284,10 +275,10 @@ class Inbox:
         return message, memoryview(bytearray(body)) if at % protocol.ALIGN else body
 
     def descriptor(self) -> int:
-        """Return the file descriptor that belongs to the current message.
+        """Remove and return the oldest received file descriptor.
 
-        Descriptors arrive in the order of their messages. So the result is the oldest descriptor
-        that no earlier call has returned.
+        Descriptors arrive in the order of their messages, so this one belongs to the current
+        message.
 
         Raises:
             ProtocolError: No descriptor was received.
@@ -300,9 +291,6 @@ class Inbox:
         self, now: protocol.ReceivedFrame, blocks: ReceiveBlocks
     ) -> tuple[FromServer, memoryview]:
         """Receive the rest of a large body whose beginning is in the chunk.
-
-        Returns:
-            The message and the body.
 
         Raises:
             ProtocolError: The body's checksum is wrong.
@@ -323,7 +311,6 @@ class Inbox:
         return message, body
 
     def _receive_all(self, memory: memoryview) -> None:
-        """Receive until `memory` is full."""
         done, flags = 0, 0 if self._is_tls else socket.MSG_WAITALL
         while done < len(memory):
             try:
@@ -334,9 +321,7 @@ class Inbox:
     def _receive_chunk(self, blocks: ReceiveBlocks) -> None:
         """Receive into the chunk: the rest of a body, or all frames that have arrived.
 
-        If the chunk has too little space left, first replace the chunk. If the connection uses TLS
-        and the chunk has the beginning of a body, wait for the rest of this body. Otherwise, make
-        one system call, which receives the data that has arrived.
+        If the chunk has too little space left, first replace the chunk.
 
         Raises:
             PeerSilent: No data arrived for a tick, and no frame has begun.
@@ -364,11 +349,10 @@ class Inbox:
             self._check_patience()
 
     def _receive_limit(self) -> int:
-        """Return the offset in the chunk up to which to receive.
+        """Return the offset in the chunk up to which to receive; there, a complete frame ends.
 
-        This method assumes that all frames have the size of the latest frame. The result is the end
-        of the last frame that fits into the chunk completely. If a part of the next frame were
-        received too, this part would have to be copied into the next chunk.
+        This method assumes that all frames have the size of the latest frame. The beginning of an
+        incomplete frame would have to be copied into the next chunk.
         """
         begin = self._start - (self._now.header_bytes if self._now else 0)
         size = self._latest_bytes
@@ -416,11 +400,6 @@ class Inbox:
 
 
 def _compare_checksum(response: Response, total: int) -> None:
-    """Compare the checksum `total` of a received body with the checksum in the response.
-
-    Raises:
-        ProtocolError: The checksums differ.
-    """
     if total != response.body_sum:
         where = f"batch {response.slot} of epoch {response.epoch}"
         raise ProtocolError(f"{where} was damaged in transit")

@@ -1,10 +1,9 @@
 """Preparation of a loader's batches, one by one; the only module that runs the user's dataset.
 
-All workers use this module: those of fetchers, and those of ranks in a run without fetchers. A
-request names the epoch and the slot, which is the batch's number in the epoch. The batch depends
-only on (seed, epoch, slot), not on the batches prepared before. A map-style dataset is indexed. An
-iterable-style dataset is replayed from the start of its stream, or from a saved state if the
-dataset has a `state_dict`.
+Workers run this module: those of fetchers, and those of ranks in a run without fetchers. A batch
+depends only on (seed, epoch, slot), not on the batches prepared before. A map-style dataset is
+indexed. An iterable-style dataset is replayed from the start of its stream, or from a saved state
+if the dataset has a `state_dict`.
 """
 
 import io
@@ -36,27 +35,26 @@ from taas_magic.data.sharding import seed_of
 OPEN_EPOCHS = 2
 """Maximum number of iterators (`Cursor`) over one stream that a worker keeps, one for each epoch.
 
-Ranks may be in different epochs. With a single iterator, each change from one epoch to another
-would replay the stream from its beginning.
+Ranks may be in different epochs. With a single iterator, each change of the epoch would replay the
+stream from its beginning.
 """
 
 _SNAPSHOT_EVERY = 64
 """Initial number of items between snapshots of a dataset's state."""
 
 _MOST_SNAPSHOTS = 256
-"""Number of snapshots of a stream above which every second snapshot is dropped.
+"""Maximum number of snapshots of a stream.
 
-At the same time, the number of items between snapshots is doubled.
+Above it, every second snapshot is dropped, and the interval between snapshots is doubled.
 """
 
 _HASHED_ITEMS = 64
 """Number of items after the skipped ones that a cursor reports together with `first_hash`."""
 
 _LOOKS_AT_INTS = 2
-"""Index of the last item of a stream before which a `Cursor` records the dataset's int attributes.
+"""Index of the last item before which a `Cursor` records the int attributes of its dataset.
 
-A cursor records these attributes before item 0, 1 and 2. From the records, the cursor finds the
-attribute in which the dataset counts its epochs (`Cursor.counter`).
+A cursor records them before items 0, 1 and 2, to find the attribute that counts epochs.
 """
 
 _OURS = str(Path(__file__).parent)
@@ -127,14 +125,13 @@ def as_data_loader(loader: Any) -> DataLoader[Any]:
 def order_start(loader: Any) -> bytes:
     """Pickle a loader's samplers and generator in their current state; called at registration.
 
-    Each run computes its order of batches from this state (`parts_of`).
+    Each run computes its order of batches from this state.
     """
     loader = as_data_loader(loader)
     return dump_without_dataset(_order_of(loader), loader.dataset)
 
 
 def _order_of(loader: DataLoader[Any]) -> tuple[Any, Any, Any]:
-    """Return a loader's sampler, batch sampler and generator."""
     if isinstance(loader.dataset, IterableDataset):
         return None, None, loader.generator
     return loader.sampler, loader.batch_sampler, loader.generator
@@ -157,7 +154,6 @@ class LoadedLoader(NamedTuple):
     """An unpickled loader, or its `LoaderParts`.
 
     Attributes:
-        loader: The loader or its parts.
         definitions: The notebook's functions and classes that the loader uses.
     """
 
@@ -181,8 +177,6 @@ class BatchSource:
 
     Args:
         payload: The pickled loader, or its pickled `LoaderParts`.
-        name: Name of the loader.
-        seed: Seed of the loader.
         where: The fetcher and its host, for messages.
         worker_id: Number of the worker. For a map-style loader with workers, the dataset's
             `get_worker_info().id` is this number modulo `num_workers`.
@@ -222,9 +216,7 @@ class BatchSource:
             self._generator = next((path for path in after if path not in before), "")
 
     def open(self, epoch: int) -> EpochDescription:
-        """Return an epoch's description.
-
-        For a map-style loader, this runs the sampler to find the number of batches and their order.
+        """Return an epoch's description; for a map-style loader, run the sampler to find the order.
 
         Raises:
             UserCodeFailed: The sampler raised an exception.
@@ -242,10 +234,9 @@ class BatchSource:
         return EpochDescription(None, self.streams, 0, counter=counter)
 
     def digest(self, epoch: int) -> int:
-        """Return a hash of the indices that this worker's sampler gave for an epoch.
+        """Return a hash of this worker's order of an epoch; 0 for an iterable-style loader.
 
-        By this hash, a rank notices that the samplers of two workers gave different orders. The
-        hash is 0 for an iterable-style loader.
+        By this hash, a rank notices that the samplers of two workers gave different orders.
         """
         return 0 if self._order is None else self._order.epoch(epoch).digest
 
@@ -255,11 +246,10 @@ class BatchSource:
         By this hash, a rank notices that the stream gives other data than before.
 
         Args:
-            epoch: Number of the epoch.
             slot: Slot of the batch that was prepared last.
 
         Returns:
-            The hash. 0 if the worker has not skipped items within the last `_HASHED_ITEMS` items,
+            The hash; 0 if the worker has not skipped items within the last `_HASHED_ITEMS` items,
             or if the worker began at a saved state.
         """
         assert self.streams is not None
@@ -279,8 +269,6 @@ class BatchSource:
         """Return the batch of a slot.
 
         Args:
-            epoch: Number of the epoch.
-            slot: Number of the batch in the epoch's order.
             indices: Indices of the batch's samples; None for those of this worker's own order.
 
         Raises:
@@ -303,10 +291,7 @@ class BatchSource:
         return self._run_user_code(dataset.__getitem__, index)
 
     def state(self, epoch: int, slot: int) -> tuple[int, Any] | None:
-        """Return the latest saved state of a stream's dataset, at or before a slot.
-
-        Each stream has its own copy of the dataset, and this worker saves states of this copy. The
-        result belongs to the stream that contains `slot`.
+        """Return the latest saved state, at or before `slot`, of the dataset in the slot's stream.
 
         Returns:
             The number of batches that the stream had yielded before the state was saved, and the
@@ -328,7 +313,7 @@ class BatchSource:
         self._snapshots_of(epoch, stream).begin_at(item, state)
 
     def forget_before(self, epoch: int) -> None:
-        """Drop the saved states of epochs before `epoch`, whose batches ranks no longer request."""
+        """Drop the saved states of epochs before `epoch`; ranks no longer request their batches."""
         for key in [key for key in self._snapshots if key[0] < epoch]:
             del self._snapshots[key]
 
@@ -366,11 +351,7 @@ class BatchSource:
             torch_worker._worker_info = before
 
     def _fetch(self, epoch: int, slot: int, indices: Any) -> Any:
-        """Return a batch of a map-style loader; `prepare` explains the arguments.
-
-        Seed the random generators for the batch, get the samples from the dataset, and collate
-        them.
-        """
+        """Seed the random generators for a batch of a map-style loader, and return the batch."""
         order = self._enter(epoch)
         if indices is None:
             try:
@@ -390,10 +371,7 @@ class BatchSource:
         return self.loader.collate_fn(items)
 
     def _item(self, dataset: Any, index: Any) -> Any:
-        """Return `dataset[index]`.
-
-        If the dataset raises an exception, the message that the user gets names the index, too.
-        """
+        """Return `dataset[index]`. If this raises, the message to the user names the index, too."""
         try:
             return dataset[index]
         except BaseException:
@@ -404,9 +382,7 @@ class BatchSource:
         """Return a batch of an iterable-style loader.
 
         If the stream's cursor is before the batch, read and discard the batches in between. Use a
-        new cursor if the cursor is past the batch, or if a saved state is nearer to the batch. A
-        new cursor begins at the latest saved state at or before the batch; without such a state, it
-        begins at the start of the stream.
+        new cursor (`_new_cursor`) if the cursor is past the batch, or if a saved state is nearer.
         """
         assert self.streams is not None
         item, stream = divmod(slot, self.streams)
@@ -446,8 +422,8 @@ class BatchSource:
     def _new_cursor(self, epoch: int, stream: int, item: int) -> "Cursor":
         """Return a cursor with a fresh dataset for a stream.
 
-        The cursor begins at the latest saved state at or before `item`. Without such a state, the
-        cursor begins at item 0.
+        The cursor begins at the latest saved state at or before `item`; without such a state, at
+        item 0.
         """
         loader, definitions = load(self._payload)
         loader = _with_own_memory(loader)
@@ -487,8 +463,8 @@ def _with_own_memory(loader: Any) -> Any:
     """Replace a loader's `default_collate`, so that it does not allocate batches in /dev/shm.
 
     In a worker (`get_worker_info()` is not None), torch's `default_collate` allocates batches in
-    /dev/shm, so that another process can map them. Our workers copy batches into their arena, so
-    batches need not be in /dev/shm. In a container, /dev/shm may have only 64 MB.
+    /dev/shm. In a container, /dev/shm may have only 64 MB, and our workers do not need it: they
+    copy batches into their arena.
     """
     if loader.collate_fn is default_collate:
         loader.collate_fn = _collate
@@ -518,10 +494,9 @@ class Cursor:
         item: Index of the next batch in the stream.
         info: Value of `get_worker_info()` for the dataset; None if the loader has no workers.
         snapshots: Saved states of the dataset; this cursor adds to them.
-        counter: Name of the attribute in which the dataset counts its epochs; "" if there is no
-            such attribute, or if the stream has not ended yet. An attribute counts epochs if it is
-            an int that has grown by one from the epoch's beginning to its end, and has not changed
-            between the second and the third batch.
+        counter: Name of the attribute in which the dataset counts its epochs. Such an attribute is
+            an int that grows by one in an epoch, but is the same before the second and before the
+            third batch. "" if there is none, or if the stream has not ended yet.
         first_hash: Hash of item 0, if the cursor skipped this item; else 0.
         hash_until: Index of an item; batches before this item are reported with `first_hash`.
     """
@@ -561,7 +536,6 @@ class Cursor:
         return self.loader.collate_fn(self._gather(self._samples))
 
     def _epoch_counter_name(self) -> str:
-        """Return the name of the dataset's epoch counter; "" for none (see `Cursor.counter`)."""
         if len(self._ints) <= _LOOKS_AT_INTS:
             return ""
         before, first, second = self._ints
@@ -591,8 +565,7 @@ class Cursor:
 class Snapshots:
     """Saved states (`state_dict`) of a stream's dataset in one epoch.
 
-    As in `sharding`, an item is a batch of the stream. Each state is stored under the index of the
-    item that follows the state.
+    Each state is stored under the index of the item (batch of the stream) that follows the state.
 
     No state is saved before the stream has yielded an item, because `state_dict` might still report
     a wrong position. For example, a dataset whose `__iter__` is a generator may apply a loaded
@@ -607,7 +580,6 @@ class Snapshots:
         """Save the dataset's state, if it has a `state_dict` and a snapshot is due.
 
         Args:
-            dataset: The dataset.
             item: Index of the next item; a snapshot is due at multiples of the current interval.
         """
         if item % self._every or not hasattr(dataset, "state_dict"):
@@ -621,27 +593,19 @@ class Snapshots:
             self._states = {first: self._states[first], **kept}
 
     def begin_at(self, item: int, state: Any) -> None:
-        """Replace all saved states by a state that the user has loaded.
-
-        Args:
-            item: Index of the item that follows the state.
-            state: The state.
-        """
+        """Replace all saved states by a loaded state; `item` is the next item after this state."""
         self._states = {item: cloudpickle.dumps(state, protocol=5)}
 
     def item_before(self, item: int) -> int:
-        """Return the latest item at or before `item` from which the stream can be replayed.
-
-        The result is the latest such item with a saved state; 0 if there is none.
-        """
+        """Return the latest item at or before `item` with a saved state; 0 if there is none."""
         return max((at for at in self._states if at <= item), default=0)
 
     def before(self, item: int) -> tuple[int, Any] | None:
         """Return the latest saved state at or before `item`.
 
         Returns:
-            The index of the first item that the stream yields after the state is restored, and the
-            state. None if no such state is saved.
+            The index of the item that follows the state, and the state. None if no such state is
+            saved.
         """
         at = self.item_before(item)
         return (at, pickle.loads(self._states[at])) if at in self._states else None
@@ -661,16 +625,15 @@ class Snapshots:
 
 
 def _ints_of(dataset: Any) -> dict[str, int]:
-    """Return the int attributes of a dataset, by name."""
     attributes = getattr(dataset, "__dict__", {})
     return {name: value for name, value in attributes.items() if type(value) is int}
 
 
 class UserCodeFailed(Exception):
-    """Exception for user code that raised an exception of its own.
+    """Exception that a worker raises if the user's code raised an exception.
 
-    The attribute `raised` describes the user's exception. A rank that receives this description can
-    raise the exception again.
+    The attribute `raised` describes the user's exception. A rank raises the exception again from
+    this description.
     """
 
     def __init__(self, error: BaseException, where: str) -> None:
@@ -680,9 +643,7 @@ class UserCodeFailed(Exception):
 
 @dataclass(frozen=True)
 class UserErrorReport:
-    """Description, for a rank, of an exception that the user's code raised.
-
-    The rank raises the exception again, as DataLoader does for an exception in its worker.
+    """Description of an exception of the user's code, sent to a rank, which raises it again.
 
     Attributes:
         kind: Type of the exception; RuntimeError if the type cannot be sent.
@@ -698,12 +659,7 @@ class UserErrorReport:
 
     @classmethod
     def of(cls, error: BaseException, where: str) -> "UserErrorReport":
-        """Return the description of a caught exception.
-
-        Args:
-            error: The exception.
-            where: The process and the batch in which the exception occurred.
-        """
+        """Return the description of a caught exception."""
         # Python 3.10 has no exception groups (PEP 654).
         is_group = any(base.__name__ == "BaseExceptionGroup" for base in type(error).__mro__)
         parts = getattr(error, "exceptions", ()) if is_group else ()
@@ -730,10 +686,10 @@ class UserErrorReport:
         raise self._exception() from None
 
     def _exception(self) -> Exception:
-        """Return the exception that `reraise` raises.
+        """Return the exception that `reraise` raises, with the original traceback in its message.
 
-        The exception's message contains the original traceback. If the exception's type changes the
-        message, a note contains the traceback (from Python 3.11 on).
+        If the exception's type changes the message, a note contains the traceback (from Python 3.11
+        on).
         """
         text = f"Caught {self.kind.__name__} {self.where}.\nOriginal {self.text}"
         if not issubclass(self.kind, Exception):
@@ -758,10 +714,9 @@ class UserErrorReport:
 
 
 class _UnquotedText(str):
-    """String whose repr is the string itself.
+    """String whose repr is the string itself, for the message of a KeyError.
 
-    The message of a KeyError is the repr of its argument. With an ordinary string, the message
-    would be in quotes, and would have escape sequences in place of line breaks.
+    A KeyError shows the repr of its argument: quotes, and escape sequences for line breaks.
     """
 
     __slots__ = ()

@@ -14,21 +14,17 @@ from weakref import WeakValueDictionary
 _COPIES = "_taas_copies"
 """Name in `__main__` of the `_Copies` object.
 
-A function of a second or later copy of a loader is an attribute of a `Definitions` object. pickle
-finds that object through the `_Copies` object.
+By this object, pickle finds the functions of a second or later copy of a loader (`Definitions`).
 """
 
 
 class Definitions:
-    """Object with the notebook's functions and classes that one copy of a loader uses.
+    """Object whose attributes are the notebook's functions and classes that one loader copy uses.
 
-    Each function or class is an attribute of the object.
-
-    All copies of a loader in a process share the classes, with their methods, but each copy has its
-    own functions. The first copy's functions are in `__main__` under their own names. A function of
-    a further copy gets a `__qualname__` such as `_taas_copies.copy1.transform`. This is the path
-    from `__main__` to an attribute of this object, so pickle finds the function there. The path is
-    valid while this `Definitions` object exists.
+    All copies of a loader in a process share the classes, but each copy has its own functions. The
+    first copy's functions are in `__main__` under their own names. A function of a further copy
+    gets a `__qualname__` such as `_taas_copies.copy1.transform`. pickle finds the function by this
+    path from `__main__`, as long as the copy's `Definitions` object exists.
 
     Args:
         found: The functions and classes by name.

@@ -1,11 +1,12 @@
 """Encoding of a batch as a small table of contents and large buffers, without copying the buffers.
 
-Pickle protocol 5 supports out-of-band buffers, but torch tensors do not provide them. And the
-pickle of a view would include the view's whole storage. Here the pickle contains a number in place
-of each tensor, and this module decides which memory to send. Of a view, only the bytes that belong
-to the view are sent. Memory of overlapping tensors is sent once, and the decoded tensors share
-memory again. A tensor that is not a plain dense CPU tensor (for example sparse, or with
-requires_grad) is encoded as a function call that rebuilds the tensor from plain ones.
+torch tensors do not support pickle's out-of-band buffers. So the pickle contains a number in place
+of each tensor, and this module decides which memory to send:
+
+* Of a view, only the bytes that belong to the view are sent.
+* Memory of overlapping tensors is sent once, and the decoded tensors share memory again.
+* A tensor that is not a plain dense CPU tensor (for example sparse, or with requires_grad) is
+  encoded as a function call that rebuilds the tensor from plain ones.
 
 The encoded batch is called a body: `[table of contents][buffer][buffer]…`. The table of contents
 (`Encoded.head`) includes the pickle. The table and each buffer are aligned to 64 bytes.
@@ -38,10 +39,7 @@ _MOST_FORMS = 256
 """Maximum number of tables of contents in each cache."""
 
 _CACHED_HEAD_BYTES = 4096
-"""Maximum bytes of a table of contents whose checksum and decoded form are cached.
-
-Several batches may have the same small table; a large table is rarely used twice.
-"""
+"""Maximum bytes of a table of contents whose checksum and decoded form are cached."""
 
 _MOST_PARTS = 16
 """Maximum number of tensors in a common batch (see `_split`)."""
@@ -55,15 +53,15 @@ _WIDEST = 16
 _THIN = 2
 """Maximum size of a span with overlapping tensors, as a multiple of the tensors' total size.
 
-If the span is larger, most of the span belongs to no tensor, and each tensor is sent separately.
+If the span is larger, each tensor is sent separately.
 """
 
 _MOST_SPREAD, _SPREAD_FROM_BYTES = 16, 1 << 20
 """Limits on the span of a view with gaps; the span reaches from the first to the last value.
 
-A decoded tensor with the view's strides needs memory for the whole span. So if the span exceeds
-both limits, the rank gets a dense tensor instead. The first limit is a multiple of the size of the
-view's values. The second limit is in bytes.
+If the span exceeds both limits, the rank gets a dense tensor: a tensor with the view's strides
+would need memory for the whole span. The first limit is a multiple of the size of the view's
+values. The second limit is in bytes.
 """
 
 SUM_MASK = (1 << 64) - 1
@@ -84,7 +82,6 @@ class Encoded:
 
     Attributes:
         head: Table of contents, padded to the alignment.
-        buffers: Memory of the tensors and arrays.
         body_bytes: Size of the whole encoded batch, including padding.
     """
 
@@ -104,12 +101,8 @@ class Encoded:
     def copy_to(self, room: memoryview, is_summed: bool = False) -> int:
         """Copy the encoded batch into `room`, which has `body_bytes` bytes.
 
-        Args:
-            room: The memory to write to.
-            is_summed: Whether to compute the checksum of the copied bytes.
-
         Returns:
-            The checksum, or 0 if `is_summed` is False.
+            The checksum of the copied bytes; 0 if `is_summed` is False.
         """
         at = len(self.head)
         room[:at] = self.head
@@ -175,10 +168,9 @@ def _with_grad_and_attributes(
 
 
 def _reduce(tensor: torch.Tensor) -> Any:
-    """Return the function call that rebuilds a tensor that is not plain.
+    """Return the function call that rebuilds a tensor that is not plain from plain tensors.
 
-    This is a reducer for pickle's `dispatch_table`. The call's arguments are plain tensors. The
-    pickler writes a number in place of each plain tensor.
+    This is a reducer for pickle's `dispatch_table`.
     """
     if tensor.requires_grad or tensor.__dict__:
         return _with_grad_and_attributes, (
@@ -229,9 +221,9 @@ def _strided_array(dense: Any, strides: tuple[int, ...]) -> Any:
 
 
 def _span(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, int]:
-    """Return the lowest and the highest byte offset of an array's elements.
+    """Return the lowest and the highest byte offset of an array's elements, from the first element.
 
-    Offsets count from the first element. If a stride is negative, the lowest offset is negative.
+    If a stride is negative, the lowest offset is negative.
     """
     ends = [(n - 1) * step for n, step in zip(shape, strides, strict=True)]
     return sum(min(end, 0) for end in ends), sum(max(end, 0) for end in ends)
@@ -279,8 +271,8 @@ def _pickle(
     """Pickle a value.
 
     Returns:
-        The pickle, its out-of-band buffers, and the list of plain tensors. In the pickle, each
-        plain tensor is replaced by its index in the list of plain tensors.
+        The pickle, its out-of-band buffers, and the plain tensors. In the pickle, each plain tensor
+        is replaced by its index in the list of plain tensors.
     """
     file, buffers = io.BytesIO(), list[pickle.PickleBuffer]()
     pickler = pickler_type(file, protocol=5, buffer_callback=buffers.append)
@@ -292,8 +284,7 @@ def _pickle(
 def encode(value: object) -> Encoded:
     """Encode a batch in a worker, without copying its tensors and arrays.
 
-    The result refers to the memory of these tensors and arrays, so do not modify the batch while
-    the result is in use.
+    The result refers to their memory, so do not modify the batch while the result is in use.
 
     Raises:
         Exception: Any exception that a custom type raises when it is pickled.
@@ -316,9 +307,8 @@ def _split(batch: Any) -> tuple[Hashable, tuple[memoryview, ...]] | None:
     """Split a common batch into its form and the memory of its tensors.
 
     A common batch is a tensor, or a list, tuple or dict of at most `_MOST_PARTS` tensors. The
-    tensors are dense and do not overlap. The body's table of contents depends only on the batch's
-    form: container, names, dtypes and shapes. So the table is made once for each form, and encoding
-    a further batch of the form takes a few microseconds.
+    tensors are dense and do not overlap. The table of contents depends only on the batch's form:
+    container, names, dtypes and shapes. So the table is cached by form, which saves pickling.
 
     Returns:
         The form and the tensors' memory; None if the batch is not a common one.
@@ -344,7 +334,7 @@ def _split(batch: Any) -> tuple[Hashable, tuple[memoryview, ...]] | None:
 
 
 def _memory(tensor: torch.Tensor) -> memoryview:
-    """Return a view of the memory with a tensor's values; fail if the tensor is not plain.
+    """Return a view of the memory with a tensor's values.
 
     Raises:
         AttributeError, RuntimeError, TypeError, ValueError: The value is not a plain dense CPU
@@ -357,7 +347,6 @@ def _memory(tensor: torch.Tensor) -> memoryview:
 
 
 def _overlap(parts: Sequence[torch.Tensor]) -> bool:
-    """Return whether any two dense tensors have memory in common."""
     end = 0
     for start, size in sorted([(tensor.data_ptr(), tensor.nbytes) for tensor in parts]):
         if start < end:
@@ -369,9 +358,8 @@ def _overlap(parts: Sequence[torch.Tensor]) -> bool:
 def _encode_any(value: object) -> Encoded:
     """Encode a batch of any form.
 
-    Pickle the batch with the fast pickler. If the batch may contain types of the notebook, pickle
-    it with the slower pickler, which includes these types. Then choose the memory of the tensors to
-    send.
+    If the batch may contain types of the notebook, use the slower pickler, which includes these
+    types.
     """
     try:
         pickled, arrays, tensors = _pickle(value, _FastPickler)
@@ -389,13 +377,7 @@ def _encode_any(value: object) -> Encoded:
 
 
 def _head(pickled: bytes, sizes: list[int], rows: list[TensorRow]) -> tuple[bytes, int]:
-    """Return the padded table of contents, and the size of the whole body.
-
-    Args:
-        pickled: Pickle of the batch, with numbers in place of tensors.
-        sizes: Size of each buffer.
-        rows: The table's entry for each tensor.
-    """
+    """Return the padded table of contents, and the size of the whole body."""
     table = pickle.dumps((sizes, [tuple(row) for row in rows]), protocol=5)
     head = _PREFIX.pack(len(table), len(pickled)) + table + pickled
     head += _ZEROS[: -len(head) % protocol.ALIGN]
@@ -445,7 +427,6 @@ def _choose_spans(
     """Choose the spans of memory to send, and compute each tensor's offset in its span.
 
     Args:
-        tensors: The tensors of a batch.
         first_buffer: Index of the first span among the body's buffers.
 
     Returns:
@@ -531,7 +512,6 @@ class _TableOfContents(NamedTuple):
 
     Attributes:
         spans: Offset and size of each buffer.
-        locations: Location of each tensor.
         pickled: Pickle of the batch, with numbers in place of tensors.
         is_lone: Whether the batch is a single tensor.
     """
@@ -544,7 +524,6 @@ class _TableOfContents(NamedTuple):
 
 @lru_cache(_MOST_FORMS)
 def _contents(head: bytes) -> _TableOfContents:
-    """Decode the table of contents of a body."""
     table_bytes, pickle_bytes = _PREFIX.unpack_from(head)
     after = _PREFIX.size + table_bytes
     sizes, rows = pickle.loads(head[_PREFIX.size : after])
@@ -566,12 +545,7 @@ def _contents(head: bytes) -> _TableOfContents:
 
 
 def _rebuild(locations: Iterable[_TensorLocation], body: memoryview) -> list[torch.Tensor]:
-    """Return the tensors of an encoded batch.
-
-    Args:
-        locations: Location of each tensor in the body.
-        body: The encoded batch. The tensors are views of this memory if possible, else copies.
-    """
+    """Return the tensors of an encoded batch: views of `body` if possible, else copies."""
     storages: dict[tuple[int, int], torch.UntypedStorage] = {}
     tensors = []
     for at, values, storage, dtype, shape, stride, is_packed in locations:
@@ -628,11 +602,9 @@ def from_bytes(data: bytes) -> Any:
 def checksum(data: bytes | memoryview) -> int:
     """Return the sum of the data's little-endian 64-bit words, modulo 2**64.
 
-    The last word is padded with zeros.
-
-    The sum is computed at memory speed (20 to 40 GB/s; a CRC reaches 3 GB/s) and without the
-    interpreter lock. The checksum of a body is the sum of its parts' checksums. The checksum
-    detects flipped, lost or overwritten bits that TCP's own 16-bit checksum misses.
+    The last word is padded with zeros. The checksum of a body is the sum of its parts' checksums.
+    The sum runs without the interpreter lock, at 20 to 40 GB/s; a CRC reaches 3 GB/s. It detects
+    damage that TCP's own 16-bit checksum misses.
     """
     size, words = len(data), len(data) >> 3
     total = int.from_bytes(data[size - (size & 7) :], "little") if size & 7 else 0
@@ -646,9 +618,9 @@ def checksum(data: bytes | memoryview) -> int:
 def fingerprint(encoded: Encoded) -> int:
     """Return a 32-bit hash of a batch, never 0.
 
-    If the batch has tensors or arrays, the hash covers only their values. The pickle is left out,
-    because pickles of equal objects may differ, for example of equal sets on two hosts. If the
-    batch has neither tensors nor arrays, the hash covers the pickle.
+    If the batch has tensors or arrays, the hash covers only their values, because pickles of equal
+    objects may differ (for example of equal sets on two hosts). Otherwise the hash covers the
+    pickle.
     """
     sums = [checksum(buffer) for buffer in encoded.buffers]
     data = struct.pack(f"<{len(sums)}Q", *sums) or encoded.head
@@ -657,8 +629,5 @@ def fingerprint(encoded: Encoded) -> int:
 
 @lru_cache(_MOST_FORMS)
 def _sum_of_head(head: bytes) -> int:
-    """Return the checksum of a table of contents.
-
-    The result is cached, because all batches of a form have the same table of contents.
-    """
+    """Return the checksum of a table of contents, which is cached: many batches share the table."""
     return checksum(head)

@@ -1,7 +1,8 @@
 """One rank's iterator over its batches of one epoch.
 
 A schedule (`sharding`) decides which batch the rank gets at each step; a client (`client`) requests
-the batches from fetchers.
+the batches from fetchers. The cell's thread runs this code; large batches are received in a second
+thread (`ReceiveThread`).
 """
 
 import itertools
@@ -53,11 +54,10 @@ _SAMPLE_EVERY = 16
 """Number of steps between two measurements of the time to receive a batch."""
 
 _LEFT_S = 30.0
-"""Seconds after which a cell that has requested no further batch may have left its loop.
+"""Limit on the seconds after the latest batch that count as time in the cell's loop.
 
-`RankCounts.span_s` is the time in the cell's loops over the loader. While the cell computes,
-`EpochIterator.current_counts` adds the time since the latest batch, but at most this limit. If the
-cell later requests a further batch, the whole time is added.
+The cell may have left its loop (`break`), so `EpochIterator.current_counts` adds at most this time
+to `RankCounts.span_s`. If the cell later requests a further batch, the whole time counts.
 """
 
 _EVERY_EPOCH_ALIKE = (
@@ -113,7 +113,6 @@ class Step(NamedTuple):
     """One step of a rank: the rank's batch, and the position in the epoch after the step.
 
     Attributes:
-        received: This rank's batch.
         row_units: Total units of all ranks' batches in this step.
         after: Position in the epoch after the step.
     """
@@ -140,8 +139,6 @@ class EpochIterator(Iterator[Any]):
     """Iterator over one rank's batches of one epoch; one such iteration is called a pass.
 
     Args:
-        loader: The remote loader.
-        epoch: Number of the epoch.
         place: Position in the epoch to begin at.
         turn: Number of iterators that the loader has made before this one.
         order: Hash from a loaded state, which must equal the epoch's hash; 0 for no requirement.
@@ -199,10 +196,7 @@ class EpochIterator(Iterator[Any]):
         return len(self._loader)
 
     def close(self) -> None:
-        """End the pass, without waiting for batches that were requested.
-
-        The next pass reuses the connections that still work.
-        """
+        """End the pass, without waiting for batches that were requested."""
         if self.ended:
             return
         self.ended = True
@@ -240,7 +234,6 @@ class EpochIterator(Iterator[Any]):
         return found
 
     def _stop_waiting(self) -> None:
-        """Add the time since `next` was called to the loader's waiting time."""
         counts, self._stopped = self._loader.counts, time.perf_counter()
         waited_s, self._waits_since = self._stopped - self._waits_since, 0.0
         counts.waited_s += waited_s
@@ -275,18 +268,14 @@ class EpochIterator(Iterator[Any]):
         return EpochRequests(self._client, opened, part, *bounds, self._compare).steps()
 
     def _agreed(self, client: Client, opened: EpochDescription) -> EpochDescription:
-        """Make all ranks use the same order of the epoch.
+        """Make all ranks use the same order of the epoch; return the description with this order.
 
         In a run without fetchers, each rank runs the sampler itself. If the sampler draws from an
         unseeded generator, the ranks' orders differ. Then all ranks use the order of the rank that
-        opened the epoch first.
+        opened the epoch first, and `client` requests batches in this order.
 
         Args:
-            client: Client of this pass; afterwards it requests batches in the common order.
             opened: The epoch's description with this rank's own order.
-
-        Returns:
-            The epoch's description with the common order.
 
         Raises:
             RunLost: This rank's order differs, and the sampler has no length.
@@ -310,9 +299,9 @@ class EpochIterator(Iterator[Any]):
     def _compare(self, slot: int, order: int) -> None:
         """Warn if this rank and another rank read different data for the same batch of a stream.
 
-        Ranks without fetchers read the whole stream, so they can compare the hash of each batch.
-        Also warn if the epoch's first batch is not the one that the loaded state requires, or if a
-        worker that read the stream again got another first batch.
+        Ranks without fetchers read the whole stream, so they can compare hashes. Also warn if the
+        epoch's first batch is not the one that the loaded state requires, or if a worker that read
+        the stream again got another first batch.
 
         Args:
             slot: Number of the batch in the epoch's order.
@@ -384,12 +373,8 @@ def _pinned(received: SlotResponse) -> SlotResponse:
 class EpochRequests:
     """Request loop of a rank for one epoch: requests batches early and yields the rank's steps.
 
-    The rank's schedule (`sharding`) decides which batches to request, and which batch each step
-    gets.
-
     Args:
         client: Client that has opened the epoch.
-        opened: The fetchers' description of the epoch.
         part: The rule for which batches the rank gets.
         place: Position in the epoch to begin at.
         window_bytes: Total size of the batches to request before the rank needs them.
@@ -435,8 +420,7 @@ class EpochRequests:
     def _receive_step(self, step: int) -> SlotResponse | None:
         """Return this rank's batch of a step; None at the end of the epoch.
 
-        Request further batches if that is due. Receive units of other batches until the schedule
-        knows the step's slot. Then receive the batch of this slot.
+        If the schedule does not know the step's slot yet, first receive the units of other batches.
 
         Raises:
             ProtocolError: The fetchers announced the batch, but do not have it.
@@ -467,9 +451,8 @@ class EpochRequests:
     def _request_ahead(self, step: int) -> None:
         """Request the batches of the next steps, up to a total of `window_bytes`.
 
-        At least `_least` steps are requested, even if their batches exceed `window_bytes`.
-        `_receive_step` calls this method again when the rank has received the batches of a quarter
-        of these steps.
+        At least `_least` steps are requested, even if their batches exceed `window_bytes`. The next
+        call is due when the rank has received a quarter of these steps.
         """
         ahead = self._least
         if self._largest_bytes:
@@ -484,12 +467,11 @@ class EpochRequests:
 class ReceiveThread(Iterator[Step]):
     """Iterator over a rank's steps; a thread receives their batches while the rank computes.
 
-    The thread has no reference to the `EpochIterator`. With a reference, the iterator would stay
-    alive after the cell has dropped it, and the pass would not end. The thread itself closes the
-    client, so that an interrupt or a `break` in the cell's loop does not wait for the next batch.
+    The thread must not refer to the `EpochIterator`: otherwise the iterator would stay alive after
+    the cell has dropped it, and the pass would not end. The thread itself closes the client, so
+    that an interrupt or a `break` in the cell's loop does not wait for the next batch.
 
     Args:
-        source: The steps to receive.
         client: The client that `source` uses; the thread closes it at the end.
         pins: Whether to copy batches to pinned memory.
     """
@@ -507,7 +489,7 @@ class ReceiveThread(Iterator[Step]):
         return item
 
     def stop(self) -> None:
-        """Tell the thread to end, and discard the batches that it has received."""
+        """Tell the thread to end, and discard the batches that it has received. Does not wait."""
         self._client.must_end = True
         with suppress(queue.Empty):
             while True:

@@ -1,8 +1,7 @@
 """Search for random generators in a dataset's attributes.
 
-The data service seeds the global generators for each batch, but not generators in attributes. If
-a dataset has such a generator, `taas.register` warns the user. If `worker_init_fn` has stored the
-generator, rank 0 warns the user.
+The data service seeds the global generators for each batch, but not generators in attributes. If a
+dataset has such a generator, `taas.register` warns the user.
 """
 
 import random
