@@ -2,8 +2,7 @@
 
 Each worker writes its batches into one anonymous file (`Arena`: a memfd, which needs no /dev/shm).
 The server and the ranks on the same host map this file (`ArenaMapping`). The part of the file that
-has one batch is called a span. A rank receives batches from the network into memory blocks
-(`ReceiveBlocks`), and reuses a block when no tensor refers to the block any more.
+has one batch is called a span.
 """
 
 import bisect
@@ -24,11 +23,10 @@ _STEPS = 8
 """Number of block sizes for each power of two; `ReceiveBlocks` rounds up to one of these sizes."""
 
 _FIRST_BYTES = 1 << 30
-"""Initial size of an arena's file.
+"""Initial size of an arena's file; only pages that were written use memory.
 
-The file is large from the beginning, because growing it is slow: each process must then map the
-file again. After that, each page that the process reads costs a page fault, and the page faults
-take longer than a copy of the data. The file uses memory only for pages that were written.
+If the file grew later, each process would have to map it again. The page faults that follow take
+longer than a copy of the data.
 """
 
 
@@ -150,7 +148,7 @@ class BorrowedSpans:
     `pop_released` returns the span, so that the rank can tell the fetcher to reuse the memory.
 
     Args:
-        on_unused: Called once, as soon as `close` has been called and no span is in use.
+        on_unused: Called as soon as `close` has been called and no span is in use.
     """
 
     def __init__(self, on_unused: Callable[[], object]) -> None:
@@ -161,12 +159,7 @@ class BorrowedSpans:
         self._is_closed = False
 
     def add(self, arena: int, descriptor: int) -> None:
-        """Add an arena of the fetcher, and take over its descriptor.
-
-        Args:
-            arena: The server's number for the arena.
-            descriptor: Descriptor of the arena's file.
-        """
+        """Add an arena of the fetcher, and take over the descriptor of its file."""
         self._arenas[arena] = ArenaMapping(descriptor)
 
     def map_span(self, place: SharedSpan, size: int) -> memoryview:
@@ -185,10 +178,7 @@ class BorrowedSpans:
         return places
 
     def close(self) -> None:
-        """Call `on_unused` as soon as no span is in use. Spans that are in use stay valid.
-
-        If no span is in use now, this method itself calls `on_unused`.
-        """
+        """Call `on_unused` as soon as no span is in use (maybe now). Spans in use stay valid."""
         self._is_closed = True
         if not self._read:
             self._on_unused()
@@ -199,7 +189,7 @@ class BorrowedSpans:
         return sum(arena.used_bytes for arena in list(self._arenas.values()))
 
     def _record_unused(self, place: SharedSpan) -> None:
-        """Record that the last view of a span was deleted."""
+        """Record that the last view of a span was deleted. Python may call this in any thread."""
         del self._read[place]
         self._gone.append(place)
         if self._is_closed and not self._read:
@@ -207,7 +197,6 @@ class BorrowedSpans:
 
 
 def _references(blocks: Sequence[object]) -> list[int]:
-    """Return Python's reference count of each block."""
     return [sys.getrefcount(block) for block in blocks]
 
 
@@ -219,12 +208,11 @@ class ReceiveBlocks:
     """Set of reusable, page-aligned blocks to receive into; only one thread may use it at a time.
 
     Fresh memory costs a page fault for every 4 KiB, which halves the throughput of large batches.
-    The tensors of a batch are views of a block, so each tensor is a reference to the block. A
-    block is free if only this object refers to it.
+    The tensors of a batch are references to a block. A block is free if only this object refers to
+    it.
 
     Args:
-        keep_bytes: Limit on the total size of all blocks, in bytes. Above the limit, the oldest
-            blocks are dropped.
+        keep_bytes: Limit on the total size of all blocks. Above it, the oldest blocks are dropped.
     """
 
     def __init__(self, keep_bytes: int) -> None:

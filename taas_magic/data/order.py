@@ -1,10 +1,9 @@
 """Order of a map-style loader's batches in each epoch.
 
 For each epoch, the random generators are seeded by (seed, epoch), and then the loader's own sampler
-runs. The result is the order of a local DataLoader after
-`torch.manual_seed(seed_of(seed, epoch))`. If the sampler or the loader's generator keeps state
-between epochs, all earlier epochs are replayed from the state at the loader's registration. So an
-epoch's order depends only on that state, the seed and the epoch's number.
+runs. The result is the order of a local DataLoader after `torch.manual_seed(seed_of(seed, epoch))`.
+If the sampler or the loader's generator keeps state between epochs, all earlier epochs are replayed
+from the state at registration.
 """
 
 import copy
@@ -44,8 +43,8 @@ class EpochOrder(NamedTuple):
     """Order of the batches in one epoch.
 
     Attributes:
-        indices: The values that the sampler yields, by slot. Each value is a list with the indices
-            of a batch's samples, or one index.
+        indices: The values that the sampler yields, by slot: the indices of a batch's samples, or
+            one index.
         batches: Number of batches; None if the sampler has no length.
         digest: Hash of the indices of all batches, or of the first batches if the sampler has no
             length.
@@ -61,7 +60,6 @@ class EpochOrders:
 
     Args:
         loader: A map-style loader (or its `LoaderParts`), in its state at registration.
-        seed: Seed of the loader.
     """
 
     def __init__(self, loader: Any, seed: int) -> None:
@@ -89,12 +87,11 @@ class EpochOrders:
     def _forgets(self) -> bool:
         """Return whether the sampler and generator have the same state before every epoch.
 
-        If so, the order of an epoch can be computed without a replay of the earlier epochs.
+        If so, no replay of earlier epochs is needed.
         """
         return self._starts.get(1) == self._starts[0]
 
     def _enumerate(self, number: int) -> EpochOrder:
-        """Run the sampler for an epoch, and return the order."""
         sampler, generator, indices = self._begin(number)
         if not _has_length(sampler):
             unsized = UnsizedBatches(lambda: self._begin(number)[2])
@@ -122,7 +119,7 @@ class EpochOrders:
             self._starts[number + 1] = dump_without_dataset((sampler, generator), self._dataset)
 
     def _begin(self, number: int) -> tuple[Any, Any, Iterator[Any]]:
-        """Prepare the sampler for the beginning of an epoch, and seed all random generators.
+        """Seed all random generators, and start the sampler for an epoch.
 
         Returns:
             The sampler, its generator, and the iterator over the epoch's batches.
@@ -150,13 +147,9 @@ def _has_length(sampler: Any) -> bool:
 
 
 def call_set_epoch(value: object, epoch: int, inner: str) -> None:
-    """Call `set_epoch` of a sampler or dataset, and of the objects that it wraps.
-
-    Objects without a method `set_epoch` are skipped.
+    """Call `set_epoch` of a sampler or dataset, and of the objects that it wraps, if they have it.
 
     Args:
-        value: The sampler or dataset.
-        epoch: The epoch to set.
         inner: Name of the attribute with the wrapped object, such as `dataset` of a Subset.
     """
     visited: list[object] = []
@@ -209,7 +202,6 @@ class UnsizedBatches:
         raise IndexError(batch)
 
     def _draw(self) -> None:
-        """Draw `_UNSIZED_STEP` further batches from the sampler."""
         _set_random_state(self._random)
         try:
             for _ in range(_UNSIZED_STEP):
@@ -222,7 +214,6 @@ class UnsizedBatches:
         self._random = _random_state()
 
     def _restart(self) -> None:
-        """Start the sampler from the beginning of the epoch."""
         self._recent, self._drawn = deque[Any](maxlen=_KEEP_UNSIZED), 0
         self._has_ended, self._raised = False, None
         self._rest, self._random = self._begin(), _random_state()
@@ -271,9 +262,6 @@ class PackedBatches:
 def _pack_batches(drawn: Iterable[Any]) -> tuple[PackedBatches | list[Any], int]:
     """Pack the indices of all batches that a sampler draws.
 
-    Args:
-        drawn: The sampler's batches, each a list of indices or one index.
-
     Returns:
         The batches, as `PackedBatches` if all of them can be stored exactly; and a hash of all
         indices.
@@ -309,10 +297,7 @@ def _hash(data: bytes) -> int:
 
 
 def dump_without_dataset(value: object, dataset: object) -> bytes:
-    """Pickle `value`, with a placeholder for each of its references to `dataset`.
-
-    `load_with_dataset` replaces the placeholders by a dataset.
-    """
+    """Pickle `value`, with a placeholder for each of its references to `dataset`."""
     pickler = _PicklerWithoutDataset(dataset)
     pickler.add(value)
     return pickler.pickled().data
@@ -324,8 +309,6 @@ def load_with_dataset(data: bytes, dataset: object) -> Any:
 
 
 class _PicklerWithoutDataset(ValuePickler):
-    """Pickler that writes a placeholder for each reference to one dataset."""
-
     def __init__(self, dataset: object) -> None:
         super().__init__(to="fetchers")
         self._dataset = dataset
@@ -335,8 +318,6 @@ class _PicklerWithoutDataset(ValuePickler):
 
 
 class _UnpicklerWithDataset(pickle.Unpickler):
-    """Unpickler that replaces the placeholders of `_PicklerWithoutDataset` by a dataset."""
-
     def __init__(self, data: bytes, dataset: object) -> None:
         super().__init__(io.BytesIO(data))
         self._dataset = dataset
@@ -357,17 +338,12 @@ def seed_all(seed: int) -> None:
 
 
 def _random_state() -> Any:
-    """Return the state of the random generators that `seed_all` seeds."""
     numpy_state = _numpy.random.get_state() if _numpy else None
     return torch.default_generator.get_state(), random.getstate(), numpy_state
 
 
 def _set_random_state(state: Any) -> None:
-    """Restore the random generators of torch (CPU), `random` and, if installed, numpy.
-
-    Args:
-        state: A result of `_random_state`.
-    """
+    """Restore the random generators to a result of `_random_state`."""
     torch_state, python_state, numpy_state = state
     torch.default_generator.set_state(torch_state)
     random.setstate(python_state)

@@ -1,13 +1,12 @@
 """Messages between a rank and a fetcher's server, and between the server and its workers.
 
-Each message is a typed struct and is validated when it is decoded. This module only converts
-between bytes and messages; it uses no sockets, no pickle and no torch.
+Each message is a typed struct and is validated when it is decoded. This module uses no sockets, no
+pickle and no torch.
 
 A connection between rank and server carries frames: a prefix of fixed size, the packed message, and
-an optional body. Prefix and message each have a checksum. The receiver verifies each checksum
-before it uses the prefix or the message. As in the HTTP library h11, the state of the connection
-(`ProtocolState`) decides which messages are allowed, and how large message and body may be. Any
-other input raises `ProtocolError`.
+an optional body. Prefix and message each have a checksum, which the receiver verifies first. As in
+the HTTP library h11, the state of the connection (`ProtocolState`) decides which messages are
+allowed, and how large message and body may be. Any other input raises `ProtocolError`.
 
     server                          rank
     Challenge               ─────►
@@ -92,12 +91,10 @@ class LoaderRequest(Struct, frozen=True, order=True, array_like=True, gc=False):
         kind: OPEN requests an epoch's description, GET a batch, PEEK a batch's units, SAMPLE an
             item of the dataset, ORDER the indices of one batch or of all batches. STATE gets or
             sets the dataset's own state.
-        epoch: Number of the epoch.
         slot: Number of the batch in the epoch's order.
-        detail: Further data. GET: the indices of the batch's samples; empty to use the worker's own
-            order. SAMPLE: the index. ORDER: empty to request the indices of one batch; any
-            other value to request the indices of all batches. STATE: the state to load into the
-            dataset; empty to request the dataset's state.
+        detail: GET: the indices of the batch's samples; empty to use the worker's own order.
+            SAMPLE: the index. ORDER: empty for the indices of one batch, else of all batches.
+            STATE: the state to load into the dataset; empty to request the dataset's state.
     """
 
     kind: RequestKind
@@ -115,11 +112,10 @@ class EpochDescription(Struct, frozen=True, array_like=True):
         order: Hash of the epoch's order; 0 for an iterable-style loader.
         counted: Whether the first batch has `hints["units"]`; always False without `--units`.
         counter: Name of the attribute in which an iterable-style dataset counts its epochs; "" if
-            no such attribute is known. A worker finds this attribute when a stream ends. Rank 0
-            warns the user of such a counter: each epoch uses a fresh copy of the dataset, so the
+            none is known. Rank 0 warns of it: each epoch uses a fresh copy of the dataset, so the
             counter never advances.
-        generator: Name of the attribute in which `worker_init_fn` has stored a random generator;
-            "" if there is no such attribute.
+        generator: Name of the attribute in which `worker_init_fn` has stored a random generator; ""
+            if there is no such attribute.
     """
 
     batches: int | None
@@ -213,16 +209,16 @@ class Response(Struct, frozen=True, array_like=True, tag=10):
     """Response to one request, or to several consecutive ones.
 
     The bodies follow the message, unless the body is `shared`. Parentheses name the kinds of
-    response that use an attribute; without parentheses, all kinds use the attribute.
+    response that use an attribute; without parentheses, all kinds use it.
 
     Attributes:
         slot: Slot of the first request.
         units: Units of the batch; UNHINTED if the batch has no `hints["units"]` (BATCH, PEEKED).
         order: Hash that shows whether ranks get the same data; 0 for none (BATCH, PEEKED, VOID, and
-            VALUE in reply to ORDER). For a map-style loader, this is the hash of the order that the
-            worker itself computed for the epoch. For batch 0, 1, 2, 4, 8, … of a stream, this is
-            the hash of the batch. For other batches of a stream, this is 0, except shortly after
-            the worker has skipped batches of the stream: then this is the hash of batch 0.
+            VALUE in reply to ORDER). Map-style: hash of the order that the worker itself computed
+            for the epoch. Iterable-style: hash of the batch, for batch 0, 1, 2, 4, 8, … of a
+            stream; for other batches 0, or the hash of batch 0 shortly after the worker has skipped
+            batches of the stream.
         head_bytes: Size of the table of contents at the body's start (BATCH).
         body_sum: Checksum of all bodies, for batches over TCP without TLS; else None.
         shared: The body in shared memory; None if the body follows.
@@ -281,8 +277,6 @@ class _State:
 
     Args:
         name: Name of the state, for error messages.
-        most_bytes: Size limit of a message, in bytes.
-        most_body: Size limit of a body, in bytes.
         messages: Type of the allowed messages, or a union of types.
     """
 
@@ -305,7 +299,7 @@ _STATES = {
 }
 """States of each side of a connection, in order.
 
-Each received message moves the side to its next state. The side then stays in its last state.
+Each received message moves the side to its next state, until the last one.
 """
 
 
@@ -318,12 +312,9 @@ class ReceivedFrame(NamedTuple):
 
 
 class ProtocolState:
-    """Decoder of the messages that one side of a connection receives.
+    """Decoder of the messages that one side of a connection (`role`) receives.
 
-    The decoder tracks the connection's state, and rejects messages that the state does not allow.
-
-    Args:
-        role: The side that receives the messages.
+    It tracks the connection's state, and rejects messages that the state does not allow.
     """
 
     def __init__(self, role: Role) -> None:
@@ -365,11 +356,6 @@ class ProtocolState:
         return ReceivedFrame(message, header_bytes, body_bytes)
 
     def _read(self, packed: memoryview) -> Any:
-        """Decode a message that is allowed in the current state.
-
-        Raises:
-            ProtocolError: The message is of another type, or is not valid.
-        """
         try:
             return self._now.read(packed)
         except msgspec.DecodeError as error:
@@ -380,12 +366,7 @@ class ProtocolState:
 
 
 def _check_size(response: Response, body_bytes: int) -> None:
-    """Check a response's announced sizes against each other.
-
-    Raises:
-        ProtocolError: The announced total does not divide into bodies of equal size, or the table
-            of contents is larger than a body.
-    """
+    """Raise ProtocolError if the sizes that a response announces conflict with each other."""
     bodies, name = 1 + response.more, response.kind.name
     size = body_bytes if response.shared is None else response.shared.size
     if size % bodies:
@@ -399,11 +380,8 @@ def _check_size(response: Response, body_bytes: int) -> None:
 class Assembler:
     """Splitter of a received byte stream into messages with bodies.
 
-    The splitter copies the data, which is slow for large messages. So only servers use the
-    splitter: ranks send small messages to servers. Only the state of a dataset may be large.
-
-    Args:
-        state: Decodes the messages, and checks which ones are allowed.
+    The splitter copies the data, so only servers use it: messages of ranks are small, except the
+    state of a dataset.
     """
 
     def __init__(self, state: ProtocolState) -> None:
@@ -438,35 +416,29 @@ def make_proof(key: bytes, role: Role, nonce: bytes, place: str) -> bytes:
     """Return the MAC that proves that `role` knows the run's key.
 
     Args:
-        key: The run's key.
         role: The side that proves itself.
         nonce: The peer's nonce.
-        place: Name of the server's Unix socket, as the proving side knows it. The MAC includes this
-            name, so a proof that is made for one server is not valid for another server.
+        place: Name of the server's Unix socket, as the proving side knows it. Because the MAC
+            includes this name, a proof for one server is not valid for another server.
     """
     signed = b"\0".join((role.value.encode(), place.encode(), nonce))
     return hmac.new(key, signed, hashlib.sha256).digest()
 
 
 def is_proof(key: bytes, role: Role, nonce: bytes, place: str, mac: bytes) -> bool:
-    """Return whether `mac` equals the proof that `make_proof` returns for `role`.
-
-    The comparison takes the same time for every `mac`.
-    """
+    """Return whether `mac` is the proof of `make_proof`; takes the same time for every `mac`."""
     return hmac.compare_digest(make_proof(key, role, nonce, place), mac)
 
 
 class WorkerChange(Struct, frozen=True, array_like=True):
     """Message between a server and the process that is the parent of its workers.
 
-    The server sends this message to request a new worker. The message then carries one end of the
-    socket pair between server and worker: the worker's end. The parent process sends this message
-    to report that a worker has ended.
+    The server sends it to request a new worker, with the worker's end of the socket pair between
+    server and worker. The parent process sends it to report that a worker has ended.
 
     Attributes:
         number: Number of the worker.
         pid: Process id of the worker that has ended; 0 in a request for a new worker.
-        exitcode: Exit code of the worker that has ended.
         was_stopped: Whether the parent process killed the worker, because the worker had been
             stopped (SIGSTOP) for too long.
     """

@@ -39,7 +39,7 @@ _GROW_LINES = 64
 
 @dataclass(frozen=True)
 class Tls:
-    """A run's certificate and the certificate's private key (PEM); all processes of a run use them.
+    """A run's certificate and the certificate's private key (PEM).
 
     Ranks and fetchers each present the certificate and require it from the peer.
     """
@@ -56,7 +56,6 @@ class Tls:
         return self._context(ssl.PROTOCOL_TLS_CLIENT)
 
     def _context(self, side: int) -> ssl.SSLContext:
-        """Return a TLS context that presents the run's certificate and expects it from the peer."""
         context = ssl.SSLContext(side)
         context.minimum_version = ssl.TLSVersion.TLSv1_3
         # No other run has this certificate, so a check of the host name would add no security.
@@ -73,8 +72,6 @@ class Tls:
 
 class LoaderSettings(Struct, frozen=True):
     """Settings of one registered loader that a run's cell uses.
-
-    The pickled loader is in a file of its own (`payload_file`).
 
     Attributes:
         num_workers: Workers of each fetcher; 0 for one worker for each core.
@@ -96,11 +93,9 @@ class Service(Struct, frozen=True):
 
     Attributes:
         key: The run's key, which both sides of every connection must prove.
-        seed: The run's seed.
         fetchers: Number of fetchers of each loader; 0 if the ranks run the loaders themselves.
         numbers: Numbers of the fetchers that this cell's loaders use (`FetcherPlan.number`).
         units: Value of `--units`; None for no limit.
-        loaders: The loaders that the cell uses.
         settings: The section `[data]` of the configuration.
         tls: Certificate for connections between hosts; None for plain TCP.
     """
@@ -143,23 +138,12 @@ def addresses_folder(base: Path) -> Path:
 
 
 def payload_file(run_dir: Path, name: str) -> Path:
-    """Return the path of the file with a pickled loader.
-
-    Args:
-        run_dir: The run folder.
-        name: The loader's name, which may contain any characters.
-    """
+    """Return the path of the file with a pickled loader; `name` may contain any characters."""
     return folder_of(run_dir) / f"{name.encode().hex()}.loader"
 
 
 def write(run_dir: Path, service: Service, payloads: Mapping[str, bytes]) -> None:
-    """Create the folder of a run's data service; write `service.json` and the pickled loaders.
-
-    Args:
-        run_dir: The run folder.
-        service: The settings.
-        payloads: The pickled loaders, by name.
-    """
+    """Create the folder of a run's data service; write `service.json` and the pickled loaders."""
     folder = folder_of(run_dir)
     folder.mkdir(mode=0o700)
     for name, payload in payloads.items():
@@ -180,16 +164,15 @@ def read(run_dir: Path) -> Service | None:
 Directory = Callable[[str], LoaderAddresses]
 """Function that takes a loader's name, and returns the current addresses of the loader's fetchers.
 
-If all fetchers of the loader have failed, the result has the reason instead of addresses. Ranks
-call the function again whenever a fetcher does not respond.
+If all fetchers of the loader have failed, the result has the reason instead. Ranks call the
+function again whenever a fetcher does not respond.
 """
 
 
 def machine() -> str:
     """Return an identifier of this host and network namespace.
 
-    Two processes with the same identifier can share memory, and can connect by abstract Unix
-    sockets.
+    Two processes with the same identifier can share memory and connect by abstract Unix sockets.
     """
     return f"{boot_id() or socket.gethostname()}/{os.stat('/proc/self/ns/net').st_ino}"
 
@@ -265,14 +248,8 @@ class BatchLedger:
     """On-disk count of the batches that one rank received in one attempt of a run.
 
     Each line of the file counts the batches of one pass over a loader; several passes may be active
-    at the same time. The rank increments a line's counter before the cell receives a batch. The
-    file is mapped into memory, so counting needs no system call, and the counts survive even if the
-    rank is killed.
-
-    Args:
-        folder: Folder of the ledgers of all ranks.
-        attempt: Number of the attempt.
-        rank: The rank.
+    at the same time. The rank counts a batch before the cell receives it. The file is mapped into
+    memory, so the counts survive even if the rank is killed.
     """
 
     def __init__(self, folder: Path, attempt: int, rank: int) -> None:
@@ -289,10 +266,7 @@ class BatchLedger:
         """Add a line for a new pass; return the number of the line.
 
         Args:
-            loader: Name of the loader.
             pass_number: Number of the pass in this attempt (two passes may share an epoch).
-            epoch: Number of the epoch.
-            world_size: Number of ranks.
             first_step: First step of the pass; not 0 after a resume.
         """
         if (self._lines + 1) * _LINE_BYTES > len(self._map):
@@ -306,11 +280,7 @@ class BatchLedger:
         return self._lines - 1
 
     def count_batch(self, line: int) -> None:
-        """Count one more batch of a pass.
-
-        Args:
-            line: The pass's line in the ledger, as returned by `begin`.
-        """
+        """Count one more batch of the pass whose line `begin` has returned."""
         at = line * _LINE_BYTES
         count, size = _COUNT.unpack_from(self._map, at)
         _COUNT.pack_into(self._map, at, count + 1, size)

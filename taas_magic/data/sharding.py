@@ -7,10 +7,9 @@ s % streams, which is the order of a local DataLoader with the same number of wo
 the end of its stream has no batch and is called *void*.
 
 The slots that are not void have the *positions* 0, 1, 2, … in order. Rank p mod world_size gets
-position p in step p // world_size. A *schedule* (`StaticSchedule`, `DynamicSchedule`) belongs to
-one rank and one epoch. The schedule decides which batches the rank requests, and which batch the
-rank gets in each step. Schedules depend only on their arguments and on the recorded units of the
-slots. So all ranks end at the same step without communication.
+position p in step p // world_size. A *schedule* of one rank and one epoch decides which batches the
+rank requests, and which batch it gets in each step. Schedules depend only on their arguments and on
+the recorded units of the slots. So all ranks end at the same step without communication.
 """
 
 import hashlib
@@ -30,13 +29,10 @@ _FORGET_SLOTS = 1024
 """Minimum number of finished slots that `DynamicSchedule` drops together."""
 
 VOID = -1
-"""Value that replaces the number of units of a slot if the slot has no batch."""
+"""Number of units that stands for a slot without a batch."""
 
 UNHINTED = -2
-"""Value that replaces the number of units of a batch if the batch has no `hints["units"]`.
-
-Such a batch counts as one unit.
-"""
+"""Number of units that stands for a batch without `hints["units"]`; it counts as one unit."""
 
 
 def is_compared(item: int) -> bool:
@@ -51,7 +47,7 @@ def seed_of(seed: int, *place: int) -> int:
     """Return the 63-bit seed of a loader, of one of its epochs, or of one of its batches.
 
     Args:
-        seed: The loader's seed, from which the result is derived.
+        seed: The loader's seed.
         place: Nothing for the loader; the epoch; or the epoch and the batch's slot.
     """
     numbers = struct.pack(f"<{1 + len(place)}Q", seed & _64_BITS, *place)
@@ -63,13 +59,11 @@ def assigned_worker(
 ) -> tuple[int, int]:
     """Return which fetcher, and which of its workers, prepare a batch while all fetchers run.
 
-    For a map-style loader and a stride of 1, the number of the worker does not depend on the number
-    of fetchers: a local DataLoader with `workers` workers uses the same number for the batch.
+    For a map-style loader and a stride of 1, the worker has the same number as in a local
+    DataLoader with `workers` workers.
 
     Args:
-        slot: Number of the batch in the epoch's order.
         streams: Number of streams; None for a map-style loader.
-        fetchers: Number of fetchers.
         workers: Number of workers of each fetcher.
         stride: Distance between consecutive slots that these fetchers prepare. 1 if they prepare
             all slots; the world size in a run without fetchers, where each rank prepares only its
@@ -88,9 +82,8 @@ def assigned_worker(
 class FetcherPart:
     """Rule for which of a loader's batches one fetcher prepares while all fetchers run.
 
-    The function `assigned_worker` computes the fetcher and the worker from a batch's slot. In a run
-    without fetchers, each rank is the only fetcher of its own batches: `first` is then the rank,
-    and `stride` is the world size.
+    In a run without fetchers, each rank is the only fetcher of its own batches: `first` is then the
+    rank, and `stride` is the world size.
 
     Attributes:
         index: Index of this fetcher.
@@ -100,8 +93,8 @@ class FetcherPart:
         first: First slot that the fetchers prepare.
         units: Value of `--units`; None for no limit.
         keep_first: Number of first batches of each epoch that the fetcher keeps until the epoch is
-            over, because ranks may repeat them (`uneven="pad"`). Used only for streams, in
-            which a worker cannot go back.
+            over, because ranks may repeat them (`uneven="pad"`). Used only for streams, in which a
+            worker cannot go back.
         ranks: Number of ranks that request batches from this fetcher.
     """
 
@@ -127,7 +120,6 @@ class FetcherPart:
         """Yield the slots whose batches a worker of this fetcher prepares; never ends.
 
         Args:
-            worker: Number of the worker.
             streams: Number of streams; None for a map-style loader.
             first_slot: Smallest slot to yield.
         """
@@ -189,7 +181,6 @@ class SlotRequest(NamedTuple):
     """Slot to request from a fetcher.
 
     Attributes:
-        slot: Number of the batch in the epoch's order.
         is_own: Whether this rank needs the batch. False requests only the batch's units.
     """
 
@@ -231,20 +222,16 @@ class StaticSchedule:
             self._steps = min(self._steps, self._first + left)
 
     def requests(self, until_step: int) -> Iterator[SlotRequest]:
-        """Yield the requests for all steps before `until_step`, each request only once.
-
-        Requests that an earlier call has yielded are left out.
-        """
+        """Yield the requests for all steps before `until_step` that no earlier call has yielded."""
         while self._next < min(until_step, self._steps):
             yield SlotRequest((self._next * self._world_size + self._rank) % self._batches, True)
             self._next += 1
 
     def record_units(self, slot: int, units: int) -> None:
-        """Check the units of a slot's batch.
+        """Check the units of a slot's batch; only 1 and UNHINTED are allowed.
 
         Raises:
-            ValueError: The batch has hints, and the epoch's first batch has none. A hint of 1 unit
-                is always allowed.
+            ValueError: The batch has hints, and the epoch's first batch has none.
         """
         if units not in (UNHINTED, 1):
             raise _mixed_hints(slot, has_hints=True)
@@ -281,7 +268,6 @@ class DynamicSchedule:
     step (the step's *row*) and their units before the rank yields its own batch.
 
     Args:
-        part: The rule for which batches the rank gets.
         batches: Number of batches; None if not known.
         streams: Number of streams; 1 for a map-style loader.
         place: Position in the epoch to begin at.
@@ -309,10 +295,7 @@ class DynamicSchedule:
         self._summed_steps = self._summed_units = 0
 
     def requests(self, until_step: int) -> Iterator[SlotRequest]:
-        """Yield the requests for all steps before `until_step`, each request only once.
-
-        Requests that an earlier call has yielded are left out.
-        """
+        """Yield the requests for all steps before `until_step` that no earlier call has yielded."""
         world_size = self._part.world_size
         until = until_step * world_size
         if self._has_hints is False and self._part.units is not None:
@@ -381,10 +364,7 @@ class DynamicSchedule:
 
     @property
     def _ended(self) -> bool:
-        """Whether the end of the epoch is known.
-
-        The end is known if each stream has ended, or if the units of all batches are recorded.
-        """
+        """Whether all streams have ended, or the units of all batches are recorded."""
         return self._voids >= self._streams or self._walked == self._batches
 
     def _guess(self, slot: int) -> int:
@@ -397,17 +377,12 @@ class DynamicSchedule:
         return self._base + len(self._order) + ahead
 
     def _first_slots(self) -> tuple[int, ...]:
-        """Return the slots of the epoch's first step, which `uneven="pad"` repeats at the end."""
         if self._base == 0:
             return tuple(self._order[: self._part.world_size])
         return self._place.first_slots
 
     def _forget(self, step: int) -> None:
-        """Free the memory for the slots of finished steps, if there are at least `_FORGET_SLOTS`.
-
-        Args:
-            step: First step that is not finished.
-        """
+        """Free the memory of all slots before `step`, if there are at least `_FORGET_SLOTS`."""
         done = step * self._part.world_size - self._base
         if done < _FORGET_SLOTS:
             return
@@ -420,11 +395,10 @@ class DynamicSchedule:
                 del self._known[slot]
 
     def _row(self, step: int) -> list[int] | None:
-        """Return the slots of a step, one for each rank.
+        """Return the slots of a step, one for each rank; None if they are not known yet.
 
-        Returns:
-            The slots; None if they are not known yet. At the end of the epoch, the list may be
-            empty. If `uneven` is "keep", the last step may have fewer slots than there are ranks.
+        At the end of the epoch, the list may be empty. If `uneven` is "keep", the last step may
+        have fewer slots than there are ranks.
         """
         world_size = self._part.world_size
         start = step * world_size - self._base
