@@ -1,9 +1,8 @@
 """The remote loader: the DataLoader that replaces a registered loader in a rank.
 
-In a rank, the variable of a registered loader refers to a `RemoteLoader`, which receives its
-batches from fetchers. The real dataset and samplers are in the fetchers. A rank has substitutes
-with the same attributes. A substitute raises an exception for an operation that only the real
-object could do, such as an iteration over the sampler.
+The real dataset and samplers are in the fetchers. A rank has substitutes with the same attributes.
+A substitute raises an exception for an operation that only the real object could do, such as an
+iteration over the sampler.
 """
 
 import functools
@@ -73,7 +72,6 @@ class LoaderShape:
         iterable: Whether the dataset is iterable-style.
         settings: Values of the attributes in `SETTINGS`.
         context: multiprocessing's start method of the workers; "" for the default.
-        has_batch_sampler: Whether the loader has a batch sampler.
         drawn: Number of samples that the sampler draws; None if the sampler has no length.
         varies: Whether the number of batches may change from epoch to epoch.
         has_own_sampler: Whether the sampler or batch sampler is of a type that is not torch's. The
@@ -82,7 +80,6 @@ class LoaderShape:
         seed: The loader's seed; None for the run's seed.
         dataset: Name of the dataset's type.
         attributes: Small attributes of the dataset, by name.
-        has_set_epoch: Whether the dataset has a method `set_epoch`.
         has_state: Whether an iterable-style dataset has its own `state_dict`.
         shown: Pickled samplers, generator and functions that a rank may read
             (`LoaderParts.pickle_visible`).
@@ -129,11 +126,7 @@ class BatchProfiler(Protocol):
     """Profiler that records how long this rank waits for batches (`host/profile.py`)."""
 
     def batch(self, loader: str) -> AbstractContextManager[None]:
-        """Return a context manager to enter while the rank waits for a batch.
-
-        Args:
-            loader: Name of the registered loader.
-        """
+        """Return a context manager to enter while the rank waits for a batch of `loader`."""
         ...
 
 
@@ -143,8 +136,8 @@ class RankFeed:
 
     Attributes:
         payload: Function that returns the pickled loader with a given name.
-        directory: Function that returns the addresses of a loader's fetchers. In a run without
-            fetchers, this attribute is None, and `own` starts servers for this rank.
+        directory: Function that returns the addresses of a loader's fetchers; None in a run without
+            fetchers, where `own` starts servers for this rank.
         key: The run's key, which proves that the rank belongs to the run.
         units: Value of `--units`; None for no limit.
         pass_batches: Number of batches after which each pass over a loader ends, in a rehearsal;
@@ -158,8 +151,6 @@ class RankFeed:
         own: Manager of this rank's servers in a run without fetchers; None if there are fetchers.
         agreement: Key-value store of the ranks in a run without fetchers; None if there are
             fetchers or only one rank.
-        remote_loaders: Weak references to the remote loaders of this rank; `make_remote_loader`
-            adds to them.
         profiler: Profiler that records each wait for a batch; None if the run has none.
         folder: Folder with the pickled loaders, for servers that `own` starts.
     """
@@ -247,10 +238,7 @@ class RemoteLoader(DataLoader[Any]):
         super().__setattr__(name, value)
 
     def visible_parts(self) -> tuple[Any, ...]:
-        """Return the sampler, batch sampler, generator, `collate_fn` and `worker_init_fn`.
-
-        The returned objects are copies of the registered loader's own objects.
-        """
+        """Return copies of sampler, batch sampler, generator, `collate_fn` and `worker_init_fn`."""
         if self._visible is None:
             self._visible = load_with_dataset(bytes(self.shape.shown), self.dataset)
         return self._visible
@@ -263,8 +251,8 @@ class RemoteLoader(DataLoader[Any]):
     def __len__(self) -> int:
         """Return the number of batches that this rank gets in an epoch.
 
-        In a rehearsal, passes are short, and the result is the number of batches in a short pass.
-        So the rehearsal also runs code that a cell runs only at the last batch of an epoch.
+        In a rehearsal, passes are short, and the result is the length of a short pass. So the
+        rehearsal also runs code that a cell runs only at the last batch of an epoch.
 
         Raises:
             TypeError: The loader has no length.
@@ -310,8 +298,7 @@ class RemoteLoader(DataLoader[Any]):
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the next iterator.
 
-        If `epoch` is the epoch of a loaded state, the iterator still resumes at the state's
-        position.
+        If this is the epoch of a loaded state, the iterator still resumes at the state's position.
         """
         if epoch != self.next_epoch:
             self.next_epoch, self._resume, self._states = epoch, EpochPosition(), {}
@@ -326,11 +313,7 @@ class RemoteLoader(DataLoader[Any]):
         return self.with_states(self.position())
 
     def position(self) -> dict[str, Any]:
-        """Return `state_dict()` without the dataset's own state; sends no request.
-
-        In the middle of a pass, this is the position after the last yielded batch. Otherwise, this
-        is the position at which the next pass begins.
-        """
+        """Return `state_dict()` without the dataset's own state; sends no request."""
         epoch, place, order = self.next_epoch, self._resume, self._resume_order
         if self._current is not None and not self._current.ended:
             epoch, place, order = self._current.epoch, self._current.after, self._current.order
@@ -343,7 +326,6 @@ class RemoteLoader(DataLoader[Any]):
         }
 
     def _identity(self) -> dict[str, Any]:
-        """Return the parts of a state that identify its loader."""
         shape = self.shape
         return {
             "seed": self._seed,
@@ -380,11 +362,6 @@ class RemoteLoader(DataLoader[Any]):
         self._states = state.get("streams", {})
 
     def _raise_if_state_of_other(self, state: dict[str, Any]) -> None:
-        """Check that a state belongs to this loader.
-
-        Raises:
-            ValueError: The state belongs to another loader, or is not of a registered loader.
-        """
         about, mine = f'load_state_dict of loader "{self.name}"', self._identity()
         if missing := [name for name in ("place", "order", *mine) if name not in state]:
             raise ValueError(
@@ -405,15 +382,10 @@ class RemoteLoader(DataLoader[Any]):
             raise ValueError(f"{about}: the state is of {theirs}, the loader has {ours}")
 
     def with_states(self, position: dict[str, Any]) -> dict[str, Any]:
-        """Add the states of the dataset's streams, if the dataset has a `state_dict`.
+        """Add the states of the dataset's streams to a result of `position`, and return it.
 
         A stream's state is the latest one that a worker has saved at or before the position.
-
-        Args:
-            position: The result of `position`.
-
-        Returns:
-            `position`, with the states if there are any.
+        Nothing is added if the dataset has no `state_dict`.
         """
         epoch, place = position["epoch"], EpochPosition(*position["place"])
         if not self.shape.has_state or place == EpochPosition():
@@ -427,11 +399,10 @@ class RemoteLoader(DataLoader[Any]):
         return {**position, "streams": {key: value for key, value in found.items() if value}}
 
     def send_states(self, client: Client, streams: int) -> None:
-        """If `load_state_dict` has loaded states of streams, send these states to the workers.
+        """Send the states of streams that `load_state_dict` has loaded, if any, to the workers.
 
         Args:
             client: Client that has opened the epoch.
-            streams: Number of streams.
         """
         states, self._states = self._states, {}
         for stream, (item, state) in states.items():
@@ -460,9 +431,9 @@ class RemoteLoader(DataLoader[Any]):
         self._route = self._end_server = None
 
     def _new_route(self) -> Route:
-        """Return a route to the loader's fetchers.
+        """Return a route to the fetchers, or to a server of this rank in a run without fetchers.
 
-        In a run without fetchers, start a server of this rank, and return a route to the server.
+        In a run without fetchers, first start that server.
         """
         feed, name = self.feed, self.shape.name
         if feed.directory is not None:
@@ -511,9 +482,9 @@ _feed: RankFeed | None = None
 
 
 def _reset_in_fork() -> None:
-    """Make a fork of the rank independent of the rank's lock `_one_route` and its connections.
+    """In a fork of the rank, replace the lock `_one_route` and close the inherited connections.
 
-    The fork gets a new lock, and closes its copies of the connections. The fork's loaders open new
+    The lock may be held by a thread that the fork does not have. The fork's loaders open new
     connections when the fork uses them.
     """
     global _one_route
@@ -537,8 +508,8 @@ def use_feed(feed: RankFeed | None) -> None:
 def make_remote_loader(shape: LoaderShape) -> DataLoader[Any]:
     """Return a new `RemoteLoader` in place of a registered loader.
 
-    A registered loader is pickled as a call of this function. If the process is not a rank (for
-    example, a child that a rank spawned), the returned loader raises an exception on any use.
+    A registered loader is pickled as a call of this function. In a process that is not a rank (such
+    as a child that a rank spawned), the returned loader raises an exception on any use.
     """
     if _feed is None:
         return _UnusableLoader(shape.name)
@@ -565,7 +536,6 @@ class _UnusableLoader(DataLoader[Any]):
         raise self._refusal()
 
     def _refusal(self) -> RuntimeError:
-        """Return the exception that any use of the loader raises."""
         return RuntimeError(
             f'loader "{self._taas_name}" works only in ranks, and process {os.getpid()} is a child '
             "that a rank started by spawn or forkserver. Use the loader in the rank, or create a "
@@ -576,9 +546,8 @@ class _UnusableLoader(DataLoader[Any]):
 class _Sampler:
     """Base class of a rank's substitutes for samplers; only fetchers run the real samplers.
 
-    `set_epoch` sets the epoch of the loader's next iterator. Other attributes come from the rank's
-    copy of the real sampler. `RemoteLoader.visible_parts()` returns a tuple with this copy; the
-    class attribute `_place` is the copy's index in the tuple.
+    Attributes come from the rank's copy of the real sampler: the element of
+    `RemoteLoader.visible_parts()` whose index is the class attribute `_place`.
     """
 
     _loader: RemoteLoader
@@ -640,11 +609,10 @@ class RemoteDataset(Dataset[Any]):
     """A rank's substitute for a dataset; only fetchers run the real dataset.
 
     `dataset[i]` comes from a fetcher. Attributes come from a copy of the dataset in the rank. If an
-    attribute is itself a dataset, the rank gets a `RemoteDataset` for the attribute, too. The items
-    of such an attribute come from the rank's copy.
+    attribute is itself a dataset, the rank gets a `RemoteDataset` for it, whose items come from the
+    rank's copy.
 
     Args:
-        loader: The remote loader.
         path: Name of the dataset in messages.
         copy: This rank's copy of the dataset, if the dataset is an attribute of another dataset.
             None for the loader's own dataset; the length and small attributes of the loader's

@@ -1,17 +1,15 @@
 """Scheduling for one loader of a fetcher: the prefetch buffer, pending requests, and workers.
 
-The scheduler runs in the event loop of the fetcher's server and never blocks. It receives the
-ranks' requests, chooses the next request for each worker, and notifies the connections whose
-responses are ready.
+The scheduler runs in the event loop of the fetcher's server and never blocks.
 
 Requests of ranks come first: the connections take turns, and each connection's requests keep their
 order. Batches of a stream are different: they are prepared in the stream's order, because a worker
-must restart a stream to go back. If no rank waits, workers *prepare ahead*: they prepare batches
-of this fetcher's part (`FetcherPart`) that no rank has requested yet.
+must restart a stream to go back. If no rank waits, workers *prepare ahead*: they prepare batches of
+this fetcher's part (`FetcherPart`) that no rank has requested yet.
 
-The memory of prepared batches is limited. When the limit is reached, workers prepare only batches
-that a connection must send next. So a slow rank, whose batches fill the memory, cannot starve
-another rank.
+When the memory of prepared batches reaches its limit, workers prepare only batches that a
+connection must send next. So a slow rank, whose batches fill the memory, cannot starve another
+rank.
 
 When a rank begins a new epoch, the scheduler keeps the unrequested batches of the previous epoch,
 and drops those of all earlier epochs. If a rank still requests a dropped batch, a worker prepares
@@ -57,8 +55,7 @@ _MAX_LOST = 100
 _NEXT_EPOCH_BATCHES = 2
 """Number of batches of the next epoch that each worker prepares ahead.
 
-Before the first request of a rank, workers prepare more than this number, if that is necessary to
-reach the `--prefill` minimum.
+Before the first request of a rank, workers may prepare more, to reach the `--prefill` minimum.
 """
 
 _KEEP_EPOCHS = 2
@@ -68,17 +65,13 @@ _KEEP_COUNTS = 1 << 14
 """Maximum number of batches whose units the buffer remembers after it has removed the batches."""
 
 _ANSWER_BYTES = 1280
-"""Bytes of memory that a prepared response needs in addition to its body.
-
-For a small batch, these bytes are most of the memory.
-"""
+"""Bytes of memory that a prepared response needs in addition to its body."""
 
 
 LATER = -1
-"""Value in place of a worker's number, while the loader's kind is not known.
+"""Value in place of a worker's number, while the loader's kind (map or iterable) is not known.
 
-Requests with this value wait for the first reply to OPEN, which tells the kind: map-style or
-iterable-style.
+Requests with this value wait for the first reply to OPEN, which tells the kind.
 """
 
 _ALL = "all"
@@ -88,12 +81,9 @@ _ALL = "all"
 class PreparedResponse:
     """Reference-counted response to a rank's request: a batch, a value or an error.
 
-    If the requested slot has no batch, the response is VOID (`ResponseKind`), without a body.
-
-    The body of the response is the encoded batch or value. The body is in the arena of the worker,
-    where ranks on this host can read it without a copy, or in `text`. The objects that use the
-    response are its holders: first the prefetch buffer, later also each connection that sends it.
-    The last holder to end its use frees the body's memory.
+    The body is in the arena of the worker, where ranks on this host can read it without a copy, or
+    in `text`. First the prefetch buffer holds the response, later also each connection that sends
+    it. The last holder to call `release` frees the body's memory.
 
     Args:
         reply: The worker's description of the response.
@@ -108,7 +98,7 @@ class PreparedResponse:
         self._holders = 1
 
     def body(self) -> memoryview:
-        """Return the response's content, for example the encoded batch, as bytes to send."""
+        """Return the response's body, for example the encoded batch, as bytes to send."""
         if self.worker is None or not self.reply.body_bytes:
             return memoryview(self._text)
         return self.worker.memory.view(self.reply.offset, self.reply.body_bytes)
@@ -141,8 +131,7 @@ class PrefetchOrder:
 
     Args:
         share: The slots whose batches this fetcher prepares ahead.
-        is_filled: Function that returns whether the prefetch buffer holds the minimum that must be
-            ready before ranks start (`--prefill`).
+        is_filled: Function that returns whether the minimum of `--prefill` is ready.
     """
 
     def __init__(self, share: FetcherPart, is_filled: Callable[[], bool] = lambda: True) -> None:
@@ -155,11 +144,7 @@ class PrefetchOrder:
         self._ahead: dict[int, Iterator[LoaderRequest | None]] = {}
 
     def next(self, worker: int = 0) -> LoaderRequest | None:
-        """Return the next batch (as a request) that a worker should prepare ahead.
-
-        Returns:
-            The request; None if the worker has nothing to prepare ahead now.
-        """
+        """Return the next batch (as a request) to prepare ahead; None if there is none now."""
         if worker not in self._ahead:
             self._ahead[worker] = self._ahead_requests(worker, self._epoch, self._slot)
         return next(self._ahead[worker], None)
@@ -167,16 +152,14 @@ class PrefetchOrder:
     def restart(self) -> None:
         """Restart preparing ahead: every worker begins again at the current slot.
 
-        This is necessary, for example, after a worker has ended with unfinished batches.
         Batches that are in the buffer are not prepared again (`PrefetchBuffer.choose_ahead`).
         """
         self._ahead.clear()
 
     def record_requested(self, epoch: int, slot: int) -> None:
-        """Record that a worker starts a batch that a rank has requested.
+        """Record that a worker starts a batch that a rank requested before it was prepared ahead.
 
-        The rank requested the batch before a worker had prepared it ahead. So preparing ahead
-        continues with the slot after this batch.
+        Preparing ahead continues with the slot after this batch.
         """
         self._is_asked = True
         if epoch > self._epoch:
@@ -187,12 +170,7 @@ class PrefetchOrder:
             self.restart()
 
     def record_epoch(self, epoch: int, opened: EpochDescription | None) -> None:
-        """Record an epoch's description.
-
-        Args:
-            epoch: Number of the epoch.
-            opened: The description, with the epoch's length; None if the sampler raised.
-        """
+        """Record an epoch's description; None if the sampler raised."""
         self._opened[epoch] = opened
         self._streams = (opened and opened.streams) or 1
 
@@ -241,11 +219,7 @@ class PrefetchOrder:
             left = left if left is None or end is None else left - end
 
     def _is_enough(self) -> bool:
-        """Return whether workers can stop preparing batches of later epochs.
-
-        The result is True if a rank has requested a batch, or if the minimum of `--prefill` is
-        ready.
-        """
+        """Return whether workers can stop preparing batches of later epochs."""
         return self._is_asked or self._is_filled()
 
     def _slots(
@@ -271,9 +245,9 @@ class _RequestState:
 
     Attributes:
         waiting: The connections that wait for the response, in order (a dict used as a set).
-        queued: Worker and key of the queue that contains the request, as a pair; None if the
-            request is not queued. In the pair, the worker is a number, or None if any worker can
-            answer the request, or LATER. The key is a connection, or `_ALL`.
+        queued: Worker and key of the queue that contains the request; None if the request is not
+            queued. The worker is a number, or None if any worker can answer the request, or LATER.
+            The key is a connection, or `_ALL`.
         prepared: The response; None until a worker has prepared it.
     """
 
@@ -332,10 +306,7 @@ class PrefetchBuffer:
 
     @property
     def oldest_epoch(self) -> int:
-        """Earliest epoch from which ranks are still expected to request batches.
-
-        The buffer drops unrequested batches of earlier epochs.
-        """
+        """First epoch whose unrequested batches are kept; those of earlier epochs are dropped."""
         return max(0, self._latest_epoch - _KEEP_EPOCHS + 1)
 
     def record_kind(self, streams: int | None) -> None:
@@ -353,8 +324,6 @@ class PrefetchBuffer:
         """Record that `who` waits for a response, and queue the request if it is new.
 
         Args:
-            who: The connection that waits.
-            request: The request.
             only_count: Whether `who` needs only the batch's units, not the batch.
         """
         if only_count and self.units(request) is not None:
@@ -387,12 +356,9 @@ class PrefetchBuffer:
             self._remove_waiter(who, request)
 
     def pop_ready(self, who: Hashable, request: LoaderRequest) -> PreparedResponse | None:
-        """Return a response for `who` to send, if the response is ready.
+        """Return a response for `who` to send; the caller must release it.
 
-        If the response is not ready, record that `who` must send it next.
-
-        Returns:
-            The response, which the caller must release; None if the response is not ready.
+        If the response is not ready, return None, and record that `who` must send it next.
         """
         entry = self._entries.get(request)
         if entry is None or entry.prepared is None:
@@ -411,7 +377,8 @@ class PrefetchBuffer:
         """Return the units of a batch, for a rank that needs only the units.
 
         Returns:
-            The units; VOID if the slot has no batch; None if the units are not known yet.
+            The units; VOID if the slot has no batch; None if the units are not known yet. In the
+            last case, this method records that `who` must send the response next.
         """
         units = self.units(request)
         if units is None:
@@ -441,7 +408,6 @@ class PrefetchBuffer:
         request whose response a connection must send next.
 
         Args:
-            worker: Number of the worker.
             follows: Function that returns whether the worker can prepare a batch without restarting
                 the batch's stream; None for a map-style loader, which has no streams.
         """
@@ -489,10 +455,10 @@ class PrefetchBuffer:
         return entry.waiting.keys()
 
     def requeue(self, request: LoaderRequest) -> None:
-        """Handle a request whose worker has ended: queue the request again.
+        """Queue a request again, because its worker has ended.
 
-        If no connection waits for the response, forget the request. Workers then prepare the batch
-        ahead again.
+        If no connection waits for the response, forget the request; workers prepare the batch ahead
+        again.
         """
         entry = self._entries[request]
         self._doing -= 1
@@ -505,7 +471,7 @@ class PrefetchBuffer:
     def make_room(self, before: tuple[int, int] | None = None) -> None:
         """Drop responses for which no connection waits, until memory is below the limit.
 
-        The responses for the last slots are dropped first. Workers can prepare them again.
+        The last slots are dropped first. Workers can prepare them again.
 
         Args:
             before: Drop only responses before this epoch and slot; None to drop any.
@@ -525,9 +491,9 @@ class PrefetchBuffer:
     def _first_needed(self) -> tuple[int, int]:
         """Return the epoch and slot of a stream before which no rank needs a batch any more.
 
-        A rank needs only the units of other ranks' batches, so it may be far ahead of those ranks.
-        Therefore the slot is 0, with one exception: if one rank alone requests batches, it needs
-        none before the one that it must get next.
+        If one rank alone requests batches, this is the batch that it must get next. Otherwise the
+        slot is 0: a rank receives only units of other ranks' batches, so it may be far ahead of
+        those ranks.
         """
         due = min(
             ((one.epoch, one.slot) for one in self._due.values() if one.kind is RequestKind.GET),
@@ -550,7 +516,6 @@ class PrefetchBuffer:
         )
 
     def _batches_before(self, request: LoaderRequest) -> int:
-        """Return how many of the slots before a request's slot are known to have a batch."""
         before = (structs.replace(request, slot=slot) for slot in range(request.slot))
         return sum(self._counts.get(one, VOID) != VOID for one in before)
 
@@ -558,7 +523,7 @@ class PrefetchBuffer:
         """Return whether a rank may have requested a batch that is another rank's.
 
         This is possible if the epoch has several streams, and a stream has ended before the batch.
-        This fetcher knows the ends of its own streams.
+        This fetcher knows only the ends of its own streams.
         """
         if self._streams < 2 or self._part.ranks < 2 or request.kind is not RequestKind.GET:
             return False
@@ -592,10 +557,7 @@ class PrefetchBuffer:
         return prepared
 
     def _record_units(self, request: LoaderRequest, units: int) -> None:
-        """Store the units of a batch, or the fact that its slot has no batch (VOID).
-
-        The units stay known after the buffer has removed the batch.
-        """
+        """Store a batch's units, or VOID; they stay known after the buffer drops the batch."""
         self._counts[request] = units
         if len(self._counts) > _KEEP_COUNTS:
             self._counts.popitem(last=False)
@@ -605,8 +567,8 @@ class PrefetchBuffer:
     def _record_next_response(self, who: Hashable, request: LoaderRequest) -> None:
         """Record that `who` must send the response to `request` next.
 
-        Workers prepare this response even if the buffer is full. If the response was dropped, the
-        request is queued again.
+        Workers prepare this response even if the buffer is full. If it was dropped, the request is
+        queued again.
         """
         self.add_request(who, request)
         self._due[who] = request
@@ -616,9 +578,8 @@ class PrefetchBuffer:
     ) -> LoaderRequest | None:
         """Return the next queued request that a worker may prepare; the connections take turns.
 
-        Batches of streams are chosen in the order of their slots. If the worker would have to
-        restart a stream for the next batch, prefer a later batch of the same epoch that needs no
-        restart.
+        If the worker would have to restart a stream for this batch, prefer a later batch of the
+        same epoch that needs no restart.
         """
         owners = [it for it in (worker, None) if it in self._queues]
         if not owners:
@@ -636,10 +597,9 @@ class PrefetchBuffer:
     def _due_request(
         self, worker: int, follows: Callable[[LoaderRequest], bool] | None
     ) -> LoaderRequest | None:
-        """Return a queued request for `worker` if a connection must send the response next.
+        """Return a queued request for `worker` whose response a connection must send next.
 
         For streams, prefer the earliest request for which the worker need not restart the stream.
-        Return None if there is no such request.
         """
         due = []
         for request in self._due.values():
@@ -660,9 +620,6 @@ class PrefetchBuffer:
         other request goes to the queue of the connection `who`.
 
         Args:
-            who: The connection that waits.
-            request: The request.
-            entry: The request's state.
             at_once: Whether to put the request first in the connection's queue; no effect for a
                 batch of a stream.
         """
@@ -681,7 +638,6 @@ class PrefetchBuffer:
         entry.queued = worker, who
 
     def _unqueue(self, request: LoaderRequest, entry: _RequestState) -> None:
-        """Remove a request from its queue, if it is queued."""
         if entry.queued is None:
             return
         worker, who = entry.queued
@@ -715,7 +671,6 @@ class PrefetchBuffer:
             self._unasked[request] = None
 
     def _remove(self, request: LoaderRequest) -> None:
-        """Remove a prepared response from the buffer and release it."""
         self._unasked.pop(request, None)
         prepared = self._entries.pop(request).prepared
         assert prepared is not None
@@ -734,14 +689,12 @@ class Scheduler:
     """Scheduler of one loader in a fetcher: owns the loader's prefetch buffer, workers and counts.
 
     Args:
-        served: The fetcher's settings for the loader.
         selector: The selector of the server's event loop.
         arenas: Iterator over numbers for the workers' arenas; it yields each number once.
         ready: Called with a connection when a response for the connection is ready.
         note: Called with a message for the user.
 
     Attributes:
-        buffer: The prefetch buffer.
         counts: The loader's counts; the server updates `counts.sent`.
     """
 
@@ -786,8 +739,8 @@ class Scheduler:
     def start(self) -> None:
         """Start the workers.
 
-        Call this method after the constructors of all loaders' schedulers, because the
-        constructors fork this process.
+        Call this method after the constructors of all loaders' schedulers, because these fork this
+        process.
         """
         for number in range(self._served.share.workers):
             self._start(number)
@@ -825,9 +778,8 @@ class Scheduler:
     def kill_stopped_parent(self) -> None:
         """Kill the workers' parent process if it has been stopped (SIGSTOP) for `STOPPED_S`.
 
-        The fetcher then fails with an error, and the ranks request their batches from other
-        fetchers. Without this check, the fetcher would continue, but could not restart a worker
-        that ends.
+        A stopped parent process cannot restart a worker that ends. After the kill, the fetcher
+        fails with an error, and the ranks use other fetchers.
         """
         self._stopped.end([self._parent.pid])
 
@@ -842,7 +794,6 @@ class Scheduler:
         self._parent.join()
 
     def _choose(self, one: WorkerHandle) -> LoaderRequest | None:
-        """Return the next request for a worker; None if there is nothing to prepare now."""
         follows = None if self._streams is None else self._continues_stream
         request = self.buffer.choose(one.number, follows)
         if request is None and not self.buffer.is_full:
@@ -850,12 +801,11 @@ class Scheduler:
         return request
 
     def _worker_for(self, request: LoaderRequest) -> int | None:
-        """Return the number of the worker that must prepare a request; None for any worker.
+        """Return the number of the worker that must answer a request; None for any worker.
 
         Worker 0 computes orders. Any worker can prepare a sample, or a batch with given indices.
-        Other batches have an assigned worker (`sharding.assigned_worker`). This worker depends on
-        the loader's kind, so the result is LATER while the kind is not known. Ranks may know the
-        kind from another fetcher.
+        Other batches have an assigned worker, which depends on the loader's kind. So the result is
+        LATER while the kind is not known; ranks may know the kind from another fetcher.
         """
         kind = request.kind
         if kind in (RequestKind.OPEN, RequestKind.ORDER):
@@ -875,9 +825,8 @@ class Scheduler:
         return item >= self._positions.get(stream, {}).get(request.epoch, 0)
 
     def _advance(self, stream: int, epoch: int, item: int) -> None:
-        """Record which batch of a stream the worker's iterator yields next.
+        """Record which batch of a stream the worker's iterator yields next (`_continues_stream`).
 
-        From this record, `_continues_stream` tells whether a batch needs a restart of the stream.
         The record has only the latest `OPEN_EPOCHS` epochs, because a worker keeps its iterators
         over the stream only for these epochs.
         """
@@ -904,7 +853,7 @@ class Scheduler:
         self._selector.register(ours, selectors.EVENT_READ, lambda: self._receive_replies(one))
 
     def _on_worker_ended(self) -> None:
-        """Replace the worker that has ended, as the parent process's message says.
+        """Receive the parent process's message that a worker has ended, and replace this worker.
 
         Raises:
             RuntimeError: The parent process itself has ended.
@@ -930,8 +879,7 @@ class Scheduler:
     def _store_reply(self, one: WorkerHandle, request: LoaderRequest, reply: Reply) -> None:
         """Store a worker's reply in the buffer as the response to `request`, and count it.
 
-        A reply to OPEN also tells the loader's kind and the epoch's length, which this method
-        records.
+        From a reply to OPEN, also record the loader's kind and the epoch's description.
         """
         self.counts.prepared += 1
         self._wall_s[one.number] = self._wall_s.get(one.number, 0.0) + reply.wall_s
@@ -958,12 +906,10 @@ class Scheduler:
             self.buffer.record_kind(self._streams)
 
     def _put(self, request: LoaderRequest, prepared: PreparedResponse) -> None:
-        """Store a response in the buffer, and notify the connections that wait for it."""
         for connection in self.buffer.put(request, prepared):
             self._ready(connection)
 
     def _close_socket(self, one: WorkerHandle) -> None:
-        """Close the socket to a worker, if it is still open."""
         if not one.is_gone:
             self._selector.unregister(one.socket)
             one.close()
@@ -972,7 +918,7 @@ class Scheduler:
         """Restart a worker that has ended, and queue its pending requests again.
 
         The first pending request may be the reason why the worker ended. If workers have ended
-        `_TRIES` times with the same first pending request, the request gets a LOST response.
+        `_TRIES` times with this first request, the request gets a LOST response.
 
         Raises:
             RuntimeError: More than `_MAX_LOST` workers have ended.
@@ -1009,12 +955,7 @@ class Scheduler:
 
 
 def _given_up(request: LoaderRequest, how_ended: str) -> PreparedResponse:
-    """Return the LOST response to a request whose worker has ended in each of `_TRIES` tries.
-
-    Args:
-        request: The request.
-        how_ended: How the last worker ended.
-    """
+    """Return the LOST response to a request whose worker has ended in each of `_TRIES` tries."""
     text = (
         f"batch {request.slot} of epoch {request.epoch}: in each of {_TRIES} attempts, the worker "
         f"that prepared it ended. The last time, {how_ended}. Its data may crash the process "

@@ -1,12 +1,11 @@
 """The server of a fetcher: one thread that serves all connections of ranks and runs no user code.
 
 Workers write batches into shared memory and report the offsets. When a rank requests a batch, the
-server sends the batch from that memory. To a rank on the same host, the server may send only the
-batch's position; the rank then reads the batch in the shared memory.
+server sends the batch from that memory. A rank on the same host can instead read the batch in the
+shared memory.
 
-The server never blocks. So no rank is delayed by another rank that pauses for an hour, by a peer
-that never authenticates, or by a dataset that takes minutes for an item. In a run without fetchers,
-each rank starts its own servers (`RankServers`).
+The server never blocks, so a slow dataset, a slow rank or a peer that never authenticates delays no
+other rank. In a run without fetchers, each rank starts its own servers (`RankServers`).
 """
 
 import dataclasses
@@ -64,8 +63,7 @@ _ACCEPT_AT_ONCE = 64
 _SPARE_FILES = 64
 """Number of file descriptors to reserve for everything except connections to ranks.
 
-When all other descriptors are in use, the server may use half of the reserved ones to accept a
-connection and reject its peer with a message.
+When the others are in use, half of these serve to accept a peer and reject it with a message.
 """
 
 _BACKLOG = 4096
@@ -75,10 +73,7 @@ _HEAR_BYTES = 64 << 10
 """Maximum number of bytes that one call receives from a rank."""
 
 _LENT_FROM_BYTES = 32 << 10
-"""Size of the smallest body that a rank on this host reads in shared memory.
-
-The server sends smaller bodies over the socket.
-"""
+"""Minimum size of a body that a rank on this host reads in shared memory, not from the socket."""
 
 _LENT_BYTES = 512 << 20
 """Maximum total size of the batches that one rank may keep in shared memory.
@@ -90,16 +85,13 @@ _OUT_BYTES = 1 << 20
 """Size of a connection's output queue at which the server stops adding responses to the queue."""
 
 _COPIED_BYTES = 8 << 10
-"""Size of the largest body that is copied to make header and body one part of the output.
+"""Maximum size of a body that is copied, to send it in one part with its header.
 
 For a small body, the copy takes less time than sending separate parts.
 """
 
 _MOST_ALIKE = 64
-"""Maximum number of small batches that share one header.
-
-Their responses differ only in the slot and in the body's content.
-"""
+"""Maximum number of small batches that share one header."""
 
 _PARTS_AT_ONCE = 256
 """Maximum number of parts of the output that one call sends."""
@@ -171,7 +163,6 @@ class RankConnection:
         """Queue bytes for sending.
 
         Args:
-            part: The bytes to send.
             prepared: Response to release after the bytes are sent; None if there is no response.
             descriptor: File descriptor to send with the bytes; -1 for none.
         """
@@ -193,11 +184,7 @@ class RankConnection:
         return True
 
     def _send_plain(self) -> int:
-        """Send the first parts of the output, with at most one file descriptor.
-
-        Returns:
-            Number of bytes sent.
-        """
+        """Send the first parts of the output, with at most one descriptor; return the size sent."""
         parts: list[bytes | memoryview] = []
         for part, _, descriptor in itertools.islice(self.out, _PARTS_AT_ONCE):
             if descriptor >= 0:
@@ -209,12 +196,9 @@ class RankConnection:
         return self.socket.sendmsg(parts)
 
     def _send_tls(self) -> int:
-        """Send the first part of the output; a small part is joined with the parts after it.
+        """Send the first part of the output, and return the number of bytes sent.
 
-        Each TLS send makes a record of its own, so sending small parts separately would be slow.
-
-        Returns:
-            Number of bytes sent.
+        Each TLS send makes a record of its own. So a small part is joined with the parts after it.
         """
         part = memoryview(self.out[0][0])
         if len(part) < _TLS_JOIN_BYTES and len(self.out) > 1:
@@ -256,8 +240,8 @@ class RankConnection:
     def respond(self, request: LoaderRequest, prepared: PreparedResponse) -> None:
         """Queue a response; release `prepared` when the rank no longer needs it.
 
-        A response with a small batch first waits in `_alike` for similar responses, which can share
-        its header. `queue_alike` then queues all of them.
+        A small batch first waits in `_alike` for similar responses, which can share its header;
+        `queue_alike` then queues all of them.
         """
         reply = prepared.reply
         is_batch = reply.kind is ResponseKind.BATCH
@@ -309,8 +293,8 @@ class RankConnection:
         that modifies the memory would change the other rank's batch.
 
         Returns:
-            A tuple of two: the position of the batch in shared memory, or None if the batch must be
-            sent; and the descriptor of the arena's file, or -1 if the rank already has it.
+            The position of the batch in shared memory, or None if the batch must be sent; and the
+            descriptor of the arena's file, or -1 if the rank already has it.
         """
         worker, size = prepared.worker, prepared.reply.body_bytes
         fits = _LENT_FROM_BYTES <= size <= _LENT_BYTES - self.lent_bytes
@@ -327,11 +311,8 @@ class RankConnection:
 def _files_left(connection: RankConnection) -> int:
     """Estimate how many file descriptors this process may still open.
 
-    Linux gives a new descriptor the lowest free number. So all numbers below the number of the
-    newest connection are in use. The estimate counts all higher numbers as free.
-
-    Args:
-        connection: The newest connection.
+    Linux gives a new descriptor the lowest free number. So all numbers below that of `connection`,
+    which must be the newest connection, are in use.
     """
     most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return most - 1 - connection.socket.fileno()
@@ -345,7 +326,6 @@ def _packed(
     shared: SharedBody | None = None,
     more: int = 0,
 ) -> bytes:
-    """Return the header of a response as bytes; see `Response` for the arguments."""
     kind, epoch, units, order, head_bytes = form
     about = kind, epoch, slot, units, order, head_bytes
     return protocol.encode_header(Response(*about, body_sum, shared, more), body_bytes)
@@ -414,7 +394,7 @@ class Server:
         """Handle all waiting input, give commands to workers, and send the ready responses.
 
         If there is no input, wait for input first, but at most `timeout_s` seconds (and at most
-        `ALIVE_S`). Also run the periodic checks, if they are due.
+        `ALIVE_S`).
 
         Raises:
             RuntimeError: Workers ended too many times, or the parent process of workers ended.
@@ -519,7 +499,6 @@ class Server:
             self._challenge(connection)
 
     def _challenge(self, connection: RankConnection) -> None:
-        """Send the first message of the handshake, which the peer must answer with a `Proof`."""
         connection.queue_message(protocol.Challenge(connection.nonce))
         self._dirty[connection] = None
 
@@ -545,7 +524,6 @@ class Server:
             self._drop(connection, is_gone=True)
 
     def _receive_messages(self, connection: RankConnection) -> None:
-        """Receive and handle all messages that a peer has sent."""
         if connection.is_greeting and not self._has_shaken_hands(connection):
             return
         while True:
@@ -579,16 +557,7 @@ class Server:
     def _handle_message(
         self, connection: RankConnection, message: Proof | Requests | Free | Cancel, detail: bytes
     ) -> None:
-        """Handle one message of a peer.
-
-        `Proof`: accept or reject the peer. `Free`: release spans of shared memory. `Cancel`: drop
-        the pending requests. `Requests`: queue the requests for the workers.
-
-        Args:
-            connection: The connection to the peer.
-            message: The message.
-            detail: The message's body.
-        """
+        """Authenticate a peer, release spans, or cancel or queue requests, as `message` says."""
         if isinstance(message, Proof):
             self._welcome(connection, message)
             return
@@ -640,10 +609,7 @@ class Server:
         )
 
     def _reason_when_full(self) -> str:
-        """Return the reason for rejecting a rank when the process has too many open files.
-
-        The first call also warns the user.
-        """
+        """Return the reason to reject a rank when too many files are open; warn the user once."""
         most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         why = (
             f"{self._where} cannot accept more connections, because it has reached its limit of "
@@ -686,12 +652,7 @@ class Server:
         return has_gone
 
     def _wait_to_send(self, connection: RankConnection, waits: bool) -> None:
-        """Choose whether the event loop reports when the connection's socket can send again.
-
-        Args:
-            connection: The connection.
-            waits: Whether to report; True if the socket accepts no more data at the moment.
-        """
+        """Choose whether the event loop reports when the connection's socket can send again."""
         if waits is not connection.waits_to_send:
             connection.waits_to_send = waits
             events = selectors.EVENT_READ | (selectors.EVENT_WRITE if waits else 0)
@@ -725,9 +686,6 @@ class Server:
         Kill a parent process of workers if it has been stopped (SIGSTOP) for `STOPPED_S` seconds.
         Close a peer's connection if the peer has not authenticated within `PROOF_S` seconds. Send
         an `Alive` message every `ALIVE_S` seconds to each rank that waits for a response.
-
-        Args:
-            now: Current monotonic time.
         """
         for loader in self._loaders.values():
             loader.kill_stopped_parent()
@@ -743,7 +701,6 @@ class Server:
                 connection.last_sent_at = now
 
     def _refuse(self, connection: RankConnection, why: str) -> None:
-        """Close a peer's connection, and count and log the refusal with its reason `why`."""
         self._refused += 1
         _log.warning("a peer was refused: %s", why)
         self._drop(connection, is_gone=False)
@@ -752,7 +709,6 @@ class Server:
         """Close a connection and cancel its requests.
 
         Args:
-            connection: The connection to close.
             is_gone: Whether the peer has ended, so that it no longer reads shared memory.
         """
         for book in (self._connections, self._unproved, self._dirty):
@@ -770,11 +726,10 @@ class Server:
 class RankServers:
     """Manager of a rank's own servers, one process for each loader, in a run without fetchers.
 
-    The constructor forks a child, the starter process, which later forks the servers. Call the
-    constructor while the rank has one thread and has not run user code. Without the starter
-    process, the rank itself would fork when the cell iterates a loader. Another thread might then
-    hold a lock, such as the lock of torch's random generator, and the child would wait for the lock
-    forever.
+    The constructor forks the starter process, which later forks the servers. Call the constructor
+    while the rank has one thread and has not run user code. If the rank forked later, another
+    thread might hold a lock, such as the lock of torch's random generator, and the child would wait
+    for this lock forever.
 
     `close` ends the starter process and the servers, and waits for them. Without `close`, these
     processes end when the rank's process ends.
@@ -812,7 +767,6 @@ class RankServers:
         Forks of this process may also call this method.
 
         Args:
-            served: The settings for the loader.
             timeout_s: Maximum seconds to wait.
 
         Returns:
@@ -890,9 +844,8 @@ class RankServers:
         If the rank ends, Linux closes the rank's ends of both sockets, so the server ends too.
 
         Args:
-            served: The settings for the loader.
-            answer: Socket to the rank, to send the name of the server's Unix socket. The rank
-                closes its end of `answer` to end this server.
+            answer: Socket to the rank, for the name of the server's Unix socket. The rank closes
+                its end to end this server.
             life: Socket that the rank closes to end all servers.
         """
         payload = self._load(served)

@@ -1,14 +1,12 @@
 """A fetcher's worker, which is the process that runs the user's dataset.
 
-A worker receives commands from its server and prepares one batch at a time. The worker writes the
-batch into shared memory (its arena) and reports the offset to the server. The worker has no
-connection to a rank and only one thread, so that the dataset runs under the same conditions as in a
-worker of a local DataLoader.
+A worker receives commands from its server, prepares one batch at a time, and writes the batch into
+shared memory (its arena). It has only one thread and no connection to a rank, so that the dataset
+runs under the same conditions as in a worker of a local DataLoader.
 
 The workers of one loader are children of a process that only manages them (`parent_main`). This
-parent process can unpickle a large dataset once and then fork. The parent process has no
-connections to ranks, so a restarted worker does not inherit any. The server has a `WorkerHandle`
-for each worker.
+parent process can unpickle a large dataset once and then fork. It has no connections to ranks, so a
+restarted worker does not inherit any.
 """
 
 import gc
@@ -42,17 +40,15 @@ MESSAGE_BYTES = 128 << 10
 _PRELOAD_FROM_BYTES = 8 << 20
 """Minimum size of a pickled loader that the workers' parent process unpickles for all workers.
 
-The workers are forks of that process and share the loader's memory. A smaller loader is unpickled
-by each worker.
+The workers are forks of that process and share the loader's memory.
 """
 
 _HOLD_BACK_S = 0.0005
 """Seconds after sending a message during which a worker collects further replies for one message.
 
-For small batches, sending a message costs more time than preparing the batch. A waiting reply is
-sent together with a later reply, even if the later batch takes long. When the worker has executed
-all commands of a server's message, it sends all waiting replies. Replies of streams never wait,
-because a stream may be a live source.
+For small batches, sending a message costs more time than preparing the batch. Replies never wait
+when the worker has executed all its commands. Replies of streams never wait, because a stream may
+be a live source.
 """
 
 _DEPTH_BYTES = 8 << 20
@@ -64,10 +60,9 @@ _DEPTH_S = 0.01
 _LEAST_DEPTH, _MOST_DEPTH = 2, 64
 """Minimum and maximum number of commands in a worker's queue.
 
-The number depends on the latest batches. If the batches were fast and small, the queue is long, so
-that the worker does not wait for the server. If the batches were large, the queue is short to save
-memory. If the batches were slow, the queue is short so that all workers share the batches that a
-rank needs next.
+The number depends on the latest batches. It is large if they were fast and small, so that the
+worker does not wait for the server. It is small if they were large, to save memory, or slow, so
+that all workers share the batches that a rank needs next.
 """
 
 _MOST_FREES = 64
@@ -124,10 +119,8 @@ class WorkerHandle:
     Args:
         number: The worker's number in its fetcher.
         arena: Number of the worker's arena, unique in the server.
-        sock: Socket to the worker.
         is_suspect: Whether an earlier worker with this number has ended. If so, this worker
-            receives only one command at a time. If this worker ends too, the server then knows
-            which command was the reason.
+            receives only one command at a time, so that its end shows which command was the reason.
 
     Attributes:
         memory: The worker's arena.
@@ -152,21 +145,16 @@ class WorkerHandle:
     def room(self) -> int:
         """Number of commands that may be queued now.
 
-        The number is 0 while more than half of the worker's queue is unanswered, and after the
-        worker has ended.
+        0 while more than half of the worker's queue is unanswered, and after the worker has ended.
         """
         n_unanswered = len(self.unanswered)
         return 0 if self.is_gone or n_unanswered > self._depth // 2 else self._depth - n_unanswered
 
     def queue_command(self, number: int, request: LoaderRequest) -> None:
-        """Queue a command that `send` will send to the worker.
+        """Queue a command that `send` will send to the worker; `number` identifies the reply.
 
-        The queued commands must fit into the socket's buffer, so that the server never blocks. The
-        request's `detail` may be large, so it is sent as a file.
-
-        Args:
-            number: Number of the command; the worker's reply has the same number.
-            request: The request to answer.
+        The queued commands must fit into the socket's buffer, so that the server never blocks.
+        Therefore the request's `detail`, which may be large, is sent as a file.
         """
         self.unanswered[number] = request
         if has_file := bool(request.detail):
@@ -178,10 +166,9 @@ class WorkerHandle:
         self._commands.append(Command(number, request, has_file))
 
     def send(self, oldest_epoch: int) -> None:
-        """Send the queued commands, with up to `_MOST_FREES` freed offsets.
+        """Send the queued commands, if any, with up to `_MOST_FREES` freed offsets.
 
-        If no command is queued, this method sends nothing. If the worker has ended, the commands do
-        not arrive, and `receive_replies` raises `EOFError`.
+        If the worker has ended, this method raises nothing; `receive_replies` raises `EOFError`.
 
         Args:
             oldest_epoch: First epoch that ranks may still request.
@@ -236,9 +223,7 @@ class Worker:
     """Command loop of a worker process: executes the server's commands, one after the other.
 
     Args:
-        served: The fetcher's settings for the loader.
         number: The worker's number in its fetcher.
-        sock: Socket to the server.
         arena: Descriptor of the arena's file.
         loader: The loader, if the parent process has unpickled it; else None.
     """
@@ -279,7 +264,6 @@ class Worker:
         """Free the batches that `message` lists, then answer the requests in its commands.
 
         Args:
-            message: The message.
             files: Descriptors of the files with the requests' details.
         """
         for offset in message.frees:
@@ -295,12 +279,7 @@ class Worker:
             self._reply(command.number, request)
 
     def _reply(self, number: int, request: LoaderRequest) -> None:
-        """Prepare the response to a request, write it to the arena, and queue the reply.
-
-        Args:
-            number: Number of the command.
-            request: The request.
-        """
+        """Prepare the response to a request, write it to the arena, and queue the reply."""
         began = time.perf_counter()
         kind, body, units, order = self._prepare(request)
         offset = body_sum = 0
@@ -326,16 +305,14 @@ class Worker:
         return f'batch {request.slot} of loader "{self._served.name}"'
 
     def _send_replies(self) -> None:
-        """Send the queued replies to the server."""
         if self._replies:
             replies, self._replies = self._replies, []
             self._socket.send(_encode(replies))
 
     def _prepare(self, request: LoaderRequest) -> "_ResponseParts":
-        """Return the response to a request.
+        """Return the response to a request; VOID if the slot has no batch.
 
-        If the slot has no batch, the response is VOID. If the user's code raises, or the result
-        cannot be sent, the response is ERROR.
+        The response is ERROR if the user's code raises, or if the result cannot be sent.
         """
         try:
             if isinstance(self._source, UserCodeFailed):
@@ -443,12 +420,11 @@ class StoppedChildWatchdog:
 def parent_main(served: ServedLoader, control: socket.socket, servers: socket.socket) -> None:
     """Run the process that is the parent of one loader's workers.
 
-    The parent process starts a worker when the server requests it, reports workers that have
-    ended, and kills workers that have been stopped (SIGSTOP). When the server has ended, the parent
+    The parent process starts a worker when the server requests it, reports workers that have ended,
+    and kills workers that have been stopped (SIGSTOP). When the server has ended, the parent
     process kills all workers and ends.
 
     Args:
-        served: The fetcher's settings for the loader.
         control: This process's end of the socket to the server.
         servers: The server's end of that socket. This process, a fork of the server, closes it.
     """
@@ -513,14 +489,11 @@ def _worker_main(
     loader: Any,
     inherited: socket.socket | None,
 ) -> None:
-    """Receive the arena from the server, and run the worker's command loop in this new process.
-
-    The loop ends when the server ends or closes its end of `sock`.
+    """Run a worker in this new process, until the server ends or closes its end of `sock`.
 
     Args:
-        served: The fetcher's settings for the loader.
         number: The worker's number in its fetcher.
-        sock: Socket to the server.
+        sock: Socket to the server, which first sends the arena's descriptor.
         loader: The loader, if the parent process has unpickled it; else None.
         inherited: The parent process's socket, which a fork must close; None if not forked.
     """
