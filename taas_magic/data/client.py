@@ -194,7 +194,6 @@ class Route:
         """Pause a fetcher. If no other fetcher is left to try now, wait up to 0.25 s.
 
         Args:
-            number: Index of the fetcher.
             silent_s: Seconds that the client waited for the fetcher.
 
         Raises:
@@ -306,7 +305,6 @@ class SlotResponse(NamedTuple):
     Attributes:
         units: Units of the batch; UNHINTED if the batch has no `hints["units"]`; VOID if the slot
             has no batch.
-        size: Size of the response's body in bytes.
         failure: Exception that the user's code raised instead of returning a batch; else None.
         order: Hash of the epoch's order or of the batch (see `Response.order`); 0 for none.
     """
@@ -539,7 +537,6 @@ class Client:
 
         Raises:
             CancelledError: Another thread has set `must_end`.
-            RuntimeError: The response took longer than the loader's `timeout`.
             RunLost: No fetcher responds.
         """
         began = received_at = time.monotonic()
@@ -596,9 +593,8 @@ class Client:
     ) -> None:
         """Store the response to `request`, or send another request for the same batch.
 
-        Another request is necessary if the response has the hash of another order
-        (`_follow_up_request`). When the last response arrives, it is stored as the response to the
-        first request.
+        Another request is necessary if the response has the hash of another order. The last
+        response is stored as the response to the first request.
         """
         number = self._where.pop(request)
         if request.kind is RequestKind.OPEN:
@@ -623,9 +619,7 @@ class Client:
         with these indices.
 
         Args:
-            request: The request that was sent.
             first: The GET request for the batch with which the sequence began; may be `request`.
-            response: The response to `request`.
 
         Returns:
             The next request; None if the response answers `first`.

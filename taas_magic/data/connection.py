@@ -70,7 +70,6 @@ class FetcherLink:
     """A rank's connection to one fetcher, with its pending requests.
 
     Args:
-        loader: Name of the loader to request.
         tls: Context for TCP; None for plain TCP. Not used for a fetcher on the same host.
         connect_s: Seconds that the whole handshake may take.
         patience_s: Seconds that the fetcher may pause in the middle of a message.
@@ -180,7 +179,6 @@ class FetcherLink:
             whole = self._inbox.next_complete()
 
     def _connect(self, tls: ssl.SSLContext | None, connect_s: float) -> socket.socket:
-        """Return a socket to the fetcher: Unix on the same host, else TCP, with TLS if given."""
         address = self.address
         if address.unix and address.machine == machine():
             return _connect_unix(address.unix, connect_s)
@@ -225,7 +223,6 @@ class Inbox:
     of its own.
 
     Args:
-        state: The connection's protocol state, which decides which messages are allowed.
         patience_s: Seconds that the peer may pause in the middle of a frame.
     """
 
@@ -387,11 +384,7 @@ class Inbox:
         return got
 
     def _check_patience(self) -> None:
-        """Count one more silent tick in the middle of a frame.
-
-        Raises:
-            ConnectionError: The peer has been silent for longer than `patience_s`.
-        """
+        """Count one more silent tick in a frame; raise ConnectionError after `patience_s`."""
         self._silent_s += ALIVE_S
         if self._silent_s > self._patience_s:
             raise ConnectionError(
@@ -409,7 +402,6 @@ def _connect_unix(name: str, connect_s: float) -> socket.socket:
     """Connect to a Unix socket in the abstract namespace.
 
     Raises:
-        OSError: The server cannot be reached.
         ProtocolError: The server belongs to another user.
     """
     sock = socket.socket(socket.AF_UNIX)

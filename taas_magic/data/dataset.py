@@ -318,11 +318,7 @@ class BatchSource:
             del self._snapshots[key]
 
     def _enter(self, epoch: int) -> EpochOrder:
-        """Return an epoch's order; call the dataset's `set_epoch` if the epoch has changed.
-
-        Raises:
-            TypeError: The loader is iterable-style.
-        """
+        """Return an epoch's order; call the dataset's `set_epoch` if the epoch has changed."""
         if self._order is None:
             raise TypeError(f'loader "{self._name}" is iterable-style: its batches have no indices')
         if epoch != self._entered:
@@ -436,11 +432,7 @@ class BatchSource:
         return Cursor(loader, definitions, epoch, stream, start, info, snapshots)
 
     def _start_worker(self, loader: Any, worker_id: int, seed: int) -> Any:
-        """Run `worker_init_fn` as a worker of a local DataLoader does.
-
-        Returns:
-            The value of `get_worker_info()` for the dataset.
-        """
+        """Run `worker_init_fn` as a local worker does; return the dataset's `get_worker_info()`."""
         workers = max(1, loader.num_workers)
         number = worker_id % workers
         info = torch_worker.WorkerInfo(
@@ -649,7 +641,6 @@ class UserErrorReport:
         kind: Type of the exception; RuntimeError if the type cannot be sent.
         text: The exception and its traceback, as Python prints them.
         where: The process and the batch in which the exception occurred.
-        parts: The exceptions of an exception group.
     """
 
     kind: type[BaseException]

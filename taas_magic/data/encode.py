@@ -162,7 +162,6 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 def _with_grad_and_attributes(
     plain: torch.Tensor, grad: bool, attributes: dict[str, Any]
 ) -> torch.Tensor:
-    """Set `requires_grad` and the attributes of a decoded tensor; return the tensor."""
     plain.requires_grad_(grad).__dict__.update(attributes)
     return plain
 
@@ -388,7 +387,6 @@ class _MemoryRange(NamedTuple):
     """Memory range of a tensor, and the tensor's number in the batch.
 
     Attributes:
-        start: Address of the first byte.
         end: Address after the last byte.
     """
 
@@ -570,8 +568,6 @@ def _rebuild(locations: Iterable[_TensorLocation], body: memoryview) -> list[tor
 
 
 class _Unpickler(pickle.Unpickler):
-    """Unpickler of a batch whose pickle has an index in place of each tensor."""
-
     tensors: list[torch.Tensor]
 
     def persistent_load(self, number: int) -> torch.Tensor:

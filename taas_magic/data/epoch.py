@@ -139,7 +139,6 @@ class EpochIterator(Iterator[Any]):
     """Iterator over one rank's batches of one epoch; one such iteration is called a pass.
 
     Args:
-        place: Position in the epoch to begin at.
         turn: Number of iterators that the loader has made before this one.
         order: Hash from a loaded state, which must equal the epoch's hash; 0 for no requirement.
             For a map-style loader, this is the hash of the epoch's order. For an iterable-style
@@ -274,9 +273,6 @@ class EpochIterator(Iterator[Any]):
         unseeded generator, the ranks' orders differ. Then all ranks use the order of the rank that
         opened the epoch first, and `client` requests batches in this order.
 
-        Args:
-            opened: The epoch's description with this rank's own order.
-
         Raises:
             RunLost: This rank's order differs, and the sampler has no length.
         """
@@ -302,10 +298,6 @@ class EpochIterator(Iterator[Any]):
         Ranks without fetchers read the whole stream, so they can compare hashes. Also warn if the
         epoch's first batch is not the one that the loaded state requires, or if a worker that read
         the stream again got another first batch.
-
-        Args:
-            slot: Number of the batch in the epoch's order.
-            order: The response's hash (`Response.order`).
         """
         loader, agreement = self._loader, self._loader.feed.agreement
         assert self.opened is not None
@@ -375,8 +367,6 @@ class EpochRequests:
 
     Args:
         client: Client that has opened the epoch.
-        part: The rule for which batches the rank gets.
-        place: Position in the epoch to begin at.
         window_bytes: Total size of the batches to request before the rank needs them.
         compare: Called with the slot and the hash of a stream's batch, if the batch has a hash. The
             function warns if ranks get different data. Not called for a map-style loader.

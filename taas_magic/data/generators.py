@@ -37,7 +37,6 @@ def own_generators(value: object) -> Iterator[str]:
 
 
 def _parts(path: str, value: object) -> list[tuple[str, object]]:
-    """Return the attributes or elements of an object, each with its path."""
     if isinstance(value, (list, tuple)):
         return [(f"{path}[{at}]", one) for at, one in enumerate(value[:_MOST_LOOKS])]
     if isinstance(value, (type, ModuleType, torch.Tensor)):

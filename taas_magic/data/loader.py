@@ -69,18 +69,16 @@ class LoaderShape:
     Attributes:
         batches: Number of batches in the first epoch; None if the loader has no length.
         samples: Length of the dataset; None if it has none.
-        iterable: Whether the dataset is iterable-style.
         settings: Values of the attributes in `SETTINGS`.
         context: multiprocessing's start method of the workers; "" for the default.
         drawn: Number of samples that the sampler draws; None if the sampler has no length.
         varies: Whether the number of batches may change from epoch to epoch.
         has_own_sampler: Whether the sampler or batch sampler is of a type that is not torch's. The
             order of such a sampler may differ between processes.
-        uneven: Rule for batches that do not divide evenly among the ranks (`sharding.RankPart`).
+        uneven: See `sharding.RankPart`.
         seed: The loader's seed; None for the run's seed.
         dataset: Name of the dataset's type.
         attributes: Small attributes of the dataset, by name.
-        has_state: Whether an iterable-style dataset has its own `state_dict`.
         shown: Pickled samplers, generator and functions that a rank may read
             (`LoaderParts.pickle_visible`).
     """
@@ -138,20 +136,16 @@ class RankFeed:
         payload: Function that returns the pickled loader with a given name.
         directory: Function that returns the addresses of a loader's fetchers; None in a run without
             fetchers, where `own` starts servers for this rank.
-        key: The run's key, which proves that the rank belongs to the run.
         units: Value of `--units`; None for no limit.
         pass_batches: Number of batches after which each pass over a loader ends, in a rehearsal;
             None for no limit.
-        seed: The run's seed.
         tls: Function that returns a TLS client context for fetchers on other hosts; None for plain
             TCP.
         ledger: On-disk count of the batches that this rank received; None to keep no count.
         window_bytes: Total size of the batches to request before the rank needs them.
-        lease: Time limits for the fetchers to start and to respond.
         own: Manager of this rank's servers in a run without fetchers; None if there are fetchers.
         agreement: Key-value store of the ranks in a run without fetchers; None if there are
             fetchers or only one rank.
-        profiler: Profiler that records each wait for a batch; None if the run has none.
         folder: Folder with the pickled loaders, for servers that `own` starts.
     """
 
@@ -431,9 +425,9 @@ class RemoteLoader(DataLoader[Any]):
         self._route = self._end_server = None
 
     def _new_route(self) -> Route:
-        """Return a route to the fetchers, or to a server of this rank in a run without fetchers.
+        """Return a route to the fetchers.
 
-        In a run without fetchers, first start that server.
+        In a run without fetchers, start a server of this rank, and return a route to the server.
         """
         feed, name = self.feed, self.shape.name
         if feed.directory is not None:

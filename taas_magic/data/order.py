@@ -343,7 +343,6 @@ def _random_state() -> Any:
 
 
 def _set_random_state(state: Any) -> None:
-    """Restore the random generators to a result of `_random_state`."""
     torch_state, python_state, numpy_state = state
     torch.default_generator.set_state(torch_state)
     random.setstate(python_state)

@@ -130,7 +130,6 @@ class PrefetchOrder:
     continue with further batches and epochs until the minimum of `--prefill` is ready.
 
     Args:
-        share: The slots whose batches this fetcher prepares ahead.
         is_filled: Function that returns whether the minimum of `--prefill` is ready.
     """
 
@@ -219,7 +218,6 @@ class PrefetchOrder:
             left = left if left is None or end is None else left - end
 
     def _is_enough(self) -> bool:
-        """Return whether workers can stop preparing batches of later epochs."""
         return self._is_asked or self._is_filled()
 
     def _slots(
@@ -269,11 +267,9 @@ class PrefetchBuffer:
         ahead: Order of the batches to prepare when no connection waits.
         worker_for: Function that returns the number of the worker that must answer a request. It
             returns None if any worker can, and LATER if the loader's kind must be known first.
-        part: The loader's fetchers, and the ranks that request batches from this fetcher.
 
     Attributes:
-        ready_batches: Number of prepared batches.
-        ready_bytes: Memory of all prepared responses.
+        ready_bytes: Size of the bodies of all prepared responses.
     """
 
     def __init__(
@@ -678,7 +674,6 @@ class PrefetchBuffer:
         prepared.release()
 
     def _update_totals(self, request: LoaderRequest, prepared: PreparedResponse, sign: int) -> None:
-        """Add a prepared response to the buffer's totals (`sign` 1), or subtract it (`sign` -1)."""
         size = prepared.reply.body_bytes
         self.ready_bytes += sign * size
         self._memory_bytes += sign * (size + _ANSWER_BYTES if size else 0)

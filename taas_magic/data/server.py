@@ -335,7 +335,6 @@ class Server:
     """Server that sends the batches of one or more loaders; its owner calls `step` in a loop.
 
     Args:
-        key: The run's key; a peer must prove that it knows the key.
         listen: Address for the TCP listener; "" for no TCP (ranks of this host only).
         tls: Certificate for TCP; None for TCP without encryption, with checksums of batches.
 
@@ -541,7 +540,6 @@ class Server:
         self._dirty[connection] = None
 
     def _has_shaken_hands(self, connection: RankConnection) -> bool:
-        """Continue the TLS handshake; return whether it is finished."""
         assert isinstance(connection.socket, ssl.SSLSocket)
         try:
             connection.socket.do_handshake()
@@ -735,7 +733,6 @@ class RankServers:
     processes end when the rank's process ends.
 
     Args:
-        key: The run's key, which every connection must prove.
         load: Function that prepares a server's process and returns the pickled loader. It is called
             in the server's process.
     """
@@ -765,9 +762,6 @@ class RankServers:
         """Start a server's process for one loader; wait until the server listens.
 
         Forks of this process may also call this method.
-
-        Args:
-            timeout_s: Maximum seconds to wait.
 
         Returns:
             The name of the server's Unix socket, and another socket. To end the server, the caller
@@ -841,12 +835,8 @@ class RankServers:
     def _serve(self, served: ServedLoader, answer: socket.socket, life: socket.socket) -> None:
         """Run one loader's server in this process until the rank closes `answer` or `life`.
 
-        If the rank ends, Linux closes the rank's ends of both sockets, so the server ends too.
-
-        Args:
-            answer: Socket to the rank, for the name of the server's Unix socket. The rank closes
-                its end to end this server.
-            life: Socket that the rank closes to end all servers.
+        If the rank ends, Linux closes the rank's ends of both sockets, so the server ends too. By
+        `answer`, the rank also receives the name of the server's Unix socket.
         """
         payload = self._load(served)
         server = Server(self._key, [dataclasses.replace(served, payload=payload)])

@@ -86,8 +86,6 @@ class FetcherPart:
     rank, and `stride` is the world size.
 
     Attributes:
-        index: Index of this fetcher.
-        fetchers: Number of fetchers.
         workers: Number of workers of each fetcher.
         stride: Distance between consecutive slots that the fetchers prepare; 1 for all slots.
         first: First slot that the fetchers prepare.
@@ -270,7 +268,6 @@ class DynamicSchedule:
     Args:
         batches: Number of batches; None if not known.
         streams: Number of streams; 1 for a map-style loader.
-        place: Position in the epoch to begin at.
         has_hints: Whether the epoch's first batch has `hints["units"]`. None without `--units`,
             because the fetchers then do not check the first batch.
     """

@@ -87,7 +87,6 @@ class ServedLoader:
     """A fetcher's settings for one loader, used by its server and its workers.
 
     Attributes:
-        payload: The pickled loader.
         where: The fetcher and its host, for messages.
         share: Rule for which batches this fetcher prepares.
         budget_bytes: Limit on the memory of prepared batches.
@@ -223,7 +222,6 @@ class Worker:
     """Command loop of a worker process: executes the server's commands, one after the other.
 
     Args:
-        number: The worker's number in its fetcher.
         arena: Descriptor of the arena's file.
         loader: The loader, if the parent process has unpickled it; else None.
     """
@@ -492,7 +490,6 @@ def _worker_main(
     """Run a worker in this new process, until the server ends or closes its end of `sock`.
 
     Args:
-        number: The worker's number in its fetcher.
         sock: Socket to the server, which first sends the arena's descriptor.
         loader: The loader, if the parent process has unpickled it; else None.
         inherited: The parent process's socket, which a fork must close; None if not forked.
