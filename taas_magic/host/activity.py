@@ -1,8 +1,8 @@
 """Functions that distinguish a process that starts slowly from a process that is stuck.
 
 An import may take minutes, so the start of a process has no fixed time limit. A process counts as
-stuck if it has been idle for `start_timeout_s` seconds, a setting of the pool. An idle process uses
-no CPU time, and reads and writes nothing.
+stuck if it has been idle for `start_timeout_s` seconds (a setting of the pool). An idle process
+uses no CPU time, and reads and writes nothing.
 """
 
 import subprocess
@@ -46,7 +46,10 @@ def last_active(before: ResourceUsage | None, now: ResourceUsage) -> ResourceUsa
 
 
 def usage_of(processes: Iterable[psutil.Process]) -> ResourceUsage:
-    """Take a sample. Processes that have ended or belong to another user are ignored."""
+    """Return a sample of the resources that `processes` have used until now.
+
+    Processes that have ended or belong to another user are ignored.
+    """
     cpu_s, io_total, pids = 0.0, 0, set()
     for process in processes:
         try:

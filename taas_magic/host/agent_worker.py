@@ -89,7 +89,7 @@ _started = time.time() - time.monotonic()
 
 
 def steady() -> float:
-    """Return the seconds since 1970, unaffected by changes of the system clock after the import."""
+    """Return the seconds since 1970. Later changes of the system clock have no effect."""
     return _started + time.monotonic()
 
 

@@ -1,12 +1,12 @@
 """The main module of a child process that a rank starts by spawn or forkserver.
 
 Such a child imports its parent's main module again, to find functions and classes that were pickled
-by name. For a cell, this is the module that the child imports instead: the `__spec__` of a rank's
-`__main__` has the name of this module.
+by name. If the rank runs a cell, the child imports this module instead, because the `__spec__` of
+the rank's `__main__` has the name of this module.
 
 When the child looks up a name for the first time, this module loads all names:
 
-- Names of earlier cells, and all names of a function's run, come from the run's payload.
+- Names of earlier cells come from the run's payload. If the run's work is a function, all names do.
 - Names of the `%%taas` cell come from its imports, functions, classes and constants, which the
   child runs again. If the cell has an `if __name__ == "__main__":`, the child runs all statements,
   as for a script.
@@ -65,12 +65,7 @@ def _only_defines(statement: ast.stmt) -> bool:
 
 
 def load(path: Path, namespace: dict[str, Any]) -> "Work":
-    """Load a payload's names into a child's main namespace, and run the cell's `definitions` there.
-
-    Args:
-        path: Path of the payload.
-        namespace: The namespace of the child's main module.
-    """
+    """Load a payload's names into a child's main namespace, and run the cell's `definitions`."""
     from taas_magic.capture import payload
     from taas_magic.capture.work import CellWork
     from taas_magic.host import tracebacks
@@ -88,8 +83,8 @@ def load(path: Path, namespace: dict[str, Any]) -> "Work":
 def _find(name: str) -> Any:
     """Return the object `name` of the main module. The first call loads all names.
 
-    This function becomes the main module's `__getattr__` (PEP 562), so Python calls it for each
-    name that the module does not have.
+    `become_main` makes this function the main module's `__getattr__` (PEP 562). Python then calls
+    it for each name that the module does not have.
     """
     global _is_loaded
     main = sys.modules["__main__"].__dict__

@@ -40,7 +40,7 @@ REPORT_S = 0.5
 
 
 class Fetcher:
-    """The main object of a fetcher's process: serves loaders to ranks and reports to the agent."""
+    """The object in a fetcher's process that serves loaders to ranks and reports to the agent."""
 
     def __init__(self, spec: FetcherSpec) -> None:
         self._spec, served = spec, spec.service

@@ -104,8 +104,8 @@ imported."""
 def begin(modules: Sequence[str]) -> None:
     """Start the forkserver, without waiting for its imports.
 
-    Call this function in the main thread, because the system ends the forkserver when the thread
-    that started the forkserver ends (prctl(2)).
+    Call this function in the main thread: when the thread that started the forkserver ends, the
+    system ends the forkserver (prctl(2)).
 
     Args:
         modules: Modules to import in addition to `MODULES`.
@@ -126,7 +126,7 @@ def begin(modules: Sequence[str]) -> None:
 
 
 def importing() -> tuple[str, float]:
-    """Return the name of the module that the forkserver is importing, and the seconds until now.
+    """Return the name of the module that the forkserver is importing, and for how many seconds.
 
     The seconds count from the first call that returned this name. If the forkserver is importing
     nothing, the result is ("", 0).
@@ -310,10 +310,10 @@ def stand_in(listener: socket.socket, read_end: Connection) -> None:
 
 
 def start_importing_rest() -> None:
-    """Make the forkserver import `DEFERRED_MODULES`. Does not block; a stand-in starts processes.
+    """Start a thread that makes the forkserver import `DEFERRED_MODULES`.
 
-    The import begins when all children that the forkserver has at this moment have ended, because a
-    forkserver that is importing could not report the exit of a child.
+    The import begins when all children that the forkserver has at this moment have ended. During
+    the import, the forkserver could not report the exit of a child, so a stand-in starts processes.
     """
     if not _importing.locked():
         threading.Thread(target=_import_rest_once, name="taas-imports", daemon=True).start()
@@ -469,7 +469,7 @@ def _disconnect_resource_tracker() -> None:
 
 
 def _may_run(process: Any) -> bool:
-    """Return whether a process may still run, because its exit code is not known yet."""
+    """Return whether the exit code of a process is still unknown. Return False after `forget`."""
     try:
         return _known_exitcode(process) is None
     except ValueError:  # `forget` has closed the process

@@ -149,7 +149,7 @@ class HostShare(ABC):
 
     @property
     def local(self) -> LocalShare:
-        """The share with this host's paths, after its files were copied to this host."""
+        """The share with this host's paths. Not available before its files are on this host."""
         assert self._local is not None
         return self._local
 
@@ -429,7 +429,7 @@ class _NextAttempt:
     spec: ShareSpec
     rendezvous: Rendezvous | None
     is_clean: threading.Event = field(default_factory=threading.Event)
-    """Event that is set when the ranks of the last attempt have ended and their files are sent."""
+    """Event that is set when this host has prepared its files for the attempt, or cannot do so."""
 
 
 class HostRun(HostShare):
@@ -486,7 +486,7 @@ class HostRun(HostShare):
     def _write_fetcher_addresses(self) -> None:
         """Write the fetchers' addresses to the folder that `set_address_folder` has set.
 
-        Does nothing if `set_address_folder` was not called yet. Any thread may call this.
+        Do nothing before that call. Any thread may call this.
         """
         with self._addresses_lock:
             if self._addresses is not None:

@@ -28,8 +28,9 @@ from taas_magic.messages import CellOrder, Failure, Note, RanksKilled
 CUT_AFTER_S = 1.0
 """Seconds from an interrupt to the first request that ranks cut their connections.
 
-Also the seconds between two requests. A collective of gloo waits in C++, where SIGINT does not end
-the wait. Without connections to other ranks, the collective raises an exception.
+The agent repeats the request after each further `CUT_AFTER_S`. A collective of gloo waits in C++,
+where SIGINT does not end the wait. Without connections to other ranks, the collective raises an
+exception.
 """
 
 RETURN_S = 10.0
@@ -162,7 +163,7 @@ class CellAttempt(_AttemptOfSession):
                 link.request_cut(self.folder, state.rank, self._spec.run.cell_number)
 
     def _end_ranks(self, grace_s: float) -> None:
-        """Interrupt the ranks that still run the cell; kill those that do not end it in time.
+        """Interrupt the ranks that still run the cell. Kill ranks that do not end the cell in time.
 
         The time limit is `_return_limit_s`; `grace_s` is not used.
         """
@@ -219,7 +220,7 @@ class HostSession(HostRun):
 
     @property
     def files(self) -> HostFiles:
-        """The session's files on this host. The cells of the session use the same mirror."""
+        """The session's files on this host. The session's cells use the mirror of these files."""
         return self._files
 
     def begin_cell(self, cell: ShareSpec) -> None:

@@ -167,7 +167,8 @@ def flush_output() -> None:
 class AgentLink:
     """The rank's connection to its agent: the rank's ends of the pipes.
 
-    All threads and forks of the rank may call `send`. The agent must have created the pipes before.
+    All threads and forks of the rank may call `send`. The constructor opens pipes that the agent
+    must already have created.
     """
 
     def __init__(self, folder: Path, rank: int) -> None:
