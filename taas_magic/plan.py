@@ -299,7 +299,7 @@ def split_name(text: str) -> tuple[str, int]:
     return name, special[rank] if rank in special else int(rank or 0)
 
 
-def name_of(text: str) -> str:
+def variable_name(text: str) -> str:
     """Return the variable of an entry of `--out`, without the rank: `losses` for `losses@3`."""
     return split_name(text)[0]
 

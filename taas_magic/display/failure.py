@@ -85,7 +85,7 @@ def who_failed(failure: Failure) -> str:
     return named + (f" (pid {failure.pid})" if failure.pid else "")
 
 
-def cause(failure: Failure) -> str:
+def cause_text(failure: Failure) -> str:
     """Return what happened, such as `ValueError: bad shape` or `killed by SIGKILL`, in one line.
 
     The line is the first line of the message. If the message quotes the traceback of another
@@ -118,8 +118,8 @@ def headline(failure: Failure) -> str:
     If `--timeout` has ended the run, the line has only the cause, because no rank is to blame.
     """
     if failure.how == "timeout":
-        return cause(failure)
-    return f"{who_failed(failure)}: {cause(failure)}"
+        return cause_text(failure)
+    return f"{who_failed(failure)}: {cause_text(failure)}"
 
 
 def details(failure: Failure) -> list[str]:
@@ -140,7 +140,9 @@ def details(failure: Failure) -> list[str]:
     return lines
 
 
-def others(first: Failure | None, failures: Sequence[Failure]) -> tuple[str, list[str]]:
+def other_failures_text(
+    first: Failure | None, failures: Sequence[Failure]
+) -> tuple[str, list[str]]:
     """Summarize the failures other than the first.
 
     Args:
@@ -164,7 +166,7 @@ def others(first: Failure | None, failures: Sequence[Failure]) -> tuple[str, lis
     alike: defaultdict[tuple[str, bool], list[int]] = defaultdict(list)
     for failure in rest:
         if failure.rank is not None:
-            alike[cause(failure), failure.consequence].append(failure.rank)
+            alike[cause_text(failure), failure.consequence].append(failure.rank)
     lines = [
         f"{_ranks(ranks)}: {words}" + (" (a consequence)" if consequence else "")
         for (words, consequence), ranks in alike.items()
@@ -247,7 +249,7 @@ def to_exception(ended: RunEnded) -> RankFailed | RunTimeout | RunLost | StoreEr
     words = headline(first) if first else words
     is_timeout = first is not None and first.how == "timeout"
     lines = rank_positions(failures) if is_timeout else details(first) if first else []
-    summary, more = others(first, failures)
+    summary, more = other_failures_text(first, failures)
     lines += [f"{summary}:", *(f"    {line}" for line in more)] if summary else []
     if first and _is_of_store(first):
         return StoreError("\n".join([words, *lines]))

@@ -17,7 +17,7 @@ from typing import TypeVar
 from msgspec import structs
 
 from taas_magic.config import size_text
-from taas_magic.display.failure import cut, headline, labelled, others
+from taas_magic.display.failure import cut, headline, labelled, other_failures_text
 from taas_magic.display.log import rank_ranges
 from taas_magic.journal.analysis import LoaderCounts, RunCounts, advice_for_run
 from taas_magic.journal.folder import ENDED_STATES
@@ -109,7 +109,7 @@ class RunState:
         ended_at: End time of the run, on the caller's clock; infinity before that.
         elapsed_s: Seconds that the run took, from the event `RunEnded`; None if unknown.
         hangs: Time of the report and stacks of the ranks, for each host that reported a hang.
-        settled: Names of the hosts whose ranks have all ended, and of lost hosts.
+        ended_hosts: Names of the hosts whose ranks have all ended, and of lost hosts.
         asking: Numbers of the ranks that wait for a line of input from the user.
         last_attempt: Number of the attempt whose results count; 0 until the run has ended.
         left: Title to show instead of the state after the notebook stopped following the run; else
@@ -142,7 +142,7 @@ class RunState:
     advice: str = ""
     curves: Curves = field(default_factory=dict)
     hangs: dict[str, tuple[float, list[RankStack]]] = field(default_factory=dict)
-    settled: set[str] = field(default_factory=set)
+    ended_hosts: set[str] = field(default_factory=set)
     asking: set[int] = field(default_factory=set)
     last_attempt: int = 0
     left: str = ""
@@ -185,7 +185,7 @@ class RunState:
             case Hang() if event.attempt == self.restarts:
                 self.hangs[event.host] = now, event.ranks
             case RanksEnded() if event.attempt == self.restarts:
-                self.settled.add(event.host)
+                self.ended_hosts.add(event.host)
             case InputRequested():
                 self.asking.add(event.rank)
             case InputAnswered():
@@ -211,7 +211,7 @@ class RunState:
 
         `RankStack.since` is a time on the clock of `began`.
         """
-        there = set(self.hosts) - self.settled
+        there = set(self.hosts) - self.ended_hosts
         said = {host: found for host, found in self.hangs.items() if found[1] and host in there}
         if self.has_ended or not said or there - said.keys():
             return []
@@ -255,7 +255,7 @@ class RunState:
         if failure.rank is not None:
             self.up.discard(failure.rank)
         if failure.how == "host":  # the host is lost; a federation continues without it
-            self.settled.add(failure.host)
+            self.ended_hosts.add(failure.host)
         if self.first is None and not failure.consequence:
             self.first = failure
 
@@ -263,7 +263,7 @@ class RunState:
         self.restarts = event.attempt
         self.restart_cause = headline(event.failure) if event.failure else ""
         self.first = None
-        for known in (self.up, self.hangs, self.settled, self.failures, self.asking):
+        for known in (self.up, self.hangs, self.ended_hosts, self.failures, self.asking):
             known.clear()
 
     def _set_gpus(self, gpus: int, now: float) -> None:
@@ -294,7 +294,7 @@ def _parts(state: RunState, now: float) -> Iterator[tuple[str, str]]:
     """Yield the rows of the status header from top to bottom, as pairs of text and HTML."""
     found = facts(state, now)
     title = f"{state.left or state.state} {cut(state.plan.name, NAME_CHARS)}".rstrip()
-    yield _joined([title], found), _title_row(state) + _row(_facts_html(found))
+    yield _join_facts([title], found), _title_row(state) + _row(_facts_html(found))
     if state.left:
         run_id = state.plan.run_id
         said = f"%taas attach {run_id} shows its state; %taas stop {run_id} ends it"
@@ -304,7 +304,7 @@ def _parts(state: RunState, now: float) -> Iterator[tuple[str, str]]:
         yield f"rank 0: {plain(state.progress)}", rows
     for name, found in loader_lines(state.run_counts, state.plan.units, state.has_ended):
         name = cut(name, NAME_CHARS)
-        words = f"{name}: {_joined([], found)}".rstrip(": ")
+        words = f"{name}: {_join_facts([], found)}".rstrip(": ")
         yield words, _row(f"<b>{escape(name)}</b> {_facts_html(found)}")
     yield from _curve_parts(state.curves)
     if state.hang:
@@ -321,7 +321,7 @@ def _parts(state: RunState, now: float) -> Iterator[tuple[str, str]]:
         yield f"note: {note}", _row(f"note: {escape(note)}", "opacity:0.8")
     if outcome := headline(state.first) if state.first else cut(state.why, NAME_CHARS):
         yield outcome, _row(escape(outcome), f"color:{COLOURS['FAILED']}")
-    summary, lines = others(state.first, state.failures)
+    summary, lines = other_failures_text(state.first, state.failures)
     if summary:
         style = "padding:0px 0px 0px 16px;opacity:0.8"
         body = "".join(_row(escape(line), style) for line in lines)
@@ -441,7 +441,7 @@ def shown_notes(state: RunState) -> list[str]:
     return notes if left_out <= 0 else [*notes, f"… and {left_out} more notes"]
 
 
-def _joined(first: Sequence[str], found: Sequence[Fact]) -> str:
+def _join_facts(first: Sequence[str], found: Sequence[Fact]) -> str:
     return " · ".join([*first, *(f"{label} {value}" for label, value in found)])
 
 
@@ -590,7 +590,7 @@ def receipt_lines(receipt: Receipt | None) -> list[Fact]:
     if receipt is None:
         return []
     written = []
-    for name, sizes in _by_cube(receipt.written).items():
+    for name, sizes in _group_by_cube(receipt.written).items():
         many = f"{len(sizes):,} files, " if len(sizes) > 1 else ""
         written.append(f"{name} ({many}{size_text(sum(sizes))})")
     kept = _kept(receipt.kept_out)
@@ -614,7 +614,7 @@ def receipt_lines(receipt: Receipt | None) -> list[Fact]:
     return shown
 
 
-def _by_cube(files: Mapping[str, T]) -> dict[str, list[T]]:
+def _group_by_cube(files: Mapping[str, T]) -> dict[str, list[T]]:
     """Group values by file. All files of a data cube (a `.zarr` folder) form one group.
 
     Args:
@@ -636,7 +636,7 @@ def _kept(files: Mapping[str, Sequence[int]]) -> list[str]:
     Files of one data cube share one text.
     """
     shown = []
-    for name, each in _by_cube(files).items():
+    for name, each in _group_by_cube(files).items():
         ranks = sorted({rank for ranks in each for rank in ranks})
         many = f" ({len(each):,} files)" if len(each) > 1 else ""
         several = "s" * (len(ranks) != 1)

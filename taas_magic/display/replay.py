@@ -47,7 +47,7 @@ _NO_TEXT = b'"text":""}\n'
 _REPORTER = re.compile(rb'"(?:rank|number)":(\d+)')
 _ERROR_WORDS = tuple(word.encode() for word in ERROR_WORDS)
 
-_LEAST_COUNTS = 2_000
+_BASE_COUNTS = 2_000
 """Part of `_CountsBuffer`'s argument `most` that does not depend on the number of ranks."""
 
 OutputPiece = Event | str
@@ -69,7 +69,7 @@ class Replay:
         n_ranks, n_fetchers = plan.world_size, len(plan.data.fetchers) if plan.data else 0
         # a session's cell gets the counts of fetchers of earlier cells, too
         n_reporters = sys.maxsize if plan.session else n_ranks + n_fetchers
-        self._counts = _CountsBuffer(_LEAST_COUNTS + 8 * n_ranks, n_reporters)
+        self._counts = _CountsBuffer(_BASE_COUNTS + 8 * n_ranks, n_reporters)
         self._shown = _PastOutput(state.plan)
 
     @property

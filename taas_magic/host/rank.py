@@ -52,7 +52,7 @@ from taas_magic.messages import (
     StoreWriteReported,
     WrittenFile,
 )
-from taas_magic.plan import name_of
+from taas_magic.plan import variable_name
 from taas_magic.store import redirect
 from taas_magic.store.guard import PROTECTED_BY_PYTHON, StoreProtection, apply_rule
 
@@ -291,7 +291,7 @@ def _run(shell: RankShell, spec: ProcessSpec, link: AgentLink, rank: int) -> boo
     except Exception as error:
         tracebacks.send_failure(link, tracebacks.describe_exception(error))
         return False
-    out = {name_of(text) for text in spec.share.plan.out}
+    out = {variable_name(text) for text in spec.share.plan.out}
     changes = loaded.change_detector(namespace, out) if rank == 0 else None
     # created before the cell runs, because the cell may change the environment
     scope = RankNamespace(namespace, loaded.kept)

@@ -31,7 +31,7 @@ from taas_magic.capture.plain import PlainWriter, read_plain
 from taas_magic.capture.work import VALUE
 from taas_magic.host.spec import HOST
 from taas_magic.messages import from_json
-from taas_magic.plan import ALL, name_of, requests_value_of, split_name
+from taas_magic.plan import ALL, requests_value_of, split_name, variable_name
 
 _ERROR_CHARS = 300
 _LISTED = 12
@@ -124,11 +124,11 @@ def receive(
         if attempt != sources.attempt or not rank < sources.world_size:
             continue
         theirs = [it for it in out if rank == 0 or requests_value_of(it, rank, sources.world_size)]
-        expected = {name_of(text) for text in theirs} | ({VALUE} if rank == 0 else set())
+        expected = {variable_name(text) for text in theirs} | ({VALUE} if rank == 0 else set())
         if expected:
             own = Received()
             _load(path, rank, own, expected, sources, namespace)
-            for name in [name_of(text) for text in theirs if split_name(text)[1] == ALL]:
+            for name in [variable_name(text) for text in theirs if split_name(text)[1] == ALL]:
                 if name in own.values:
                     by_rank.setdefault(name, {})[rank] = own.values.pop(name)
             received.values |= own.values
@@ -137,7 +137,7 @@ def receive(
     for name, values in by_rank.items():
         if len(values) == sources.world_size:
             received.values[name] = [values[rank] for rank in sorted(values)]
-    names = [name_of(text) for text in out]
+    names = [variable_name(text) for text in out]
     missing = [name for name in names if name not in received.values]
     return Received(
         {name: received.values[name] for name in (*names, VALUE) if name in received.values},
@@ -259,10 +259,10 @@ class ResultWriter:
                 values, because other ranks may not take part, and sends no notes about missing
                 values.
         """
-        names = [name_of(text) for text in out]
+        names = [variable_name(text) for text in out]
         self._failed, self._needs_value = failed, VALUE in names
         sent = [text for text in out if requests_value_of(text, self._rank, self._world_size)]
-        mine = [name_of(text) for text in sent]
+        mine = [variable_name(text) for text in sent]
         own = namespace if failed else {**namespace, VALUE: value}
         there = {name: own[name] for name in names if name in own}
         sharded = {name: held for name, held in there.items() if is_sharded(held)}

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 
 from msgspec import Struct, structs
 
-from taas_magic.host.system import LOOPBACK, RUN_TOKEN, name_of
+from taas_magic.host.system import LOOPBACK, RUN_TOKEN, interface_name
 from taas_magic.journal.folder import RunFolder
 from taas_magic.messages import (
     AddressesByLoader,
@@ -354,7 +354,7 @@ class LocalShare(Struct, frozen=True):
             "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",  # torchrun's default
             "MPLBACKEND": "module://matplotlib_inline.backend_inline",
         }
-        interface = name_of(host_address.address if spec.n_hosts > 1 else LOOPBACK)
+        interface = interface_name(host_address.address if spec.n_hosts > 1 else LOOPBACK)
         # By default, gloo listens at the address of the host's name. That address may belong to the
         # wrong network interface, or to none.
         environ |= dict.fromkeys(("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME"), interface)

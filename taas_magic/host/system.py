@@ -47,7 +47,7 @@ def address_of(name: str) -> str:
     return found[0] if found else ""
 
 
-def name_of(address: str) -> str:
+def interface_name(address: str) -> str:
     """Return the name of the network interface with the given address; "" if there is none."""
     for name, addresses in psutil.net_if_addrs().items():
         if any(seen.address == address and seen.family in _FAMILIES for seen in addresses):
@@ -85,13 +85,13 @@ def choose_address(interface: str, environ: Mapping[str, str], scheduler: str) -
         ValueError: This host has no network interface `interface`.
     """
     if interface:
-        address = interface if name_of(interface) else address_of(interface)
+        address = interface if interface_name(interface) else address_of(interface)
         if not address:
             have = ", ".join(sorted(psutil.net_if_addrs()))
             raise ValueError(f"this host has no network interface {interface!r}; it has {have}")
         return address
     reached = environ.get("SSH_CONNECTION", "").split()
-    name = name_of(reached[2]) if len(reached) == 4 else ""
+    name = interface_name(reached[2]) if len(reached) == 4 else ""
     # A batch job inherits SSH_CONNECTION from the host on which it was submitted. Then no interface
     # of this host has that address, and `name` is "".
     return address_of(name) if name else local_address_to(scheduler)

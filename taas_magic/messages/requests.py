@@ -39,7 +39,7 @@ class Request(Struct, Generic[_T]):
         """
         answer: type[_T] = get_args(self.__orig_bases__[0])[0]  # type: ignore[attr-defined]
         read = from_bytes(packed, answer)
-        return cleaned(read) if answer in _FOR_PEOPLE else read
+        return cleaned(read) if answer in _SHOWN_RESPONSES else read
 
 
 # Between a kernel and the pool's process.
@@ -447,7 +447,7 @@ class GetAgentKeys(Request[AgentKeys]):
     vehicle: str
 
 
-_FOR_PEOPLE = (StartResponse, RunStacks, HostHello, PoolStatus, list[HostFacts])
+_SHOWN_RESPONSES = (StartResponse, RunStacks, HostHello, PoolStatus, list[HostFacts])
 """Types of responses that people read: `read_answer` removes terminal control sequences from them.
 
 Other responses contain paths and contents of files, which must not change.

@@ -23,7 +23,7 @@ from IPython.core.magic_arguments import MagicArgumentParser
 from taas_magic.capture.work import VALUE
 from taas_magic.config import LOCAL, Config, DataConfig, did_you_mean, parse_size
 from taas_magic.errors import UsageError
-from taas_magic.plan import Flags, Prefill, name_of, split_name
+from taas_magic.plan import Flags, Prefill, split_name, variable_name
 from taas_magic.store.rule import WRITES
 
 # Matches `#!` and the name of a pool. It does not match names of interpreters, as in
@@ -61,7 +61,7 @@ def transform_pragma(lines: list[str]) -> list[str]:
     return [f"%%taas {flags}\n", *(lines[used:] or ["\n"])]
 
 
-def nothing_below(raw_cell: str) -> str:
+def empty_cell_message(raw_cell: str) -> str:
     """Return the error message for a cell without code below its `%%taas` line or comments."""
     found = parse_top_comments(raw_cell.splitlines())
     pool = re.search(r"--pool (\S+)", found[0]) if found else None
@@ -161,16 +161,16 @@ def hang_s(text: str) -> float:
     return 0.0 if text == "0" else duration_s(text)
 
 
-def names(text: str) -> tuple[str, ...]:
+def parse_out(text: str) -> tuple[str, ...]:
     """Parse the value of `--out`, such as `a,b@last,c@all`. Each variable may occur only once."""
     listed = tuple(name.strip() for name in text.split(","))
-    variables = {name_of(name) for name in listed}
+    variables = {variable_name(name) for name in listed}
     if len(variables) < len(listed) or VALUE in variables:
         raise ValueError(text)
     return listed
 
 
-def ranks(text: str) -> frozenset[int]:
+def parse_ranks(text: str) -> frozenset[int]:
     """Parse the value of `--logs`, such as `0,2-5` or `all`.
 
     Returns:
@@ -188,16 +188,16 @@ def ranks(text: str) -> frozenset[int]:
     return frozenset(found)
 
 
-def some_ranks(text: str) -> tuple[int, ...]:
+def parse_sorted_ranks(text: str) -> tuple[int, ...]:
     """Parse the value of `--ranks`, such as `0`, `1,3`, `0,2-5` or `all`.
 
     Returns:
         The numbers of the ranks in ascending order; the empty tuple stands for all ranks.
     """
-    return tuple(sorted(ranks(text)))
+    return tuple(sorted(parse_ranks(text)))
 
 
-def variables(text: str) -> tuple[str, ...]:
+def parse_send(text: str) -> tuple[str, ...]:
     """Parse the value of `--send`: names of variables such as `x,y`, without duplicates."""
     listed = tuple(dict.fromkeys(name.strip() for name in text.split(",")))
     if not all(name.isidentifier() for name in listed):
@@ -340,7 +340,7 @@ FLAGS = (
     Flag(
         "--out",
         "NAMES",
-        names,
+        parse_out,
         "names of variables, each once (--out model,history,losses@last)",
         "Variables to return: NAME: rank 0's; NAME@3, NAME@last: that rank's; NAME@all: a list.",
         ("model,history", "model,losses@last", "loss@all"),
@@ -356,7 +356,7 @@ FLAGS = (
     Flag(
         "--ranks",
         "RANKS",
-        some_ranks,
+        parse_sorted_ranks,
         "ranks (--ranks 0 or --ranks 1,3)",
         "Ranks of the session that run the cell; default: all.",
         ("0", "1,3"),
@@ -364,7 +364,7 @@ FLAGS = (
     Flag(
         "--send",
         "NAMES",
-        variables,
+        parse_send,
         "names of variables (--send lr,data)",
         "Variables to send from the notebook although the session's ranks have their own.",
         ("lr",),
@@ -421,7 +421,7 @@ FLAGS = (
     Flag(
         "--logs",
         "RANKS",
-        ranks,
+        parse_ranks,
         "ranks (--logs 0,2-5), or all",
         "Ranks whose lines and displays to show; default: all lines, and rank 0's displays.",
         ("0,2-5", "all", "0"),

@@ -40,9 +40,9 @@ from taas_magic.plan import (
     RunOptions,
     choose_data_pool,
     make_plan,
-    name_of,
     new_run_id,
     place_fetchers,
+    variable_name,
 )
 from taas_magic.pool.client import Pool, PoolConnection
 from taas_magic.store import rule as store
@@ -96,7 +96,7 @@ def execute(flags: Flags, work: Work, shell: "InteractiveShell", config: Config)
     """
     session, asked = sessions.for_cell(flags), flags
     if session is not None:
-        flags = session.complete(flags)
+        flags = session.with_session_flags(flags)
         check_ranks(flags)
         learn_names(session, shell, config)
         sessions.check_names(flags, shell.user_ns)
@@ -123,12 +123,12 @@ def execute(flags: Flags, work: Work, shell: "InteractiveShell", config: Config)
     else:
         carry_out(driver, spec, pool, config, flags.detach)
     try:
-        driver.conclude(shell.user_ns)
+        driver.store_results(shell.user_ns)
     finally:
         if session is not None:
             session.names.record_returned(driver.run.out)
         else:
-            returned = {name_of(name) for name in plan.out} if flags.detach else ()
+            returned = {variable_name(name) for name in plan.out} if flags.detach else ()
             between_cells.set_in_ranks.update(
                 {name: plan.run_id if name in returned else "" for name in captured.stores}
             )
@@ -372,7 +372,7 @@ def call_on_ranks(
         KeyboardInterrupt: The user interrupted the call.
     """
     work = FunctionWork(function, raw=f"{function.__name__}()")
-    flags = session.complete(structs.replace(session.flags, out=(VALUES,)))
+    flags = session.with_session_flags(structs.replace(session.flags, out=(VALUES,)))
     pool = pools.named(flags.pool, config)
     plan = plan_of_cell(flags, session, pool, config)
     plan = structs.replace(plan, hang_s=0.0, out=flags.out, ranks=())
@@ -384,7 +384,7 @@ def call_on_ranks(
     driver.listener = session.record_event
     try:
         carry_out(driver, spec, pool, config, session=session, is_shown=False)
-        driver.conclude({})
+        driver.store_results({})
         return driver.run.results
     finally:
         session.end_cell(captured, counts=False)
@@ -528,7 +528,7 @@ def with_fetchers(
     notes on flags that have no effect.
 
     Args:
-        flags: Flags of the cell, completed by `Session.complete` for a session.
+        flags: Flags of the cell, completed by `Session.with_session_flags` for a session.
         loaders: Names of the registered loaders that the cell sends to the ranks.
         config: Settings of taas.toml.
         cpus: Value of `--cpus` on the cell itself, for the note on unused flags. None to use the
@@ -569,7 +569,7 @@ def out_problem(
     """
     if not flags.out:
         return None
-    asked = [name for name in map(name_of, flags.out) if name != VALUE]
+    asked = [name for name in map(variable_name, flags.out) if name != VALUE]
     names = {value.name for value in captured.captured} | (known.all if known else set())
     return unknown_result(asked, captured.work.python, names, shell.user_ns)
 
@@ -626,7 +626,7 @@ def dry_run_text(flags: Flags, work: Work, shell: "InteractiveShell", config: Co
     """Return the text of `--dry-run`: the plan, the values that would be sent, and the problems."""
     session, asked = sessions.for_cell(flags, registers=False), flags
     if session is not None:
-        flags = session.complete(flags)
+        flags = session.with_session_flags(flags)
     known = session.names if session is not None else None
     plan = plan_of(flags, pools.named(flags.pool, config), config)
     settings = {**capture_settings(shell, config), "known": known, "send": flags.send}

@@ -60,7 +60,7 @@ def end_of_log(path: Path) -> str:
     return f"… {size_text(size - len(text))} before this: {path}\n{text}"
 
 
-def shortened(text: str, path: Path) -> str:
+def end_of_text(text: str, path: Path) -> str:
     """Return at most `SHOWN_CHARS` characters from the end of a text, without control sequences.
 
     Args:

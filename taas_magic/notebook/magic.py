@@ -39,8 +39,8 @@ from taas_magic.notebook.flags import (
     REPEATED,
     Flag,
     FlagParser,
+    empty_cell_message,
     misplaced_pragma,
-    nothing_below,
     transform_pragma,
     whole,
 )
@@ -136,7 +136,7 @@ class TaasMagics(Magics):
         """
         settings = self.settings()
         if not body.strip():
-            raise UsageError(nothing_below(self._raw_cell))
+            raise UsageError(empty_cell_message(self._raw_cell))
         asked, cell = flags.parse(line, settings), self._cell(line, body)
         from taas_magic.notebook import launch
 
@@ -380,7 +380,7 @@ _LOGS_FLAGS = FlagParser(
 
 def _logs(words: Sequence[str], settings: Config) -> str:
     from taas_magic.notebook import runs
-    from taas_magic.notebook.logs import end_of_log, shortened
+    from taas_magic.notebook.logs import end_of_log, end_of_text
 
     given, words = _LOGS_FLAGS.parse_known_args(words)
     run, asked = runs.find(_optional_word("logs", words)), given.rank
@@ -388,7 +388,7 @@ def _logs(words: Sequence[str], settings: Config) -> str:
     if given.tail is None and given.grep is None:
         shown = end_of_log(run.log_path(rank))
     else:
-        shown = shortened(run.logs(rank, given.tail, given.grep or ""), run.log_path(rank))
+        shown = end_of_text(run.logs(rank, given.tail, given.grep or ""), run.log_path(rank))
     if not shown:
         found = "wrote nothing" if given.grep is None else f'wrote no line with "{given.grep}"'
         return f"rank {rank} of run {run.run_id} {found}"
@@ -410,7 +410,7 @@ def _attach(words: Sequence[str], settings: Config) -> str:
             raise UsageError(f"session {name} is in this kernel. Use it: %%taas --session {name}")
     run = sessions.running(name) if name is not None else None
     try:
-        run = run or runs.to_attach(name, working_folder(), sessions.is_hidden_from_attach)
+        run = run or runs.find_to_attach(name, working_folder(), sessions.is_hidden_from_attach)
     except UsageError:
         if name is not None and (ended := sessions.ended_text(name)):
             raise UsageError(ended) from None

@@ -593,7 +593,7 @@ class RunDriver:
         view.feed(self._ended)
         view.close()
 
-    def conclude(self, namespace: dict[str, Any]) -> None:
+    def store_results(self, namespace: dict[str, Any]) -> None:
         """Store the results in the notebook and print notes; then raise the run's error, if any.
 
         The results of a failed run are stored, too. For a detached run, do nothing. The errors are

@@ -500,7 +500,7 @@ def active(asked: str | None) -> Run:
     raise UsageError("No run is running. %taas status lists the newest.")
 
 
-def to_attach(
+def find_to_attach(
     asked: str | None, project: Path, is_hidden: Callable[[Run], bool] = lambda run: False
 ) -> Run:
     """Find the run that `%taas attach` shows.

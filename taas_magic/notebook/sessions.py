@@ -68,7 +68,7 @@ _FLAGS_FILE = "session.json"
 """File in the folder of a session's own run that has the flags of the session's first cell."""
 
 _LISTED = 12
-_LOOK_S = 0.2
+_END_POLL_S = 0.2
 _sessions: dict[str, "Session"] = {}
 
 
@@ -157,7 +157,7 @@ class Session:
         more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
         return f"{', '.join(names[:_LISTED])}{more}" if names else "none"
 
-    def complete(self, flags: Flags) -> Flags:
+    def with_session_flags(self, flags: Flags) -> Flags:
         """Add the session's flags to a cell's flags, and return the result.
 
         The flags in `FIXED` always have the values of the session's first cell. `--cpus` and
@@ -399,7 +399,7 @@ class Session:
         """
         until = time.monotonic() + DEATH_SEEN_S * (may_have_died or self._has_lost_ranks)
         while not self.has_ended and time.monotonic() < until:
-            self._over.wait(_LOOK_S)
+            self._over.wait(_END_POLL_S)
         if not self.has_ended:
             return ""
         if self._is_taken:

@@ -12,7 +12,7 @@ from taas_magic.display.failure import (
     details,
     headline,
     no_gpu_advice,
-    others,
+    other_failures_text,
     rank_positions,
     to_exception,
 )
@@ -136,7 +136,7 @@ def test_consequences_are_collapsed() -> None:
         for rank in (0, 1, 2, 4, 5, 6)
     ]
     rest.append(failure(7, "exit", exitcode=5))
-    summary, lines = others(first, [first, *rest])
+    summary, lines = other_failures_text(first, [first, *rest])
     assert summary == "6 other ranks failed because of this; 1 other rank failed, too"
     assert lines == [
         "ranks 0-2,4-6: RuntimeError: peer closed (a consequence)",
@@ -146,7 +146,7 @@ def test_consequences_are_collapsed() -> None:
 
 def test_many_different_failures_are_bounded() -> None:
     rest = [failure(rank, message=f"no {rank}") for rank in range(4, 1000)]
-    _, lines = others(failure(), rest)
+    _, lines = other_failures_text(failure(), rest)
     assert len(lines) == 11
     assert lines[-1] == "… and 986 more"
 

@@ -3,25 +3,31 @@
 import psutil
 import pytest
 
-from taas_magic.host.system import LOOPBACK, address_of, choose_address, local_address_to, name_of
+from taas_magic.host.system import (
+    LOOPBACK,
+    address_of,
+    choose_address,
+    interface_name,
+    local_address_to,
+)
 
 
 def test_names_and_addresses_of_interfaces() -> None:
-    loopback = name_of(LOOPBACK)
+    loopback = interface_name(LOOPBACK)
     assert loopback in psutil.net_if_addrs()
     assert address_of(loopback) == LOOPBACK
-    assert name_of("192.0.2.1") == address_of("nonesuch0") == ""
+    assert interface_name("192.0.2.1") == address_of("nonesuch0") == ""
 
 
 def test_the_settings_come_first_as_a_name_or_an_address() -> None:
     reached = {"SSH_CONNECTION": "192.0.2.7 1000 192.0.2.1 22"}
-    assert choose_address(name_of(LOOPBACK), reached, "192.0.2.1") == LOOPBACK
+    assert choose_address(interface_name(LOOPBACK), reached, "192.0.2.1") == LOOPBACK
     assert choose_address(LOOPBACK, reached, "192.0.2.1") == LOOPBACK
 
 
 def test_an_interface_that_is_not_here_is_refused_with_those_that_are() -> None:
     with pytest.raises(
-        ValueError, match=f"no network interface 'ib9'; it has .*{name_of(LOOPBACK)}"
+        ValueError, match=f"no network interface 'ib9'; it has .*{interface_name(LOOPBACK)}"
     ):
         choose_address("ib9", {}, LOOPBACK)
 

@@ -152,11 +152,11 @@ def test_what_is_attached_where_no_run_is_named() -> None:
         make_run(f"r{number}", ended).write_context(RunContext(project="/here"))
     make_run("r3", ended).write_context(RunContext(project="/there"))
     writer = write(make_run("r0"), event("state", state="RUNNING"))
-    assert runs.to_attach(None, Path("/here")).run_id == "r2"
-    assert runs.to_attach(None, Path("/nowhere")).run_id == "r0"
+    assert runs.find_to_attach(None, Path("/here")).run_id == "r2"
+    assert runs.find_to_attach(None, Path("/nowhere")).run_id == "r0"
     writer.folder.write_context(RunContext(project="/here"))
-    assert runs.to_attach(None, Path("/here")).run_id == "r0"
-    assert runs.to_attach("r1", Path("/here")).run_id == "r1"
+    assert runs.find_to_attach(None, Path("/here")).run_id == "r0"
+    assert runs.find_to_attach("r1", Path("/here")).run_id == "r1"
     writer.close()
 
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from taas_magic.config import Config, PoolConfig
 from taas_magic.errors import UsageError
-from taas_magic.notebook.flags import FLAGS, HELP, count, parse, ranks
+from taas_magic.notebook.flags import FLAGS, HELP, count, parse, parse_ranks
 from taas_magic.plan import Flags, Prefill
 
 NO_FILE = Config()
@@ -205,7 +205,7 @@ def test_counts_with_units(text: str, number: int) -> None:
 
 @given(st.sets(st.integers(0, 50), min_size=1))
 def test_ranks_are_read_back(wanted: set[int]) -> None:
-    assert ranks(",".join(map(str, wanted))) == frozenset(wanted)
+    assert parse_ranks(",".join(map(str, wanted))) == frozenset(wanted)
 
 
 @given(st.text(max_size=40))

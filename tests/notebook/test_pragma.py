@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from IPython.core.inputtransformer2 import TransformerManager
 
-from taas_magic.notebook.flags import misplaced_pragma, nothing_below, transform_pragma
+from taas_magic.notebook.flags import empty_cell_message, misplaced_pragma, transform_pragma
 
 
 def changed(cell: str) -> str:
@@ -84,8 +84,8 @@ def test_asking_whether_a_cell_is_complete_neither_warns_nor_fails(
 
 
 def test_a_pool_without_lines_below_it_is_explained() -> None:
-    assert '"#!g2.8" applies only to its own cell' in nothing_below("#!g2.8\n\n")
-    assert "#!" not in nothing_below("%%taas --pool g2.8 --gpus 2\n")
+    assert '"#!g2.8" applies only to its own cell' in empty_cell_message("#!g2.8\n\n")
+    assert "#!" not in empty_cell_message("%%taas --pool g2.8 --gpus 2\n")
 
 
 @pytest.mark.parametrize(
