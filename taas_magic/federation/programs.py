@@ -10,6 +10,7 @@ in one process for each message. All ports require a key:
 
 import contextlib
 import os
+import random
 import secrets
 import shutil
 import socket
@@ -72,6 +73,8 @@ LOOK_S = 0.5
 
 PORTS = range(20_000, 32_000)
 """Ports for Flower's programs, below the range that systems use for outgoing connections."""
+
+_PORTS_TRIED = 100
 
 PORT_TRIES = 3
 """Number of ports to try for a program before its start counts as failed."""
@@ -430,9 +433,18 @@ def _bundle(config: Mapping[str, Any]) -> str:
 
 
 def _free_port(host: str) -> int:
-    """Return a port that is free now. Flower's programs cannot choose a free port themselves."""
+    """Return a port that is free now. Flower's programs cannot choose a free port themselves.
+
+    Raises:
+        RuntimeError: No port of `host` can be used, for example because this machine lacks the
+            address.
+    """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    while True:
-        port = secrets.choice(PORTS)
-        with contextlib.suppress(OSError), socket.create_server((host, port), family=family):
-            return port
+    why: OSError | None = None
+    for port in random.SystemRandom().sample(PORTS, _PORTS_TRIED):
+        try:
+            with socket.create_server((host, port), family=family):
+                return port
+        except OSError as error:
+            why = error
+    raise RuntimeError(f"Flower's programs cannot listen on {host}: {why}")

@@ -90,8 +90,12 @@ def _find(name: str) -> Any:
     main = sys.modules["__main__"].__dict__
     with _loading:
         if not _is_loaded and not name.startswith("__"):
-            _is_loaded = True
-            load(Path(os.environ[PAYLOAD]), main)
+            _is_loaded = True  # `load` itself may look up names
+            try:
+                load(Path(os.environ[PAYLOAD]), main)
+            except BaseException:
+                _is_loaded = False  # the next lookup shall raise the same error
+                raise
     if name in main:
         return main[name]
     raise AttributeError(

@@ -17,6 +17,7 @@ import socket
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -156,6 +157,9 @@ def environ_changes(before: Mapping[str, str], now: Mapping[str, str]) -> dict[s
     return {**changed, **{name: None for name in before if name not in now}}
 
 
+_PYTHONS_FOLDERS = ("lib", "lib64", "bin")
+
+
 def users_path(
     path: Iterable[str], prefixes: Iterable[str] = (sys.prefix, sys.base_prefix)
 ) -> list[str]:
@@ -165,9 +169,10 @@ def users_path(
 
     Args:
         path: The import path.
-        prefixes: Folders of the Python installation and of the virtual environment.
+        prefixes: Folders of the Python installation and of the virtual environment. Only their
+            folders `_PYTHONS_FOLDERS` are Python's own: the prefix may be /usr.
     """
-    folders = [os.path.join(prefix, "") for prefix in prefixes]
+    folders = [os.path.join(*pair, "") for pair in product(prefixes, _PYTHONS_FOLDERS)]
     packages = ("site-packages", "dist-packages")
     return [
         entry

@@ -24,7 +24,7 @@ flwr = pytest.importorskip("flwr", reason="flwr needs Python 3.11")
 import tomli  # noqa: E402
 from flwr.serverapp import ServerApp  # noqa: E402
 
-from taas_magic.federation.programs import _bundle  # noqa: E402
+from taas_magic.federation.programs import _bundle, _free_port  # noqa: E402
 
 [APPS] = cells_of("federation_apps")
 
@@ -47,6 +47,12 @@ def test_what_apps_are_told_arrives() -> None:
     told = {"text": 'a "b" \n😀', "small": 1e-7, "bound": math.inf, "is": True, "count": -3}
     config = tomli.loads(_bundle({**told, "none": math.nan}))["tool"]["flwr"]["app"]["config"]
     assert math.isnan(config.pop("none")) and config == told
+
+
+def test_an_address_that_this_machine_lacks_is_an_error_and_no_endless_search() -> None:
+    with pytest.raises(RuntimeError, match=r"cannot listen on 192\.0\.2\.1: .*assign requested"):
+        _free_port("192.0.2.1")
+    assert _free_port("127.0.0.1") > 0
 
 
 def test_a_value_that_flower_does_not_pass_on_is_refused() -> None:
