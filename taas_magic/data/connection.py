@@ -96,7 +96,7 @@ class FetcherLink:
         self.address = address
         self.pending: deque[LoaderRequest] = deque()
         self.unsent: list[LoaderRequest] = []
-        self._cancelled = 0
+        self._unconfirmed_cancels = 0
         self._connect_until = time.monotonic() + connect_s
         self._socket = self._connect(tls, connect_s)
         self._is_tls = isinstance(self._socket, ssl.SSLSocket)
@@ -146,7 +146,7 @@ class FetcherLink:
         if self.pending:
             self.pending.clear()
             self.send([(protocol.Cancel(), b"")])
-            self._cancelled += 1
+            self._unconfirmed_cancels += 1
 
     def close_copy(self) -> None:
         """In a fork of the rank, close the fork's copy of the socket."""
@@ -155,7 +155,7 @@ class FetcherLink:
     def receive(self, blocks: ReceiveBlocks) -> Iterator[tuple[FromServer, memoryview]]:
         """Wait for the next message; yield it and all messages that have arrived with it.
 
-        Responses to cancelled requests are skipped.
+        After a cancellation, messages are skipped until the fetcher has confirmed it (`Cancelled`).
 
         Yields:
             A message and its body. The body is in `blocks` or in shared memory.
@@ -172,10 +172,10 @@ class FetcherLink:
                 if shared.is_new:
                     self.borrowed.add(shared.place.arena, self._inbox.descriptor())
                 body = self.borrowed.map_span(shared.place, shared.size)
-            if not self._cancelled:
+            if not self._unconfirmed_cancels:
                 yield message, body
             elif isinstance(message, protocol.Cancelled):
-                self._cancelled -= 1
+                self._unconfirmed_cancels -= 1
             whole = self._inbox.next_complete()
 
     def _connect(self, tls: ssl.SSLContext | None, connect_s: float) -> socket.socket:

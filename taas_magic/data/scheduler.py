@@ -319,20 +319,17 @@ class PrefetchBuffer:
     def add_request(self, who: Hashable, request: LoaderRequest, only_count: bool = False) -> None:
         """Record that `who` waits for a response, and queue the request if it is new.
 
+        The first request of a new epoch also drops what belongs to epochs that are too old.
+
         Args:
-            only_count: Whether `who` needs only the batch's units, not the batch.
+            only_count: Whether `who` needs only the batch's units, not the batch. If they are known
+                already, nothing is recorded.
         """
         if only_count and self.units(request) is not None:
             return
         if request.epoch > self._latest_epoch:
             self._latest_epoch = request.epoch
-            oldest = self.oldest_epoch
-            for old in [old for old in self._unasked if old.epoch < oldest]:
-                self._remove(old)
-            for old in [old for old in self._counts if old.epoch < oldest]:
-                del self._counts[old]
-            for old in [old for old in self._sent if old.epoch < oldest]:
-                self._drop_sent(old).release()
+            self._drop_before(self.oldest_epoch)
         entry = self._entries.get(request)
         if entry is None:
             entry = self._entries[request] = _RequestState()
@@ -344,6 +341,15 @@ class PrefetchBuffer:
         elif not entry.waiting:
             self._unasked.pop(request, None)
         entry.waiting[who] = None
+
+    def _drop_before(self, oldest: int) -> None:
+        """Drop the unrequested and sent batches of all epochs before `oldest`, and their units."""
+        for old in [old for old in self._unasked if old.epoch < oldest]:
+            self._remove(old)
+        for old in [old for old in self._counts if old.epoch < oldest]:
+            del self._counts[old]
+        for old in [old for old in self._sent if old.epoch < oldest]:
+            self._drop_sent(old).release()
 
     def cancel_requests(self, who: Hashable) -> None:
         """Cancel all requests of a connection; prepared responses stay for later requests."""

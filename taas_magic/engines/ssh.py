@@ -203,7 +203,7 @@ class _SshHost(Host):
             self._host, joined = host, False
             try:
                 await self._engine.in_thread(self._start_host, host)
-                await self._wait_until_joined(host)
+                await self._wait_until_ready(host)
                 joined = True
                 return
             except ConnectStopped:
@@ -293,8 +293,8 @@ class _SshHost(Host):
             lambda line: _log.warning("[%s] %s", host, line),
         )
 
-    async def _wait_until_joined(self, host: str) -> None:
-        """Wait until the host can start ranks.
+    async def _wait_until_ready(self, host: str) -> None:
+        """Wait until the host's agent has joined the pool and the host can start ranks.
 
         `start_timeout_s` limits only the wait for the supervisor's first line of output. After this
         line, the supervisor ends the host if the agent is stuck.

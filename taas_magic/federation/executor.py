@@ -56,7 +56,11 @@ def needed_modules(payload: Path, modules: Iterable[str]) -> list[str]:
 
 
 def main() -> None:
-    """Run the SuperExec with the command line's arguments until a signal ends it."""
+    """Run Flower's SuperExec until a signal ends it. Flower reads the command line.
+
+    Apps are forks of this process, which has already imported their modules. Flower itself would
+    start a new Python process for each app.
+    """
     for name in filter(None, os.environ.get(IMPORTS, "").split(",")):
         _import(name)
     for kind in _FORKED:

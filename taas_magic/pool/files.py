@@ -144,7 +144,12 @@ class FileServer:
         return parts
 
     def _write(self, host_rank: int, owned: OwnedFiles, asked: WriteFiles) -> dict[str, str]:
-        """Write pieces of files. If the host may not write one of the files, write none."""
+        """Write pieces of files, and return no refused path (see `WriteFiles`).
+
+        Raises:
+            ProtocolError: The host may not write one of the files, or sent a folder or a removal.
+                Then nothing is written.
+        """
         entries = [piece.entry for piece in asked.pieces]
         foreign = [it.path for it in entries if not owned.may_write(it.path, self._is_fetchers)]
         folders = [it.path for it in entries if it.is_folder]

@@ -239,7 +239,7 @@ class PoolHosts(SchedulerPlugin):
         """Wait until `count` hosts have joined, and return the hosts that `choose` selects."""
         self._acquiring += 1
         try:
-            await self._wait_until_joined(count)
+            await self._wait_until_ready(count)
         except asyncio.TimeoutError:
             about = "\n".join(self.awaited) or "see the pool's log"
             joined = f"{len(self.all())} of {count} hosts joined"
@@ -378,7 +378,7 @@ class PoolHosts(SchedulerPlugin):
         async with self._changed:
             self._changed.notify_all()
 
-    async def _wait_until_joined(self, count: int) -> None:
+    async def _wait_until_ready(self, count: int) -> None:
         """Request missing hosts until `count` hosts can start ranks.
 
         The engine is called every `ASK_AGAIN_S`, so that it replaces requested hosts that died.
