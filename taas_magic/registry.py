@@ -321,7 +321,7 @@ def _check_travels(name: str, loader: Any) -> bytes:
             raise capture_error(name, loader, lambda value: None, TypeError(), to="fetchers")
         _refuse_a_loaded_state(name, loader)
         _pickled(name, dataset.parts_of(loader))
-        return dataset.order_start(loader)
+        return dataset.pickle_order_state(loader)
     except CaptureError as error:
         # The message is complete; a chained traceback would only hide it.
         raise RegistrationError(f"register: {error}") from None
@@ -485,11 +485,11 @@ def _warn_of_own_generators(loader: Any) -> None:
     from torch.utils.data import IterableDataset
 
     from taas_magic.data.dataset import as_data_loader, keeps_dataset
-    from taas_magic.data.generators import own_generators
+    from taas_magic.data.generators import find_generators
 
     name = _registered[id(loader)].name or "loader"
     loader = as_data_loader(loader)
-    path = next(own_generators(loader.dataset), None)
+    path = next(find_generators(loader.dataset), None)
     if path is None:
         return
     kept = f'the dataset of loader "{name}" has a random generator of its own ({path})'

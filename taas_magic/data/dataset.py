@@ -20,7 +20,7 @@ from torch.utils.data._utils import worker as torch_worker
 
 from taas_magic.data import encode
 from taas_magic.data.definitions import Definitions
-from taas_magic.data.generators import own_generators
+from taas_magic.data.generators import find_generators
 from taas_magic.data.order import (
     EpochOrder,
     EpochOrders,
@@ -122,7 +122,7 @@ def as_data_loader(loader: Any) -> DataLoader[Any]:
     return DataLoader(IterableAsDataset(loader), batch_size=None, collate_fn=unchanged_batch)
 
 
-def order_start(loader: Any) -> bytes:
+def pickle_order_state(loader: Any) -> bytes:
     """Pickle a loader's samplers and generator in their current state; called at registration.
 
     Each run computes its order of batches from this state.
@@ -142,7 +142,8 @@ def parts_of(loader: Any, start: bytes | None = None) -> LoaderParts:
 
     Args:
         loader: A DataLoader or any other iterable of batches.
-        start: Samplers and generator to use, pickled by `order_start`; None for the current ones.
+        start: Samplers and generator to use, pickled by `pickle_order_state`; None for the
+            current ones.
     """
     loader = as_data_loader(loader)
     order = _order_of(loader) if start is None else load_with_dataset(start, loader.dataset)
@@ -210,9 +211,9 @@ class BatchSource:
         self._entered = -1
         self._generator = ""
         if self._order and self.loader.num_workers:
-            before = set(own_generators(self.loader.dataset))
+            before = set(find_generators(self.loader.dataset))
             self._info = self._start_worker(self.loader, worker_id, seed_of(seed))
-            after = own_generators(self.loader.dataset)
+            after = find_generators(self.loader.dataset)
             self._generator = next((path for path in after if path not in before), "")
 
     def open(self, epoch: int) -> EpochDescription:

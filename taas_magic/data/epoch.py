@@ -247,7 +247,7 @@ class EpochIterator(Iterator[Any]):
         """
         loader, feed = self._loader, self._loader.feed
         self._client = loader.client()
-        opened = self.opened = self._agreed(self._client, self._client.open(self.epoch))
+        opened = self.opened = self._adopt_common_order(self._client, self._client.open(self.epoch))
         if opened.streams is None:
             if self.order and self.order != opened.order:
                 raise ValueError(_ANOTHER_ORDER.format(loader.name, self.epoch))
@@ -266,7 +266,7 @@ class EpochIterator(Iterator[Any]):
         bounds = self.after, feed.window_bytes
         return EpochRequests(self._client, opened, part, *bounds, self._compare).steps()
 
-    def _agreed(self, client: Client, opened: EpochDescription) -> EpochDescription:
+    def _adopt_common_order(self, client: Client, opened: EpochDescription) -> EpochDescription:
         """Make all ranks use the same order of the epoch; return the description with this order.
 
         In a run without fetchers, each rank runs the sampler itself. If the sampler draws from an

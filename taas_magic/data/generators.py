@@ -20,7 +20,7 @@ _DEEPEST = 3
 """Maximum depth of nested attributes to examine."""
 
 
-def own_generators(value: object) -> Iterator[str]:
+def find_generators(value: object) -> Iterator[str]:
     """Yield the paths of the random generators in an object, such as `transform.noise.rng`."""
     numpy: Any = sys.modules.get("numpy")
     of_numpy = (numpy.random.Generator, numpy.random.RandomState) if numpy else ()

@@ -370,7 +370,7 @@ class PrefetchBuffer:
         prepared.add_holder()
         self._remove_waiter(who, request)
         if not entry.waiting and not self._is_kept(request, prepared):
-            if self._may_be_another_ranks(request):
+            if self._may_be_misrequested(request):
                 self._keep_sent(request, prepared)
             self._remove(request)
         return prepared
@@ -521,7 +521,7 @@ class PrefetchBuffer:
         before = (structs.replace(request, slot=slot) for slot in range(request.slot))
         return sum(self._counts.get(one, VOID) != VOID for one in before)
 
-    def _may_be_another_ranks(self, request: LoaderRequest) -> bool:
+    def _may_be_misrequested(self, request: LoaderRequest) -> bool:
         """Return whether a rank may have requested a batch that is another rank's.
 
         This is possible if the epoch has several streams, and a stream has ended before the batch.

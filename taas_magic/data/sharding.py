@@ -344,7 +344,7 @@ class DynamicSchedule:
         row = self._row(step)
         if row is None:
             return NoSlot.WAIT
-        if self._part.rank >= len(row) or self._is_too_much(step):
+        if self._part.rank >= len(row) or self._exceeds_units(step):
             return NoSlot.END
         return row[self._part.rank]
 
@@ -411,7 +411,7 @@ class DynamicSchedule:
         first = self._first_slots()
         return row + [first[k % len(first)] for k in range(world_size - len(row))]
 
-    def _is_too_much(self, step: int) -> bool:
+    def _exceeds_units(self, step: int) -> bool:
         """Return whether the units of this step and all earlier ones exceed the `--units` limit."""
         if self._part.units is None:
             return False

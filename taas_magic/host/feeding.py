@@ -53,7 +53,7 @@ def run_feed(share: LocalShare, rank: int) -> Iterator[RankFeed | None]:
     if served is None:
         yield None
         return
-    here = _feed_of(served, share, rank)
+    here = _create_feed(served, share, rank)
     use_feed(here)
     when_imported("accelerate.accelerator", patch_accelerate)
     try:
@@ -63,7 +63,7 @@ def run_feed(share: LocalShare, rank: int) -> Iterator[RankFeed | None]:
             here.own.close()
 
 
-def _feed_of(served: Service, share: LocalShare, rank: int) -> RankFeed:
+def _create_feed(served: Service, share: LocalShare, rank: int) -> RankFeed:
     """Create a rank's feed. If the run has no fetchers, also create the rank's own data servers."""
     folder = service.folder_of(share.folder.path)
     own = agreement = None

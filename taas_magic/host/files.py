@@ -164,7 +164,7 @@ class RunFolderCopy:
                 data, offset = b"", end
 
 
-def _is_same(run: RunSpec) -> bool:
+def _shares_run_folder(run: RunSpec) -> bool:
     """Return whether this host sees the notebook's run folder at the same path."""
     try:
         return run.folder.plan().run_id == run.plan.run_id
@@ -359,7 +359,7 @@ class HostFiles:
         spec = self._spec
         # Ranks and fetchers of one run may be on the same host, so their folders must differ.
         cache = Path(probe.cache_folder()) / ("fetching" if spec.is_fetchers else "runs")
-        if not _is_same(spec.run):
+        if not _shares_run_folder(spec.run):
             self._folder = RunFolderCopy(spec, self._send_request, cache)
             if not self._folder.copy_in(is_wanted):
                 return None

@@ -64,7 +64,7 @@ _FORGET_S = 1.0
 _LOST = 255
 """Exit code that multiprocessing assigns to a process if the forkserver has ended first."""
 
-_SEEN_S = 1.0
+_END_VISIBLE_S = 1.0
 """Maximum seconds to wait until psutil shows that a forkserver has ended."""
 
 _WATCH_S = 0.5
@@ -375,12 +375,12 @@ def caused_ends(codes: Collection[int | None]) -> bool:
     """Return whether processes ended because the forkserver ended.
 
     The system may show an ended forkserver as running for a moment. So if a process has exit code
-    `_LOST`, wait up to `_SEEN_S` seconds until the system shows that the forkserver has ended.
+    `_LOST`, wait up to `_END_VISIBLE_S` seconds until the system shows the forkserver's end.
 
     Args:
         codes: Exit codes of the processes. None for a process that runs.
     """
-    deadline = time.monotonic() + (_SEEN_S if _LOST in codes else 0.0)
+    deadline = time.monotonic() + (_END_VISIBLE_S if _LOST in codes else 0.0)
     while is_alive():
         if time.monotonic() >= deadline:
             return False

@@ -52,7 +52,7 @@ from taas_magic.host.system import (
     is_tracker,
     kill_all,
     leftovers,
-    named,
+    pids_and_names,
 )
 from taas_magic.host.watch import (
     Deadline,
@@ -168,13 +168,13 @@ class HostShare(ABC):
         If one step of the cleanup fails, the later steps still happen.
         """
         try:
-            self._local = self._files.copy_in(self._is_wanted)
+            self._local = self._files.copy_in(self._may_continue)
             if self._local is not None:
                 self._run_processes()
         except Exception as error:
             self._fail(error)
         remove_folder: Callable[[], None] = partial(shutil.rmtree, self.folder, ignore_errors=True)
-        for step in (*self._end_steps(), self._sweep, remove_folder):
+        for step in (*self._end_steps(), self._end_leftovers, remove_folder):
             try:
                 step()
             except Exception as error:
@@ -220,7 +220,7 @@ class HostShare(ABC):
     def _record_files_error(self, error: Exception) -> None:
         """Record that files could not be sent back to the notebook."""
 
-    def _is_wanted(self) -> bool:
+    def _may_continue(self) -> bool:
         return self.stopped_at is None
 
     def _outcome(self) -> tuple[str, list[Failure]]:
@@ -230,11 +230,13 @@ class HostShare(ABC):
         """Return the path prefix by which `leftovers` recognizes processes of this share."""
         return self.folder
 
-    def _sweep(self) -> None:
+    def _end_leftovers(self) -> None:
         """End processes of the share that still run."""
         found = leftovers(self.spec.share_id, self._path_prefix(), self._alone())
         if left := kill_all(found):
-            self.note(f"host {self.host}: these processes could not be ended: {named(left)}")
+            self.note(
+                f"host {self.host}: these processes could not be ended: {pids_and_names(left)}"
+            )
 
     def note(self, text: str) -> None:
         """Send a note to the user."""
@@ -493,7 +495,7 @@ class HostRun(HostShare):
                 for number, entry in list(self._entries.items()):
                     service.write_entry(self._addresses, number, entry)
 
-    def _is_wanted(self) -> bool:
+    def _may_continue(self) -> bool:
         return self.stopped_at is None and not self._is_over
 
     def handle_command(self, command: PoolCommand) -> None:
@@ -640,7 +642,7 @@ _END_S = 5.0
 _ENDLESS = 1 << 62
 
 
-def workers_fill(prefill: Prefill | None) -> tuple[int, int]:
+def prefill_minimums(prefill: Prefill | None) -> tuple[int, int]:
     """Return the amount of data that `--prefill` makes workers prepare before ranks request data.
 
     Returns:
@@ -655,7 +657,7 @@ def workers_fill(prefill: Prefill | None) -> tuple[int, int]:
 
 
 @dataclass
-class _Running:
+class _RunningFetcher:
     """A fetcher that was started and may still run.
 
     Attributes:
@@ -684,7 +686,7 @@ class HostFetchers(HostShare):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self._running: dict[connection.Connection, _Running] = {}
+        self._running: dict[connection.Connection, _RunningFetcher] = {}
 
     def stacks(self) -> RunStacks:
         """Return the stacks of the fetchers and their workers. Blocks for some seconds."""
@@ -704,7 +706,7 @@ class HostFetchers(HostShare):
             control, theirs = connection.Pipe()
             process = forkserver.start(FETCHER, spec, theirs)
             theirs.close()
-            self._running[control] = _Running(spec, process)
+            self._running[control] = _RunningFetcher(spec, process)
         until: float | None = None
         while self._running and (until is None or time.monotonic() < until):
             if self.stopped_at is not None and until is None:
@@ -723,7 +725,7 @@ class HostFetchers(HostShare):
         data = share.plan.data
         assert data is not None and served is not None
         groups = len(data.fetchers) // served.fetchers
-        fill_batches, fill_bytes = (-(-it // groups) for it in workers_fill(share.plan.prefill))
+        fill_batches, fill_bytes = (-(-it // groups) for it in prefill_minimums(share.plan.prefill))
         environ = {**share.environ, RUN_TOKEN: self.spec.share_id}
         for plan in data.fetchers_on(self.spec.host_rank):
             yield FetcherSpec(
@@ -784,7 +786,7 @@ class HostFetchers(HostShare):
                 self.emit(said)
         return ended
 
-    def _check_for_writes(self, one: _Running) -> None:
+    def _check_for_writes(self, one: _RunningFetcher) -> None:
         kept_out = self.folder / str(one.spec.plan.number) / "store"
         if one.has_noted_writes or not kept_out.exists():
             return
@@ -792,7 +794,7 @@ class HostFetchers(HostShare):
             one.has_noted_writes = True
             self.note(f"not saved (fetchers do not write the project store): {names[0]}")
 
-    def _kill_if_stopped(self, one: _Running) -> None:
+    def _kill_if_stopped(self, one: _RunningFetcher) -> None:
         """Kill a fetcher that SIGSTOP has suspended for `STOPPED_S`, so that it can be replaced."""
         now = time.monotonic()
         since = one.stopped_at if one.stopped_at is not None else now
@@ -820,7 +822,7 @@ class HostFetchers(HostShare):
         forkserver.forget(one.process)
         self.emit(ended)
 
-    def _how_one_ended(self, one: _Running) -> str:
+    def _how_one_ended(self, one: _RunningFetcher) -> str:
         code = one.process.exitcode
         how = one.why or (f"killed by {signal_name(code)}" if code < 0 else f"exit code {code}")
         log = f"logs/fetcher-{one.spec.plan.number}.log"

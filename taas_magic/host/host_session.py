@@ -337,7 +337,7 @@ class HostCell(HostRun):
         attempt.start(0)
         return attempt
 
-    def _sweep(self) -> None:
+    def _end_leftovers(self) -> None:
         """Do nothing. Processes that the cell has started belong to the session and end with it."""
 
     def _end_steps(self) -> tuple[Callable[[], None], ...]:

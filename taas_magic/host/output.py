@@ -167,7 +167,7 @@ class LineAssembler:
         self._add_bytes(first)
         if not ended:
             return []
-        lines = self._break()
+        lines = self._move_down()
         body, ended, tail = rest.rpartition(b"\n")
         if ended:
             lines += self._whole_lines(body)
@@ -200,7 +200,7 @@ class LineAssembler:
         lines = []
         for piece in pieces:
             self._add_bytes(piece)
-            lines += self._break()
+            lines += self._move_down()
         return lines
 
     def _add_bytes(self, part: bytes) -> None:
@@ -213,7 +213,7 @@ class LineAssembler:
             self._rows[self._at].returned = True
             self._rows[self._at].add_bytes(above, self._limit_bytes)
 
-    def _break(self) -> list[str]:
+    def _move_down(self) -> list[str]:
         """Move the cursor to the row below. Remove finished rows from the top; return their lines.
 
         The top row is unfinished while it is an unfinished progress bar, and all rows between it

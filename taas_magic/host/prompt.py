@@ -104,10 +104,10 @@ class Prompt:
             has_succeeded = False
             tracebacks.send_failure(self._link, tracebacks.describe_exception(error))
         finally:
-            self._return()
+            self._ignore_interrupts()
         return has_succeeded
 
-    def _return(self) -> None:
+    def _ignore_interrupts(self) -> None:
         """Ignore SIGINT from now on, even a SIGINT that arrives during this call."""
         try:
             signal.signal(signal.SIGINT, _ignore)

@@ -299,7 +299,7 @@ class ResultWriter:
             return
         self._missing[name] = why
         if not self._failed:
-            self._note(f"{_shown([name])} could not be returned: {why}")
+            self._note(f"{_listed([name])} could not be returned: {why}")
 
     def _write_values(self, values: Mapping[str, Any]) -> None:
         """Group values that share objects, and write each group to an archive."""
@@ -341,7 +341,7 @@ class ResultWriter:
         for problem in pickler.problems.values() if is_required else ():
             self._note(problem)
         if pickler.unwrapped:
-            self._note(f"{_shown(values)}: a DistributedDataParallel is returned as its `.module`")
+            self._note(f"{_listed(values)}: a DistributedDataParallel is returned as its `.module`")
 
     def _gather_and_write(self, name: str, value: Any, keeps: bool) -> None:
         """Gather a sharded value by a collective of all ranks. If `keeps`, write the result."""
@@ -357,7 +357,7 @@ class ResultWriter:
         elif keeps:
             if _has_model(value):
                 self._note(
-                    f"{_shown([name])}: a sharded model is returned as its full state_dict()"
+                    f"{_listed([name])}: a sharded model is returned as its full state_dict()"
                 )
             self._write_values({name: whole})
 
@@ -467,7 +467,7 @@ def _groups(shared_ids: Mapping[str, set[int]]) -> list[list[str]]:
     return [names for _, names in groups]
 
 
-def _shown(names: Iterable[str]) -> str:
+def _listed(names: Iterable[str]) -> str:
     """Return the names of results as the user sees them, such as "--out a, b"."""
     listed = ", ".join(name for name in names if name != VALUE)
     return f"--out {listed}" if listed else "run.result"

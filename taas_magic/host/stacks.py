@@ -471,7 +471,7 @@ def _add_signalled_stacks(
         states: States, as psutil names them, in which the process itself may be signalled.
     """
     if not sample.threads and (frames := _written_on_signal(sample.pid, path, states)):
-        sample.threads = {"MainThread": [_named(frame, cells) for frame in frames]}
+        sample.threads = {"MainThread": [_with_cell_label(frame, cells) for frame in frames]}
     for child in sample.children:
         _add_signalled_stacks(child, path, cells, (psutil.STATUS_SLEEPING,))
 
@@ -499,7 +499,7 @@ def _memory_bytes(process: psutil.Process) -> int:
         return int(process.memory_info().rss)
 
 
-def _named(frame: StackFrame, cells: Cells) -> StackFrame:
+def _with_cell_label(frame: StackFrame, cells: Cells) -> StackFrame:
     """If a frame is in a cell, return the frame with the cell's label and source line."""
     if (cell := cells.get(frame.file)) is None:
         return frame

@@ -202,8 +202,8 @@ def host_folder() -> Iterator[Path]:
     Raises:
         PoolError: The folder cannot be created.
     """
-    sweep()
-    folder = _make(f"taas-{os.getuid()}-")
+    remove_abandoned_folders()
+    folder = _make_temporary_folder(f"taas-{os.getuid()}-")
     lock = _lock(folder)
     try:
         yield folder
@@ -223,17 +223,17 @@ def run_folder() -> Path:
     Raises:
         PoolError: The folder cannot be created.
     """
-    return _make("run-")
+    return _make_temporary_folder("run-")
 
 
-def sweep() -> None:
+def remove_abandoned_folders() -> None:
     """Remove the folders of this user's supervisors that were killed before they could clean up."""
     for folder in Path(tempfile.gettempdir()).glob(f"taas-{os.getuid()}-*"):
         if _is_abandoned(folder):
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def _make(prefix: str) -> Path:
+def _make_temporary_folder(prefix: str) -> Path:
     try:
         return Path(tempfile.mkdtemp(prefix=prefix))
     except OSError as error:

@@ -227,7 +227,7 @@ def status_of(process: psutil.Process | None) -> str:
         return ""
 
 
-def named(processes: Iterable[psutil.Process]) -> str:
+def pids_and_names(processes: Iterable[psutil.Process]) -> str:
     """Return the pids and names of processes for the user, such as `4711 (sudo), 4712 (ssh)`."""
     found = []
     for process in processes:

@@ -181,13 +181,13 @@ def _digest(value: Any) -> str:
         return ""
     found = hashlib.sha256()
     try:
-        _add(found, value, 0)
+        _update_hash(found, value, 0)
     except Exception:  # attributes of the user's classes may run any code
         return ""
     return found.hexdigest()
 
 
-def _add(found: Any, value: Any, depth: int) -> None:
+def _update_hash(found: Any, value: Any, depth: int) -> None:
     """Update the hash `found` with a value.
 
     Raises:
@@ -209,7 +209,7 @@ def _add(found: Any, value: Any, depth: int) -> None:
     elif parts is not None and depth < _DEEPEST and len(parts) <= _MOST_PARTS:
         found.update(f"{type(value).__name__}{len(parts)}".encode())
         for part in parts:
-            _add(found, part, depth + 1)
+            _update_hash(found, part, depth + 1)
     elif digest := plain_digest(value):
         found.update(digest.encode())
     else:

@@ -440,7 +440,7 @@ def describe_failure(
         tail: Last lines of the rank's output.
         timeout_s: `--timeout` in seconds.
     """
-    kind, by_signal = _kind(state, verdict), signal_name(state.exitcode or 0)
+    kind, by_signal = _failure_kind(state, verdict), signal_name(state.exitcode or 0)
     said = state.message or state.hint
     return Failure(
         rank=state.rank,
@@ -481,7 +481,7 @@ def users_frames(text: str) -> list[str]:
     return found
 
 
-def _kind(state: RankState, verdict: Verdict) -> str:
+def _failure_kind(state: RankState, verdict: Verdict) -> str:
     """Return the kind of a rank's failure, such as "raised" or "signal" (`Failure.how`)."""
     if state.etype:
         return "raised"

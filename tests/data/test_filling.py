@@ -4,7 +4,7 @@ import pytest
 from msgspec import structs
 
 from taas_magic.config import PoolConfig
-from taas_magic.host.host_run import workers_fill
+from taas_magic.host.host_run import prefill_minimums
 from taas_magic.journal.analysis import RunCounts
 from taas_magic.messages import Event
 from taas_magic.notebook.run import PrefillProgress
@@ -80,7 +80,7 @@ def test_what_the_head_is_told() -> None:
 
 
 def test_what_workers_prepare_for_it() -> None:
-    assert workers_fill(None) == (0, 0)
-    assert workers_fill(BATCHES) == (100, 0)
-    assert workers_fill(BYTES) == (0, 1000)
-    assert workers_fill(ALL)[0] > 1e15
+    assert prefill_minimums(None) == (0, 0)
+    assert prefill_minimums(BATCHES) == (100, 0)
+    assert prefill_minimums(BYTES) == (0, 1000)
+    assert prefill_minimums(ALL)[0] > 1e15
