@@ -131,11 +131,10 @@ class ResultPickler(ValuePickler):
             del self.coming[name]
 
     def _kept_name(self, obj: Any) -> str | None:
-        """Return the name under which the notebook has the same object; None if there is none.
+        """Return the notebook's name for an object, if the object need not be sent back, else None.
 
         Only sentinels (instances of `object` itself), functions without state, and functions with
-        `functools.lru_cache` have such a name. The cell may have changed the rank's copy of any
-        other object.
+        `functools.lru_cache` need not be sent. The cell may have changed any other object.
         """
         kind, scope = type(obj), self.scope
         if kind is object:  # a sentinel: code compares it by identity

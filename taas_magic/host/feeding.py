@@ -124,7 +124,7 @@ def _load_in_session(served: ServedLoader) -> bytes:
 
 
 def _load_with(settings: Sequence[FetcherSettings], served: ServedLoader) -> bytes:
-    """Apply settings to this process in their order, and return the pickled loader.
+    """Apply `settings` to this process, one after the other, and return the loader's pickle.
 
     Also removes the environment variables of torchrun, such as RANK and WORLD_SIZE. A dataset that
     reads these variables might divide the data by rank a second time.

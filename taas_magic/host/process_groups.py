@@ -28,7 +28,10 @@ class ProcessGroupPrefixes:
         self._cell = self._groups = 0
 
     def begin_cell(self, number: int) -> None:
-        """Use the cell's number in later prefixes, and count the cell's groups from 1."""
+        """Begin a cell: prefixes of its groups have this cell number, and a group number from 1.
+
+        So all ranks choose equal prefixes, even if an earlier cell failed on some ranks.
+        """
         self._cell, self._groups = number, 0
 
     def install(self) -> None:

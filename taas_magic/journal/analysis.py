@@ -260,7 +260,7 @@ class LoaderUse:
         max_fetchers: Maximum number of fetchers for which the hosts have enough cores, if each
             fetcher has as many workers as now. Infinite if each fetcher has a host to itself, or if
             the number of cores is unknown.
-        receiving: The fraction of the time for receiving batches that was CPU time of the ranks.
+        receiving: CPU time of the ranks while they received batches, as a fraction of that time.
     """
 
     name: str

@@ -690,7 +690,7 @@ def library_read_path(view: StoreView, path: Path) -> Path:
 def path_to_open(view: StoreView, store_path: str, *, needs_content: bool = False) -> str | None:
     """Return the path to open for writing instead of `store_path`; None for `store_path` itself.
 
-    A folder is not redirected, so that the call raises the system's error.
+    The result is None for a folder, so that the caller's `open` fails as usual.
     """
     return (
         None
