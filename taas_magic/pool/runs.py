@@ -767,9 +767,11 @@ class PoolRun(Share):
                 outcome = AttemptOutcome("INTERRUPTED")
             else:
                 break
-        lost = await self._end()
+        lost, late = await self._end()
         await self._files.close()
-        failures = [*outcome.failures, *lost]
+        # On a slow host, the cause of all other failures may be reported after `LATE_S`.
+        has_cause = any(not failure.consequence for failure in outcome.failures)
+        failures = [*outcome.failures, *([] if has_cause else late), *lost]
         return RunEnded(
             state=worst_state([outcome.state, "LOST"] if lost else [outcome.state]),
             failures=failures,
@@ -1002,13 +1004,15 @@ class PoolRun(Share):
             self._record_part_ended(part)
             return 0
 
-    async def _end(self) -> list[Failure]:
+    async def _end(self) -> tuple[list[Failure], list[Failure]]:
         """Tell all hosts to end their ranks and clean up, and wait for them.
 
         Returns:
-            One failure for each host that was lost during this call.
+            Two lists. First, one failure for each host that was lost during this call. Second, the
+            failures, without consequences, that hosts had before this call but reported only now.
         """
         there = [part for part in self._parts.values() if not part.ended]
+        silent = [part for part in there if part.report is None]
         for part in there:
             part.report = None
         self._tasks.start(self._drop_late_hosts(END_S))
@@ -1016,7 +1020,9 @@ class PoolRun(Share):
         await self.wait_until_ended()
         await self._tunnels.aclose()
         reports = [part.report for part in there if part.report is not None]
-        return [f for report in reports if report.state == "LOST" for f in report.failures]
+        lost = [f for report in reports if report.state == "LOST" for f in report.failures]
+        late = [part.report for part in silent if part.report and part.report.state == "FAILED"]
+        return lost, [f for report in late for f in report.failures if not f.consequence]
 
 
 def _ranks_of(event: Event) -> set[int]:
