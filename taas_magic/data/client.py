@@ -136,9 +136,9 @@ class Route:
     def patience_s(self) -> float:
         """Seconds that a fetcher may be silent before it counts as failed.
 
-        The value is half of `fetch_s` (`FetchLease.silent_s`), or the part of `fetch_s` that is
-        left if that is less, but at least `ALIVE_S`. So if all fetchers are silent, the run fails
-        after about `fetch_s`, even if the rank tries several of them.
+        The value is the smaller of two times: half of `fetch_s` (`FetchLease.silent_s`), and the
+        part of `fetch_s` that is left. It is at least `ALIVE_S`. So if all fetchers are
+        silent, the run fails after about `fetch_s`, even if the rank tries several of them.
         """
         return max(ALIVE_S, min(self._lease.silent_s, self._lease.fetch_s - self._silent_s))
 

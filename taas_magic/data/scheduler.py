@@ -244,7 +244,8 @@ class _RequestState:
     Attributes:
         waiting: The connections that wait for the response, in order (a dict used as a set).
         queued: Worker and key of the queue that contains the request; None if the request is not
-            queued. The worker is a number, or None if any worker can answer the request, or LATER.
+            queued. The worker is a number; None if any worker can answer the request; LATER if the
+            loader's kind must be known first.
             The key is a connection, or `_ALL`.
         prepared: The response; None until a worker has prepared it.
     """

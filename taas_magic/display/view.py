@@ -267,7 +267,7 @@ class SilentView:
         self._state.apply(event, time.monotonic())
 
     def tick(self, now: float) -> None:
-        """Do nothing, because this view writes no output (`View.tick` does)."""
+        """Do nothing. `View.tick` writes output, but this view has none to write."""
 
     def next_due(self) -> float:
         """Return infinity, because `tick` is never needed."""

@@ -314,7 +314,7 @@ class Share(ABC):
         return await self._files.answer(part.host_rank, self._owned(part), request)
 
     def lose(self, host: PoolHost, why: str) -> None:
-        """Record that a host is gone. Ignore a host that had none of these ranks or fetchers."""
+        """Record that a host is gone, if a rank or fetcher of this share ran on the host."""
         part = self._active_part(host.address)
         if part is not None:
             self._publish_loss(part, why)
