@@ -479,8 +479,8 @@ def _small_attributes(dataset: Any) -> dict[str, Any]:
 def _warn_of_own_generators(loader: Any) -> None:
     """Warn if the loader's dataset has a random generator of its own, because nothing seeds it.
 
-    There is no warning about an iterable-style dataset if the local loader would yield the same
-    numbers in every epoch, too, or if the dataset has `set_epoch`.
+    There is no warning about an iterable-style dataset if the dataset has `set_epoch`, or if a
+    local loader, too, would yield the same numbers in every epoch.
     """
     from torch.utils.data import IterableDataset
 

@@ -469,7 +469,8 @@ class ValuePickler(cloudpickle.Pickler):
     def _need_by_name(self, definition: Any) -> None:
         """Add the name of a function or class to `needs`, so that the receiver defines this name.
 
-        If the receiver pickles an instance of the class, pickle finds the class by this name.
+        The receiver needs the name to pickle the definition, for example with an instance that it
+        sends back: pickle looks up functions and classes by name.
         """
         name, namespace = _qualname(definition).partition(".")[0], self._namespace
         if self._to == "fetchers":

@@ -68,7 +68,7 @@ class RankVariables:
         """Names that each function or class of an earlier cell reads when its code runs."""
 
         self._announced: dict[str, object] = {}
-        """Digest or id of each notebook value that the user was told of, by name."""
+        """Digest or id of each notebook value that a line for the user has named, by name."""
 
         self._returned: dict[str, int] = {}
         """Id of the notebook's object for each name that `--out` returned."""

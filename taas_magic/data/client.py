@@ -65,7 +65,8 @@ class Route:
     """A rank's record of one loader's fetchers: addresses, failures and idle connections.
 
     Each pass over the loader has its own `Client`. The clients of a loader share one route, and may
-    run in several threads.
+    run in several threads. The route has no lock, so another thread may change it between any two
+    statements of a method.
 
     Args:
         tls: TLS client context for fetchers on other hosts; None for plain TCP.
@@ -137,8 +138,8 @@ class Route:
         """Seconds that a fetcher may be silent before it counts as failed.
 
         The value is the smaller of two times: half of `fetch_s` (`FetchLease.silent_s`), and the
-        part of `fetch_s` that is left. It is at least `ALIVE_S`. So if all fetchers are
-        silent, the run fails after about `fetch_s`, even if the rank tries several of them.
+        part of `fetch_s` that is left. It is at least `ALIVE_S`. So if all fetchers are silent, the
+        run fails after about `fetch_s`, even if the rank tries several of them.
         """
         return max(ALIVE_S, min(self._lease.silent_s, self._lease.fetch_s - self._silent_s))
 
@@ -199,9 +200,12 @@ class Route:
         Raises:
             RunLost: No fetcher has responded for `fetch_s`, or all fetchers have ended.
         """
-        for links, _ in list(self._idle):
-            if number in links:
-                links.pop(number).close()
+        for _ in range(len(self._idle)):
+            with suppress(IndexError):  # another thread may take the last entry at any time
+                links, blocks = self._idle.pop(0)
+                if number in links:
+                    links.pop(number).close()
+                self._idle.append((links, blocks))
         _, pause_s = self._paused.get(number, (0.0, _FIRST_PAUSE_S / 2))
         pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
         if silent_s > ALIVE_S:
@@ -222,13 +226,13 @@ class Route:
         if not self._usable_fetchers():
             # No fetcher can be tried now: wait until the first pause ends, but at most 0.25 s.
             now = time.monotonic()
-            first = min((until for until, _ in self._paused.values()), default=now)
+            first = min((until for until, _ in list(self._paused.values())), default=now)
             pause_s = max(0.0, min(first - now, 0.25))
             time.sleep(pause_s)
             self._silent_s += pause_s
 
     def _wanted(self, slot: int, streams: int | None) -> int:
-        """Return the index of the fetcher that prepares a batch ahead."""
+        """Return the index of the fetcher to which a batch is assigned."""
         found = self._found
         return assigned_worker(slot, streams, found.fetchers, found.workers // found.fetchers)[0]
 

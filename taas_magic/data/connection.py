@@ -47,8 +47,8 @@ _ALL_BUT_SLOT = operator.attrgetter("kind", "epoch", "detail")
 class PeerSilent(OSError):
     """Exception that a receive raises if the peer sent no data for `ALIVE_S` seconds (one tick).
 
-    The caller adds up ticks to measure how long the peer has been silent. If this process itself
-    was stopped, or waited for the interpreter lock, this adds at most one tick: afterwards, this
+    The caller adds up ticks to measure how long the peer has been silent. A pause of this process
+    itself (SIGSTOP, or a wait for the interpreter lock) adds at most one tick. After the pause, the
     process first reads the data that has arrived.
     """
 
@@ -346,10 +346,10 @@ class Inbox:
             self._check_patience()
 
     def _receive_limit(self) -> int:
-        """Return the offset in the chunk up to which to receive; there, a complete frame ends.
+        """Return the offset in the chunk up to which to receive.
 
-        This method assumes that all frames have the size of the latest frame. The beginning of an
-        incomplete frame would have to be copied into the next chunk.
+        At this offset a frame ends, if all frames have the size of the latest one. Otherwise the
+        beginning of an incomplete frame would have to be copied into the next chunk.
         """
         begin = self._start - (self._now.header_bytes if self._now else 0)
         size = self._latest_bytes

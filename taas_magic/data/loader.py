@@ -336,10 +336,10 @@ class RemoteLoader(DataLoader[Any]):
         warns.
 
         Raises:
-            ValueError: `state` is not the state of a registered loader; or the state belongs to a
-                loader with another dataset, seed, number of streams, or batch size of streams; or
-                the position is in the middle of a step, because the state was saved with another
-                number of ranks.
+            ValueError: `state` is not the state of a registered loader. Or the state belongs to a
+                loader with another dataset, seed, number of streams, or batch size of streams. Or
+                the state was saved with another number of ranks, so that its position is in the
+                middle of a step.
         """
         self._raise_if_state_of_other(state)
         position, slot, first_slots = state["place"]

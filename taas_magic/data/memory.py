@@ -178,7 +178,7 @@ class BorrowedSpans:
         return places
 
     def close(self) -> None:
-        """Call `on_unused` as soon as no span is in use (maybe now). Spans in use stay valid."""
+        """Call `on_unused` when no span is in use, possibly at once. Spans in use stay valid."""
         self._is_closed = True
         if not self._read:
             self._on_unused()

@@ -245,8 +245,7 @@ class _RequestState:
         waiting: The connections that wait for the response, in order (a dict used as a set).
         queued: Worker and key of the queue that contains the request; None if the request is not
             queued. The worker is a number; None if any worker can answer the request; LATER if the
-            loader's kind must be known first.
-            The key is a connection, or `_ALL`.
+            loader's kind must be known first. The key is a connection, or `_ALL`.
         prepared: The response; None until a worker has prepared it.
     """
 
@@ -407,8 +406,8 @@ class PrefetchBuffer:
     ) -> LoaderRequest | None:
         """Return the queued request that a worker prepares next; None if the worker has none.
 
-        The request then counts as being prepared. If the buffer is full, the result can only be a
-        request whose response a connection must send next.
+        The request then counts as being prepared. If the buffer is full, only a response that is
+        the next to send on its connection can be prepared; all other requests wait.
 
         Args:
             follows: Function that returns whether the worker can prepare a batch without restarting
@@ -494,9 +493,8 @@ class PrefetchBuffer:
     def _first_needed(self) -> tuple[int, int]:
         """Return the epoch and slot of a stream before which no rank needs a batch any more.
 
-        If one rank alone requests batches, this is the batch that it must get next. Otherwise the
-        slot is 0: a rank receives only units of other ranks' batches, so it may be far ahead of
-        those ranks.
+        With `FetcherPart.has_one_rank`, the result is the batch that the rank must get next.
+        Without, the slot is 0, because one rank may be far ahead of another.
         """
         due = min(
             ((one.epoch, one.slot) for one in self._due.values() if one.kind is RequestKind.GET),
@@ -899,7 +897,7 @@ class Scheduler:
         self._put(request, prepared)
 
     def _record_kind(self) -> None:
-        """Record that the loader's kind is known.
+        """Tell the buffer the loader's kind, once.
 
         If no worker could describe an epoch, the loader counts as map-style.
         """

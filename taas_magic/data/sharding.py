@@ -48,7 +48,8 @@ def seed_of(seed: int, *place: int) -> int:
 
     Args:
         seed: The loader's seed.
-        place: Nothing for the loader; the epoch; or the epoch and the batch's slot.
+        place: Empty for the loader's seed; `epoch` for the seed of an epoch; `epoch, slot` for the
+            seed of a batch.
     """
     numbers = struct.pack(f"<{1 + len(place)}Q", seed & _64_BITS, *place)
     return int.from_bytes(hashlib.blake2b(numbers, digest_size=8).digest(), "little") >> 1

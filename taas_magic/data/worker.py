@@ -16,7 +16,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import wait
@@ -189,26 +189,31 @@ class WorkerHandle:
             os.close(file)
 
     def receive_replies(self) -> Iterator[Reply]:
-        """Yield the worker's replies that have arrived, without waiting for more.
+        """Yield all replies of the worker that have arrived, without waiting for more.
 
         Raises:
             EOFError: The worker has ended.
         """
-        try:
-            message = self.socket.recv(MESSAGE_BYTES, socket.MSG_DONTWAIT)
-        except BlockingIOError:
-            return
-        except ConnectionResetError:
-            raise EOFError from None
-        if not message:
-            raise EOFError
-        largest, slowest_s = 0, 1e-6
-        for reply in _read_replies(message):
-            if reply.kind is ResponseKind.BATCH:
-                largest = max(largest, reply.body_bytes, 1)
-                slowest_s = max(slowest_s, reply.wall_s)
-            yield reply
-        if largest:
+        while True:
+            try:
+                message = self.socket.recv(MESSAGE_BYTES, socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                return
+            except ConnectionResetError:
+                # The worker ended without reading all commands. Linux reports this once; the
+                # replies that the worker sent can be read after it.
+                continue
+            if not message:
+                raise EOFError
+            replies = _read_replies(message)
+            yield from replies
+            self._adapt_depth([it for it in replies if it.kind is ResponseKind.BATCH])
+
+    def _adapt_depth(self, batches: Sequence[Reply]) -> None:
+        """Adapt the length of the worker's queue to the size and duration of its latest batches."""
+        if batches:
+            largest = max(1, *(batch.body_bytes for batch in batches))
+            slowest_s = max(1e-6, *(batch.wall_s for batch in batches))
             worth = min(_DEPTH_BYTES // largest, int(_DEPTH_S / slowest_s))
             self._depth = min(self._most, max(_LEAST_DEPTH, worth))
 
@@ -406,13 +411,19 @@ class StoppedChildWatchdog:
             children: Process ids of the children to check. The caller must not have reaped any of
                 them (`waitpid`), because the system may reuse the id of a reaped process.
         """
-        now = time.monotonic()
-        stopped = [it for it in children if psutil.Process(it).status() == psutil.STATUS_STOPPED]
+        now, stopped = time.monotonic(), [pid for pid in children if _is_stopped(pid)]
         self._since = {pid: self._since.get(pid, now) for pid in stopped}
         for pid, since in self._since.items():
             if now - since >= STOPPED_S:
                 os.kill(pid, signal.SIGKILL)
                 self.ended.add(pid)
+
+
+def _is_stopped(pid: int) -> bool:
+    try:
+        return bool(psutil.Process(pid).status() == psutil.STATUS_STOPPED)
+    except psutil.NoSuchProcess:  # reaped by multiprocessing at the start of another process
+        return False
 
 
 def parent_main(served: ServedLoader, control: socket.socket, servers: socket.socket) -> None:

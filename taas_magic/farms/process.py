@@ -406,10 +406,10 @@ class NodeManager(SchedulerPlugin):
             self._scheduler.log_event(TOPIC, msgspec.to_builtins(JobUpdate(key, "", "erred")))
 
     def _end_run(self, name: str, wait_s: float = 0.0) -> None:
-        """Cancel a node's wait for a host, and end the node's run, without waiting for the end.
+        """Request the end of a node's run, or cancel the node's wait for a host.
 
         Args:
-            wait_s: Seconds to wait first, in which the run may end by itself.
+            wait_s: Seconds to wait before the request. The run may end by itself in this time.
         """
         time.sleep(wait_s)
         node = self._nodes[name]

@@ -242,7 +242,7 @@ class HostSession(HostRun):
             self._cell_over.clear()
 
     def end_cell(self) -> None:
-        """Release the ranks. The session then receives the ranks' output and checks the ranks."""
+        """Give the ranks back to the session, which receives their output until the next cell."""
         with self._changing:
             self._cell = None
             if self._attempt is not None and not self._is_over:

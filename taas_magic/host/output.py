@@ -144,9 +144,9 @@ class LineAssembler:
     - Text after a carriage return replaces the text before it, as in a terminal. A carriage return
       directly before a newline is part of the line's end.
     - If a program prints text behind an unfinished bar of tqdm, the line has only this text.
-    - tqdm moves the cursor up between nested bars. The rows above the cursor do not become lines
-      while all of them are unfinished bars. When one of these rows gets other text, that row and
-      all rows above it become lines.
+    - tqdm moves the cursor up between nested bars. The rows above the cursor are held back while
+      all of them are unfinished bars. If one of them gets other text, this row and the rows above
+      it become lines.
     - Other ANSI sequences are kept. Bytes that are not UTF-8 become U+FFFD.
 
     Args:

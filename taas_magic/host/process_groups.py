@@ -52,7 +52,9 @@ class ProcessGroupPrefixes:
         dist.distributed_c10d.init_process_group = init_process_group
 
     def _store_arguments(self, given: dict[str, Any]) -> dict[str, Any]:
-        """Return the arguments `store` (with a new prefix), `rank` and `world_size`.
+        """Return `store`, `rank` and `world_size` for the user's call of `init_process_group`.
+
+        The store has a new prefix, so that its keys differ from those of earlier process groups.
 
         Args:
             given: Arguments that the user's call has set, by name.

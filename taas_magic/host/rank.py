@@ -355,8 +355,8 @@ def _keep_groups() -> None:
 
     If the cell has called `destroy_process_group`, a model has the last reference to its process
     group. To delete such a model could cause a deadlock: torch joins gloo's threads while it holds
-    the GIL, and one of these threads may wait for the GIL (pytorch/pytorch#56297). In a normal
-    exit, Python ends threads that request the GIL.
+    the GIL, and one of these threads may wait for the GIL (pytorch/pytorch#56297). While a process
+    exits, this deadlock cannot occur, because Python then ends each thread that requests the GIL.
     """
     ddp = torch.nn.parallel.DistributedDataParallel
     _kept.extend(it.process_group for it in gc.get_objects() if issubclass(type(it), ddp))

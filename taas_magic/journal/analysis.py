@@ -478,11 +478,12 @@ def _share(part: float, whole: float) -> float:
 
 
 def curves(events: Iterable[Event]) -> dict[str, list[tuple[float, Point]]]:
-    """Return the curves of all loaders of a run from the events of its journal.
+    """Return how the counts of each loader of a run grew over time, from the journal's events.
 
     Returns:
         For each loader, a list with one pair per interval: the middle of the interval, in seconds
-        since the run's first event, and the increase of the ranks' counts in the interval.
+        since the run's first event; and a point with what ranks received and waited in the
+        interval.
     """
     run_counts, began = RunCounts(keep_points=None), None
     for event in events:

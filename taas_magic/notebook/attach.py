@@ -52,7 +52,7 @@ def attach(run: Run) -> None:
 def _show(run: Run, interrupts: Interrupts) -> RunState:
     """Show the past and new events of a run until the run has ended or the user interrupts.
 
-    A lost run has ended, too, although its journal has no event for the end.
+    A lost run counts as ended, although its journal has no event for the end.
 
     Returns:
         The state that the view showed last.

@@ -424,8 +424,9 @@ def check(
     """Check the hosts of pools in parallel. Can be interrupted at any time.
 
     Args:
-        shells: Function that returns the shells of a pool, as `Engine.shells` does. When `check`
-            ends, it sets the event, to cancel shells that are still connecting.
+        shells: Function that returns the shells of a pool, as `Engine.shells` does. At its end,
+            `check` sets the `threading.Event` that it passed to this function. The event cancels
+            shells that are still connecting.
         mark: See `of_this_machine`.
         modules: Top-level modules that a host must have.
 

@@ -87,8 +87,8 @@ class _Watch:
             timeout_s: Seconds to wait at most; None for no limit.
 
         Returns:
-            Paths to check, and whether to check all other paths, too, because events may have been
-            lost.
+            Paths to check; and whether all other paths must be checked, because events may have
+            been lost.
         """
         if self._misses_events:
             timeout_s = BLIND_S if timeout_s is None else min(timeout_s, BLIND_S)

@@ -293,7 +293,8 @@ class DiscardingView(StoreView):
     def path_to_change(self, store_path: str, *, folder: bool = False) -> str:
         """Return the path of the rank's own version of `store_path`, or of a new placeholder.
 
-        The call changes or removes the placeholder, and the file in the store stays as it is.
+        The user's call, such as `os.chmod` or `os.remove`, then acts on the returned path. The file
+        in the store stays as it is.
         """
         self.record_write(store_path)
         is_folder = folder or os.path.isdir(self.common_path(store_path))

@@ -690,7 +690,7 @@ def test_each_slot_has_a_gpu_of_its_own_and_a_farm_ends_with_its_kernel(
     kernel_of_its_own: Frontend, tmp_path: Path, no_leftovers: str
 ) -> None:
     """Two jobs wait for each other, so they run at once. Each sees one of the kernel's GPUs."""
-    (tmp_path / "project" / "taas.toml").write_text("[pools.local]\ngpus = 2")
+    (tmp_path / "project" / "taas.toml").write_text("[pools.local]\ngpus = 2\ncores = 2")
     (tmp_path / "temporary").mkdir()
     request = kernel_of_its_own.run(f"""import os, time
 os.environ["CUDA_VISIBLE_DEVICES"] = "4,5"
