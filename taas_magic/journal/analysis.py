@@ -218,7 +218,8 @@ _LEAST_SPAN_S = 1.0
 _BUSY = 0.7
 """Minimum fraction of the time that busy workers spend preparing batches.
 
-If a smaller fraction of the workers work in parallel, the dataset counts as having too few streams.
+If a smaller fraction of the workers work in parallel, the dataset has too few streams, or its
+streams have different lengths.
 """
 
 _CPU_BOUND = 0.6
@@ -320,10 +321,10 @@ def _cause_and_remedy(load: LoaderUse) -> str:
     if load.busy < _BUSY:
         return _advise_on_delivery(load)
     if load.working < _BUSY * load.workers:
-        streams = round(load.working)
         return (
-            f"its dataset has only {streams} stream{'s' * (streams > 1)} for {load.workers:.0f} "
-            f"workers; num_workers={load.workers:.0f} in the DataLoader would use them all"
+            f"its dataset's streams kept only {load.working:.1f} of {load.workers:.0f} workers "
+            f"busy; num_workers={load.workers:.0f} in the DataLoader would divide it into "
+            f"{load.workers:.0f} streams"
         )
     if load.cpu < _CPU_BOUND and load.cores < _FULL:
         # processes that wait for storage need no cores of their own

@@ -50,7 +50,11 @@ CASES = {
     ),
     "one stream": (
         replace(STORAGE, workers=4, working=1.05),
-        "has only 1 stream for 4 workers; num_workers=4 in the DataLoader",
+        "kept only 1.1 of 4 workers busy; num_workers=4 in the DataLoader would divide it into 4",
+    ),
+    "two streams of different lengths": (
+        replace(STORAGE, workers=4, working=1.4),
+        "kept only 1.4 of 4 workers busy; num_workers=4",
     ),
     "network": (IDLE, "limits it to 110 MB/s, and its workers are not busy; --cpus 3"),
     "network, no core for one more": (
