@@ -31,8 +31,9 @@ class Federation:
         per_host: The `context.node_config` of the ClientApp on each host, by the host's name.
             Values are strings, numbers and booleans, such as the path of the host's data.
         hosts: Number of hosts; 0 for all hosts of the pool.
-        store: Path of the run's project store: the folder to which the ServerApp writes. "" for an
-            empty temporary folder, which is removed after the run.
+        store: Path of the run's project store: the folder to which the ServerApp writes. A host
+            that does not share this folder receives a copy. "" for an empty temporary folder, which
+            is removed after the run.
     """
 
     pool: str = "local"
@@ -53,8 +54,8 @@ class Federation:
 
         Args:
             server_app: A Flower `ServerApp`, which runs on the first host. If another host is lost
-                during the training, Flower's settings, such as `min_available_nodes`, decide
-                whether the training continues.
+                after all hosts have started to take part, the run does not end: Flower's settings,
+                such as `min_available_nodes`, decide whether the training continues.
             client_app: A Flower `ClientApp`, which runs on every host.
             config: The `context.run_config` of both apps.
             timeout_s: Seconds after which taas-magic ends the run; None for no limit.
@@ -66,7 +67,8 @@ class Federation:
             UsageError: The pool does not exist or has too few hosts. Or `per_host` names a host
                 that is not in the pool. Or `config` or `per_host` has a value that is not a string,
                 number or boolean. Or there is no notebook, or the extension is not loaded.
-            TaasError: The run failed. The errors are those of a `%%taas` cell.
+            TaasError: The run failed, for example because flwr is not installed on a host. The
+                errors are those of a `%%taas` cell.
         """
         _check_values(config or {}, *self.per_host.values())
         magics = _magics()
