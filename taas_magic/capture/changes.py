@@ -83,7 +83,11 @@ class ChangeDetector:
                     self._before[name] = described
 
     def notes(self, namespace: Mapping[str, Any]) -> list[str]:
-        """Return a list with one note that names the changed values; empty if none changed."""
+        """Return a list with one note that names the changed values; empty if none changed.
+
+        For ordinary values, the note suggests `--out`. For classes, the note tells the user to set
+        the changed attributes in the notebook.
+        """
         names = self._changed(namespace)
         classes = [name for name in names if isinstance(namespace[name], type)]
         values = [name for name in names if name not in classes]
@@ -100,7 +104,7 @@ class ChangeDetector:
         """Return the names whose values have changed since the constructor was called.
 
         If the cell has given a name another object, the old object is compared, as long as it
-        exists.
+        exists. A value is skipped if its digest fails or would exceed the cost limit.
         """
         found = []
         budget = _Budget()
@@ -182,7 +186,9 @@ class _DescriptionPickler(pickle.Pickler):
     def reducer_override(self, obj: Any) -> Any:
         """Reduce an object to `_placeholder` and its description. Called by pickle.
 
-        An object that `--out` returns is reduced to a constant.
+        Counts the object's cost, and raises `_TooCostlyError` above the limit. An object that
+        `--out` returns is reduced to a constant. NotImplemented means that pickle's own rules
+        apply.
         """
         is_array = type(obj).__module__.partition(".")[0] in ("torch", "numpy")
         self._budget.spend(_TENSOR_COST if is_array else _OBJECT_COST)
@@ -203,6 +209,9 @@ def _placeholder(*described: Any) -> None:
 
 def _description(obj: Any) -> Any:
     """Return the parts of an object that are compared before and after the cell.
+
+    The parts depend on the class. For a tensor, they are its dtype, its shape and a sample of its
+    elements. For an instance of a user's class, they are its attributes.
 
     Returns:
         The name of the object's class, and the compared parts. For a class that this function does

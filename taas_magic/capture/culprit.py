@@ -79,8 +79,9 @@ def capture_error(
 ) -> CaptureError:
     """Return the error for a variable whose value cannot be sent.
 
-    The message has the path to the innermost part that cannot be sent, the part's class, and
-    advice.
+    The message has the path to the innermost part that cannot be sent, the part's class, and advice
+    for this class and destination. If there is no advice for the class, the message has general
+    advice and pickle's error. For a widget, the message only suggests `.value`.
 
     Args:
         note: Reason why the variable is captured; may be empty.
@@ -213,7 +214,10 @@ def _function_parts(function: FunctionType) -> Iterator[tuple[str, Any]]:
 
 
 def _reduced_parts(value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield (path step, object) for the parts that an object's `__reduce_ex__` returns."""
+    """Yield (path step, object) for the parts that an object's `__reduce_ex__` returns.
+
+    Yield nothing if `__reduce_ex__` raises an error or returns only a name.
+    """
     try:
         reduced = value.__reduce_ex__(5)
     except Exception:  # this object itself cannot be pickled
@@ -233,7 +237,8 @@ def _reduced_parts(value: Any) -> Iterator[tuple[str, Any]]:
 def _attributes(state: Any) -> Iterator[tuple[str, Any]]:
     """Yield (path step, value) for each attribute in the pickled state of an object.
 
-    The children, parameters and buffers of a torch module appear as its attributes.
+    The children, parameters and buffers of a torch module appear as its attributes. A state that
+    is not a dict is one part.
     """
     if not isinstance(state, dict):
         yield ".<state>", state
@@ -256,7 +261,14 @@ def type_name(value: Any) -> str:
 
 
 def _advice(value: Any, names: list[str]) -> str | None:
-    """Return the advice for an object that cannot be sent to the ranks; None if there is none."""
+    """Return the advice for an object that cannot be sent to the ranks; None if there is none.
+
+    There is advice for objects that belong to one process, functions that `torch.compile` made,
+    locks, and the classes in `_ADVICE`.
+
+    Args:
+        names: Names of the object's class and its base classes.
+    """
     if is_process_bound(type(value)):
         return _PROCESS_BOUND
     if _is_compiled(value):

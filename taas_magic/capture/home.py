@@ -104,7 +104,8 @@ class ResultPickler(ValuePickler):
     def _add_after_needs(self, value: Callable[[], Any], owner: str) -> None:
         """Add the cell's variables that a value needs, then add the value.
 
-        To find these variables, the method first adds the value on trial.
+        To find these variables, the method first adds the value on trial, and removes it if any
+        are missing. A variable that cannot be pickled is recorded in `problems`.
         """
         with self.rollback() as undo:
             self.needs.clear()
@@ -180,6 +181,7 @@ def load(
 
     The cell's variables that came with a result are set in `namespace`. A variable is skipped if
     its name belongs to a builtin, or to a variable of the notebook that no earlier result has set.
+    If the skipped variable has another value than the notebook's, the returned notes say so.
 
     Args:
         out: Names in `--out`. The caller sets these variables later, so there are no notes about

@@ -150,7 +150,8 @@ def differences(modules: Mapping[str, ModuleSource], cell: str) -> tuple[str, ..
     """Return notes on module constants that have another value in the notebook than in the file.
 
     Ranks import the file. The notebook has another value if a cell has set the constant, or if the
-    file was edited after the notebook imported the module.
+    file was edited after the notebook imported the module. Only the first `_MOST_DIFFERENCES`
+    constants get their own note; one more note counts the others.
 
     Args:
         cell: Text of the cell. There is no note on a constant that the cell sets.
@@ -181,7 +182,9 @@ def patches(
 ) -> Iterator[str]:
     """Yield notes on functions that the notebook has replaced in a module or class.
 
-    Ranks have the original functions.
+    Ranks have the original functions. In a module, only the names in `attributes` are checked; the
+    modules and classes among these are searched, too. In a class, all members are checked. Only the
+    first `_MOST_DIFFERENCES` functions get a note.
 
     Args:
         modules: Modules that the cell uses.
@@ -306,6 +309,9 @@ def _find(
 ) -> ModuleSource | None:
     """Return the source of a module if it is local, else None.
 
+    A submodule is searched only in the folder of its package, which must be in `found`. A top-level
+    module is searched on `sys.path` and in the project folder.
+
     Args:
         found: Modules found so far, which include the parent packages of `name`.
     """
@@ -336,7 +342,13 @@ def _is_local_spec(spec: ModuleSpec | None, folders: Sequence[Path]) -> bool:
 
 
 def _source(name: str, spec: ModuleSpec | None) -> ModuleSource | None:
-    """Read the source of a module; None if the module has no Python source."""
+    """Read the source of a module; None if the module has no Python source.
+
+    A folder without `__init__.py` gets an empty source.
+
+    Raises:
+        CaptureError: The file is not Python text.
+    """
     if spec is None:
         return None
     is_package = spec.submodule_search_locations is not None
@@ -439,8 +451,13 @@ def needed_modules(
 ) -> tuple[str, ...]:
     """Return the top-level modules that must be installed on every host that runs a cell.
 
+    These are imports of the cell, top-level imports of `travelling`, and `referred`. Imports that
+    may be skipped, as in an `if` or `try` block, do not count. The project's own modules and the
+    standard library are left out.
+
     Args:
         referred: Modules that the captured values refer to, or that captured functions import.
+            Those that are not installed on this machine do not count.
         travelling: The project's own modules that are sent, by name.
         texts: Sources of the cells that defined captured functions.
     """

@@ -264,7 +264,11 @@ class UsedNames:
                 self._simple(node)
 
     def _simple(self, node: ast.stmt) -> None:
-        """Record the names of a statement that contains no other statements."""
+        """Record the names of a statement that contains no other statements.
+
+        Names that the statement certainly assigns become `_defined`, and no longer refer to a
+        function of the cell. Names that it deletes are no longer `_defined`.
+        """
         use = self._compiled(node)
         self.updates |= use.names & use.stores
         self._read(use.names)
@@ -276,7 +280,12 @@ class UsedNames:
             self._defined.difference_update(n for target in node.targets for n in _bound(target))
 
     def _define(self, node: _Definition) -> None:
-        """Record the names of a function or class definition."""
+        """Record the names of a function or class definition.
+
+        Names that the definition reads at once count now. Names that its code reads when called
+        are stored in `_later` and `definitions`. If it has a decorator, all names count now,
+        because the decorator may call the function.
+        """
         use = self._compiled(node)
         self.updates |= (use.names & use.stores) - {node.name}
         reads_at_once = use.names if node.decorator_list else use.now
@@ -409,6 +418,9 @@ def unknown_result(
 ) -> str | None:
     """Return a message if a name of `--out` cannot exist when the cell ends, else None.
 
+    The message is about the first such name. None also if the cell may set any name, for example
+    by `exec` or a star import.
+
     Args:
         names: Names in `--out`.
         captured: Names of the notebook's variables that the ranks get.
@@ -424,7 +436,10 @@ def unknown_result(
 
 
 def _unknown(name: str, has: Collection[str], is_in_notebook: bool) -> str:
-    """Return the message about a name in `--out` that no rank will have, with suggestions."""
+    """Return the message about a name in `--out` that no rank will have.
+
+    The message suggests similar names in `has`, or lists `has` if there are none.
+    """
     near = difflib.get_close_matches(name, has, n=3, cutoff=0.6)
     if near:
         possible = f"did you mean {' or '.join(near)}?"

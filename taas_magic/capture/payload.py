@@ -104,6 +104,9 @@ class _NotebookPickler:
     def pickle_variables(self, names: Mapping[str, str]) -> None:
         """Pickle variables of the notebook, except those that are pickled already.
 
+        Each variable that it pickled is added to `captured`; a module also to `modules`. A value
+        that cannot be sent is passed to `refuse`.
+
         Args:
             names: Reason for the capture of each variable, by name. Names that are no variables of
                 the user are skipped.
@@ -139,8 +142,9 @@ class _NotebookPickler:
     def _add(self, values: Sequence[tuple[str, Any]], why: str) -> list[CapturedVariable]:
         """Pickle values, given as (name, value), and before them the variables that they need.
 
-        A first attempt to pickle the values finds those variables. The order matters: code that
-        runs while a value is loaded (`__setstate__`, `__hash__`) needs its globals.
+        For a function of the notebook, these are the names that its code uses. A first attempt to
+        pickle the values finds the others, and is undone if any are missing. The order matters:
+        code that runs while a value is loaded (`__setstate__`, `__hash__`) needs its globals.
         """
         for name, value in values:
             if isinstance(value, FunctionType) and value.__globals__ is self._namespace:
@@ -158,7 +162,13 @@ class _NotebookPickler:
     def _pickle(
         self, values: Sequence[tuple[str, Any]], why: str
     ) -> tuple[list[CapturedVariable], dict[str, str]]:
-        """Pickle values; return their records, and the variables to pickle before them."""
+        """Pickle values; return their records, and the variables to pickle before them.
+
+        The variables to pickle come with the reason for their capture.
+
+        Raises:
+            CaptureError: A value cannot be sent.
+        """
         captured: list[CapturedVariable] = []
         missing: dict[str, str] = {}
         note = "" if why in (THE_CELL, THE_CALL) else why
@@ -311,6 +321,8 @@ class LoadedPayload(PayloadDescription, frozen=True, kw_only=True):
     def load_into(self, namespace: dict[str, Any]) -> Work:
         """Apply the notebook's process state and load the captured values into `namespace`.
 
+        Before the values, it installs the project's modules, applies the warning filters, and
+        imports the submodules that the cell uses. It applies the other settings after the values.
         Call this once per payload, immediately before the work runs, because the process state may
         seed torch. The values are writable: a rank that writes to a page of the payload's file gets
         a copy.
@@ -367,6 +379,9 @@ def capture(
     imports: Collection[str] = (),
 ) -> Payload:
     """Find and pickle the notebook objects that a cell or a function uses. Runs in the kernel.
+
+    The payload also contains the notebook's process state, the sources of the project's modules
+    that are used, the modules that hosts need, and notes for the user.
 
     Args:
         namespace: The notebook's own dict, not a copy. A function whose globals are this dict

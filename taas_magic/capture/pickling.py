@@ -291,6 +291,7 @@ class ValuePickler(cloudpickle.Pickler):
         """Run a `with` block that can remove everything that it added to the pickle.
 
         Yields a function that removes it. If the block raises an exception, everything is removed.
+        What the block added to `needs`, `modules` and the other records stays.
         """
         memo: dict[int, Any] = self.memo.copy()
         filled = self.filled.copy()
@@ -312,6 +313,7 @@ class ValuePickler(cloudpickle.Pickler):
         """Add a dict of the functions and classes of `__main__` that the added values use.
 
         A fetcher puts this dict into its own `__main__`, so that a dataset can pickle them by name.
+        Pickling the dict may add names to `needs`; it is then pickled again with these names.
         """
         main, is_complete = vars(sys.modules["__main__"]), False
         while not is_complete:
@@ -341,7 +343,9 @@ class ValuePickler(cloudpickle.Pickler):
     def reducer_override(self, obj: Any) -> Any:
         """Reduce an object by the rules of this pickler; called by pickle.
 
-        Returns NotImplemented if pickle's own rules apply.
+        Returns NotImplemented if pickle's own rules apply. For the ranks, a registered loader is
+        replaced by a remote loader. An object that would be useless at the destination, such as a
+        process group, raises PicklingError.
         """
         kind = type(obj)
         try:
@@ -395,7 +399,11 @@ class ValuePickler(cloudpickle.Pickler):
         return rules
 
     def _reduce_class(self, cls: type) -> Any:
-        """Reduce a class: by name if it can be imported, else by value."""
+        """Reduce a class: by name if it can be imported, else by value.
+
+        Records an importable class in `classes`, and its module in `modules`. Adds the name of any
+        other class to `needs`.
+        """
         reduced = super().reducer_override(cls)
         if reduced is NotImplemented:
             self.modules.add(cls.__module__)
@@ -406,7 +414,12 @@ class ValuePickler(cloudpickle.Pickler):
         return reduced
 
     def _reduce_function(self, function: FunctionType) -> Any:
-        """Reduce a function: by name if it can be imported, else by value."""
+        """Reduce a function: by name if it can be imported, else by value.
+
+        Records the module of an importable function. For any other function, records its file and
+        what its code uses (`needs`, `modules`, `attributes`, `stores`). A function of
+        `functools.singledispatch` has a reducer of its own.
+        """
         reduced = super().reducer_override(function)
         if reduced is NotImplemented:
             self.modules.add(function.__module__)
@@ -448,7 +461,11 @@ class ValuePickler(cloudpickle.Pickler):
         return make_cell, (), contents, None, None, fill_cell
 
     def _unless_importable(self, handler: Handler) -> Handler:
-        """Return a reducer that leaves importable objects to pickle, and others to `handler`."""
+        """Return a reducer that leaves importable objects to pickle, and others to `handler`.
+
+        The reducer adds the module of an importable object to `modules`, and the name of any other
+        object to `needs`.
+        """
 
         def reduce(definition: Any) -> Any:
             if is_importable(definition):

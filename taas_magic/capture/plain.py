@@ -129,7 +129,11 @@ class PlainWriter:
         return [self._item(value) for value in values]
 
     def _number(self, value: Any) -> int:
-        """Return the number of a value's node. Write the node if the table does not have it yet."""
+        """Return the number of a value's node. Write the node if the table does not have it yet.
+
+        Raises:
+            NotPlainError: The value is not plain data, or is nested more than `MAX_DEPTH` deep.
+        """
         known = self._numbers.get(id(value))
         if known is not None:
             return known
@@ -177,7 +181,11 @@ class PlainWriter:
         return number
 
     def _write_torch(self, value: Any) -> int | None:
-        """Write a torch object. Return the number of its node; None if the object is not plain."""
+        """Write a dtype, device, size, tensor or parameter of torch; return the number of its node.
+
+        None for any other object, and for a tensor that is not dense. The storage of a tensor gets
+        a node of its own, which tensors with the same storage share.
+        """
         import torch
 
         if isinstance(value, torch.dtype):
@@ -202,7 +210,10 @@ class PlainWriter:
         return self._append(PlainNode(kind, [(number,), *form]))
 
     def _write_numpy(self, value: Any) -> int | None:
-        """Write a numpy object. Return the number of its node; None if the object is not plain."""
+        """Write a dtype, scalar or array of numpy; return the number of its node.
+
+        None for any other object, and for a dtype that is not simple, such as one with fields.
+        """
         import numpy
 
         if isinstance(value, numpy.dtype) and _is_simple(value):
@@ -409,7 +420,15 @@ _CONTAINERS: dict[str, _Container] = {
 
 
 def _make_tensor(items: list[Any], memory: memoryview) -> "torch.Tensor":
-    """Make a tensor from plain data."""
+    """Make a CPU tensor on a storage of the table, without copying its memory.
+
+    Args:
+        items: Storage, name of the dtype, `requires_grad`, offset, sizes, and strides.
+        memory: Not used.
+
+    Raises:
+        ValueError: The tensor would exceed its storage, or an item is invalid.
+    """
     import torch
 
     storage, name, requires_grad, offset, *form = items

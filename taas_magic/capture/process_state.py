@@ -142,7 +142,9 @@ class _Logger(NamedTuple):
 def _collect_loggers() -> dict[str, Any]:
     """Return the settings of all loggers whose settings differ from the defaults.
 
-    Handlers are included for the root logger, and for loggers that no library made.
+    For a logger that a library made, only the level counts. For other loggers and the root logger,
+    `propagate` and those handlers that can be copied count, too. The result also has the level of
+    `logging.disable`. It is empty if everything has its default.
     """
     manager = logging.root.manager
     changed: dict[str, _Logger] = {}
@@ -186,7 +188,11 @@ def _shows(handler: logging.Handler) -> bool:
 
 
 def _handler_state(handler: logging.Handler) -> tuple[str, int, bytes] | None:
-    """Return the settings of a plain handler that writes to the cell's output, else None."""
+    """Return the stream name, level and pickled formatter of a handler, or None.
+
+    None unless the handler is a plain StreamHandler that writes to the cell's output. None also if
+    it has filters, or a formatter that is special or cannot be pickled.
+    """
     if type(handler) is not logging.StreamHandler or handler.filters:
         return None
     stream, formatter = stream_name(handler.stream), handler.formatter
@@ -201,8 +207,9 @@ def _handler_state(handler: logging.Handler) -> tuple[str, int, bytes] | None:
 def _apply_loggers(found: Mapping[str, Any]) -> None:
     """Set the levels and handlers of this process's loggers as in the notebook.
 
-    Skips loggers of libraries that this process has not imported, because a library sets up its
-    loggers when it is imported.
+    Also applies `logging.disable`. Adds handlers only to a logger that has none. For a library's
+    logger, sets only the level. Skips loggers of libraries that this process has not imported,
+    because a library sets up its loggers when it is imported.
     """
     logging.disable(found["disable"])
     known = logging.root.manager.loggerDict
@@ -251,7 +258,10 @@ def _collect_start_method() -> str:
 
 
 def _collect_torch() -> dict[str, Any]:
-    """Return those settings of torch that differ from torch's defaults, and the user's seed."""
+    """Return those settings of torch that differ from torch's defaults, and the user's seed.
+
+    Empty if this process has not imported torch. Without the seed if the user has set none.
+    """
     torch = _module_if_imported("torch")
     if torch is None:
         return {}
@@ -316,7 +326,11 @@ def _apply_numpy(found: Mapping[str, Any]) -> None:
 
 
 def _collect_matplotlib() -> bytes:
-    """Return a pickle of the rcParams that differ from matplotlib's defaults; b"" for none."""
+    """Return a pickle of the rcParams that differ from matplotlib's defaults; b"" for none.
+
+    The settings in `_RC_OF_THE_PROCESS` are left out. Returns b"" if this process has not imported
+    matplotlib.
+    """
     matplotlib = _module_if_imported("matplotlib")
     if matplotlib is None:
         return b""

@@ -42,7 +42,10 @@ def reduce_by_value(cls: type, reduced: Reduced, to_notebook: bool) -> Reduced:
     that return to the notebook have the notebook's class.
 
     Args:
-        to_notebook: Whether the class is sent to the notebook.
+        reduced: Result of cloudpickle. This function keeps the `__slots__` and the order of the
+            attributes, which cloudpickle would lose. A built-in type is returned as it is.
+        to_notebook: Whether the class is sent to the notebook. If the class came from there, only
+            its id and name are sent.
     """
     if len(reduced) < 6:  # NoneType and similar built-in types are looked up, not made
         return reduced
@@ -235,7 +238,10 @@ class NotebookNamespace(dict[str, Any]):
 
 @contextmanager
 def loading_into(namespace: dict[str, Any]) -> Iterator[None]:
-    """Replace each `NotebookNamespace` that is unpickled within the block by `namespace`."""
+    """Replace each `NotebookNamespace` that is unpickled within the block by `namespace`.
+
+    After the block, restore `__builtins__` of a namespace that is not empty.
+    """
     token = _target.set(namespace)
     try:
         yield
@@ -403,7 +409,10 @@ def _reduce_torch_name(value: Any) -> Reduced:
 
 
 def _reduce_script(script: Any) -> Reduced:
-    """Reduce a module or function of `torch.jit` to the bytes that `torch.jit.save` writes."""
+    """Reduce a module or function of `torch.jit` to the bytes that `torch.jit.save` writes.
+
+    The reduced object also has the device type of the first parameter or buffer; "cpu" if none.
+    """
     import torch
 
     file = io.BytesIO()

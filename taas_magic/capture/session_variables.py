@@ -109,7 +109,9 @@ class RankVariables:
     ) -> VariablesToSend:
         """Choose the variables of the notebook to send for a cell.
 
-        When the ranks have received these variables, the caller must call `record_sent`.
+        These are the used variables that the ranks lack, that have changed, or that are modules or
+        in `send`. Variables that share an object with these are sent, too. A changed process state
+        is also sent. When the ranks have received all this, the caller must call `record_sent`.
 
         Args:
             send: Names whose values are sent although cells have assigned them (`--send`).
@@ -159,6 +161,9 @@ class RankVariables:
     ) -> tuple[dict[str, tuple[SentValue, str]], list[str]]:
         """Pickle the wanted variables of the notebook, and the variables that these need.
 
+        Each variable is pickled on its own, only for its digest. A variable that belongs to the
+        ranks is not pickled unless it is in `forced`. The errors go to `refuse`.
+
         Returns:
             The record and the reason of each pickled variable, by name, in the order of pickling.
             And the names that belong to the ranks, but have a new value in the notebook.
@@ -187,7 +192,8 @@ class RankVariables:
     def record_sent(self, choice: VariablesToSend) -> None:
         """Record that all ranks have received the variables in `choice`.
 
-        These names belong to the notebook from now on.
+        These names belong to the notebook from now on. An earlier record is removed if its value
+        shares an object with the values in `choice`, so that this value is sent again, too.
         """
         fresh = frozenset[int]().union(*(sent.shared for sent in choice.sent.values()))
         for name, sent in list(self._sent.items()):
@@ -205,6 +211,8 @@ class RankVariables:
         plain: Mapping[str, str],
     ) -> None:
         """Record the variables that a cell assigned and deleted on a rank.
+
+        Assigned names belong to the ranks from now on. Deleted names are forgotten.
 
         Args:
             plain: Digests (`plain_digest`) of those assigned values that are plain.
@@ -229,7 +237,8 @@ class RankVariables:
     def _must_tell_user(self, name: str, value: Any) -> bool:
         """Return whether to tell the user that the notebook's value differs from the ranks' value.
 
-        Later calls with the same value return False.
+        Later calls with the same value return False. Also False for a module, for an object that
+        `--out` returned, and for a plain value that is equal at the ranks.
         """
         if _is_module(value) or self._returned.get(name) == id(value):
             return False
@@ -244,7 +253,12 @@ class RankVariables:
     def _notes(
         self, choice: VariablesToSend, kept: list[str], namespace: dict[str, Any], forced: set[str]
     ) -> list[str]:
-        """Return notes for the user about variables that are not sent, or are sent again."""
+        """Return notes for the user about variables that are not sent, or are sent again.
+
+        Args:
+            kept: Names that belong to the ranks, but have a new value in the notebook.
+            forced: Names in `--send`; there are no notes about them.
+        """
         notes = []
         if kept:
             values = "its value" if len(kept) == 1 else "their values"
