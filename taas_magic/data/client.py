@@ -194,6 +194,9 @@ class Route:
     def record_failure(self, number: int, error: Exception, silent_s: float) -> None:
         """Pause a fetcher. If no other fetcher is left to try now, wait up to 0.25 s.
 
+        Each further failure doubles the pause, up to a limit. This method also closes the idle
+        connections to the fetcher, and reads the current addresses of all fetchers.
+
         Args:
             silent_s: Seconds that the client waited for the fetcher.
 
@@ -430,7 +433,10 @@ class Client:
         self._value(LoaderRequest(RequestKind.STATE, self._epoch, slot, encode.as_bytes(state)))
 
     def close(self) -> None:
-        """End the pass: cancel pending requests, and store the connections for the next pass."""
+        """End the pass: cancel pending requests, and store the connections for the next pass.
+
+        A connection that has failed is closed instead.
+        """
         for number, link in list(self._links.items()):
             try:
                 link.cancel()
@@ -541,6 +547,7 @@ class Client:
 
         Raises:
             CancelledError: Another thread has set `must_end`.
+            RuntimeError: The response took longer than `timeout_s`.
             RunLost: No fetcher responds.
         """
         began = received_at = time.monotonic()
@@ -563,7 +570,11 @@ class Client:
             silent_s, received_at = 0.0, time.monotonic()
 
     def _receive(self, number: int) -> None:
-        """Receive a fetcher's next message and all further messages that arrived with it."""
+        """Receive a fetcher's next message and all further messages that arrived with it.
+
+        Store the responses among them, and end the fetcher's pause. Stop early if another
+        connection replaces this one meanwhile.
+        """
         link = self._links[number]
         for message, body in link.receive(self._blocks):
             self._route.record_response(number)
@@ -574,6 +585,9 @@ class Client:
 
     def _store_response(self, link: FetcherLink, response: Response, body: memoryview) -> None:
         """Store a response, which may answer several requests of its connection.
+
+        The requests are removed from `link.pending`. Each gets an equal part of the body; a small
+        part is copied.
 
         Raises:
             ProtocolError: The response does not belong to the oldest pending request.
@@ -645,6 +659,8 @@ class Client:
     def _reroute_requests(self, number: int, error: Exception, silent_s: float = 0.0) -> None:
         """Close a failed connection and send its pending requests to other fetchers.
 
+        Also pause the fetcher (`Route.record_failure`), and add the requests to `retried`.
+
         Raises:
             RunLost: No fetcher responds.
             OSError: `error` itself, if a signal handler of the cell raised it.
@@ -663,6 +679,9 @@ class Client:
 
 def decode_slot_response(response: Response, body: memoryview) -> SlotResponse:
     """Decode the response to a GET or PEEK request.
+
+    If the user's code raised an exception, this function returns it as `failure`. The response to
+    a PEEK request has units, but no batch.
 
     Raises:
         ProtocolError: The response has a kind that these requests do not allow.

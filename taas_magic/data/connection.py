@@ -131,7 +131,10 @@ class FetcherLink:
             self._socket.settimeout(ALIVE_S)
 
     def request(self) -> None:
-        """Send the requests in `unsent`; those that differ only in the slot share a message."""
+        """Send the requests in `unsent`, and move them to `pending`.
+
+        Consecutive requests that differ only in the slot share a message.
+        """
         requests, self.unsent = self.unsent, []
         self.pending += requests
         messages = []
@@ -253,7 +256,13 @@ class Inbox:
         return whole
 
     def next_complete(self) -> tuple[FromServer, memoryview] | None:
-        """Return the next message and its body; None if either is not completely in the chunk."""
+        """Return the next message and its body; None if either is not completely in the chunk.
+
+        A body that does not start at an aligned offset is copied.
+
+        Raises:
+            ProtocolError: The message is damaged or not allowed, or the body's checksum is wrong.
+        """
         now = self._now
         if now is None:
             now = self._now = self._state.decode(self._chunk[self._start : self._end])
@@ -322,6 +331,7 @@ class Inbox:
 
         Raises:
             PeerSilent: No data arrived for a tick, and no frame has begun.
+            ConnectionError: The peer paused in the middle of a frame for too long.
         """
         now = self._now
         least = max(now.body_bytes if now else self._latest_bytes, _LEAST_ROOM_BYTES)

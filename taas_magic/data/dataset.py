@@ -219,6 +219,9 @@ class BatchSource:
     def open(self, epoch: int) -> EpochDescription:
         """Return an epoch's description; for a map-style loader, run the sampler to find the order.
 
+        For an iterable-style loader, run no user code; the description has the number of streams.
+        It may also name an attribute in which the dataset counts its epochs.
+
         Raises:
             UserCodeFailed: The sampler raised an exception.
         """
@@ -348,7 +351,16 @@ class BatchSource:
             torch_worker._worker_info = before
 
     def _fetch(self, epoch: int, slot: int, indices: Any) -> Any:
-        """Seed the random generators for a batch of a map-style loader, and return the batch."""
+        """Seed the random generators for a batch of a map-style loader, and return the batch.
+
+        If an item raises an exception, `_at` names the item's index, for the error message.
+
+        Args:
+            indices: Indices of the batch's samples; None for those of this worker's own order.
+
+        Raises:
+            NoBatch: The slot is after the end of the epoch.
+        """
         order = self._enter(epoch)
         if indices is None:
             try:
@@ -378,8 +390,9 @@ class BatchSource:
     def _next_of(self, epoch: int, slot: int) -> Any:
         """Return a batch of an iterable-style loader.
 
-        If the stream's cursor is before the batch, read and discard the batches in between. Use a
-        new cursor (`_new_cursor`) if the cursor is past the batch, or if a saved state is nearer.
+        If the stream's cursor is before the batch, read and discard the batches in between, and
+        ignore their errors. Use a new cursor (`_new_cursor`) if the cursor is past the batch, or if
+        a saved state is nearer. Then cursors of old epochs are dropped.
         """
         assert self.streams is not None
         item, stream = divmod(slot, self.streams)
@@ -419,8 +432,9 @@ class BatchSource:
     def _new_cursor(self, epoch: int, stream: int, item: int) -> "Cursor":
         """Return a cursor with a fresh dataset for a stream.
 
-        The cursor begins at the latest saved state at or before `item`; without such a state, at
-        item 0.
+        The loader is unpickled again. The dataset's `set_epoch` is called and, if the loader has
+        workers, `worker_init_fn`. The cursor begins at the latest saved state at or before `item`;
+        without such a state, at item 0.
         """
         loader, definitions = load(self._payload)
         loader = _with_own_memory(loader)
@@ -511,6 +525,9 @@ class Cursor:
     def next_batch(self) -> Any:
         """Return the stream's next batch.
 
+        Before every batch but the cursor's first, save the dataset's state if a snapshot is due.
+        If the user's code raises an exception, the cursor still advances by one batch.
+
         Raises:
             NoBatch: The stream has ended.
         """
@@ -538,6 +555,9 @@ class Cursor:
 
     def _gather(self, samples: Iterator[Any]) -> Any:
         """Return the next batch's samples, or the next sample if `batch_size` is None.
+
+        When the samples end, set `counter`. An incomplete last batch is dropped if the loader has
+        `drop_last`.
 
         Raises:
             NoBatch: The stream has no further batch.
@@ -571,6 +591,9 @@ class Snapshots:
 
     def save_if_due(self, dataset: Any, item: int) -> None:
         """Save the dataset's state, if it has a `state_dict` and a snapshot is due.
+
+        If there are then more than `_MOST_SNAPSHOTS` states, drop every second one, and double the
+        interval.
 
         Args:
             item: Index of the next item; a snapshot is due at multiples of the current interval.
@@ -651,7 +674,11 @@ class UserErrorReport:
 
     @classmethod
     def of(cls, error: BaseException, where: str) -> "UserErrorReport":
-        """Return the description of a caught exception."""
+        """Return the description of a caught exception.
+
+        The text leaves out the traceback's first frames, which belong to this package. For an
+        exception group, `parts` describes its exceptions.
+        """
         # Python 3.10 has no exception groups (PEP 654).
         is_group = any(base.__name__ == "BaseExceptionGroup" for base in type(error).__mro__)
         parts = getattr(error, "exceptions", ()) if is_group else ()
@@ -680,8 +707,8 @@ class UserErrorReport:
     def _exception(self) -> Exception:
         """Return the exception that `reraise` raises, with the original traceback in its message.
 
-        If the exception's type changes the message, a note contains the traceback (from Python 3.11
-        on).
+        The exception is a RuntimeError in the cases that `reraise` lists. If the exception's type
+        changes the message, a note contains the traceback (from Python 3.11 on).
         """
         text = f"Caught {self.kind.__name__} {self.where}.\nOriginal {self.text}"
         if not issubclass(self.kind, Exception):

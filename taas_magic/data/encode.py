@@ -169,7 +169,9 @@ def _with_grad_and_attributes(
 def _reduce(tensor: torch.Tensor) -> Any:
     """Return the function call that rebuilds a tensor that is not plain from plain tensors.
 
-    This is a reducer for pickle's `dispatch_table`.
+    This is a reducer for pickle's `dispatch_table`. It handles tensors with a gradient flag or
+    attributes, conjugate and negative views, and nested and sparse tensors. For other tensors, it
+    returns torch's own reduction.
     """
     if tensor.requires_grad or tensor.__dict__:
         return _with_grad_and_attributes, (
@@ -281,9 +283,10 @@ def _pickle(
 
 
 def encode(value: object) -> Encoded:
-    """Encode a batch in a worker, without copying its tensors and arrays.
+    """Encode a batch in a worker, if possible without copying its tensors and arrays.
 
-    The result refers to their memory, so do not modify the batch while the result is in use.
+    The result refers to their memory, so do not modify the batch while the result is in use. For a
+    common batch (`_split`), the table of contents comes from a cache.
 
     Raises:
         Exception: Any exception that a custom type raises when it is pickled.
@@ -424,6 +427,9 @@ def _choose_spans(
 ) -> tuple[list[TensorRow], list[memoryview]]:
     """Choose the spans of memory to send, and compute each tensor's offset in its span.
 
+    Tensors whose memory overlaps share a span. But if a span would have too many gaps, each of its
+    tensors gets a dense span of its own, by a copy if necessary. An empty tensor gets no span.
+
     Args:
         first_buffer: Index of the first span among the body's buffers.
 
@@ -467,6 +473,8 @@ def _choose_spans(
 
 def decode(body: memoryview, head_bytes: int) -> Any:
     """Decode a batch; its tensors and arrays are views of `body`, whose memory they keep alive.
+
+    A tensor whose values were sent without the gaps of its strides is a copy.
 
     The body is unpickled, so it must come from a peer that has proved the run's key.
 
@@ -543,7 +551,11 @@ def _contents(head: bytes) -> _TableOfContents:
 
 
 def _rebuild(locations: Iterable[_TensorLocation], body: memoryview) -> list[torch.Tensor]:
-    """Return the tensors of an encoded batch: views of `body` if possible, else copies."""
+    """Return the tensors of an encoded batch: views of `body` if possible, else copies.
+
+    Tensors in the same buffer share one storage. A tensor is copied if its values are dense in the
+    body, but its strides have gaps.
+    """
     storages: dict[tuple[int, int], torch.UntypedStorage] = {}
     tensors = []
     for at, values, storage, dtype, shape, stride, is_packed in locations:

@@ -123,7 +123,10 @@ class Step(NamedTuple):
 
 
 def _sampled(source: Iterator[Step], counts: RankCounts) -> Iterator[Step]:
-    """Yield from `source`, and measure the wall and CPU time of every 16th step."""
+    """Yield from `source`; add the wall and CPU time of every 16th step to `counts`.
+
+    The first step is not measured, because its time includes the start of the fetchers.
+    """
     wall_s = cpu_s = 0.0
     # Skip the first batch, whose time includes the start of the fetchers.
     for number, item in enumerate(source, 1):
@@ -177,7 +180,11 @@ class EpochIterator(Iterator[Any]):
             return self._next_batch()
 
     def _next_batch(self) -> Any:
-        """Return the next batch. At the epoch's end, or on an exception, close the pass."""
+        """Return the next batch, and add the time of waiting for it to the loader's counts.
+
+        The first call opens the epoch. At the epoch's end, or if receiving fails, close the pass.
+        An exception that the user's code raised instead of returning the batch does not close it.
+        """
         self._waits_since = time.perf_counter()
         self._began = self._began or self._waits_since
         try:
@@ -195,7 +202,12 @@ class EpochIterator(Iterator[Any]):
         return len(self._loader)
 
     def close(self) -> None:
-        """End the pass, without waiting for batches that were requested."""
+        """End the pass, without waiting for batches that were requested.
+
+        Add the pass's time and repeated requests to the loader's counts. Stop the thread that
+        receives batches, which then closes the client; without a thread, close the client here. Do
+        nothing if the pass has ended already.
+        """
         if self.ended:
             return
         self.ended = True
@@ -242,6 +254,9 @@ class EpochIterator(Iterator[Any]):
     def _begin(self) -> Iterator[Step]:
         """Open the epoch on the fetchers, and return an iterator over this rank's steps.
 
+        Also send loaded states of streams to the workers, and add a line for the pass to the
+        ledger. Rank 0 warns if the dataset counts its epochs, or has a random generator of its own.
+
         Raises:
             ValueError: The epoch's order is not the one that the loaded state requires.
         """
@@ -271,7 +286,8 @@ class EpochIterator(Iterator[Any]):
 
         In a run without fetchers, each rank runs the sampler itself. If the sampler draws from an
         unseeded generator, the ranks' orders differ. Then all ranks use the order of the rank that
-        opened the epoch first, and `client` requests batches in this order.
+        opened the epoch first, and `client` requests batches in this order. That rank publishes its
+        indices for the others. In any other case, return `opened` unchanged.
 
         Raises:
             RunLost: This rank's order differs, and the sampler has no length.
@@ -326,7 +342,8 @@ class EpochIterator(Iterator[Any]):
         """Count a received batch in the loader's counts and the ledger, and return the batch.
 
         After a large batch (`_THREAD_FROM_BYTES`), also start the thread that receives all later
-        batches.
+        batches. If the loader pins memory, copy the batch to pinned memory, unless the thread has
+        done so.
 
         Raises:
             StopIteration: With this step's batches, the ranks together would exceed `--units`.
@@ -410,7 +427,8 @@ class EpochRequests:
     def _receive_step(self, step: int) -> SlotResponse | None:
         """Return this rank's batch of a step; None at the end of the epoch.
 
-        If the schedule does not know the step's slot yet, first receive the units of other batches.
+        First, request further batches if that is due. If the schedule does not know the step's slot
+        yet, receive the units of other batches; this rank's own batches among them are kept.
 
         Raises:
             ProtocolError: The fetchers announced the batch, but do not have it.
@@ -486,7 +504,11 @@ class ReceiveThread(Iterator[Step]):
                 self._queue.get_nowait()
 
     def _run(self) -> None:
-        """Receive steps until the epoch's end, `stop` or an exception (the thread's function)."""
+        """Receive steps until the epoch's end, `stop` or an exception (the thread's function).
+
+        Queue each step, with its batch in pinned memory if `pins`. At the end, close the client,
+        and queue the exception that `__next__` raises.
+        """
         end: BaseException = StopIteration()
         try:
             for step in self._source:

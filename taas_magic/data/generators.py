@@ -21,7 +21,11 @@ _DEEPEST = 3
 
 
 def find_generators(value: object) -> Iterator[str]:
-    """Yield the paths of the random generators in an object, such as `transform.noise.rng`."""
+    """Yield the paths of the random generators in an object, such as `transform.noise.rng`.
+
+    Search attributes, lists and tuples, up to `_MOST_LOOKS` objects and `_DEEPEST` nested
+    attributes.
+    """
     numpy: Any = sys.modules.get("numpy")
     of_numpy = (numpy.random.Generator, numpy.random.RandomState) if numpy else ()
     kinds = (torch.Generator, random.Random, *of_numpy)

@@ -245,8 +245,10 @@ class RemoteLoader(DataLoader[Any]):
     def __len__(self) -> int:
         """Return the number of batches that this rank gets in an epoch.
 
-        In a rehearsal, passes are short, and the result is the length of a short pass. So the
-        rehearsal also runs code that a cell runs only at the last batch of an epoch.
+        If this number may change from epoch to epoch, the result is that of the current pass.
+        Without a current pass, this method opens the next epoch on the fetchers. In a rehearsal,
+        passes are short, and the result is the length of a short pass. So the rehearsal also runs
+        code that a cell runs only at the last batch of an epoch.
 
         Raises:
             TypeError: The loader has no length.
@@ -378,8 +380,10 @@ class RemoteLoader(DataLoader[Any]):
     def with_states(self, position: dict[str, Any]) -> dict[str, Any]:
         """Add the states of the dataset's streams to a result of `position`, and return it.
 
-        A stream's state is the latest one that a worker has saved at or before the position.
-        Nothing is added if the dataset has no `state_dict`.
+        A stream's state is the latest one that a worker has saved at or before the position; this
+        method requests it from the fetchers. But states that `load_state_dict` has loaded and that
+        were not sent yet are added as they are. Nothing is added if the dataset has no
+        `state_dict`, or at the beginning of an epoch.
         """
         epoch, place = position["epoch"], EpochPosition(*position["place"])
         if not self.shape.has_state or place == EpochPosition():
@@ -428,6 +432,7 @@ class RemoteLoader(DataLoader[Any]):
         """Return a route to the fetchers.
 
         In a run without fetchers, start a server of this rank, and return a route to the server.
+        The server ends when this loader is deleted.
         """
         feed, name = self.feed, self.shape.name
         if feed.directory is not None:

@@ -118,6 +118,8 @@ class Arena(ArenaMapping):
     def allocate(self, size: int) -> tuple[int, memoryview]:
         """Allocate a span of `size` bytes; return its offset and its memory.
 
+        Enlarge the arena's file if necessary.
+
         Raises:
             OSError: The arena would exceed the largest file size of this process.
         """
@@ -220,7 +222,11 @@ class ReceiveBlocks:
         self._blocks: list[mmap.mmap] = []
 
     def allocate(self, size: int) -> memoryview:
-        """Return `size` bytes of writable memory that is not in use; reuse a block if possible."""
+        """Return `size` bytes of writable memory that is not in use; reuse a block if possible.
+
+        A block of more than about twice the size is not reused. After making a new block, drop the
+        oldest blocks while all blocks together exceed `keep_bytes`.
+        """
         for block, references in zip(self._blocks, _references(self._blocks), strict=True):
             if references == _IDLE and size <= len(block) <= 2 * size + mmap.PAGESIZE:
                 return memoryview(block)[:size]

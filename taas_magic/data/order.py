@@ -71,7 +71,11 @@ class EpochOrders:
         self._epochs: dict[int, EpochOrder] = {}
 
     def epoch(self, number: int) -> EpochOrder:
-        """Return the order of an epoch; run the sampler if the order is not in memory."""
+        """Return the order of an epoch; run the sampler if the order is not in memory.
+
+        If the sampler's state changes from epoch to epoch, first replay the earlier epochs, from
+        the latest saved state on. Only the latest `_KEEP_EPOCHS` orders and states are kept.
+        """
         if number not in self._epochs:
             latest = max(start for start in self._starts if start <= number)
             for before in range(latest, number):
@@ -101,7 +105,10 @@ class EpochOrders:
         return EpochOrder(packed, len(packed), digest)
 
     def _skip_epoch(self, number: int) -> None:
-        """Replay an epoch to find the state of sampler and generator after the epoch."""
+        """Replay an epoch to find the state of sampler and generator after the epoch, and save it.
+
+        If the sampler may be endless, every epoch begins from the state at registration instead.
+        """
         sampler, generator, indices = self._begin(number)
         most = None if _has_length(sampler) else _MOST_PASSED
         for _ in itertools.islice(indices, most):
@@ -120,6 +127,9 @@ class EpochOrders:
 
     def _begin(self, number: int) -> tuple[Any, Any, Iterator[Any]]:
         """Seed all random generators, and start the sampler for an epoch.
+
+        The sampler is unpickled from its saved state before the epoch, and its `set_epoch` is
+        called. As in a local DataLoader, a base seed is drawn from the generator.
 
         Returns:
             The sampler, its generator, and the iterator over the epoch's batches.
@@ -186,6 +196,9 @@ class UnsizedBatches:
 
     def __getitem__(self, batch: int) -> Any:
         """Return the indices of a batch's samples.
+
+        Run the sampler up to this batch if necessary. If the batch is no longer kept, the sampler
+        starts again.
 
         Raises:
             IndexError: The sampler ended before this batch.

@@ -158,7 +158,8 @@ class PrefetchOrder:
     def record_requested(self, epoch: int, slot: int) -> None:
         """Record that a worker starts a batch that a rank requested before it was prepared ahead.
 
-        Preparing ahead continues with the slot after this batch.
+        Preparing ahead continues with the slot after this batch, unless it is already further. The
+        first batch of a later epoch also drops the records of earlier epochs.
         """
         self._is_asked = True
         if epoch > self._epoch:
@@ -188,7 +189,10 @@ class PrefetchOrder:
     ) -> Iterator[LoaderRequest | None]:
         """Yield the requests that a worker prepares ahead, from `first_slot` of `epoch` on.
 
-        If a value is None, no batch can be prepared now, and the caller tries again later.
+        Only worker 0 also yields a request that opens each new epoch. After the first epoch, the
+        batches are limited as the class describes. If a value is None, no batch can be prepared
+        now, and the caller tries again later. The iterator ends if an epoch cannot be opened, at
+        the `--units` limit, or if the worker has no batch in a further epoch.
         """
         left = self._share.units
         for ahead in itertools.count():
@@ -319,7 +323,8 @@ class PrefetchBuffer:
     def add_request(self, who: Hashable, request: LoaderRequest, only_count: bool = False) -> None:
         """Record that `who` waits for a response, and queue the request if it is new.
 
-        The first request of a new epoch also drops what belongs to epochs that are too old.
+        A batch that was sent before and is still kept is used again, instead of queueing. The first
+        request of a new epoch also drops what belongs to epochs that are too old.
 
         Args:
             only_count: Whether `who` needs only the batch's units, not the batch. If they are known
@@ -360,7 +365,9 @@ class PrefetchBuffer:
     def pop_ready(self, who: Hashable, request: LoaderRequest) -> PreparedResponse | None:
         """Return a response for `who` to send; the caller must release it.
 
-        If the response is not ready, return None, and record that `who` must send it next.
+        If no other connection waits, the response is removed from the buffer, unless another rank
+        may still need it. If the response is not ready, return None, and record that `who` must
+        send it next.
         """
         entry = self._entries.get(request)
         if entry is None or entry.prepared is None:
@@ -406,8 +413,9 @@ class PrefetchBuffer:
     ) -> LoaderRequest | None:
         """Return the queued request that a worker prepares next; None if the worker has none.
 
-        The request then counts as being prepared. If the buffer is full, only a response that is
-        the next to send on its connection can be prepared; all other requests wait.
+        The request then counts as being prepared. If the buffer is full, this method first drops
+        responses for which no connection waits. If that is not enough, only a response that is the
+        next to send on its connection can be prepared; all other requests wait.
 
         Args:
             follows: Function that returns whether the worker can prepare a batch without restarting
@@ -457,7 +465,7 @@ class PrefetchBuffer:
         return entry.waiting.keys()
 
     def requeue(self, request: LoaderRequest) -> None:
-        """Queue a request again, because its worker has ended.
+        """Queue a request again, at the front, because its worker has ended.
 
         If no connection waits for the response, forget the request; workers prepare the batch ahead
         again.
@@ -473,7 +481,8 @@ class PrefetchBuffer:
     def make_room(self, before: tuple[int, int] | None = None) -> None:
         """Drop responses for which no connection waits, until memory is below the limit.
 
-        The last slots are dropped first. Workers can prepare them again.
+        The last slots are dropped first. Workers can prepare them again. Responses without a body
+        stay, and so do batches that must be kept until the epoch's end (`_is_kept`).
 
         Args:
             before: Drop only responses before this epoch and slot; None to drop any.
@@ -843,7 +852,11 @@ class Scheduler:
         return has_batches and buffer.ready_bytes >= served.fill_bytes
 
     def _start(self, number: int) -> None:
-        """Ask the workers' parent process to start worker `number`."""
+        """Ask the workers' parent process to start worker `number`.
+
+        Make the worker's handle and socket pair, and watch the socket for replies. The other socket
+        goes to the parent process.
+        """
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         one = WorkerHandle(number, next(self._arenas), ours, number in self._suspects)
         change = msgspec.msgpack.encode(protocol.WorkerChange(number))
@@ -879,7 +892,8 @@ class Scheduler:
     def _store_reply(self, one: WorkerHandle, request: LoaderRequest, reply: Reply) -> None:
         """Store a worker's reply in the buffer as the response to `request`, and count it.
 
-        From a reply to OPEN, also record the loader's kind and the epoch's description.
+        Call `ready` for each connection that waits for the response. From a reply to OPEN, also
+        record the loader's kind and the epoch's description.
         """
         self.counts.prepared += 1
         self._wall_s[one.number] = self._wall_s.get(one.number, 0.0) + reply.wall_s
@@ -917,6 +931,7 @@ class Scheduler:
     def _replace_worker(self, ended: protocol.WorkerChange) -> None:
         """Restart a worker that has ended, and queue its pending requests again.
 
+        Before that, store the replies that it has sent. Also pass a message for the user to `note`.
         The first pending request may be the reason why the worker ended. If workers have ended
         `_TRIES` times with this first request, the request gets a LOST response.
 

@@ -240,8 +240,9 @@ class RankConnection:
     def respond(self, request: LoaderRequest, prepared: PreparedResponse) -> None:
         """Queue a response; release `prepared` when the rank no longer needs it.
 
-        A small batch first waits in `_alike` for similar responses, which can share its header;
-        `queue_alike` then queues all of them.
+        If the rank can read the batch in shared memory (`_lend`), queue only a message with its
+        position. A small batch first waits in `_alike` for similar responses, which can share its
+        header; `queue_alike` then queues all of them.
         """
         reply = prepared.reply
         is_batch = reply.kind is ResponseKind.BATCH
@@ -260,7 +261,12 @@ class RankConnection:
             self.queue_alike()
 
     def queue_alike(self) -> None:
-        """Queue the responses that wait in `_alike`, with one common header."""
+        """Queue the responses that wait in `_alike`, with one common header.
+
+        Small responses are copied and released at once. A large one waits alone; it is queued
+        without a copy, and released after sending. Over TCP without TLS, the header has the
+        checksum of the batches.
+        """
         if self._form is None:
             return
         form, slot, alike = self._form, self._slot, self._alike
@@ -393,7 +399,8 @@ class Server:
         """Handle all waiting input, give commands to workers, and send the ready responses.
 
         If there is no input, wait for input first, but at most `timeout_s` seconds (and at most
-        `ALIVE_S`).
+        `ALIVE_S`). A connection that fails is closed. A few times per `ALIVE_S`, also run the
+        periodic checks.
 
         Raises:
             RuntimeError: Workers ended too many times, or the parent process of workers ended.
@@ -470,8 +477,9 @@ class Server:
     def _greet(self, sock: socket.socket) -> None:
         """Begin the handshake with a new peer; close the socket if another user runs the peer.
 
-        If too many peers are unauthenticated, or few file descriptors are left, close the oldest
-        unauthenticated connection.
+        Watch the socket for input, and queue the challenge; with TLS, the challenge follows after
+        the TLS handshake. If too many peers are unauthenticated, or few file descriptors are left,
+        close the oldest unauthenticated connection.
         """
         sock.setblocking(False)
         is_unix = sock.family == socket.AF_UNIX
@@ -506,7 +514,8 @@ class Server:
     ) -> None:
         """Call `work` with a connection, unless the connection is closed.
 
-        If `work` raises OSError or ProtocolError, close the connection.
+        If `work` raises OSError or ProtocolError, log the error and close the connection. A
+        ProtocolError, or a failed TLS handshake, also counts the peer as refused.
         """
         if connection not in self._connections:
             return
@@ -555,7 +564,10 @@ class Server:
     def _handle_message(
         self, connection: RankConnection, message: Proof | Requests | Free | Cancel, detail: bytes
     ) -> None:
-        """Authenticate a peer, release spans, or cancel or queue requests, as `message` says."""
+        """Authenticate a peer, release spans, or cancel or queue requests, as `message` says.
+
+        A cancellation also queues the confirmation (`Cancelled`).
+        """
         if isinstance(message, Proof):
             self._welcome(connection, message)
             return
@@ -583,6 +595,9 @@ class Server:
 
     def _welcome(self, connection: RankConnection, proof: Proof) -> None:
         """Accept a peer that knows the run's key and requests a loader of this server.
+
+        Record the loader, and queue the server's own proof that it knows the key. The peer is also
+        rejected if too few file descriptors are left.
 
         Raises:
             ProtocolError: The peer is rejected; a message with the reason was sent to the peer.
@@ -657,7 +672,11 @@ class Server:
             self._selector.modify(connection.socket, events, connection)
 
     def _gather(self, connection: RankConnection) -> bool:
-        """Queue the response to the oldest pending request; return False if there is none yet."""
+        """Queue the response to the oldest pending request; return False if there is none yet.
+
+        If the rank needs only the batch's units, queue a message with the units. A batch counts as
+        sent.
+        """
         request, only_count = connection.pending[0]
         loader = connection.loader
         assert loader is not None
@@ -704,10 +723,11 @@ class Server:
         self._drop(connection, is_gone=False)
 
     def _drop(self, connection: RankConnection, is_gone: bool) -> None:
-        """Close a connection and cancel its requests.
+        """Close a connection, release its queued responses, and cancel its requests.
 
         Args:
-            is_gone: Whether the peer has ended, so that it no longer reads shared memory.
+            is_gone: Whether the peer has ended, so that it no longer reads shared memory. If so,
+                its spans are released, too.
         """
         for book in (self._connections, self._unproved, self._dirty):
             book.pop(connection, None)
@@ -805,6 +825,8 @@ class RankServers:
     def _start_servers(self, control: socket.socket, life: socket.socket) -> None:
         """Run the starter process, which starts the servers that the rank requests.
 
+        When the rank closes `control` or `life`, wait up to `_END_S` for each server, then kill it.
+
         Args:
             control: Receives a `ServedLoader` for each server to start.
             life: Socket that the rank closes to end all servers.
@@ -836,7 +858,8 @@ class RankServers:
         """Run one loader's server in this process until the rank closes `answer` or `life`.
 
         If the rank ends, Linux closes the rank's ends of both sockets, so the server ends too. By
-        `answer`, the rank also receives the name of the server's Unix socket.
+        `answer`, the rank also receives the name of the server's Unix socket. Warnings are written
+        to stderr.
         """
         payload = self._load(served)
         server = Server(self._key, [dataclasses.replace(served, payload=payload)])
@@ -855,7 +878,11 @@ class RankServers:
 
 
 def _listen(host: str) -> list[socket.socket]:
-    """Return the listening sockets: a Unix socket and, if `host` is not "", a TCP socket."""
+    """Return the listening sockets: a Unix socket and, if `host` is not "", a TCP socket.
+
+    The sockets do not block. The Unix socket has a random abstract name, the TCP socket a free
+    port.
+    """
     unix = socket.socket(socket.AF_UNIX)
     unix.bind("\0taas-" + secrets.token_hex(12))
     listeners = [unix]

@@ -187,6 +187,8 @@ def peer_uid(sock: socket.socket) -> int:
 def write_entry(folder: Path, number: int, entry: AddressesByLoader) -> Path:
     """Write the file with a fetcher's addresses atomically; return its path.
 
+    Create the folder if necessary. If the file already has this content, leave it as it is.
+
     Args:
         folder: Folder with the addresses of all fetchers.
         number: Number of the fetcher.
@@ -230,7 +232,9 @@ class FolderDirectory:
     def __call__(self, loader: str) -> LoaderAddresses:
         """Return the addresses of a loader's fetchers that have started.
 
-        If all fetchers of the loader have failed, the result has the first one's failure instead.
+        The result also has the number of fetchers that are still starting. If none has started, the
+        result is empty. If all fetchers of the loader have failed, the result has the first one's
+        failure instead.
         """
         contents = [_content(file) for file in self._files]
         entries = [_entry.decode(content) for content in contents if content is not None]
@@ -263,7 +267,9 @@ class BatchLedger:
     def begin(
         self, loader: str, pass_number: int, epoch: int, world_size: int, first_step: int
     ) -> int:
-        """Add a line for a new pass; return the number of the line.
+        """Add a line for a new pass, with a count of 0; return the number of the line.
+
+        Enlarge the file first if it has no room for the line.
 
         Args:
             pass_number: Number of the pass in this attempt (two passes may share an epoch).

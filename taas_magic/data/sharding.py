@@ -293,7 +293,12 @@ class DynamicSchedule:
         self._summed_steps = self._summed_units = 0
 
     def requests(self, until_step: int) -> Iterator[SlotRequest]:
-        """Yield the requests for all steps before `until_step` that no earlier call has yielded."""
+        """Yield the requests for all steps before `until_step` that no earlier call has yielded.
+
+        For batches that other ranks probably get, request only the units. Stop at the end of the
+        epoch, if it is known, and at the `--units` limit, if each batch is one unit. After a
+        resume, also request the units of the epoch's first step.
+        """
         world_size = self._part.world_size
         until = until_step * world_size
         if self._has_hints is False and self._part.units is not None:
@@ -314,6 +319,9 @@ class DynamicSchedule:
 
     def record_units(self, slot: int, units: int) -> None:
         """Record the units of a slot's batch, or VOID if the slot has no batch.
+
+        With VOID, the slot's stream ends there. The known order of batches grows by all slots that
+        now follow it without a gap.
 
         Raises:
             ValueError: The batch has hints and the epoch's first batch has none, or the reverse. A
@@ -337,9 +345,11 @@ class DynamicSchedule:
     def slot_at(self, step: int) -> int | NoSlot:
         """Return the slot of this rank's batch in a step.
 
+        The call may also free the memory of earlier steps (`_forget`).
+
         Returns:
             The slot; `NoSlot.WAIT` if the step's slots are not known yet; `NoSlot.END` at the end
-            of the epoch.
+            of the epoch, or if the step would exceed the `--units` limit.
         """
         self._forget(step - 1)
         row = self._row(step)
@@ -380,7 +390,10 @@ class DynamicSchedule:
         return self._place.first_slots
 
     def _forget(self, step: int) -> None:
-        """Free the memory of all slots before `step`, if there are at least `_FORGET_SLOTS`."""
+        """Free the memory of all slots before `step`, if there are at least `_FORGET_SLOTS`.
+
+        The slots of the epoch's first step stay, because the last step may repeat them.
+        """
         done = step * self._part.world_size - self._base
         if done < _FORGET_SLOTS:
             return
@@ -395,8 +408,9 @@ class DynamicSchedule:
     def _row(self, step: int) -> list[int] | None:
         """Return the slots of a step, one for each rank; None if they are not known yet.
 
-        At the end of the epoch, the list may be empty. If `uneven` is "keep", the last step may
-        have fewer slots than there are ranks.
+        At the end of the epoch, the list may be empty. For an incomplete last step, `uneven`
+        decides: "pad" adds the epoch's first slots, "drop" gives an empty list, and "keep" gives
+        fewer slots than there are ranks.
         """
         world_size = self._part.world_size
         start = step * world_size - self._base

@@ -167,7 +167,8 @@ class WorkerHandle:
     def send(self, oldest_epoch: int) -> None:
         """Send the queued commands, if any, with up to `_MOST_FREES` freed offsets.
 
-        If the worker has ended, this method raises nothing; `receive_replies` raises `EOFError`.
+        The files with the requests' details are sent, too, and closed here. If the worker has
+        ended, this method raises nothing; `receive_replies` raises `EOFError`.
 
         Args:
             oldest_epoch: First epoch that ranks may still request.
@@ -190,6 +191,8 @@ class WorkerHandle:
 
     def receive_replies(self) -> Iterator[Reply]:
         """Yield all replies of the worker that have arrived, without waiting for more.
+
+        Also adapt the number of commands that the worker may have queued (`_adapt_depth`).
 
         Raises:
             EOFError: The worker has ended.
@@ -252,7 +255,10 @@ class Worker:
         self._replied, self._cpu = 0.0, time.thread_time()
 
     def run(self) -> None:
-        """Execute commands until the server closes the socket."""
+        """Execute commands and send the replies, until the server closes the socket.
+
+        First, exempt all existing objects from garbage collection, and limit torch to one thread.
+        """
         # Garbage collection would touch, and so copy, every page of a large shared dataset.
         gc.freeze()
         torch.set_num_threads(1)
@@ -265,6 +271,8 @@ class Worker:
 
     def _execute(self, message: protocol.CommandBatch, files: list[int]) -> None:
         """Free the batches that `message` lists, then answer the requests in its commands.
+
+        Also drop saved dataset states of epochs that ranks no longer request.
 
         Args:
             files: Descriptors of the files with the requests' details.
@@ -282,7 +290,11 @@ class Worker:
             self._reply(command.number, request)
 
     def _reply(self, number: int, request: LoaderRequest) -> None:
-        """Prepare the response to a request, write it to the arena, and queue the reply."""
+        """Prepare the response to a request, write it to the arena, and queue the reply.
+
+        If the arena has no room, the response becomes an ERROR. The queued replies are sent at once
+        if the last send was more than `_hold_back_s` ago.
+        """
         began = time.perf_counter()
         kind, body, units, order = self._prepare(request)
         offset = body_sum = 0
@@ -315,7 +327,8 @@ class Worker:
     def _prepare(self, request: LoaderRequest) -> "_ResponseParts":
         """Return the response to a request; VOID if the slot has no batch.
 
-        The response is ERROR if the user's code raises, or if the result cannot be sent.
+        The response is ERROR if the user's code raises, if the loader could not be unpickled, or if
+        the result cannot be sent, for example because it is too large.
         """
         try:
             if isinstance(self._source, UserCodeFailed):
@@ -341,7 +354,11 @@ class Worker:
             return _failed(UserCodeFailed(error, where))
 
     def _answer(self, source: BatchSource, request: LoaderRequest) -> "_ResponseParts":
-        """Return the response to a request.
+        """Return the response to a request: a batch, an epoch's description, or another value.
+
+        The value is a sample, indices of the order, or the saved state of a dataset. A request with
+        a state makes the stream resume from it. With `--units`, an epoch's description also says
+        whether its first batch has hints; to find out, that batch is prepared.
 
         Raises:
             NoBatch: The requested slot has no batch.
@@ -429,9 +446,10 @@ def _is_stopped(pid: int) -> bool:
 def parent_main(served: ServedLoader, control: socket.socket, servers: socket.socket) -> None:
     """Run the process that is the parent of one loader's workers.
 
-    The parent process starts a worker when the server requests it, reports workers that have ended,
-    and kills workers that have been stopped (SIGSTOP). When the server has ended, the parent
-    process kills all workers and ends.
+    First, a large loader is unpickled for all workers (`_preload`). The parent process starts a
+    worker when the server requests it, reports workers that have ended, and kills workers that have
+    been stopped (SIGSTOP). When the server has ended, the parent process kills all workers and
+    ends.
 
     Args:
         control: This process's end of the socket to the server.
