@@ -380,8 +380,8 @@ def capture(
 ) -> Payload:
     """Find and pickle the notebook objects that a cell or a function uses. Runs in the kernel.
 
-    The payload also contains the notebook's process state, the sources of the project's modules
-    that are used, the modules that hosts need, and notes for the user.
+    The payload also contains the notebook's process state, and the sources of the project's modules
+    that are used. It lists the modules that hosts need, and notes for the user.
 
     Args:
         namespace: The notebook's own dict, not a copy. A function whose globals are this dict

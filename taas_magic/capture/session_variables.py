@@ -193,7 +193,8 @@ class RankVariables:
         """Record that all ranks have received the variables in `choice`.
 
         These names belong to the notebook from now on. An earlier record is removed if its value
-        shares an object with the values in `choice`, so that this value is sent again, too.
+        shares an object with the values in `choice`: the ranks have another copy of that object
+        now.
         """
         fresh = frozenset[int]().union(*(sent.shared for sent in choice.sent.values()))
         for name, sent in list(self._sent.items()):

@@ -327,8 +327,8 @@ class Worker:
     def _prepare(self, request: LoaderRequest) -> "_ResponseParts":
         """Return the response to a request; VOID if the slot has no batch.
 
-        The response is ERROR if the user's code raises, if the loader could not be unpickled, or if
-        the result cannot be sent, for example because it is too large.
+        The response is ERROR if the user's code raises, or if the loader could not be unpickled.
+        It is also ERROR if the result cannot be sent, for example because it is too large.
         """
         try:
             if isinstance(self._source, UserCodeFailed):
