@@ -62,7 +62,8 @@ class CodeUse:
 def code_use(code: CodeType) -> CodeUse:
     """Find the names and modules that `code` uses, by its bytecode instructions.
 
-    Names in the text of magics and shell commands count, too.
+    The result includes the code nested in `code`. Names in the text of magics and shell commands
+    count, too.
     """
     now: set[str] = set()
     later: set[str] = set()
@@ -235,7 +236,10 @@ class UsedNames:
         return inside
 
     def _statement(self, node: ast.stmt) -> None:
-        """Record the names that a statement reads, and the names that it certainly sets."""
+        """Record the names that a statement reads, and the names that it certainly sets.
+
+        An `if` certainly sets the names that both branches set; a loop certainly sets none.
+        """
         match node:
             case ast.If():
                 self._evaluate(node.test)

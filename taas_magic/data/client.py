@@ -144,7 +144,7 @@ class Route:
         return max(ALIVE_S, min(self._lease.silent_s, self._lease.fetch_s - self._silent_s))
 
     def connect(self, number: int) -> FetcherLink:
-        """Return a new connection to a fetcher.
+        """Return a new connection to a fetcher, and record it for `close_copies`.
 
         Raises:
             OSError: The fetcher has no address, or cannot be reached.

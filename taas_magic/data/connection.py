@@ -298,8 +298,11 @@ class Inbox:
     ) -> tuple[FromServer, memoryview]:
         """Receive the rest of a large body whose beginning is in the chunk.
 
+        The whole body goes to a block of its own.
+
         Raises:
             ProtocolError: The body's checksum is wrong.
+            ConnectionError: The peer paused in the middle of the body for too long.
         """
         self._now = None
         message, _, size = now

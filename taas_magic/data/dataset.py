@@ -447,7 +447,13 @@ class BatchSource:
         return Cursor(loader, definitions, epoch, stream, start, info, snapshots)
 
     def _start_worker(self, loader: Any, worker_id: int, seed: int) -> Any:
-        """Run `worker_init_fn` as a local worker does; return the dataset's `get_worker_info()`."""
+        """Run `worker_init_fn` as a local worker does; return the dataset's `get_worker_info()`.
+
+        Before that, seed the random generators. Without a `worker_init_fn`, only return the value.
+
+        Raises:
+            UserCodeFailed: `worker_init_fn` raised an exception.
+        """
         workers = max(1, loader.num_workers)
         number = worker_id % workers
         info = torch_worker.WorkerInfo(

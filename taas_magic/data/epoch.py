@@ -313,7 +313,8 @@ class EpochIterator(Iterator[Any]):
 
         Ranks without fetchers read the whole stream, so they can compare hashes. Also warn if the
         epoch's first batch is not the one that the loaded state requires, or if a worker that read
-        the stream again got another first batch.
+        the stream again got another first batch. The hash of the epoch's first batch becomes
+        `order`.
         """
         loader, agreement = self._loader, self._loader.feed.agreement
         assert self.opened is not None

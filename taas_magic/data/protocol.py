@@ -324,8 +324,10 @@ class ProtocolState:
     def decode(self, data: memoryview) -> ReceivedFrame | None:
         """Decode the message whose header is at the start of `data`.
 
+        A decoded message moves the connection to its next state.
+
         Returns:
-            The message; None if the header is not complete.
+            The message and its sizes; None if the header is not complete.
 
         Raises:
             ProtocolError: The data is damaged, too large or of another protocol, or the message is

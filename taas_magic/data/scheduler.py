@@ -450,7 +450,11 @@ class PrefetchBuffer:
         return None
 
     def put(self, request: LoaderRequest, prepared: PreparedResponse) -> KeysView[Hashable]:
-        """Store a prepared response and its units; return the connections that wait for it."""
+        """Store a prepared response and its units; return the connections that wait for it.
+
+        If none waits, `make_room` may drop the response later. If memory is short, batches that
+        were kept after sending are dropped now.
+        """
         entry = self._entries[request]
         self._doing -= 1
         if request.kind is RequestKind.GET:

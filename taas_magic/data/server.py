@@ -296,7 +296,8 @@ class RankConnection:
 
         This is possible if the rank is on this host, the batch is not small, the rank stays below
         its limit (`_LENT_BYTES`), and no other rank receives the batch. With two receivers, a rank
-        that modifies the memory would change the other rank's batch.
+        that modifies the memory would change the other rank's batch. The batch is in `lent` until
+        the rank releases it.
 
         Returns:
             The position of the batch in shared memory, or None if the batch must be sent; and the
@@ -637,6 +638,7 @@ class Server:
     def _pump(self, connection: RankConnection) -> None:
         """Send the responses that are ready, until the socket would block.
 
+        If the socket would block, the event loop calls this method again when the socket can send.
         If the TLS handshake is still in progress, continue the handshake instead.
         """
         if connection.is_greeting:
@@ -812,7 +814,10 @@ class RankServers:
         return name.decode(), answer
 
     def close(self) -> None:
-        """End all servers and their workers; do nothing in a fork of the rank."""
+        """End all servers and their workers, and wait for their end.
+
+        Do nothing in a fork of the rank.
+        """
         if os.getpid() != self._pid:
             return
         # A plain close does not signal the end, because forks of this process share the socket.

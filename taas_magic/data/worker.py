@@ -152,6 +152,8 @@ class WorkerHandle:
     def queue_command(self, number: int, request: LoaderRequest) -> None:
         """Queue a command that `send` will send to the worker; `number` identifies the reply.
 
+        The request counts as unanswered from now on.
+
         The queued commands must fit into the socket's buffer, so that the server never blocks.
         Therefore the request's `detail`, which may be large, is sent as a file.
         """
