@@ -222,6 +222,10 @@ class AgentWorker(ClosedWorker):
     async def describe_host(self, asked: DescribeHost) -> HostHello:
         """Wait, without a time limit, until this host can start ranks; then describe the host.
 
+        If the forkserver's imports failed, this method never returns, because `watch_forkserver`
+        ends the agent. If no run is about to start, this method also makes `import_rest` start its
+        wait.
+
         Raises:
             PoolError: The forkserver has ended. The pool then uses another host.
         """
@@ -247,7 +251,8 @@ class AgentWorker(ClosedWorker):
     async def start_run(self, asked: StartShare) -> int:
         """Start this host's share of a run, or the next attempt of a share that runs already.
 
-        A new share runs in a new thread.
+        A new share runs in a new thread. For ranks outside a session, also send a note for each
+        module of the pool's settings that the forkserver could not import.
 
         Returns:
             The port of the ranks' rendezvous if this is the run's first host, else 0. For a cell in
@@ -320,9 +325,10 @@ class AgentWorker(ClosedWorker):
             self.loop.add_callback(self._is_rest_due.set)
 
     async def beat(self) -> None:
-        """Send heartbeats until this task is cancelled.
+        """Send heartbeats to the scheduler until this task is cancelled.
 
-        Until the host can start ranks, each heartbeat names the module that the forkserver is
+        Each heartbeat has the current time, which the acknowledgement repeats to renew the lease.
+        Until the host can start ranks, the heartbeat also names the module that the forkserver is
         importing.
         """
         while True:
@@ -338,7 +344,8 @@ class AgentWorker(ClosedWorker):
     async def watch_forkserver(self) -> None:
         """Leave the pool if the forkserver ends or cannot import a module that ranks need.
 
-        If the forkserver ends while shares run on this host, leave when these shares have ended.
+        First waits for the end of the imports, then checks the forkserver at regular intervals. If
+        the forkserver ends while shares run on this host, leave when these shares have ended.
 
         Raises:
             PoolError: The forkserver could not import a module that ranks need.
@@ -355,7 +362,11 @@ class AgentWorker(ClosedWorker):
                 return
 
     async def import_rest(self) -> None:
-        """Make the forkserver import `DEFERRED_MODULES` after `REST_IDLE_S` without a run."""
+        """Make the forkserver import `DEFERRED_MODULES` after `REST_IDLE_S` without a run.
+
+        The wait begins after the end of each share, and after `describe_host` if no run is about to
+        start. Runs until this task is cancelled.
+        """
         while True:
             await self._is_rest_due.wait()
             self._is_rest_due.clear()
@@ -414,7 +425,9 @@ class AgentWorker(ClosedWorker):
 async def serve(packed_settings: bytes) -> None:
     """Join the pool, and handle the controller's calls until the connection to the pool ends.
 
-    The agent joins the pool before the forkserver has finished its imports.
+    The agent joins the pool before the forkserver has finished its imports. Meanwhile, background
+    tasks send heartbeats, watch the forkserver, and start the deferred imports. On a host other
+    than the notebook's machine, this function also starts the lease.
 
     Args:
         packed_settings: `AgentSettings` as JSON.

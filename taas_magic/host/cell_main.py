@@ -65,7 +65,11 @@ def _only_defines(statement: ast.stmt) -> bool:
 
 
 def load(path: Path, namespace: dict[str, Any]) -> "Work":
-    """Load a payload's names into a child's main namespace, and run the cell's `definitions`."""
+    """Load a payload's names into a child's main namespace, and run the cell's `definitions`.
+
+    Also registers the notebook's sources for tracebacks. Returns the payload's work. If the work is
+    a function, nothing is run.
+    """
     from taas_magic.capture import payload
     from taas_magic.capture.work import CellWork
     from taas_magic.host import tracebacks
@@ -83,8 +87,14 @@ def load(path: Path, namespace: dict[str, Any]) -> "Work":
 def _find(name: str) -> Any:
     """Return the object `name` of the main module. The first call loads all names.
 
+    A name that starts with `__` loads nothing. If loading raises an exception, the next call tries
+    again.
+
     `become_main` makes this function the main module's `__getattr__` (PEP 562). Python then calls
     it for each name that the module does not have.
+
+    Raises:
+        AttributeError: The child does not have this name. The text says which names a child has.
     """
     global _is_loaded
     main = sys.modules["__main__"].__dict__
@@ -108,7 +118,8 @@ def _find(name: str) -> Any:
 def become_main(namespace: dict[str, Any]) -> None:
     """Make a child's main module look up the notebook's names instead of this module's names.
 
-    Also makes the project's modules importable, because the child may unpickle objects of their
+    Deletes this module's names from `namespace`, and sets `_find` as the module's `__getattr__`.
+    First makes the project's modules importable, because the child may unpickle objects of their
     classes before it looks up a name.
     """
     from taas_magic.capture import payload

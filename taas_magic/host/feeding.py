@@ -44,7 +44,9 @@ def run_feed(share: LocalShare, rank: int) -> Iterator[RankFeed | None]:
 
     Unpickle the loaders inside the block. If the run has no fetchers, this function forks a process
     that later starts the rank's data servers. So enter the block before the rank starts a thread or
-    runs code of the user.
+    runs code of the user. The end of the block ends the data servers.
+
+    If the cell uses registered loaders, also patches accelerate when the program imports it.
 
     Yields:
         The rank's access to the run's data service; None if the cell uses no registered loader.
@@ -64,7 +66,10 @@ def run_feed(share: LocalShare, rank: int) -> Iterator[RankFeed | None]:
 
 
 def _create_feed(served: Service, share: LocalShare, rank: int) -> RankFeed:
-    """Create a rank's feed. If the run has no fetchers, also create the rank's own data servers."""
+    """Create a rank's feed. If the run has no fetchers, also create the rank's own data servers.
+
+    In a run without fetchers that has several ranks, the feed also has a `LoaderAgreement`.
+    """
     folder = service.folder_of(share.folder.path)
     own = agreement = None
     if not served.fetchers:
@@ -162,6 +167,9 @@ class SessionLoaders:
     def begin_cell(self, number: int, run_dir: Path, settings: FetcherSettings) -> None:
         """Set the batch counts of all loaders to 0, and connect the loaders of the cell's payload.
 
+        If the payload has loaders, copies them to the session's folder, and makes a new `RankFeed`
+        the current feed. Otherwise, only the settings are stored for later cells.
+
         Call this method before the cell's payload is unpickled.
 
         Args:
@@ -229,8 +237,9 @@ class SessionLoaders:
     def _copy_loaders(self, number: int, run_dir: Path, names: Iterable[str]) -> Path:
         """Copy a cell's pickled loaders and all settings so far to a folder of the session.
 
-        Data servers read these files in this cell and in later cells. All ranks of a host share the
-        folder: the first rank fills it, and the other ranks wait. Return the folder.
+        The copies are hard links if possible. Data servers read these files in this cell and in
+        later cells. All ranks of a host share the folder: the first rank fills it, and the other
+        ranks wait. Return the folder.
         """
         kept = self._folder / str(number)
         service.folder_of(kept).mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -62,7 +62,12 @@ class Fetcher:
         }
 
     def serve(self, control: Connection) -> None:
-        """Serve ranks and send statistics to the agent, until the agent sends a message or ends."""
+        """Serve ranks and send statistics to the agent, until the agent sends a message or ends.
+
+        First sends `FetcherStarted` with this fetcher's addresses. Every `REPORT_S`, sends the
+        server's warnings as notes, and the statistics; these are skipped while the pipe is full.
+        Sends the statistics once more at the end.
+        """
         number = self._spec.plan.number
         started = FetcherStarted(number=number, pid=os.getpid(), cores=probe.cores())
         started.workers, started.entry = self._workers, self.entry()
@@ -112,6 +117,10 @@ class Fetcher:
 def fetcher_main(spec: FetcherSpec, control: Connection) -> None:
     """Run a fetcher's process, which the agent has started.
 
+    Ignores SIGINT, applies the run's settings, and creates the server. While the fetcher serves, a
+    file in the run folder has its addresses. An exception is printed to the log, and sent to the
+    agent as `FetcherFailed`.
+
     Args:
         control: Duplex pipe to the agent. For the messages, see `messages.decode_fetcher_message`.
     """
@@ -141,6 +150,9 @@ def fetcher_main(spec: FetcherSpec, control: Connection) -> None:
 
 def _apply_settings(setting: ProcessSpec, number: int) -> None:
     """Redirect the output to the fetcher's log file, and apply the run's settings to this process.
+
+    The settings are the environment, the current folder, `sys.path`, and the notebook's settings
+    from the payload. Also applies the rule that this process does not write to the project store.
 
     Call this function before any thread starts.
 

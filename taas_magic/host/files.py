@@ -80,6 +80,8 @@ class RunFolderCopy:
     def copy_in(self, is_wanted: Callable[[], bool]) -> bool:
         """Copy from the run folder to this host all files that ranks and fetchers read.
 
+        The pool's process lists these files and sends them in parts.
+
         Args:
             is_wanted: Function that is called before each request for a part of the files. If it
                 returns False, the transfer stops.
@@ -106,6 +108,9 @@ class RunFolderCopy:
 
     def send_back(self) -> None:
         """Send the files that ranks and fetchers wrote to the notebook's run folder.
+
+        These are all logs and ledgers, and the results and profiles of the current attempt. Hidden
+        files are skipped, because they are incomplete.
 
         Call this method when all processes of the run on this host have ended.
 
@@ -143,6 +148,8 @@ class RunFolderCopy:
 
     def _send_file(self, path: Path, name: str) -> None:
         """Send a file in pieces to the notebook's run folder; of a log, the last `LOG_BYTES` bytes.
+
+        If the beginning of a log is left out, a line in its place says how many bytes are missing.
 
         Args:
             name: Path of the file in the run folder.
@@ -275,7 +282,10 @@ class StoreCopy:
             self._mirror.close()
 
     def _start_transfer(self, folders: Sequence[str] | None) -> None:
-        """Start the transfer of changes between the mirror and the store.
+        """Start the transfer of changes between the mirror and the store, in background threads.
+
+        One thread sends this host's changes to the store, unless `folders` is empty. If the run has
+        other hosts, another thread copies their changes from the store to the mirror.
 
         Args:
             folders: Folders whose changes are sent to the store (result of `_folders_to_send`).
@@ -344,7 +354,10 @@ class HostFiles:
     def copy_in(self, is_wanted: Callable[[], bool]) -> LocalShare | None:
         """Copy all files that the share needs to this host, and begin the record for the receipt.
 
-        If the host has a mirror, also start to copy changes between the mirror and the store.
+        If the host shares the notebook's run folder, nothing of that folder is copied. If the host
+        does not share the project store, create a mirror, or use the session's mirror, and start to
+        copy changes between the mirror and the store. A session's own share starts no such
+        transfer. There is no receipt for fetchers, sessions, and runs that only read the store.
 
         Args:
             is_wanted: Function that returns False when the share must end. The transfer then stops.
@@ -398,8 +411,9 @@ class HostFiles:
     def send_back(self) -> None:
         """Send the files that the share wrote on this host to the notebook, and send the receipt.
 
-        Also removes the copy of the run folder. Call this method when all processes of the run on
-        this host have ended.
+        The project store and the receipt come first, then the files of the run folder. Removes the
+        copy of the run folder, even after an error. Call this method when all processes of the run
+        on this host have ended.
 
         Raises:
             PoolError: The pool's process does not respond.
@@ -425,7 +439,11 @@ class HostFiles:
         return LocalShare(spec, run_dir, store, cwd, environ, sys_path)
 
     def _close_store(self) -> None:
-        """Send this host's remaining files to the project store, then the receipt to the pool."""
+        """Send this host's remaining files to the project store, then the receipt to the pool.
+
+        If the host is the notebook's machine, the written files are also recorded in the store's
+        state folder. At the end, releases the mirror, even after an error.
+        """
         mirror = self._store_copy
         try:
             if mirror is not None:

@@ -104,6 +104,9 @@ imported."""
 def begin(modules: Sequence[str]) -> None:
     """Start the forkserver, without waiting for its imports.
 
+    Sets environment variables that tell the forkserver what to import, and keeps its process for
+    later checks. `warm_up` then waits for the imports.
+
     Call this function in the main thread: when the thread that started the forkserver ends, the
     system ends the forkserver (prctl(2)).
 
@@ -150,8 +153,11 @@ def _write_import_name(file: Path, name: str) -> None:
 def _watch() -> None:
     """Kill the forkserver if it is suspended or stuck for too long. Runs in a thread of the agent.
 
-    Callers would wait forever for a suspended forkserver. After the kill, they get an error, and
-    the pool replaces the host.
+    The forkserver counts as stuck if it is idle for `_start_timeout_s` while it starts a process.
+    The stand-ins are watched and killed with it. Callers would wait forever for a suspended
+    forkserver. After the kill, they get an error, and the pool replaces the host.
+
+    Also lets stand-ins end that are not needed any more. Returns when the forkserver has ended.
     """
     stopped_at: float | None = None
     while is_alive():
@@ -197,6 +203,8 @@ def _end(server: psutil.Process, what: str) -> None:
 
 def warm_up(start_timeout_s: float = START_TIMEOUT_S) -> list[str]:
     """Block until the forkserver has imported `MODULES` and the modules of the pool's settings.
+
+    Starts the thread that runs `_watch`. Then starts a process, which reports how the imports went.
 
     Args:
         start_timeout_s: Seconds without any work after which the forkserver counts as stuck, now
@@ -320,7 +328,12 @@ def start_importing_rest() -> None:
 
 
 def _import_rest_once() -> None:
-    """Make the forkserver import `DEFERRED_MODULES` if it has not; wait until this is done."""
+    """Make the forkserver import `DEFERRED_MODULES` if it has not; wait until this is done.
+
+    Creates a stand-in, which starts processes meanwhile. Waits until all other children of the
+    forkserver have ended, and sends SIGUSR1, which starts the import. Does nothing if the
+    forkserver has ended.
+    """
     global _has_rest
     with _importing:
         if _has_rest or _server is None:
@@ -340,7 +353,11 @@ def _import_rest_once() -> None:
 
 @contextmanager
 def _replaced_by(stand_in: _StandIn) -> Iterator[None]:
-    """Let `stand_in`, instead of the forkserver, start processes until the block ends."""
+    """Let `stand_in`, instead of the forkserver, start processes until the block ends.
+
+    Replaces multiprocessing's `connect_to_new_process` during the block. The stand-in itself
+    continues to run after the block, while it has children.
+    """
     global _stand_in
     own = forkserver.connect_to_new_process
     with _lock:
@@ -519,6 +536,10 @@ def report(control: Connection) -> None:
 def _preload() -> None:
     """Import all modules except `DEFERRED_MODULES`, and prepare the forkserver for forks.
 
+    Also ties the forkserver to the agent, makes standard input empty, and installs `_import_rest`
+    as the handler of SIGUSR1. An empty name in the imports file then shows that the imports are
+    over.
+
     No import may create a CUDA context or a thread, because forks cannot use them.
 
     If an import fails, print the traceback and record the error in `_failure`, because Python's
@@ -544,7 +565,11 @@ def _preload() -> None:
 
 
 def _import_modules(imports_file: Path) -> None:
-    """Import `MODULES` and the modules of the pool's settings, and create the ranks' shell."""
+    """Import `MODULES` and the modules of the pool's settings, and create the ranks' shell.
+
+    Before each import, writes the module's name to `imports_file`. If a module of the settings
+    cannot be imported, only adds a message to `_problems`.
+    """
     for name in MODULES:
         _write_import_name(imports_file, name)
         importlib.import_module(name)
@@ -570,7 +595,11 @@ def _close_input() -> None:
 
 
 def _import_rest(number: int, frame: FrameType | None) -> None:
-    """Import `DEFERRED_MODULES`. The forkserver's handler of SIGUSR1, which the agent sends."""
+    """Import `DEFERRED_MODULES`. The forkserver's handler of SIGUSR1, which the agent sends.
+
+    Writes each module's name to the imports file, and an empty name at the end, for which the agent
+    waits. Errors of an import are ignored.
+    """
     gc.disable()
     imports_file = Path(os.environ[_IMPORTS])
     with suppress(Exception):  # a rank that needs the module imports it, and shows the error

@@ -38,8 +38,14 @@ def send_heartbeats(
 
     With each heartbeat, the thread sends the main thread's stack, the progress of collectives, the
     counts of received batches, and the metrics logged since the last heartbeat. Counts and metrics
-    are sent once more at the block's end. If the agent requests a stack report, the thread sends
-    the stacks of all threads and the pending collectives instead of the heartbeat.
+    are sent once more at the block's end.
+
+    If the agent requests a stack report, the thread sends the stacks of all threads and the pending
+    collectives instead of the main thread's stack and the progress. If the cell's own rendezvous
+    address makes all ranks wait, the thread also sends a note.
+
+    During the block, `taas.log` and, unless switched off, TensorBoard's scalars go to this
+    function's buffer of metrics.
 
     Args:
         link: Connection to the agent.
@@ -120,11 +126,11 @@ def _why_ranks_wait(run_address: Mapping[str, str]) -> str:
 
 
 def collective_progress() -> tuple[list[tuple[int, int]], bool]:
-    """Return the progress of this rank's collectives.
+    """Return the progress of this rank's collectives, as torch's flight recorders show it.
 
     Returns:
         Two values. First, for each backend, the numbers of collectives that have begun and ended.
-        Second, whether this rank may busy-wait for an NCCL collective.
+        Second, whether an NCCL collective has begun and not ended. The rank may then busy-wait.
     """
     counts = {}
     for backend, trace in _flight_records(details=False).items():
