@@ -165,7 +165,9 @@ class HostShare(ABC):
     def _run(self) -> None:
         """Copy files to this host, run the share's processes, clean up, and send files back.
 
-        If one step of the cleanup fails, the later steps still happen.
+        If the share must end during the copying, no processes start. An error before the cleanup
+        goes to `_fail`. If one step of the cleanup fails, a note tells the user, and the later
+        steps still happen. An error of the last step goes to `_record_files_error`.
         """
         try:
             self._local = self._files.copy_in(self._may_continue)
@@ -295,7 +297,9 @@ class Attempt:
         return cls(share, host_address, emit, folder=own, reader=reader, processes={})
 
     def start(self, port: int) -> None:
-        """Start the ranks, and report their process ids to the pool.
+        """Start the ranks from the forkserver, and report their process ids to the pool.
+
+        Each rank gets torchrun's variables.
 
         Args:
             port: Port of torch's key-value store for the ranks.
@@ -321,6 +325,10 @@ class Attempt:
 
     def check(self, deadline: float | None, interrupted_at: float | None) -> None:
         """Update the ranks' states, and end the attempt if `decide` returns a verdict.
+
+        First interrupts the ranks if the user has interrupted the run. If the attempt has failed
+        because the forkserver ended, the verdict blames the host. Without a verdict, checks whether
+        the ranks make progress.
 
         Args:
             deadline: As for `decide`.
@@ -376,9 +384,11 @@ class Attempt:
         end_all(below, grace_s=0.0)
 
     def _conclude(self, verdict: Verdict) -> None:
-        """Send the verdict and the failures to the pool. Then end the ranks unless they succeeded.
+        """Record the verdict and send it to the pool. Then end the ranks unless they succeeded.
 
-        The report comes first, because ending ranks takes time.
+        If the verdict is FAILED, first sends one event for each failure. The reports come first,
+        because ending ranks takes time. Only after a failure do ranks get time to end after
+        SIGTERM.
         """
         failures, has_failed = self.report_failures(verdict), verdict.state == "FAILED"
         self.ended = verdict.state, failures if has_failed else []
@@ -501,8 +511,10 @@ class HostRun(HostShare):
     def handle_command(self, command: PoolCommand) -> None:
         """Carry out a command of the pool (`PoolCommand`).
 
-        Called in the thread of the agent's event loop. For `Halt`, this method only records the
-        time, and the share's thread interrupts or kills the ranks.
+        Called in the thread of the agent's event loop. For `Halt` and `EndRun`, this method only
+        records the command and wakes the share's thread, which interrupts, kills or ends the ranks.
+        The other commands write a fetcher's address to the run folder, pass the user's line to a
+        rank, or pause the clocks.
         """
         super().handle_command(command)
         match command:
@@ -524,7 +536,11 @@ class HostRun(HostShare):
             self._attempt.monitor.is_paused = is_paused
 
     def _run_processes(self) -> None:
-        """Run one attempt after the other, as the controller requests, until the run is over."""
+        """Run one attempt after the other, as the controller requests, until the run is over.
+
+        First writes the fetchers' addresses to the folder where ranks read them. When the ranks of
+        an attempt have ended, waits until the controller requests the next attempt or ends the run.
+        """
         self.set_address_folder(self.local.folder.path)
         while not self._is_over:
             if (next_attempt := self._next) is not None:
@@ -549,7 +565,13 @@ class HostRun(HostShare):
         )
 
     def _start_ranks(self) -> Attempt:
-        """Start the ranks of an attempt. On the run's first host, also start the rendezvous."""
+        """Start the ranks of an attempt. On the run's first host, also start the rendezvous.
+
+        On another host, first check that this host can connect to the rendezvous.
+
+        Raises:
+            PoolError: This host cannot reach the rendezvous.
+        """
         spec, own_rendezvous = self.spec, self._rendezvous
         attempt = self._new_attempt()
         self._attempt = attempt
@@ -581,7 +603,11 @@ class HostRun(HostShare):
         return True
 
     def _prepare_attempt(self, next_attempt: _NextAttempt) -> None:
-        """Replace the rendezvous and this host's files by those of the next attempt."""
+        """Replace the rendezvous and this host's files by those of the next attempt.
+
+        Also resumes paused clocks. At the end, even after an error, sets `is_clean`, for which
+        `start_next_attempt` waits.
+        """
         if self._rendezvous is not None:
             self._rendezvous.close()
         self._rendezvous = next_attempt.rendezvous
@@ -595,8 +621,9 @@ class HostRun(HostShare):
     def _on_message(self, rank: int, message: Event | RankMessage | StoreMessage) -> None:
         """Record a rank's message in the rank's state. Send events to the pool.
 
-        Messages about files of the project store are recorded for the receipt. Called by the thread
-        of the `PipeReader`.
+        Messages about files of the project store are recorded for the receipt. Other messages,
+        except heartbeats and stack reports, wake the share's thread, which checks the ranks. Called
+        by the thread of the `PipeReader`.
         """
         if self._attempt is not None:
             self._attempt.ranks.record_message(rank, message)
@@ -701,6 +728,9 @@ class HostFetchers(HostShare):
         """Start the fetchers, and forward their messages until all fetchers have ended.
 
         If the share must end, request their end, and wait at most `_END_S` seconds.
+
+        Meanwhile, kills fetchers that SIGSTOP has suspended for too long, and sends a note if a
+        fetcher's writes are dropped. The end of each fetcher goes to `_end`.
         """
         for spec in self._specs():
             control, theirs = connection.Pipe()
@@ -743,7 +773,10 @@ class HostFetchers(HostShare):
             )
 
     def _fail(self, error: Exception) -> None:
-        """Report all fetchers of this host as failed, so that no rank waits for them."""
+        """Report all fetchers of this host as failed, so that no rank waits for them.
+
+        Sends a note to the user, and one event for each planned fetcher.
+        """
         said = error if isinstance(error, TaasError) else f"{type(error).__name__}: {error}"
         why = f"host {self.host} has no fetchers: {said}"
         self.note(why)
@@ -765,6 +798,9 @@ class HostFetchers(HostShare):
 
     def _forward_messages(self) -> list[connection.Connection]:
         """Forward messages of fetchers to the pool. Wait up to `POLL_S` for messages.
+
+        The reason in a `FetcherFailed` is not sent, but stored until the fetcher has ended. Reads
+        at most one message of each fetcher.
 
         Returns:
             The connections of fetchers that have ended.
@@ -807,7 +843,7 @@ class HostFetchers(HostShare):
         """Wait up to `_EXIT_S` for the exit of a fetcher, and kill the fetcher if it still runs.
 
         Then send `FetcherEnded` to the pool. Unless the share is being stopped, this event
-        describes a failure.
+        describes a failure, and a note tells the user how the fetcher ended.
         """
         one = self._running.pop(control)
         control.close()

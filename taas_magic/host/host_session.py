@@ -189,7 +189,11 @@ class CellAttempt(_AttemptOfSession):
         return REPORT_S if has_heard else RETURN_S
 
     def _kill(self, lost: list[RankState]) -> None:
-        """Kill the ranks that did not end the cell in time, and send an event and a note."""
+        """Kill the ranks that did not end the cell in time, and send an event and a note.
+
+        Also records the reason in `killed`, for the reports of these ranks' failures. The note says
+        that the session ends.
+        """
         limit_s = self._return_limit_s()
         end_all([state.process for state in lost if state.process is not None], grace_s=0)
         why = f"taas-magic killed it: a cell did not end within {limit_s:.0f} s of the interrupt"

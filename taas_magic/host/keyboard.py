@@ -64,6 +64,9 @@ class Keyboard:
     def read_line(self, prompt: str, is_hidden: bool = False) -> str:
         """Request a line from the user, and wait for it. Any thread may call this.
 
+        First flushes stdout and stderr, so that earlier output is shown above the input. Late
+        answers to earlier requests are ignored. One request is made at a time.
+
         Args:
             prompt: Text to show before the input.
             is_hidden: Whether the line must not be shown while it is typed.

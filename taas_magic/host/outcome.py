@@ -45,6 +45,14 @@ def send_outcome(
 ) -> bool:
     """Send the cell's results or failure to the agent; return whether the cell succeeded.
 
+    A failure is sent first, then notes about changes (only after success), then the results.
+    Results are sent after a failure, too, unless the cell could not be compiled. After a failure,
+    `RankErrorSent` comes last. After `sys.exit(0)` outside a session, `RankExited` comes before the
+    results.
+
+    A child that the cell forked sends nothing, but prints its failure. If an interrupt stops the
+    results, returns False.
+
     Args:
         shell: Shell that ran the cell.
         result: IPython's result of the cell.
@@ -80,7 +88,8 @@ def _failure(shell: RankShell, result: ExecutionResult) -> RankRaised | None:
 
     The failure is the first exception that IPython has shown. The cell may have continued after it:
     `%run`, `%time`, `%%capture` and `run_cell` show an exception of their code. If IPython has
-    shown none, the failure is the exception that ended the cell.
+    shown none, the failure is the exception that ended the cell. If this exception is the end of a
+    debugger (`BdbQuit`), it gets a text for the user.
     """
     raised = result.error_before_exec or result.error_in_exec
     if shell.failure is not None or raised is None:

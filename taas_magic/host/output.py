@@ -101,7 +101,11 @@ class _Row:
         """
 
     def add_bytes(self, part: bytes, limit_bytes: int) -> None:
-        """Add bytes that contain no newline. The row stores at most `limit_bytes` of its text."""
+        """Add bytes that contain no newline. The row stores at most `limit_bytes` of its text.
+
+        Bytes after a carriage return replace the row. After a carriage return at the end, the row
+        stays until the next bytes replace it.
+        """
         visible = part.rstrip(b"\r")
         if visible:
             _, overwritten, segment = visible.rpartition(b"\r")
@@ -160,7 +164,11 @@ class LineAssembler:
         self._partial = b""
 
     def feed(self, data: bytes) -> list[str]:
-        """Add the next bytes of the output. Return the lines that are now complete."""
+        """Add the next bytes of the output. Return the lines that are now complete.
+
+        If the bytes end with what may be the beginning of CURSOR_UP, this end is kept for the next
+        call.
+        """
         data = self._partial + data
         self._partial = next((end for end in _BEGINNINGS if data.endswith(end)), b"")
         first, ended, rest = data[: len(data) - len(self._partial)].partition(b"\n")
@@ -191,7 +199,11 @@ class LineAssembler:
         return lines
 
     def _whole_lines(self, body: bytes) -> list[str]:
-        """Add whole lines, and return the lines that later output cannot change any more."""
+        """Add whole lines, and return the lines that later output cannot change any more.
+
+        Short lines without carriage returns and CURSOR_UP are decoded at once, if no unfinished row
+        remains. Otherwise, each line goes through the rows.
+        """
         pieces = body.split(b"\n")
         is_plain = b"\r" not in body and CURSOR_UP not in body
         is_blank = len(self._rows) == 1 and not self._rows[0].head  # no nested bars above
@@ -204,7 +216,11 @@ class LineAssembler:
         return lines
 
     def _add_bytes(self, part: bytes) -> None:
-        """Add bytes without a newline. Each CURSOR_UP in the bytes moves the cursor up one row."""
+        """Add bytes without a newline. Each CURSOR_UP in the bytes moves the cursor up one row.
+
+        In the new row, the next bytes replace the text. The cursor does not leave the top row, but
+        then `is_left` of this row is set.
+        """
         first, *others = part.split(CURSOR_UP) if CURSOR_UP in part else [part]
         self._rows[self._at].add_bytes(first, self._limit_bytes)
         for above in others:
@@ -216,8 +232,10 @@ class LineAssembler:
     def _move_down(self) -> list[str]:
         """Move the cursor to the row below. Remove finished rows from the top; return their lines.
 
-        The top row is unfinished while it is an unfinished progress bar, and all rows between it
-        and the cursor are unfinished bars or blank. There are at most `MAX_BARS` unfinished rows.
+        The row below is created if needed; the next bytes replace its text. The top row is
+        unfinished while it is an unfinished progress bar, and all rows between it and the cursor
+        are unfinished bars or blank. There are at most `MAX_BARS` unfinished rows. A row with
+        `is_left` is removed without a line.
         """
         self._at += 1
         if self._at == len(self._rows):
@@ -460,6 +478,9 @@ class _LogStream:
     def feed(self, data: bytes) -> str:
         """Write bytes to the log file. Add to `pending` those new lines that may be sent.
 
+        If writing fails or the disk has too little room, closes the log file. Later calls then only
+        add lines to `pending`.
+
         Returns:
             The reason if this call has closed the log file, such as a full disk; "" otherwise.
         """
@@ -515,7 +536,12 @@ class _MessageStream:
         return [message for piece in pieces if (message := self._put(piece)) is not None]
 
     def _put(self, piece: bytes) -> Event | RankMessage | StoreMessage | None:
-        """Add a piece of a message, and return the message if it is complete."""
+        """Add a piece of a message, and return the message if it is complete.
+
+        Return None if the message is incomplete or dropped. A message that is too large or invalid
+        is replaced or dropped, as in `feed`. If there are more than `MAX_INCOMPLETE` incomplete
+        messages, drop the oldest one.
+        """
         head, _, part = piece.partition(b" ")
         is_last, sender = head.startswith(link.LAST), head[1:]
         parts, size_bytes = self._begun.pop(sender, ([], 0))
@@ -653,6 +679,7 @@ class PipeReader:
     def _run(self) -> None:
         """Read the pipes until `close` is called, and then the rest of the pipes.
 
+        Sends the output and messages that it reads, and at the end closes all pipes and log files.
         Runs in the reader's thread, which also handles the requests of `drain` and `follow`.
         """
         while not self._closing.is_set():
@@ -674,7 +701,11 @@ class PipeReader:
         self._flush(float("inf"))
 
     def _change_sink(self, sink: _Sink, logs: dict[int, _LogStream]) -> None:
-        """Send all output so far to the old sink; then use the new `sink` and `logs`."""
+        """Send all output so far to the old sink; then use the new `sink` and `logs`.
+
+        First reads what the pipes contain now. Unfinished lines are sent as whole lines, and the
+        old log files are closed.
+        """
         self._read_all(self._streams())
         for rank, old in list(self._logs.items()):
             was_open = old.is_open
@@ -715,6 +746,10 @@ class PipeReader:
     def _read(self, stream: _LogStream | _MessageStream) -> bytes | None:
         """Read a pipe once, and process the data.
 
+        Output goes to the rank's log file and its pending lines. Each message goes to `on_message`.
+        Before that, a traceback is appended to the log, and for a request for input, the rank's
+        pending output is sent.
+
         Returns:
             The data. None if the pipe is empty, but some process has the pipe open for writing. b""
             if the pipe is empty and has no writer, or if this reader has closed the pipe.
@@ -741,7 +776,9 @@ class PipeReader:
     def _log_traceback(self, rank: int, message: RankRaised) -> None:
         """Append a rank's first traceback to the rank's log file, after all earlier output.
 
-        These lines are not sent to the notebook, where the exception in the cell shows them.
+        Does nothing if the message is marked as already logged. If the file cannot be written, a
+        note tells the user. These lines are not sent to the notebook, where the exception in the
+        cell shows them.
         """
         stream = self._logs[rank]
         if stream.has_traceback or message.is_logged:
@@ -778,7 +815,8 @@ class PipeReader:
     def _flush(self, now: float) -> None:
         """Send pending lines and changed progress bars, unless some were sent very recently.
 
-        The limits are `COALESCE_S` for lines, and `PROGRESS_S` for progress bars.
+        Lines are sent for all ranks, progress bars only for rank 0. The limits are `COALESCE_S` for
+        lines, and `PROGRESS_S` for progress bars.
 
         Args:
             now: Time of the monotonic clock; infinity to send everything immediately.

@@ -35,7 +35,11 @@ class ProcessGroupPrefixes:
         self._cell, self._groups = number, 0
 
     def install(self) -> None:
-        """Replace torch's `init_process_group` in this process by the wrapper."""
+        """Replace torch's `init_process_group` in this process by the wrapper.
+
+        The wrapper passes a store with a new key prefix to torch's function. If the call names a
+        store or an `init_method` other than `env://`, the wrapper leaves the arguments unchanged.
+        """
         original = dist.init_process_group
         signature = inspect.signature(original)
 
