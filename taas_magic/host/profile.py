@@ -49,7 +49,8 @@ class StepProfiler:
     def batch(self, loader: str) -> Iterator[None]:
         """Mark the `with` block in the trace as a wait for a batch of the loader named `loader`.
 
-        Also begin the next step, unless `step` was called before.
+        Also begin the next step, unless `step` was called before. After the end of the profile, do
+        nothing.
         """
         from torch.profiler import record_function
 
@@ -73,6 +74,9 @@ class StepProfiler:
 
     def _begin_step(self) -> None:
         """Begin the next step. The first step starts torch's profiler; the last step ends it.
+
+        The last step is the one after `WARM_UP_STEPS` and the recorded steps. If the program
+        already runs a profiler of its own, the profile ends without a trace.
 
         Do nothing in a thread that did not begin the first step, in a fork of the rank, and after
         the end of the profile.

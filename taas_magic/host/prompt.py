@@ -58,6 +58,10 @@ class Prompt:
     def serve(self, report: Callable[[], None]) -> None:
         """Run each cell that the agent sends. Return when the agent sends the order to end.
 
+        SIGINT has no effect between cells. After each cell, sends `RankFinished` if the cell
+        succeeded, then `RankIdle`. Before it returns, sends `RankFinished`. A child that a cell
+        forked exits here when it reaches the end of the cell.
+
         Args:
             report: Function that is called after each cell. It sends batch counts and metrics.
         """
@@ -92,7 +96,8 @@ class Prompt:
     def _run_one(self, order: CellOrder) -> bool:
         """Enable SIGINT, run one cell, and ignore SIGINT again; return whether the cell succeeded.
 
-        If SIGINT arrives while no code of the user runs, report the interrupt as a failure.
+        Also tells the agent that the rank now accepts SIGINT. If SIGINT arrives while no code of
+        the user runs, report the interrupt as a failure.
         """
         self._was_cut, self._number, self._is_running = False, order.number, True
         has_succeeded = False

@@ -68,7 +68,8 @@ def prepare() -> None:
 
     The shell runs a cell that raises an exception, so that IPython imports the modules that format
     tracebacks. Otherwise, a failing rank would import these modules while the agent already ends
-    the other ranks. numpy imports `numpy.random` only on first use, so this function imports it.
+    the other ranks. Afterwards, the exception is removed. numpy imports `numpy.random` only on
+    first use, so this function imports it if numpy is loaded.
     """
     rendezvous.has_horovod()
     if "numpy" in sys.modules:
@@ -116,7 +117,11 @@ def _become_a_rank(spec: ProcessSpec, environ: Mapping[str, str], rank: int) -> 
     """Make this fork of the forkserver a rank that may run the user's code.
 
     Connects the process to the agent, redirects its output, applies the run's environment, and
-    protects the project store from the rank's writes. If the protection fails, ends the process.
+    protects the project store from the rank's writes. If the protection fails, sends the failure
+    and ends the process.
+
+    Also makes the process write its stack when it crashes or gets `SIGNAL`. If horovod is
+    installed, asks the rendezvous for horovod's environment variables.
     """
     os.setsid()
     # Until `_run` installs its handler, SIGINT kills the rank silently.
@@ -148,11 +153,12 @@ def _work_and_wait(
 ) -> bool:
     """Run the work, or the cells of a session; then wait for the program's other threads.
 
-    Sends heartbeats meanwhile. If a child that the work forked reaches the end of the work, the
-    child ends here.
+    Sends heartbeats meanwhile, and `RankFinished` when the work has succeeded. If a child that the
+    work forked reaches the end of the work, the child ends here.
 
     Returns:
-        Whether the work succeeded.
+        Whether the work succeeded. False if an interrupt ended the wait for threads; True for a
+        session.
     """
     prompt = None
     if isinstance(fed, SessionLoaders):
@@ -179,7 +185,12 @@ def _work_and_wait(
 
 
 def _become_a_program(spec: ProcessSpec, environ: Mapping[str, str]) -> None:
-    """Reset the state inherited from the forkserver, and apply the notebook's environment."""
+    """Reset the state inherited from the forkserver, and apply the notebook's environment.
+
+    Resets multiprocessing's start method, and seeds the random generators of torch and numpy anew.
+    Then replaces `os.environ`, lets torch and tempfile read it again, and sets the current folder,
+    `sys.path` and `sys.argv`.
+    """
     # Remove the start method that the forkserver has set, so that the cell may set one.
     multiprocessing.set_start_method(None, force=True)
     multiprocessing.current_process().name = "MainProcess"
@@ -204,8 +215,11 @@ def _become_a_program(spec: ProcessSpec, environ: Mapping[str, str]) -> None:
 def _apply_store_rule(spec: ProcessSpec, link: AgentLink, rank: int) -> None:
     """Make this process enforce the rule that only rank 0 writes to the project store.
 
-    Writes and the kind of protection are reported to the agent. Call before any thread starts and
-    before any code of the user runs.
+    Writes are reported to the agent; on ranks other than 0, so is the kind of protection. If only
+    Python enforces the rule there, a note tells the user. Does nothing if the run has no project
+    store, or only reads it and is no rehearsal.
+
+    Call before any thread starts and before any code of the user runs.
     """
     share = spec.share
     rule = share.store
@@ -233,7 +247,12 @@ def _apply_store_rule(spec: ProcessSpec, link: AgentLink, rank: int) -> None:
 def _profiled(
     share: LocalShare, link: AgentLink, rank: int, fed: RankFeed | SessionLoaders | None
 ) -> Iterator[None]:
-    """With `--profile`, profile the steps in the `with` block, and write the profile."""
+    """With `--profile`, profile the steps in the `with` block, and write the profile.
+
+    Waits for batches of registered loaders are part of the profile. A child that the cell forked
+    writes no profile. Only rank 0 sends the profiler's notes. Without `--profile`, only run the
+    block.
+    """
     if not share.plan.profile:
         yield
         return
@@ -255,7 +274,11 @@ def _profiled(
 
 
 def _use_gloo_without_cuda(link: AgentLink) -> None:
-    """Make `init_process_group("nccl")` and `Accelerator()` use gloo if there is no GPU."""
+    """Make `init_process_group("nccl")` and `Accelerator()` use gloo if there is no GPU.
+
+    Replaces torch's function by one that sends a note when it replaces nccl. For `Accelerator()`,
+    sets an environment variable.
+    """
     if torch.cuda.is_available():
         return
     # `accelerate launch --cpu` sets this, too. Without it, each rank's Accelerator() trains alone.
@@ -276,6 +299,11 @@ def _use_gloo_without_cuda(link: AgentLink) -> None:
 
 def _run(shell: RankShell, spec: ProcessSpec, link: AgentLink, rank: int) -> bool:
     """Load the work from the payload, run it, and send its results or failure.
+
+    First binds the shell to this rank. If loading fails, sends this failure and runs nothing. From
+    the start of the work, SIGINT raises KeyboardInterrupt. On rank 0, also sends notes about
+    notebook objects that the work changed. A rehearsal also sends the rank's memory peak and
+    written files.
 
     Returns:
         Whether the work succeeded.
@@ -319,7 +347,8 @@ def _end_program() -> None:
 
     A fork of the forkserver exits by `os._exit`, without cleanup. So this function runs atexit
     handlers and `weakref.finalize` callbacks. Then it deletes the program's objects, so that Python
-    flushes their open files. Last, it flushes stdout and stderr.
+    flushes their open files; modules, functions and classes go last. Last, it flushes stdout and
+    stderr. SIGINT is ignored after the atexit handlers, until this function returns.
 
     Other parts of a normal exit do not happen here:
 

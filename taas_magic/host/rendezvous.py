@@ -97,6 +97,8 @@ def reach(address: str, port: int) -> None:
 def await_all(environ: Mapping[str, str], limit_s: float) -> None:
     """Report to the other ranks that this rank is ending, and wait until all ranks are ending.
 
+    Uses a counter in the ranks' store. If the store has ended, return at once.
+
     Args:
         environ: torchrun's variables of this rank.
         limit_s: Maximum seconds to wait for the other ranks.
@@ -173,6 +175,9 @@ class LoaderAgreement:
 
 def serve(listener: socket.socket, address: str) -> None:
     """Serve the ranks' store, and run horovod's server if horovod is installed.
+
+    The store then has the port of horovod's server, or the reason why there is none. SIGINT is
+    ignored.
 
     Runs in a fork of the forkserver, until this process is killed.
 

@@ -109,8 +109,10 @@ def receive(
 
     From a rank's archive, the kernel reads only the names that `--out` requests from that rank.
     From rank 0's archives, it reads all names of `--out`, because rank 0 also gathers sharded
-    models for the other ranks. The result for `NAME@all` is a list with one value for each rank. If
-    one rank's value did not arrive, `NAME` is missing.
+    models for the other ranks, and the value of the work. Archives of earlier attempts are ignored.
+
+    The result for `NAME@all` is a list with one value for each rank. If one rank's value did not
+    arrive, `NAME` is missing. Each missing name gets a reason.
 
     Args:
         folder: `RunFolder.results`.
@@ -156,7 +158,9 @@ def _load(
 ) -> None:
     """Load one archive of results, and add its expected values to `received`.
 
-    If the archive cannot be loaded, add the reason to `received.missing`.
+    Plain data is read directly; otherwise, the values are unpickled. Add to `received.missing` the
+    rank's reasons for values that it could not write. If loading fails, or the values are pickled
+    and the pool is not trusted, add this reason for each expected name in the archive.
     """
     names: list[str] = []
     try:
@@ -248,7 +252,7 @@ class ResultWriter:
 
         Every rank must call this method, even a rank that sends nothing, because sharded values are
         gathered by a collective. If a value cannot be sent, the user gets a note; no exception is
-        raised.
+        raised. The reasons are also written, to an archive without values.
 
         Args:
             namespace: Variables of the rank.
@@ -302,7 +306,11 @@ class ResultWriter:
             self._note(f"{_listed([name])} could not be returned: {why}")
 
     def _write_values(self, values: Mapping[str, Any]) -> None:
-        """Group values that share objects, and write each group to an archive."""
+        """Group values that share objects, and write each group to an archive.
+
+        First tries to encode each value alone. A value that cannot be pickled is recorded as
+        missing and left out. So is a value that is not plain data, if the pool is not trusted.
+        """
         shared_ids: dict[str, set[int]] = {}
         for name, value in values.items():
             pickler = _TorchResultPickler(self._scope)
@@ -321,7 +329,12 @@ class ResultWriter:
             self._write_group({name: values[name] for name in names})
 
     def _write_group(self, values: Mapping[str, Any]) -> None:
-        """Write `values`, which share objects, to one archive. Send notes about problems."""
+        """Write `values`, which share objects, to one archive. Send notes about problems.
+
+        They are written as plain data if all are plain data, and otherwise pickled. If writing
+        fails, all of them are recorded as missing. A note also tells the user when a
+        DistributedDataParallel was replaced by its model.
+        """
         pickler = _TorchResultPickler(self._scope)
         try:
             plain = _as_plain(dict(values))
@@ -344,7 +357,12 @@ class ResultWriter:
             self._note(f"{_listed(values)}: a DistributedDataParallel is returned as its `.module`")
 
     def _gather_and_write(self, name: str, value: Any, keeps: bool) -> None:
-        """Gather a sharded value by a collective of all ranks. If `keeps`, write the result."""
+        """Gather a sharded value by a collective of all ranks. If `keeps`, write the result.
+
+        If the work has failed on this rank, gather nothing. If nothing was gathered, and `keeps`,
+        record the value as missing. A note tells the user when a model is returned as its
+        state_dict.
+        """
         whole, why = None, "it is sharded, and the rank failed before it was gathered"
         if not self._failed:
             try:
@@ -381,7 +399,8 @@ def _has_model(value: Any) -> bool:
 def _leaves(value: Any) -> Iterator[Any]:
     """Yield the elements of nested dicts, lists and tuples, and the parts of models in them.
 
-    For any other value, yield the value itself.
+    The parts of a model are its modules, including itself, its parameters, and its buffers. For any
+    other value, yield the value itself.
     """
     seen: set[int] = set()
     waiting = [value]

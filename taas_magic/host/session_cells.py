@@ -60,6 +60,10 @@ class _SessionCells:
     def run(self, order: CellOrder) -> bool:
         """Run a cell, and send its results or failure; return whether the cell succeeded.
 
+        First loads the cell's payload into the session's namespace, and connects its loaders. If
+        this fails, sends the failure and returns False. If modules were edited since the session
+        imported them, sends a note.
+
         Also sends the names that the cell has assigned or deleted. If this rank does not take part
         in the cell, it runs nothing and only sends the results of `--out`.
         """

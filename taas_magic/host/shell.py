@@ -167,6 +167,10 @@ class RankShell(InteractiveShell):
         The `__spec__` of `__main__` is that of `python -m taas_magic.host.cell_main`. So spawned
         children use `cell_main` as their main module, and find the cell's definitions there.
 
+        In `__main__`, `exit`, `quit` and `open` are Python's own. `input` and `sys.stdin` ask the
+        user. Also adapts tqdm.notebook and hydra when they are imported, and removes `sys.ps1`, so
+        that Lightning does not assume an interactive session.
+
         Args:
             link: See the class.
             own_keyboard: See `keyboard` of the class.
@@ -203,6 +207,10 @@ class RankShell(InteractiveShell):
 
     def run(self, work: Work, sources: Mapping[str, CellSource]) -> ExecutionResult:
         """Run the work. If an exception ends the work, `showtraceback` sends the failure first.
+
+        Before that, registers the notebook's sources for tracebacks, installs hooks that print
+        exceptions of threads and finalizers, and forgets the last failure. A cell's code gets the
+        line numbers of the notebook's cell.
 
         Args:
             work: The cell or function call.
@@ -241,7 +249,9 @@ class RankShell(InteractiveShell):
     def _call(self, work: FunctionWork) -> ExecutionResult:
         """Call the work's function, with the same IPython events and hooks as in `run_cell`.
 
-        If the function raises an exception, the traceback starts at the frame of the function.
+        The function's value becomes `last_value`. An exception is not raised, but stored in the
+        result and shown by `showtraceback` (except `BdbQuit`). Its traceback starts at the frame of
+        the function.
         """
         info = ExecutionInfo(work.raw, False, False, True, None)
         result = ExecutionResult(info)
@@ -304,8 +314,10 @@ class RankShell(InteractiveShell):
 
         - If the exception ends the cell, the message has a traceback in Python's format. The agent
           may kill the rank before IPython's traceback is ready.
-        - If the cell continues, the message has no traceback. The traceback goes to the log,
-          because in a cell without `%%taas`, Jupyter would show it.
+        - If the cell continues, the message is a `RankShowedError` without traceback. The traceback
+          goes to the log, because in a cell without `%%taas`, Jupyter would show it.
+
+        Does nothing for `sys.exit(0)`. A child that the cell forked sends no message.
         """
         value = exc_tuple[1] if exc_tuple else sys.exc_info()[1]
         if self.link is None:  # in the forkserver (`prepare`)

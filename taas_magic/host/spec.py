@@ -350,7 +350,8 @@ class LocalShare(Struct, frozen=True):
         """Return the environment of this host's ranks, without torchrun's variables.
 
         For some variables that the share does not set, such as OMP_NUM_THREADS and the network
-        interfaces of gloo and NCCL, the result has defaults.
+        interfaces of gloo and NCCL, the result has defaults. It also has the run's id, the host's
+        name and, if there is one, the address of a server on the notebook's machine.
         """
         spec, host = self.spec, self.spec.host_plan
         assert host is not None

@@ -167,7 +167,13 @@ def code_position(frames: Sequence[StackFrame]) -> str:
 
 
 def waits_for(sample: StackSample) -> str:
-    """Return a text for the user that says what a process's main thread waits for."""
+    """Return a text for the user that says what a process's main thread waits for.
+
+    The first of these that applies decides: the process has ended, is suspended or is ending; a
+    call of torch.distributed; a batch of a DataLoader or registered loader; the user's input; other
+    waits of the standard library; a pending collective; a call of native code. A thread that runs
+    waits for nothing.
+    """
     if sample.state == _GONE:
         return "nothing: it has ended"
     if sample.state == psutil.STATUS_STOPPED:
@@ -271,6 +277,10 @@ class StackMonitor:
         When a rank makes progress again, report the end of the hang. This method does not block,
         because another thread collects the stacks and sends the `Hang` event.
 
+        Does nothing if `--hang` is 0, while a rank waits for the user's input, while stacks are
+        collected, or if the last sample is too recent. Time in which this host was stalled does not
+        count.
+
         Args:
             now: The agent's monotonic clock, in seconds.
         """
@@ -297,7 +307,11 @@ class StackMonitor:
             threading.Thread(target=self._report_hang, args=(still_s,), daemon=True).start()
 
     def collect(self) -> list[tuple[RankState, StackSample]]:
-        """Collect the stacks of all ranks and their children. Blocks for up to some seconds."""
+        """Collect the stacks of all ranks and their children. Blocks for up to some seconds.
+
+        Also measures how many CPUs each rank uses. Then records the CPU time used so far, so that
+        the work for these reports does not count as progress.
+        """
         with self._collecting:
             states = self._ranks.states()
             alive = [state.pid for state in states if not state.ended]
@@ -410,7 +424,8 @@ class StackMonitor:
         """Return a rank's stacks and other data about the rank.
 
         If the rank has not responded, use the stack that it writes on `SIGNAL`, or else the stack
-        of its last heartbeat.
+        of its last heartbeat. Children of the rank also write their stacks on `SIGNAL`. For an
+        ended rank, the result only says that it has ended.
         """
         if state.ended:
             return StackSample(state.pid, state=_GONE)
@@ -442,6 +457,9 @@ def _cells(path: Path) -> Cells:
 
 def sample_fetcher(pid: int, path: Path) -> StackSample:
     """Collect the stacks of a fetcher and its workers.
+
+    Each process is asked by a signal to write its stack, but only while it sleeps. The children's
+    `command` says what they do.
 
     Args:
         pid: Process id of the fetcher's server.
@@ -477,7 +495,11 @@ def _add_signalled_stacks(
 
 
 def _sample_from_psutil(pid: int) -> StackSample:
-    """Return data about a process and its descendants from psutil, without stacks."""
+    """Return data about a process and its descendants from psutil, without stacks.
+
+    The data are the command, the state and the memory. If the process has ended, the result says
+    so.
+    """
     try:
         process = psutil.Process(pid)
         sample = StackSample(pid, " ".join(process.cmdline()), process.status())
@@ -535,6 +557,9 @@ def _written_on_signal(pid: int, path: Path, states: Collection[str]) -> list[St
 
 def _await_stack(path: Path, begin: int) -> str:
     """Wait up to `WRITE_S` until a stack is written to a file, and return the stack's text.
+
+    The stack counts as written when two reads find the same text. If time runs out, return what is
+    there.
 
     Args:
         begin: Size of the file, in bytes, before the stack is written.
