@@ -206,7 +206,11 @@ class HostsEngine(Engine):
 
     @asynccontextmanager
     async def open(self, scheduler: type, keys: "Keys", folder: str) -> AsyncIterator["Scheduler"]:
-        """See `Engine.open`. The scheduler listens on the loopback interface."""
+        """Run the pool's scheduler until the block ends; then end all hosts. See `Engine.open`.
+
+        The scheduler listens on the loopback interface, and uses TLS. At the end, waits until all
+        hosts have ended.
+        """
         from distributed import Security
 
         self.keys, self.folder = keys, folder
@@ -223,7 +227,8 @@ class HostsEngine(Engine):
         """See `Engine.request_hosts`.
 
         Starts the missing hosts in background tasks. If hosts of earlier calls failed to start,
-        raises one PoolError with all failures; the next call replaces the failed hosts.
+        raises one PoolError with all failures; the next call replaces the failed hosts. Returns a
+        note for each host whose start takes unusually long.
         """
         while len(self.hosts) < count and not self._is_over:
             host = self.make_host(self.new_name())

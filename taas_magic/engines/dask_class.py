@@ -75,7 +75,11 @@ class DaskClassEngine(Engine):
 
     @asynccontextmanager
     async def open(self, scheduler: type, keys: "Keys", folder: str) -> AsyncIterator["Scheduler"]:
-        """See `Engine.open`.
+        """Create and run the cluster until the block ends; then end all workers. See `Engine.open`.
+
+        The cluster uses this package's scheduler, with TLS, instead of Dask's, and starts without
+        workers. For a class of dask-jobqueue, adds defaults to the options, and prepares queries of
+        the batch system.
 
         Raises:
             UsageError: The class does not exist, is no Dask cluster, or refuses its options.
@@ -122,7 +126,11 @@ class DaskClassEngine(Engine):
     async def _request_hosts(self, count: int) -> list[str]:
         """Let the cluster start Dask workers until `count` workers have been requested.
 
-        Returns the lines of `Vehicles.describe_awaited`.
+        Returns the lines of `Vehicles.describe_awaited`, which is called first.
+
+        Raises:
+            PoolError: A worker could not be started, and was removed. Or a batch job ended before
+                its agent joined.
         """
         from distributed import Status
 
@@ -203,6 +211,9 @@ def batch_options(
     pool: PoolConfig, options: Mapping[str, Any], system: str, folder: Path
 ) -> dict[str, Any]:
     """Return keyword arguments for a dask-jobqueue class: our defaults and the user's options.
+
+    Creates the folder for the output of jobs. A directive forbids the batch system to requeue jobs;
+    the user's own directives come after it.
 
     Args:
         options: The user's own keyword arguments; they replace the defaults.
@@ -374,10 +385,13 @@ class BatchSystem:
     async def query(self, job_ids: Collection[str]) -> dict[str, BatchJob]:
         """Return the jobs that the batch system knows, by id.
 
-        A job that is missing from the result has ended, and the batch system has forgotten it.
+        A job that is missing from the result has ended, and the batch system has forgotten it. For
+        OpenPBS, which lists ended jobs separately, runs a second command if the first one asks for
+        it.
 
         Raises:
-            OSError: The command cannot be run, fails, or does not answer in time.
+            OSError: The command cannot be run, fails, or does not answer in time. An error
+                that only says that jobs are unknown is not raised.
         """
         if not job_ids:
             return {}
@@ -391,7 +405,13 @@ class BatchSystem:
         return found
 
     async def _run_command(self, command: list[str]) -> tuple[dict[str, BatchJob], str]:
-        """Run a command; return the jobs in its output, and its error text ("" if it succeeds)."""
+        """Run a command; return the jobs in its output, and its error text ("" if it succeeds).
+
+        If the command does not end within `QUERY_LIMIT_S`, kill it.
+
+        Raises:
+            OSError: The command cannot be run, or did not end in time.
+        """
         process = await asyncio.create_subprocess_exec(
             *command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
         )
@@ -529,11 +549,14 @@ class Vehicles:
     async def _query_jobs(self, awaited: dict[str, str]) -> dict[str, BatchJob]:
         """Query the jobs of workers whose agents have not joined yet; return them by worker name.
 
+        If the query fails, each job is in an unknown state, with the error as the reason. If there
+        is no batch system to query, return an empty dict.
+
         Args:
             awaited: Job id of each worker, by worker name.
 
         Raises:
-            PoolError: A job has ended.
+            PoolError: A job has ended. The text has the end of the job's output.
         """
         if self._system is None or not awaited:
             return {}

@@ -55,6 +55,9 @@ class Peer(NamedTuple):
     def of(cls, peercert: Mapping[str, Any]) -> "Peer":
         """Return the peer that a certificate describes.
 
+        The role and name come from the first URI of this package in the certificate's
+        subjectAltName.
+
         Args:
             peercert: The result of `ssl.SSLSocket.getpeercert`.
 

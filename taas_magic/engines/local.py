@@ -80,11 +80,14 @@ class _LocalHost(Host):
         return f"{socket.gethostname()}-{pool.name}-{self.number}" if pool.max_hosts > 1 else ""
 
     async def start(self) -> None:
-        """See `Host.start`.
+        """Send the agent's settings to a supervisor, and wait until the host can start ranks.
 
         The start fails if one of these problems lasts for `START_FAILED_S`: the supervisor has
         ended, a process of the host is stopped (SIGSTOP), the agent has left the pool, or the
         supervisor has done nothing for `start_timeout_s` before the agent joined.
+
+        Raises:
+            PoolError: The start has failed. The host is ended first. The text has the log's end.
         """
         engine, pool = self._engine, self._engine.pool
         settings = AgentSettings(
@@ -128,6 +131,7 @@ class _LocalHost(Host):
     async def end(self) -> None:
         """Close the supervisor's standard input, and wait until the supervisor has ended the host.
 
+        Cancels a running `start`, and sends SIGCONT to the supervisor, which may be suspended.
         After `HOST_END_S` seconds, kill the supervisor. Linux then also kills the agent
         (`die_with_parent`).
         """

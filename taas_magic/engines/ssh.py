@@ -114,7 +114,13 @@ class SshEngine(HostsEngine):
 
     @asynccontextmanager
     async def tunnel(self, agent: str, address: str) -> AsyncIterator[str]:
-        """See `Engine.tunnel`. The host reaches this machine through the SSH connection."""
+        """See `Engine.tunnel`. The host reaches this machine through the SSH connection.
+
+        Forwards a loopback port of the host, yields its address, and closes the tunnel at the end.
+
+        Raises:
+            PoolError: The host is gone, or the port cannot be forwarded.
+        """
         host = self.hosts.get(agent)
         connection = host.connection if isinstance(host, _SshHost) else None
         if connection is None:
@@ -164,7 +170,10 @@ class SshEngine(HostsEngine):
 
 @contextmanager
 def _shell(host: str, config_file: str | None, stop: threading.Event) -> Iterator[Shell]:
-    """Connect to a host, yield the connection as a shell, and close the connection at the end."""
+    """Connect to a host, yield the connection as a shell, and close the connection at the end.
+
+    If the connection fails, and the SSH configuration is ignored, the error says this, too.
+    """
     try:
         connection = connect(find_target(host, config_file, stop), stop)
     except PoolError as error:
@@ -193,7 +202,8 @@ class _SshHost(Host):
     async def start(self) -> None:
         """Start an agent on a free host of the pool; return when the host can start ranks.
 
-        If a host fails, try the next free host.
+        If a host fails, log the failure, end what runs there, return the host to the pool, and try
+        the next free host.
 
         Raises:
             PoolError: No free host could be started, or `end` was called.
@@ -241,7 +251,11 @@ class _SshHost(Host):
         return f"host {self._host}: {self._doing}" if slow and self._host else ""
 
     async def why_lost(self) -> str:
-        """See `Host.why_lost`."""
+        """Return, in words, whether the SSH connection broke or the agent ended; "" if unknown.
+
+        Waits up to `_END_S` seconds for the end of the supervisor's command. If the agent ended,
+        the text has the command's last line of output.
+        """
         command, connection = self._command, self.connection
         if command is None or connection is None:
             return ""
@@ -259,6 +273,10 @@ class _SshHost(Host):
 
     def _start_host(self, host: str) -> None:
         """Connect to the host, install packages there if needed, and start an agent's supervisor.
+
+        Also opens a tunnel through which the agent reaches the pool's scheduler. Each step is
+        recorded for `slow_start_note`. The supervisor gets the agent's settings, and then an empty
+        line at regular intervals; its output is logged.
 
         Runs in a thread.
         """

@@ -61,6 +61,9 @@ _LOOK_S = 0.5
 def main() -> int:
     """Create the host's folder and run the agent. At the end, end all processes of the host.
 
+    First makes this process the new parent of orphans among its descendants. SIGINT is ignored, and
+    SIGTERM ends the host.
+
     Returns:
         The agent's exit code.
 
@@ -82,7 +85,11 @@ def main() -> int:
 def _supervise(preload: str, folder: Path, lease_s: float | None, start_timeout_s: float) -> int:
     """Start an agent, and wait until it ends or the host must end. Then end all descendants.
 
-    Return the agent's exit code as a shell reports it: 128 + N for signal N.
+    Two threads watch the lease and the agent's start. At the end, first kills all other
+    descendants, then gives the agent `GRACE_S` seconds to exit after SIGTERM.
+
+    An empty line on standard error shows that this process runs. Return the agent's exit code as a
+    shell reports it: 128 + N for signal N.
 
     Raises:
         SystemExit: The host had to end before the agent ended.
@@ -198,6 +205,9 @@ def _end_agent(agent: subprocess.Popen[bytes]) -> None:
 @contextmanager
 def host_folder() -> Iterator[Path]:
     """Create the host's folder for temporary files; remove it when the block ends.
+
+    A locked file shows that the folder is in use. First removes the folders of earlier supervisors
+    that were killed.
 
     Raises:
         PoolError: The folder cannot be created.

@@ -75,6 +75,9 @@ def send_failure(link: AgentLink, failure: RankRaised) -> None:
 def describe_exception(error: BaseException, text: str | None = None) -> RankRaised:
     """Return the message by which a rank reports an exception to the agent.
 
+    The message has the type, the text with a hint (`message_of`), and the traceback; long texts are
+    cut. If the exception's own code fails, a short text replaces the traceback.
+
     Args:
         text: The formatted traceback. None to format it by `format_plain`.
     """
@@ -122,7 +125,10 @@ def _chain(first: Any) -> Iterator[Any]:
 
 
 def _without_ours(one: TracebackType | None) -> TracebackType | None:
-    """Return a traceback without this package's frames and the frames of IPython between them."""
+    """Return a traceback without this package's frames and the frames of IPython between them.
+
+    All frames from this package's first to its last frame are removed, except the frames of cells.
+    """
     found: list[TracebackType] = []
     while one is not None:
         found.append(one)
@@ -253,7 +259,12 @@ def message_of(error: BaseException) -> str:
 
 
 def _not_in_the_copy(error: BaseException) -> str:
-    """Return a hint if a file is missing because this host has only a copy of the project store."""
+    """Return a hint if a file is missing because this host has only a copy of the project store.
+
+    Only a FileNotFoundError gets this hint, and only if its path is in the notebook's own folder,
+    or is an absolute path outside the current folder. Otherwise, and on a host without such a copy,
+    return "".
+    """
     home = project_home()
     if not home or not isinstance(error, FileNotFoundError):
         return ""
@@ -316,9 +327,9 @@ def _disk_full_hint(error: BaseException) -> str:
 def _written_path(error: OSError) -> str:
     """Return the path of the file to which a call could not write; "" if the path is not known.
 
-    An error of `write` does not name the file. So this function searches the local variables of the
-    frames, innermost frame first, for files that were opened for writing. If the first such frame
-    has several, return "".
+    If the error names a file, return it; of a copy, the destination. An error of `write` does not
+    name the file. So this function searches the local variables of the frames, innermost frame
+    first, for files that were opened for writing. If the first such frame has several, return "".
     """
     for named in (error.filename2, error.filename):  # `filename2` is the destination of a copy
         if isinstance(named, str | bytes):

@@ -101,7 +101,11 @@ def names() -> Any:
 
 
 def memory() -> Any:
-    """Return the `RankMemory` of this process, as plain data."""
+    """Return the `RankMemory` of this process, as plain data.
+
+    It has the host's name, the process's resident memory, and the bytes that torch has reserved on
+    all GPUs. The last one is None if the process has not used CUDA.
+    """
     torch = sys.modules.get("torch")
     gpu_bytes = None
     if torch is not None and torch.cuda.is_initialized():
@@ -157,7 +161,11 @@ def _parts(value: Any) -> list[Any] | None:
 
 
 def _size_bytes(value: Any, depth: int = 0) -> int:
-    """Return the approximate size of a value in memory; 0 if the size cannot be computed."""
+    """Return the approximate size of a value in memory; 0 if the size cannot be computed.
+
+    Of a DTensor, only this rank's part counts. For a container or model, add the sizes of its first
+    `_MOST_PARTS` elements, but only of `_DEEPEST` nested levels.
+    """
     try:
         if hasattr(value, "nbytes"):
             return int(_local(value).nbytes)
@@ -173,7 +181,8 @@ def _size_bytes(value: Any, depth: int = 0) -> int:
 def _digest(value: Any) -> str:
     """Return a digest of a value, by which the kernel compares the values of ranks.
 
-    Return "" if the value is larger than `COMPARED_BYTES` or has an element without a digest.
+    Plain data gets its `plain_digest`, any other value a SHA-256 hash. Return "" if such a value is
+    larger than `COMPARED_BYTES` or has an element without a digest.
     """
     if digest := plain_digest(value):
         return digest
@@ -189,6 +198,9 @@ def _digest(value: Any) -> str:
 
 def _update_hash(found: Any, value: Any, depth: int) -> None:
     """Update the hash `found` with a value.
+
+    Of an array or tensor, hashes the type, the shape and the bytes; of a DTensor, only this rank's
+    part. Of a container or model, hashes each element.
 
     Raises:
         _NotComparedError: The value or one of its elements has an unknown type, is nested too deep,

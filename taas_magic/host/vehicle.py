@@ -72,7 +72,8 @@ class Vehicle(WorkerPlugin):
     async def setup(self, worker: Worker) -> None:
         """Start the supervisor. Called by Dask when a worker has joined.
 
-        Does nothing in an agent, which Dask also treats as a worker.
+        If the supervisor cannot be started, closes the worker and raises OSError. Does nothing in
+        an agent, which Dask also treats as a worker.
         """
         if vehicle_of(worker.name):
             return
@@ -83,7 +84,11 @@ class Vehicle(WorkerPlugin):
             raise
 
     async def teardown(self, worker: Worker) -> None:
-        """End the supervisor, which ends the host. Called by Dask when the worker closes."""
+        """End the supervisor, which ends the host. Called by Dask when the worker closes.
+
+        Closes the supervisor's standard input, and kills the supervisor if it has not ended after
+        `HOST_END_S` seconds. Does nothing if no supervisor was started.
+        """
         if self._supervisor is None or self._following is None:
             return
         self._following.cancel()
@@ -95,7 +100,12 @@ class Vehicle(WorkerPlugin):
             self._supervisor.kill()
 
     async def _start(self, worker: Worker) -> None:
-        """Get the agent's name and keys from the pool's process, and start the supervisor."""
+        """Get the agent's name and keys from the pool's process, and start the supervisor.
+
+        First closes the worker's web server, and its port if it has no nanny. Sends the agent's
+        settings to the supervisor's standard input. A task then closes the worker when the
+        supervisor ends.
+        """
         worker.http_server.stop()  # Dask's web pages have no authentication
         if not worker.nanny:
             for listener in worker.listeners:

@@ -387,7 +387,11 @@ def _read_record(file: IO[bytes]) -> bytes:
 
 
 def _cgroup_files(pid: int) -> list[Path]:
-    """Return the files in which Linux counts the out-of-memory kills in a process's cgroups."""
+    """Return the files in which Linux counts the out-of-memory kills in a process's cgroups.
+
+    There is one file for each of the process's own cgroups that counts memory (version 1 or 2), but
+    none for parent cgroups. Return an empty list if the process has ended. The files may not exist.
+    """
     try:
         lines = Path(f"/proc/{pid}/cgroup").read_text().splitlines()
     except OSError:
@@ -482,7 +486,11 @@ def users_frames(text: str) -> list[str]:
 
 
 def _failure_kind(state: RankState, verdict: Verdict) -> str:
-    """Return the kind of a rank's failure, such as "raised" or "signal" (`Failure.how`)."""
+    """Return the kind of a rank's failure (`Failure.how`).
+
+    The first that applies: "raised" an exception; "left" by `sys.exit(0)`; for an ended process
+    "end" if its work had finished, "signal" or "exit"; otherwise, the cause of the verdict.
+    """
     if state.etype:
         return "raised"
     if state.left_at is not None and not state.exitcode:
@@ -520,7 +528,11 @@ class Ranks:
         self._states = {rank: RankState(rank, pid=0) for rank in ranks}
 
     def record_start(self, pids: dict[int, int]) -> None:
-        """Record the process of each rank. A process may have ended already."""
+        """Record the process of each rank. A process may have ended already.
+
+        Also records the time, as start and as first progress, and the present number of
+        out-of-memory kills.
+        """
         with self._lock:
             for rank, pid in pids.items():
                 state = self._states[rank]
@@ -535,10 +547,14 @@ class Ranks:
             return list(self._states.values())
 
     def record_message(self, rank: int, message: Event | RankMessage | StoreMessage) -> None:
-        """Record a message from a rank. Most messages count as progress.
+        """Record a message from a rank in the rank's state. Most messages count as progress.
 
-        These messages do not: stack reports, notes, batch counts that have not changed, and
-        heartbeats if no collective has begun or ended since the last heartbeat.
+        The state has, for example, the first failure, the last heartbeat, and whether the rank has
+        finished or returned to its prompt. A failure's exception and traceback replace earlier
+        ones.
+
+        These messages are no progress: stack reports, notes, batch counts that have not changed,
+        and heartbeats if no collective has begun or ended since the last heartbeat.
         """
         now = time.monotonic()
         with self._lock:
@@ -579,6 +595,9 @@ class Ranks:
 
     def record_end(self, rank: int, exitcode: int, stack: Path) -> None:
         """Record the end of a rank's process and, unless the rank has succeeded, the reason.
+
+        The reason is the stack that faulthandler has written and, after SIGKILL, whether memory ran
+        out. The rank then counts as failed from now on, unless it failed earlier.
 
         Args:
             exitcode: Exit code of the process; negative for a signal.

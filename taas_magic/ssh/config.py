@@ -222,8 +222,12 @@ def _settings_without_ssh(name: str, user: str | None, port: str | None) -> _Set
 def _ask_ssh(host: str, command: Sequence[str], stop: threading.Event) -> _Settings:
     """Run `ssh -G` for a host and return the settings that it prints.
 
+    If the call is cancelled or takes too long, kills the command and its children.
+
     Raises:
-        PoolError: The command failed, or printed no settings within `_SSH_S`.
+        PoolError: The command failed, or printed no settings within `_SSH_S`. The text has the
+            command's last lines.
+        ConnectStopped: `stop` was set.
     """
     until = time.monotonic() + _SSH_S
     process = subprocess.Popen(
@@ -325,7 +329,7 @@ def _is_set(value: str) -> bool:
 def _identity_files(values: Sequence[str], tokens: Mapping[str, str]) -> tuple[str, ...]:
     """Return the paths of the identity files, with `~`, variables and tokens expanded.
 
-    A file in `_USUAL_KEYS` is left out if it does not exist.
+    The value "none" is left out. So is a file in `_USUAL_KEYS` that does not exist.
     """
     found = []
     for value in filter(_is_set, values):
@@ -366,7 +370,11 @@ class KnownHosts(MissingHostKeyPolicy):
                         self._add(path, " ".join(line.split()))
 
     def _add(self, path: str, line: str) -> None:
-        """Record a line of the known_hosts file `path` if it lists a key of the host."""
+        """Record a line of the known_hosts file `path` if it lists a key of the host.
+
+        All lines with `@revoked` are recorded, too. Comments and lines with other markers are
+        skipped.
+        """
         if line.startswith("@revoked"):
             self._revoked.append(line)
         elif line and line[0] not in "#@" and (entry := HostKeyEntry.from_line(line)):
@@ -391,8 +399,11 @@ class KnownHosts(MissingHostKeyPolicy):
     def missing_host_key(self, client: SSHClient, hostname: str, key: PKey) -> None:
         """Check the key that a host has shown; called by paramiko.
 
+        If known_hosts lists no key of the host, and the target has `adds_new_keys`, store the key.
+
         Raises:
-            PoolError: The key is unknown, revoked, or not the one in known_hosts.
+            PoolError: The key is unknown, revoked, or not the one in known_hosts. The text says
+                how to accept the key, unless it is revoked.
         """
         target = self._target
         shown = (
@@ -420,7 +431,10 @@ class KnownHosts(MissingHostKeyPolicy):
         )
 
     def _store(self, key: PKey) -> None:
-        """Add the host's key to the user's first known_hosts file."""
+        """Add the host's key to the user's first known_hosts file.
+
+        Creates the file and its folder if needed. If the file cannot be written, nothing happens.
+        """
         line = f"{self._target.known_as} {key.get_name()} {key.get_base64()}\n"
         # as ssh does, connect even if the file cannot be written
         with contextlib.suppress(OSError, IndexError):
@@ -435,6 +449,8 @@ class KnownHosts(MissingHostKeyPolicy):
 
 def _is_named(name: str, patterns: Iterable[str]) -> bool:
     """Return whether a line of known_hosts applies to a host.
+
+    A pattern after `!` excludes the hosts that it matches, whatever the other names say.
 
     Args:
         patterns: The line's names: plain names, hashed names, or patterns such as `*.lab`.
@@ -460,7 +476,11 @@ def _glob(pattern: str) -> re.Pattern[str]:
 
 
 def _how_to_accept(target: SshTarget, key: PKey, *commands: str) -> str:
-    """Return text for the user: how to verify a host's key, and the commands that accept it."""
+    """Return text for the user: how to verify a host's key, and the commands that accept it.
+
+    The commands are `commands`, then `ssh-keyscan`. If the host has a jump host or a ProxyCommand,
+    an interactive `ssh` replaces `ssh-keyscan`.
+    """
     name = key.get_name()
     kind = next((kind for kind in ("ed25519", "ecdsa", "rsa") if kind in name), name)
     if target.jump or target.proxy_command:
@@ -490,7 +510,8 @@ class UserKeys(AuthStrategy):
         """Yield the keys in the order in which they are offered.
 
         Keys of the ssh agent come first, and among these the keys that are also in identity files.
-        The order matters, because a host disconnects after a few refused keys.
+        The order matters, because a host disconnects after a few refused keys. With IdentitiesOnly,
+        the agent's other keys are left out. No key is offered twice.
         """
         target, agent = self._target, Agent() if _agent_answers() else None
         blobs = {path: _public_blob(path) for path in target.identity_files}
@@ -551,7 +572,8 @@ def _load(path: str) -> PKey:
     """Read a private key.
 
     Raises:
-        SSHException: The key cannot be used.
+        SSHException: The file does not exist, has a passphrase, or cannot be read. For a
+            passphrase, the text says how to use the ssh agent.
     """
     try:
         return PKey.from_path(path)

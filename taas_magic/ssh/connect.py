@@ -304,7 +304,8 @@ def _open_stream(
 ) -> socket.socket | Channel:
     """Open a byte stream to a host's sshd: directly, through a jump host, or by a ProxyCommand.
 
-    Callbacks that close the stream are added to `undo`.
+    A jump host gets an SSH connection of its own. Callbacks that close the stream, and this
+    connection, are added to `undo`.
     """
     if target.proxy_command and target.jump is None:
         return _start_proxy_command(target.proxy_command, undo)
@@ -359,7 +360,11 @@ def _dial(
 ) -> socket.socket:
     """Open a TCP connection to the host, and try all of its addresses in turn.
 
-    Each address gets an equal part of the remaining time.
+    Each address gets an equal part of the remaining time. On success, sets the timeout of the
+    connection (`_notice_silence`).
+
+    Raises:
+        PoolError: The name cannot be resolved, or no address accepts the connection.
     """
     try:
         found = socket.getaddrinfo(target.hostname, target.port, type=socket.SOCK_STREAM)
@@ -480,7 +485,10 @@ class HeartbeatCommand:
                 self._channel.sendall(b"\n")
 
     def _read(self) -> None:
-        """Log the lines of the command's output, and keep the last ones, until the output ends."""
+        """Log the lines of the command's output, and keep the last ones, until the output ends.
+
+        Then sets `ended`. Empty lines are not logged.
+        """
         output = self._channel.makefile("rb")
         with contextlib.suppress(*_ENDED):
             while line := output.readline(_LONGEST_LINE):
