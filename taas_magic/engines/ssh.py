@@ -87,6 +87,9 @@ class SshEngine(HostsEngine):
         """Ask all hosts; return the first response, because the hosts of a pool are alike.
 
         An interrupt ends the wait at once, because the connections run in other threads.
+
+        Raises:
+            PoolError: No host could be asked. The text has the failure of each host.
         """
         stop = threading.Event()
 

@@ -370,7 +370,7 @@ class Attempt:
         self.ranks.interrupt()
 
     def _end_ranks(self, grace_s: float) -> None:
-        """End the remaining ranks; then kill their children.
+        """End the remaining ranks; then kill their children, except resource trackers.
 
         Args:
             grace_s: Seconds that ranks may take to end after SIGTERM.

@@ -155,8 +155,9 @@ def log(
 def record_tensorboard() -> None:
     """Make TensorBoard's `SummaryWriter.add_scalar` also log its scalars as `taas.log` does.
 
-    Lightning's TensorBoardLogger and transformers' TensorBoardCallback call `add_scalar`. Call this
-    function when `torch.utils.tensorboard.writer` is imported.
+    A scalar that `taas.log` refuses is only written by TensorBoard. Lightning's TensorBoardLogger
+    and transformers' TensorBoardCallback call `add_scalar`. Call this function when
+    `torch.utils.tensorboard.writer` is imported.
     """
     from torch.utils.tensorboard import writer
 

@@ -341,6 +341,8 @@ class LogBudget:
     def split(self, lines: list[str]) -> tuple[list[str], list[str]]:
         """Select the lines that may be sent now, and drop all others.
 
+        All lines go to `tail`. Dropped lines and their bytes are counted for `pop_dropped`.
+
         Returns:
             Two lists. The first list has the beginning of `lines`, as far as it fits into the
             budget. The second list has those of the remaining lines that look like errors and fit
@@ -374,7 +376,7 @@ class LogBudget:
         self._reserve.refill(elapsed_s)
 
     def _errors(self, lines: list[str], sizes: list[int]) -> list[str]:
-        """Return the lines that look like errors and fit into the reserve; drop all others.
+        """Return the lines that look like errors and fit into the reserve; drop and count others.
 
         Single lines are only checked if the whole text contains one of `ERROR_WORDS`, or if a
         traceback has begun in earlier lines.

@@ -86,6 +86,9 @@ def prepare() -> None:
 def rank_main(spec: ProcessSpec, environ: Mapping[str, str]) -> None:
     """Run the work, or the cells of a session, and clean up as at the end of a Python program.
 
+    First makes this process a rank, connects its loaders, and sets torch's number of threads.
+    Without a GPU, nccl is replaced by gloo.
+
     Returns if the work succeeded; otherwise, ends the process with exit code 1. A session counts as
     succeeded, even if cells failed. If the rank still has a process group after successful work,
     waits up to `OTHERS_END_S` seconds for the end of the other ranks.

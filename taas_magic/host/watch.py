@@ -278,6 +278,7 @@ def failed_ranks(ranks: Collection[RankState], cause: str) -> list[RankState]:
     - If all failed ranks have such an error, ranks that left by `sys.exit(0)` are included and come
       first.
     - Within each of these groups, the rank that failed first comes first.
+    - If a suspended rank caused the end, suspended ranks are included.
     - After a timeout, the result has all ranks that have not succeeded, by rank number.
 
     Args:

@@ -250,6 +250,10 @@ def _handshake_slot(deadline: _Deadline) -> Iterator[None]:
 
     Otherwise, all threads that connect through the same jump host would connect to its sshd at
     once.
+
+    Raises:
+        ConnectStopped: The connection was cancelled.
+        PoolError: The deadline is over.
     """
     turn = _handshake_slots.setdefault(deadline.target.address, threading.Semaphore(_AT_ONCE))
     while not turn.acquire(timeout=_TICK_S):
@@ -399,6 +403,10 @@ def _connect(
 
     Returns:
         An error number; 0 for success.
+
+    Raises:
+        ConnectStopped: The connection was cancelled.
+        PoolError: The deadline is over.
     """
     until = None if limit_s is None else time.monotonic() + limit_s
     sock.setblocking(False)
