@@ -113,8 +113,11 @@ def apply_rule(
 ) -> StoreProtection:
     """Apply `rule` to this freshly forked process. Call once, before any of the user's code runs.
 
-    Make the store read-only, except for rank 0 of a real run. Then redirect the process's writes to
-    the store, refuse them, or only report them (see `redirect.py`).
+    Make the store read-only, except for rank 0 of a real run. Cache folders, the temporary folder,
+    the run folder, the scratch folder and shared folders stay writable. If this process can no
+    longer use the usual temporary folder, set TMPDIR to a folder in the scratch folder. Then
+    replace the file calls of Python and of libraries: they redirect the process's writes to the
+    store, refuse them, or only report them (see `redirect.py`).
 
     Args:
         who: Name of the process in messages.
@@ -196,7 +199,12 @@ _REFUSED = re.compile(
 
 
 def why_refused(error: BaseException) -> str:
-    """Return an explanation for the user if `error` shows a refused write to the store; else ""."""
+    """Return an explanation for the user if `error` shows a refused write to the store; else "".
+
+    An OSError with a path is judged by its error number and path, any other error by its text. The
+    result is also "" if this process may write to the store, or if the text of `error` already
+    names the project store.
+    """
     if not _protected_store:
         return ""
     [store], errors = _protected_store, (errno.EROFS, errno.EACCES)
@@ -306,9 +314,12 @@ def _apply(protection: StoreProtection, store: str, writable: Sequence[str]) -> 
 
 
 def _renew_descriptors(store: str, writable: Sequence[str]) -> None:
-    """Reopen inherited descriptors, so that the protection applies to them.
+    """Reopen inherited descriptors read-only, so that the protection applies to them.
 
-    A descriptor keeps the rights and the mount with which it was opened.
+    A descriptor keeps the rights and the mount with which it was opened. So this function replaces
+    the descriptors of protected files and of all folders, under the same numbers and at the same
+    offsets. It opens /dev/null instead of a path that cannot be read, and also re-enters the
+    current folder.
     """
     for name in os.listdir("/proc/self/fd"):
         descriptor = int(name)
@@ -385,6 +396,7 @@ def _mount_read_only(folder: str, writable: Sequence[str]) -> None:
 
     Args:
         folder: Absolute path without symbolic links.
+        writable: Folders inside `folder` that stay writable; they become mounts of their own.
     """
     for path in (folder, *writable):
         _mount(path, path, _MS_BIND | _MS_REC)
@@ -430,8 +442,12 @@ _TRUNCATE = 1 << 14
 def _restrict_by_landlock(folder: str, writable: Sequence[str]) -> None:
     """Permanently refuse this process and its children every change below `folder`.
 
+    Changes stay possible in `writable`, and below the siblings of `folder` and of each folder that
+    contains `folder`.
+
     Args:
         folder: Absolute path without symbolic links.
+        writable: Folders inside `folder` that stay writable.
     """
     abi = _landlock(_CREATE_RULESET, None, ctypes.c_size_t(0), ctypes.c_uint32(_CREATE_VERSION))
     rights = _WRITE_FILE | _REMOVE_AND_MAKE  # every ABI handles these
@@ -452,7 +468,10 @@ def _restrict_by_landlock(folder: str, writable: Sequence[str]) -> None:
 
 
 def _siblings(folder: str) -> list[str]:
-    """Return the siblings of `folder` and of each folder that contains it."""
+    """Return the siblings of `folder` and of each folder that contains it.
+
+    Siblings in a folder that this user cannot list are left out.
+    """
     found = []
     while folder != "/":
         parent, name = os.path.split(folder)

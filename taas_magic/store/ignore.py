@@ -134,7 +134,11 @@ class Ignore:
         return _is_secret(path) and not any(self._named.match_file(it) for it in (path, path + "/"))
 
     def why_not_accepted(self, path: str) -> str:
-        """Return why the store refuses a file at `path` from a host; "" if the store accepts it."""
+        """Return why the store refuses a file at `path` from a host; "" if the store accepts it.
+
+        The store refuses files that may hold keys, files that tools run by themselves, and files
+        that the default patterns or `.taasignore` ignore. Only the path is checked.
+        """
         if self.is_secret(path):
             return "it may hold a secret"
         if is_run_by_tools(path):

@@ -77,7 +77,14 @@ def install(view: StoreView) -> None:
 
 
 def _replace_all(view: StoreView, calls: list[_Call]) -> None:
-    """Replace functions of one imported module by functions that redirect paths."""
+    """Replace the functions and classes named in `calls` by ones that redirect paths.
+
+    A name that the library does not have is skipped. A function of a module is also replaced in all
+    other modules that have imported it under the same name.
+
+    Args:
+        calls: Calls of one module, which has been imported.
+    """
     for call in calls:
         holder: Any = sys.modules[call.module]
         *classes, name = call.name.split(".")

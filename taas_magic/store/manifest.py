@@ -136,7 +136,10 @@ class Hashes:
         return list(self._known)
 
     def hash_of(self, tree: Tree, tree_entry: TreeEntry) -> str:
-        """Return the hash of a regular file, or `FOLDER`. Read the file only if it has changed.
+        """Return the hash of a file, or `FOLDER` for a folder. Read a file only if it has changed.
+
+        Record a new hash only if the file did not change while it was read, and its last change
+        was not just before (`_FRESH_NS`).
 
         Raises:
             OSError: The file cannot be read, or is no longer a regular file.
@@ -196,12 +199,15 @@ class Hashes:
 def scan_store(tree: Tree, hashes: Hashes, limit_bytes: int) -> tuple[CaseChecker, Manifest]:
     """Search a store for all files and folders to copy to hosts, and hash the changed files.
 
-    A file that disappears during the search is left out. The search removes temporary files of
-    killed writers (`Tree.remove_leftover`).
+    Secrets, special files, unsafe or clashing names, and files that cannot be read are not copied;
+    the manifest lists them with the reasons. Ignored files, and files that disappear during the
+    search, are left out. The search removes temporary files of killed writers
+    (`Tree.remove_leftover`).
 
     Args:
         tree: The store.
-        hashes: Known hashes, which this function updates.
+        hashes: Known hashes. This function adds new hashes, and removes the hashes of all paths
+            that are not in the manifest.
         limit_bytes: Maximum total size of the files.
 
     Returns:

@@ -81,6 +81,9 @@ class Mirror:
 def reserve(store: str, owner: str, cache: Path | None = None) -> Mirror:
     """Reserve the first free mirror of a store on this host; make a new mirror if none is free.
 
+    The result holds the mirror's lock until it is closed. Before, remove free mirrors of any store
+    that no run has reserved for `KEPT_S` seconds.
+
     Args:
         store: Path of the store on the notebook's machine.
         owner: Machine and user of the notebook.
@@ -134,8 +137,14 @@ _ASK_AGAIN_S = 0.05
 def update_mirror(mirror: Mirror, send_request: SendRequest, fresh: bool = False) -> Manifest:
     """Update the mirror to the content of the store; fetch only content that the mirror lacks.
 
+    Wait while the notebook's side searches the store. If a file arrives damaged, start again with a
+    new search.
+
     Args:
         fresh: Whether to search the store again, instead of using the run's last search.
+
+    Returns:
+        The manifest to which the mirror is now equal.
 
     Raises:
         StoreError: The mirror cannot be written, or a file arrived damaged in all `ATTEMPTS`.
@@ -278,6 +287,8 @@ def _fetch(
 def _install_file(mirror: Mirror, incoming: IncomingFile, entry: Entry) -> None:
     """Verify an arrived file, move it to its path in the mirror, and record its hash.
 
+    The file gets the modification time of the sent file.
+
     Raises:
         DamagedError: The file differs from the file that was sent. The arrived file is discarded.
     """
@@ -326,7 +337,9 @@ class StoreUpdater:
     def catch_up(self) -> None:
         """Fetch and apply all changes of other hosts since the last call.
 
-        If a file changes while it is fetched, the next call fetches it again.
+        First remove the removed paths; then make folders, and fetch the files whose hash is new.
+        The user gets a note for each file that cannot be fetched or moved to its path. If a file
+        changes while it is fetched, there is no note: the next call fetches the file again.
         """
         changes = self._send_request(ListChanges(self._number))
         for path in changes.removed:
@@ -351,6 +364,9 @@ class StoreUpdater:
 
     def _clear_path(self, entry: Entry) -> bool:
         """Remove a file or an empty folder that is in the way of `entry`.
+
+        In the way are an entry of the other kind (file or folder) at the path of `entry`, and a
+        file at the path of one of its parent folders.
 
         Returns:
             Whether nothing is in the way now. If something is, the user gets a note.

@@ -83,6 +83,9 @@ class _Watch:
     def wait(self, timeout_s: float | None) -> tuple[set[str], bool]:
         """Wait until something changes, the timeout passes, or `wake` is called.
 
+        If some folder cannot be watched, wait at most `BLIND_S`. The folders that appear are
+        watched from now on.
+
         Args:
             timeout_s: Seconds to wait at most; None for no limit.
 
@@ -125,8 +128,9 @@ class _Watch:
     def _add(self, path: str) -> list[str]:
         """Watch a folder and all folders below it; return all paths that already exist below it.
 
-        The system keeps the watch of a folder that is moved within the tree. For such a folder,
-        this method records the new path.
+        Skip a folder for which `skips` is true, or which is gone. If an existing folder cannot be
+        watched, record that events are missed from now on. The system keeps the watch of a folder
+        that is moved within the tree. For such a folder, this method records the new path.
         """
         if path and self._skips(path):
             return []
@@ -281,6 +285,9 @@ class _ChangeSender:
     def _queue_change(self, path: str) -> None:
         """Queue the change at `path` for the next message.
 
+        If nothing is at `path` now, queue a removal. If a file has become a folder, or the other
+        way round, first send the removal of the old one. A known folder needs no message.
+
         Raises:
             UnsafeError: The path may not be sent, or the entry is neither a file nor a folder.
         """
@@ -304,7 +311,11 @@ class _ChangeSender:
             self._unsent.pieces.append(FilePiece(Entry.of(tree_entry, FOLDER), 0, b""))
 
     def _queue_removal(self, path: str) -> None:
-        """Queue the removal of a file, or of a folder with its contents, from the store."""
+        """Queue the removal of a file, or of a folder with its contents, from the store.
+
+        Only known paths are queued. Forget their hashes, record the removals for the receipt, and
+        stop sending large files of a removed folder.
+        """
         hashes = self._mirror.hashes
         self._receipt_builder.record_removed(path)
         gone = [path] if path in hashes else []
@@ -318,7 +329,11 @@ class _ChangeSender:
         self._unsent.removed += gone
 
     def _queue_file(self, path: str, status: os.stat_result) -> None:
-        """Queue a changed small file for the next message; add a changed large file to `large`."""
+        """Queue a changed small file for the next message; add a changed large file to `large`.
+
+        Small files are compared by hash, large files by size and time. A small file that is being
+        written is not queued. If a small file has its known content, only record its new status.
+        """
         if status.st_size > SMALL_BYTES:
             # Shortly after a write, another write may leave the file's time stamp unchanged.
             settled = time.time_ns() - status.st_mtime_ns > _FRESH_NS
@@ -335,6 +350,9 @@ class _ChangeSender:
 
     def _send_queued(self) -> dict[str, str]:
         """Send the queued changes, and record which of them the store has accepted.
+
+        An accepted file gets its new hash and an entry in the receipt. A refused path is recorded
+        with the reason, and the user gets a note. If nothing is queued, do nothing.
 
         Returns:
             The reason for each refused path.
@@ -457,7 +475,12 @@ class MirrorSender:
         return sorted(paths.union(above, below))
 
     def _send_due(self) -> None:
-        """Send all changes that are due, and the next piece of a large file."""
+        """Send all changes that are due, and the next piece of a large file.
+
+        Parent folders of a changed path, and known paths below a changed folder, are sent too. A
+        path whose pieces are being sent stays due. The next check of a sent path is at least
+        `QUIET_S` later.
+        """
         now, large = time.monotonic(), self._sender.large
         due = [path for path, at in self._due.items() if at <= now and path not in large]
         for path in due:

@@ -128,7 +128,8 @@ class RunFileRecord:
     def has_file(self, tree: Tree, path: str, status: os.stat_result) -> bool:
         """Return whether a run made the file, and the content of the file is unchanged since.
 
-        The content is read only if the inode or the modification time has changed.
+        The content is read and hashed only if the inode or the modification time has changed. A
+        file with another size, or without a recorded hash, then counts as changed.
         """
         known = self._known.get(path)
         if known is None or known.key is None:

@@ -56,7 +56,8 @@ def save(obj: object, f: str | os.PathLike[str] | IO[bytes], *args: Any, **kwarg
 def _in_job(path: str | os.PathLike[str]) -> str | os.PathLike[str]:
     """Return the path in the job's folder that corresponds to a path in the project store.
 
-    If this process runs no job, or the path is outside the store, return `path`.
+    Make the missing parent folders of the result. If this process runs no job, or the path is
+    outside the store, return `path`, and make no folder.
     """
     folder = os.environ.get(SAVES_FOLDER_VARIABLE)
     # First try the path as given. If the path is outside the working directory, follow its symbolic
@@ -74,11 +75,13 @@ def _in_job(path: str | os.PathLike[str]) -> str | os.PathLike[str]:
 def atomic(path: str | os.PathLike[str]) -> Iterator[str]:
     """Yield a temporary path. If the block ends without error, move the file there to `path`.
 
-    If `path` is a symbolic link, the link's target is replaced. The new file gets the permissions
-    of the old file.
+    The file is forced to the disk before it is moved, and gets the permissions of the old file. If
+    `path` is a symbolic link, the link's target is replaced. If the block fails, the old file stays
+    and the temporary file is removed.
 
     Raises:
-        StoreError: The file could not be written.
+        StoreError: The file could not be written: an OSError, or torch's RuntimeError for a full
+            disk, also from the block. Other errors of the block are raised as they are.
     """
     destination = os.path.realpath(path)
     with _folder_beside(destination) as folder:
@@ -103,8 +106,14 @@ def atomic(path: str | os.PathLike[str]) -> Iterator[str]:
 def _folder_beside(destination: str) -> Iterator[str]:
     """Yield a temporary folder beside the destination, and remove leftovers of killed writers.
 
+    The folder is locked while it is in use, which shows other processes that its writer lives. It
+    is removed at the end with all its files.
+
     torch writes the file's name into the file. So the temporary file must have the same name as the
     destination, and needs a folder of its own.
+
+    Raises:
+        StoreError: The folder cannot be made.
     """
     parent, name = os.path.split(destination)
     prefix = f".{name}."
@@ -125,10 +134,10 @@ def _folder_beside(destination: str) -> Iterator[str]:
 
 
 def remove_leftover(folder: Path) -> bool:
-    """Remove the folder of an unfinished save if its writer is dead.
+    """Remove the folder of an unfinished save if its writer is dead, so that its lock is free.
 
     Returns:
-        Whether `folder` has the name of an unfinished save's folder.
+        Whether `folder` has the name of an unfinished save's folder, also if the folder stays.
     """
     if not folder.name.endswith(_SUFFIX):
         return False

@@ -132,10 +132,14 @@ class ReceiptBuilder:
     def build(self, searches: bool) -> StoreReceipt:
         """Return this host's receipt. Call when the host's ranks have ended.
 
+        The receipt lists rank 0's files with their sizes; files in shared folders are left out. It
+        also lists the writes of other ranks that were kept out, the shared folders, the protection,
+        and the files that the store refused from the mirror.
+
         Args:
-            searches: Whether the host ran rank 0 and shares the store. If True, the receipt lists
-                the files that rank 0 reported or that a search of the store finds. If False, the
-                receipt lists the files that were sent from the mirror.
+            searches: Whether the host ran rank 0 and shares the store. If True, search the store:
+                rank 0's files are those that rank 0 reported or that the search finds. If False,
+                they are the files that were sent from the mirror.
         """
         with self._lock:
             reported = list(self._reported)
@@ -188,12 +192,13 @@ def find_changed_files(
 ) -> tuple[set[str], bool]:
     """Search a store for files that were made or changed since `since_ns`.
 
-    Notebooks and hidden folders are skipped. Unfinished saves of killed ranks are removed. The
-    search uses each file's ctime, because no call can set a ctime back.
+    Notebooks, hidden folders and `__pycache__` are skipped. Unfinished saves of killed ranks are
+    removed. The search uses each file's ctime, because no call can set a ctime back.
 
     Args:
         shared: Absolute paths of folders to skip, because any rank may have written files there.
         since_ns: Time on the file system's clock, in nanoseconds.
+        limit_s: Seconds after which the search ends, even if it has not covered all of the store.
 
     Returns:
         Absolute paths of the files, and whether the search covered all of the store.

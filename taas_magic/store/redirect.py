@@ -267,6 +267,8 @@ class DiscardingView(StoreView):
     def path_to_write(self, store_path: str, *, needs_content: bool = False) -> str | None:
         """Return the path in the scratch folder that a call must write instead of `store_path`.
 
+        Make the missing parent folders there, and record the write.
+
         Args:
             needs_content: Whether to first copy the existing file to the scratch folder.
 
@@ -466,8 +468,11 @@ def begin_run() -> None:
 def install(view: StoreView) -> None:
     """Permanently replace Python's file calls in this process by redirecting calls. Call once.
 
-    Calls that only read are replaced only for a `DiscardingView`, because only a rank with this
-    view can have its own versions of files.
+    Replace `open` and the functions of `os` that change files, and redirect torch's writer and
+    profiler. For rank 0 of a real run, also make `torch.save` atomic.
+
+    Calls that only read, `shutil.rmtree`, locks and numpy's maps are replaced only for a
+    `DiscardingView`, because only a rank with this view can have its own versions of files.
     """
     _installed.append(view)
     for name, redirect in _writing_calls(view).items():
@@ -557,7 +562,9 @@ def _redirected(real: _Call, redirect: _Call) -> _Call:
 def _replace(name: str, redirect: _Call) -> None:
     """Replace the function `name` of `os` and of `posix` by a function that calls `redirect`.
 
-    pickle names the functions of `os` by the module `posix`.
+    pickle names the functions of `os` by the module `posix`. Also replace the references in
+    pathlib and glob, and add the new function to sets such as `os.supports_dir_fd`. If `os` has no
+    such function, do nothing.
     """
     real = getattr(os, name, None)
     if real is None:
@@ -754,7 +761,8 @@ def _write(
 def _move(view: StoreView, across: _Call, real: _Call, src: Path, dst: Path, **kw: Any) -> None:
     """Call `real`, which takes two paths, with the redirected paths.
 
-    If a redirected path is on another file system, call `across`, which moves or copies the file.
+    If a redirected path is on another file system, call `across(source, target)` instead, which
+    moves or copies the file.
     """
     source, kw["src_dir_fd"] = _redirect_path(view, view.path_to_move, src, kw.get("src_dir_fd"))
     target, kw["dst_dir_fd"] = _redirect_path(view, view.path_to_write, dst, kw.get("dst_dir_fd"))
@@ -791,7 +799,14 @@ def _access(
 
 
 def _list(view: StoreView, join: _Call, real: _Call, path: Path = None) -> Any:
-    """List a folder: entries of the store, of the scratch folder, and of the rehearsal folder."""
+    """List a folder: entries of the store, of the scratch folder, and of the rehearsal folder.
+
+    If only one version of the folder exists, the store's, call `real` with the caller's path.
+
+    Args:
+        join: Merges the entries of all versions; the first entry with a name counts.
+        real: `os.listdir` or `os.scandir`.
+    """
     path = "." if path is None else path
     own_path = _own_path(view, path)
     replaced = view.resolve(view.replacement_path, path) if view.has_own_files else None
@@ -879,7 +894,8 @@ def _redirect_torch_reader(view: DiscardingView) -> None:
 def _redirect_profiler(view: StoreView) -> None:
     """Redirect the trace files of torch.profiler.
 
-    torch's C++ code writes these files, and reports no error if a write is refused.
+    torch's C++ code writes these files, and reports no error if a write is refused. So this
+    function replaces `profile.export_chrome_trace`, which gets the redirected path.
     """
     import torch
 
@@ -904,7 +920,7 @@ def _redirect_temporary_files() -> None:
 
 
 def _save_atomically(view: StoreView) -> None:
-    """Make `torch.save` on rank 0 atomic for files in the store."""
+    """Make `torch.save` on rank 0 atomic for files in the store, by calling `taas.save`."""
     import torch
 
     def save(real: _Call, obj: object, f: Any, *args: Any, **kw: Any) -> None:

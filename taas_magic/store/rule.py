@@ -66,7 +66,8 @@ def choose(
         shared: Folders of `--shared-writes`, relative to the store.
 
     Raises:
-        StoreError: A path is not a folder, or is not allowed.
+        StoreError: The store is missing, is no folder, is `/`, or is in the folder of runs; or a
+            shared folder is not inside the store, or is a file.
     """
     store = os.path.realpath(os.path.join(notebook_folder, os.path.expanduser(path)))
     if not os.path.exists(store):
@@ -111,8 +112,8 @@ def prepare(rule: StoreRule) -> None:
 def warnings(rule: StoreRule, world_size: int) -> list[str]:
     """Return warnings for the user about the store of a run, one line each.
 
-    There are two warnings: the store contains the home folder; a symbolic link in the store leads
-    to a writable file or folder outside the store.
+    There are two warnings: the store is or contains the home folder; in a run with more than one
+    rank, a symbolic link in the store leads to a writable file or folder outside the store.
     """
     found = []
     if is_below(os.path.realpath(os.path.expanduser("~")), rule.path):
@@ -133,7 +134,8 @@ def warnings(rule: StoreRule, world_size: int) -> list[str]:
 def _links_out(store: str) -> list[str]:
     """Return symbolic links through which a rank could write outside the store.
 
-    The search skips hidden folders, and ends after `_LOOK_S` seconds.
+    Each has the form "LINK -> TARGET", and leads to an existing writable file or folder. The search
+    skips hidden folders, and ends after `_LOOK_S` seconds.
     """
     found, folders, until = [], [store], time.monotonic() + _LOOK_S
     while folders and time.monotonic() < until:
@@ -157,6 +159,9 @@ def _try_to_write(store: str) -> None:
     """Write a temporary file to the store, to find errors that rank 0 would get.
 
     Only a real write detects an exceeded quota.
+
+    Raises:
+        StoreError: The file cannot be written.
     """
     try:
         with tempfile.TemporaryFile(dir=store) as file:
@@ -204,9 +209,10 @@ class StoreOwner(Struct):
 def locked_store(store: str, run_id: str, name: str = "") -> Iterator[None]:
     """Lock the store for one run against all other runs of this user.
 
-    The lock also covers folders inside the store, and folders that contain the store. The system
-    releases this flock(2) lock when the owning process ends, even by a kill. Enter this context in
-    the process that lives as long as the run.
+    The lock also covers folders inside the store, and folders that contain the store. The lock file
+    in the state folder names the run for the messages of other runs; it is removed at the end. The
+    system releases this flock(2) lock when the owning process ends, even by a kill. Enter this
+    context in the process that lives as long as the run.
 
     Args:
         store: Path of the store, absolute and without symbolic links.

@@ -113,7 +113,7 @@ class StoreServer:
         """Handle a host's request and return the response. Block until written data is on the disk.
 
         Raises:
-            ProtocolError: The request is not valid, or the run has ended.
+            ProtocolError: The request is not valid or too large, or the server is closed.
             StoreError: The store is too large to be copied to a host.
         """
         if self._is_closed:
@@ -126,7 +126,11 @@ class StoreServer:
         return answer
 
     def close(self) -> None:
-        """Discard incomplete files, save the hashes, and refuse further requests."""
+        """Refuse further requests, discard incomplete files, and save the hashes.
+
+        Wait until a running search of the store has ended. Also remove the marker file, and close
+        the store's descriptor.
+        """
         self._is_closed = True
         self._searcher.shutdown()
         self._flushers.shutdown()
@@ -149,7 +153,8 @@ class StoreServer:
     def _list(self, host_rank: int, request: ListFiles) -> Manifest | None:
         """Return the manifest of the store; None while the store is being searched.
 
-        The first call, or a request with `fresh`, starts a search in a thread.
+        The first call starts a search in a thread; a request with `fresh` starts a new one if none
+        is running. The listed files are those that hosts may read from now on.
         """
         if self._search is None or (request.fresh and self._search.done()):
             # The search runs in a thread. Meanwhile, no other thread may use the hashes.
@@ -237,7 +242,12 @@ class StoreServer:
         return ""
 
     def _check(self, host_rank: int, path: str) -> None:
-        """Raise UnsafeError if the host may not change `path`, whatever is at `path` now."""
+        """Raise UnsafeError if the host may not change `path`, whatever is at `path` now.
+
+        Refused are unsafe paths, paths that `Ignore.why_not_accepted` refuses, paths that differ
+        from a known path only by case, and, for a host without rank 0, paths outside the shared
+        folders.
+        """
         if why := why_unsafe(path):
             raise UnsafeError(path, why)
         place = os.path.join(self._rule.path, path)
@@ -252,7 +262,8 @@ class StoreServer:
         """Raise UnsafeError if a host may not make `path` or one of its missing parent folders.
 
         The store refuses new files and folders that tools run by themselves
-        (`may_be_run_by_tools`).
+        (`may_be_run_by_tools`). In folders that the user made, it refuses more names than in
+        folders of runs. A path that `[store] overwrite` names is never refused.
         """
         if self._overwrite_rules.has(path):
             return
@@ -310,6 +321,8 @@ class StoreServer:
     def _write_pieces(self, host_rank: int, pieces: Sequence[FilePiece]) -> dict[str, str]:
         """Write pieces of files, and move all files that are now complete to their paths.
 
+        The complete files are forced to the disk before the move, and their folders after it.
+
         Returns:
             For each path, the reason why the path was refused; "" if it was accepted.
         """
@@ -335,8 +348,16 @@ class StoreServer:
     ) -> None:
         """Write one piece of a file to its temporary file, or make a folder.
 
+        The first piece of a file checks that the path may be made, and makes missing parent
+        folders. The last piece verifies size and hash. A new folder is recorded as a change for the
+        other hosts. If a write fails, or the file is damaged, discard the file.
+
         Args:
             whole: List to which the file is added if this piece completes it.
+
+        Raises:
+            UnsafeError: The path may not be made, the host sends too many files at once, the piece
+                does not continue the last one, or the file is damaged.
         """
         entry, key = piece.entry, (host_rank, path)
         if piece.offset == 0:
@@ -375,8 +396,16 @@ class StoreServer:
     ) -> None:
         """Move a complete file from its temporary name to its path; discard it on failure.
 
-        If the user has a file at `path`, the new file is moved beside the user's file instead.
-        UnsafeError reports this to the host.
+        Record the file as made by a run, and as a change for the other hosts. If the user has a
+        file at `path`, move the new file beside the user's file (`a.txt.from-host`) instead.
+
+        Args:
+            flushed: Result of forcing the file to the disk; awaited here.
+
+        Raises:
+            UnsafeError: The file was moved beside the user's file. Or it was discarded: it is an
+                executable program, or a `.pth` file that is no checkpoint, or the user also has a
+                file beside.
         """
         try:
             flushed.result()
@@ -416,7 +445,11 @@ class StoreServer:
         """Remove a file or an empty folder for a host. A file of the user is not removed.
 
         If rank 0's version of the file at `path` is beside the user's file, remove rank 0's
-        version.
+        version. Discard the files that this host is sending to `path` or below. Record the removal
+        for the other hosts, also if the user's file stays.
+
+        Raises:
+            UnsafeError: The file is the user's, or the entry is no regular file and no folder.
         """
         status = self._tree.status(path)
         if status is not None and not stat.S_ISDIR(status.st_mode):

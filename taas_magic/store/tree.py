@@ -182,7 +182,7 @@ class Tree:
 
     @contextmanager
     def folder(self, path: str, make: bool = False) -> Iterator[int]:
-        """Yield the descriptor of a folder.
+        """Yield the descriptor of a folder; close it at the end. Follow no links below the root.
 
         Args:
             path: Relative path; "" for the root.
@@ -190,6 +190,8 @@ class Tree:
 
         Raises:
             UnsafeError: The path is unsafe, or one of its parts is neither a folder nor a file.
+            NotADirectoryError: One of its parts is a file.
+            FileNotFoundError: A folder is missing, and `make` is False.
         """
         if path and (why := why_invalid(path)):
             raise UnsafeError(path, why)
