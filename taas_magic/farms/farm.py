@@ -368,7 +368,11 @@ class Farm:
         retries: int,
         fresh: bool,
     ) -> list[Job]:
-        """Submit one job for each pair of positional and keyword arguments; see `submit`."""
+        """Submit one job for each pair of positional and keyword arguments; see `submit`.
+
+        Store large parts in the farm's process first, and then send all jobs in one message. Jobs
+        with the same needs share one captured function.
+        """
         from taas_magic.farms.worker import run_job
 
         if self._why_over:
@@ -414,7 +418,8 @@ class Farm:
         """Capture a function and all notebook objects that the function and its arguments use.
 
         Returns:
-            The payload, and the value of `JobCall.settings_hash`.
+            The payload, and the value of `JobCall.settings_hash`: a hash of the captured modules
+            and of the process state.
         """
         path = self.folder / f"function-{threading.get_ident()}"
         settings = launch.capture_settings(self._shell, self._config)
@@ -434,7 +439,11 @@ class Farm:
             path.unlink(missing_ok=True)
 
     def _watch(self) -> None:
-        """Refresh the table, and end jobs for which no message will arrive. Runs in a thread."""
+        """Refresh the table, and end jobs for which no message will arrive. Runs in a thread.
+
+        If the farm's process has ended, all jobs end. Jobs that Dask counts as failed or cancelled
+        are passed to the thread of `_end_jobs`. The table is shown only if the state has changed.
+        """
         shown = 0
         while not self._closed.wait(WATCH_S):
             if not self._why_over and self._process.poll() is not None:
@@ -449,7 +458,10 @@ class Farm:
                 self._show()
 
     def _handle_lost_process(self) -> None:
-        """End all jobs with an error, because the farm's process has ended or is out of reach."""
+        """End all jobs with an error, because the farm's process has ended or is out of reach.
+
+        The farm accepts no more jobs. If the user has closed the farm, do nothing.
+        """
         if self._closed.is_set():
             return
         try:
@@ -466,7 +478,11 @@ class Farm:
             self._forget(job.name)
 
     def _end_jobs(self) -> None:
-        """End each job when its outcome or error arrives. Runs in a thread until `close`."""
+        """End each job when its outcome or error arrives. Runs in a thread until `close`.
+
+        Then remove the job's Dask future and stored arguments. If the farm gives up starting nodes,
+        end all jobs with an error.
+        """
         while (message := self._ended.get()) is not None:
             if isinstance(message, NodeUpdate):
                 self._end_unfinished_jobs(message.why)
@@ -510,7 +526,8 @@ class Farm:
     def _store_outcome(self, job: Job, message: JobOutcome) -> None:
         """Write the job's saved files to its folder, unpickle its result, and end the job.
 
-        If one of these steps raises an exception, the job ends with this exception.
+        The listeners of `on_solution` are then called with the job. If a step raises an exception,
+        the job ends with this exception, and no listener is called.
         """
         job.host, job.took_s = self.state.host_of(message.node), message.took_s
         try:
@@ -543,7 +560,13 @@ class Farm:
                     logging.getLogger("taas").exception("on_solution of job %s", job.name)
 
     def _make_exception(self, job: Job, error: BaseException) -> JobFailed:
-        """Return the exception of a job that failed."""
+        """Return the exception of a job that failed, with its host, traceback and log path.
+
+        If Dask gave the job up because its nodes were lost, the exception says so.
+
+        Args:
+            error: Exception of the job's Dask future.
+        """
         from distributed.scheduler import KilledWorker
 
         ended = cleaned(error.outcome) if isinstance(error, JobEnded) else JobOutcome()
@@ -561,7 +584,9 @@ class Farm:
     def _on_message(self, pair: tuple[float, dict[str, Any]]) -> None:
         """Handle a message from a node or the farm's process. Runs in the Dask client's thread.
 
-        The thread of `_end_jobs` handles the outcome or failure of a job.
+        Append a job's output to `output.log` in the job's folder, and apply each change of a job or
+        node to the table's state. The thread of `_end_jobs` handles the outcome or failure of a
+        job, and the end of all jobs when no node could be started. Ignore updates of unknown jobs.
         """
         message: FarmUpdate = msgspec.convert(pair[1], FarmUpdate)
         if isinstance(message, JobOutcome) or (
@@ -654,7 +679,10 @@ class _PackedCall:
 
 
 def _pack_arguments(work: FunctionWork, namespace: dict[str, Any]) -> _PackedCall:
-    """Pickle a call's arguments without copying the memory of arrays and tensors."""
+    """Pickle a call's arguments without copying the memory of arrays and tensors.
+
+    Also collect the notebook variables and the modules that the arguments use.
+    """
     pickler = pickling.ValuePickler(namespace, "jobs")
     for name, value in work.arguments():
         pickler.pickle_variable(name, value)
@@ -684,8 +712,8 @@ def farm(
 ) -> Farm:
     """Start a farm of jobs on the hosts of one or several pools.
 
-    Returns when the farm's process has started, which takes about a second. Nodes start when jobs
-    need them.
+    Returns when the farm's process has started, which takes about a second. The notebook shows a
+    table of the farm's nodes and jobs. Nodes start when jobs need them.
 
     Args:
         pool: Name of the pool, or names of several pools.
@@ -762,7 +790,7 @@ def _remove_ended(folder: Path, keep: int) -> None:
 
 
 def _start(settings: FarmSettings, folder: Path) -> tuple[subprocess.Popen[bytes], FarmAddress]:
-    """Start the farm's process and return it with its address.
+    """Start the farm's process, wait until it reports its address, and return both.
 
     Raises:
         PoolError: The process did not start; the message has the last lines of its log.

@@ -246,6 +246,9 @@ class Slots:
     ) -> JobOutcome:
         """Run a job in a free slot. Dask never runs more jobs at a time than there are slots.
 
+        The outcome includes the files that the job saved; the node's copy of the files is removed.
+        Afterwards the slot is free, with a process that may run another job, or none.
+
         Args:
             parts: Awaitable whose result is a list: the payload, then the job's pickled arguments
                 and their buffers.
@@ -253,7 +256,8 @@ class Slots:
                 "running" if the job does not end immediately.
 
         Raises:
-            JobEnded: The job did not return.
+            JobEnded: The job raised an exception, was cancelled, or its process died. The files
+                that the job saved are lost.
         """
         name, node = call.name, self._settings.name
         files = self._jobs / name
@@ -451,7 +455,8 @@ class Slot:
     def _outcome_of_ended_process(self) -> JobOutcome:
         """Return the outcome of a job whose process ended without sending an outcome.
 
-        If the forkserver has ended, exit this node.
+        The outcome says that the job was cancelled, or by which exit code or signal its process
+        ended. If the forkserver has ended, exit this node. Blocks.
         """
         if self._is_cancelled:
             return JobOutcome(etype=CANCELLED)
@@ -511,10 +516,10 @@ class _OutputBuffer:
             self.flush()
 
     def flush(self, whole: bool = True) -> None:
-        """Pass on the buffered output.
+        """Pass on the buffered output. If bytes were dropped, add a line with their number.
 
         Args:
-            whole: Whether to keep an incomplete last line in the buffer.
+            whole: Whether to keep an incomplete last line in the buffer. A full buffer keeps none.
         """
         self._flushed_at = time.monotonic()
         end = 1 + max(self._waiting.rfind(b"\n"), self._waiting.rfind(b"\r"))

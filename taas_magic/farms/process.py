@@ -202,7 +202,11 @@ class NodeManager(SchedulerPlugin):
         return min(by_cores, offers.gpus // settings.gpus) if settings.gpus else by_cores
 
     async def maintain(self) -> None:
-        """Start nodes when jobs need them, and end nodes that are not needed, until cancelled."""
+        """Start nodes when jobs need them, and end nodes that are not needed, until cancelled.
+
+        Check the number of nodes every `INTERVAL_S`, and start missing nodes in threads. End spare
+        nodes only if `IDLE_CHECKS` checks in a row have found some.
+        """
         looks = 0
         while True:
             spare = len(self._living()) - self._needed_nodes()
@@ -251,9 +255,9 @@ class NodeManager(SchedulerPlugin):
         self._threads.submit(self._end_run, name)
 
     def _start(self, name: str) -> None:
-        """Choose a pool for a node, and start the node. Runs in a thread.
+        """Choose a pool for a node, wait for a host, and start the node. Runs in a thread.
 
-        The chosen pool is the one with the fewest recent failures, among the pools with a free host
+        If this fails, the node is recorded as lost. The chosen pool is the one with the fewest recent failures, among the pools with a free host
         if there are any. If the last `FAILED_STARTS` nodes did not start, this node is not started,
         but reported as given up.
         """
@@ -285,7 +289,11 @@ class NodeManager(SchedulerPlugin):
         return sum(self._nodes[name].pool is pool for name in self._living())
 
     def _launch(self, name: str, pool: Pool, connection: PoolConnection) -> None:
-        """Launch a node's run in the pool's process, without waiting for the run's end."""
+        """Launch a node's run in the pool's process, without waiting for the run's end.
+
+        Report the node as starting on its host. When the run ends, the node is recorded as lost,
+        unless the farm has ended it.
+        """
         spec = self._make_spec(name, pool, self._scheduler_address(connection))
         node = self._nodes[name]
         node.connection, node.run_id = connection, spec.plan.run_id
@@ -366,7 +374,11 @@ class NodeManager(SchedulerPlugin):
         )
 
     def _record_lost_node(self, name: str, why: str) -> None:
-        """Mark a node as lost because it ended by itself or did not start."""
+        """Mark a node as lost because it ended by itself or did not start.
+
+        Report the node's state and `why`, count a failed start, and end the node's run in a thread.
+        If the farm itself has ended the node, do nothing.
+        """
         node = self._nodes[name]
         if node.state == "left":
             return
@@ -382,7 +394,10 @@ class NodeManager(SchedulerPlugin):
             node.state = "lost"
 
     def add_worker(self, scheduler: Scheduler, worker: str) -> None:
-        """Record that a node accepts jobs. Called by Dask."""
+        """Record and report that a node accepts jobs, and reset the counts of failed starts.
+
+        Called by Dask.
+        """
         name = self._names[worker] = str(scheduler.workers[worker].name)
         node = self._nodes[name]
         if node.state == "coming":
@@ -407,6 +422,8 @@ class NodeManager(SchedulerPlugin):
 
     def _end_run(self, name: str, wait_s: float = 0.0) -> None:
         """Request the end of a node's run, or cancel the node's wait for a host.
+
+        No events of the run are received afterwards. If neither exists, do nothing.
 
         Args:
             wait_s: Seconds to wait before the request. The run may end by itself in this time.

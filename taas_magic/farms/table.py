@@ -94,7 +94,11 @@ class FarmState:
         self.changes += 1
 
     def apply(self, update: NodeUpdate | JobUpdate) -> None:
-        """Change the state as a message from a node or from the farm's process says."""
+        """Change the state as a message from a node or from the farm's process says.
+
+        For a job, record its node and host, whether it runs, and its last line of output. Ignore
+        messages of jobs that have ended or are unknown.
+        """
         self.changes += 1
         if isinstance(update, NodeUpdate):
             self._apply_node_update(update)
@@ -126,6 +130,8 @@ class FarmState:
     def eta_s(self) -> float | None:
         """Estimate the seconds until all jobs have ended, from the mean time of finished jobs.
 
+        The estimate assumes that all slots of the present nodes run jobs.
+
         Returns:
             The estimate, or None if no job has finished or no job is left.
         """
@@ -138,7 +144,10 @@ class FarmState:
         return sum(took) / len(took) * left / max(1, len(self.ready) * self.slots)
 
     def _apply_node_update(self, update: NodeUpdate) -> None:
-        """Apply a change of a node's state; ignore an earlier state that arrives late."""
+        """Apply a change of a node's state; ignore an earlier state that arrives late.
+
+        The jobs of a node that is lost or has left are queued again.
+        """
         node = self.nodes.setdefault(update.node, update)
         node.host = update.host or node.host
         if NODE_STATES.index(update.state) >= NODE_STATES.index(node.state):
