@@ -257,9 +257,9 @@ class NodeManager(SchedulerPlugin):
     def _start(self, name: str) -> None:
         """Choose a pool for a node, wait for a host, and start the node. Runs in a thread.
 
-        If this fails, the node is recorded as lost. The chosen pool is the one with the fewest recent failures, among the pools with a free host
-        if there are any. If the last `FAILED_STARTS` nodes did not start, this node is not started,
-        but reported as given up.
+        The chosen pool is the one with the fewest recent failures, among the pools with a free host
+        if there are any. If this fails, the node is recorded as lost. If the last `FAILED_STARTS`
+        nodes did not start, this node is not started, but reported as given up.
         """
         node = self._nodes[name]
         with self._lock:

@@ -58,8 +58,9 @@ def needed_modules(payload: Path, modules: Iterable[str]) -> list[str]:
 def main() -> None:
     """Run Flower's SuperExec until a signal ends it. Flower reads the command line.
 
-    Apps are forks of this process, which has already imported their modules. Flower itself would
-    start a new Python process for each app.
+    First import the modules that the apps will probably need. Then make Flower start each app as a
+    fork of this process, and log which apps a signal has killed. Flower itself would start a new
+    Python process for each app.
     """
     for name in filter(None, os.environ.get(IMPORTS, "").split(",")):
         _import(name)
@@ -107,7 +108,7 @@ class _AppForks:
         self._starts: Counter[int] = Counter()
 
     def launch(self, spec: ExecutionSpec) -> LaunchResult:
-        """Start an app in a fork; called by Flower.
+        """Start an app in a fork; called by Flower. Refuse a task that is not an app.
 
         Raises:
             SystemExit: Flower has already started this task `STARTS` times.
@@ -136,7 +137,10 @@ class _AppForks:
 
 
 def _run_app(spec: ExecutionSpec) -> None:
-    """Run the command that Flower's own SuperExec would have started. Runs in a fork."""
+    """Run the command that Flower's own SuperExec would have started. Runs in a fork.
+
+    Signals get their default handlers again. If `spec.suppress_output` is set, discard all output.
+    """
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if spec.suppress_output:

@@ -55,7 +55,7 @@ def __getattr__(name: str) -> Any:
 
 @functools.cache
 def _apps() -> tuple[Any, Any]:
-    """Load the notebook's ServerApp and ClientApp from the payload of the run."""
+    """Return the notebook's ServerApp and ClientApp, loaded from the payload of the run."""
     from taas_magic.capture.work import FunctionWork
     from taas_magic.host.cell_main import PAYLOAD, load
 
@@ -68,7 +68,7 @@ def _apps() -> tuple[Any, Any]:
 def _with_saved_result(app: Any) -> Any:
     """Make a ServerApp write the return value of its main function to a file. Return the app.
 
-    Flower itself discards the value.
+    Flower itself discards the value. If the app has no main function, it is not changed.
     """
     import cloudpickle
 
@@ -84,7 +84,11 @@ def _with_saved_result(app: Any) -> Any:
 
 
 def main() -> None:
-    """Run the SuperLink with the command line's arguments until a signal ends it."""
+    """Run the SuperLink with the command line's arguments until a signal ends it.
+
+    Replace Flower's authentication first: the Control API then accepts only clients with the run's
+    key.
+    """
     from flwr.common.constant import ACCESS_TOKEN_KEY
     from flwr.supercore.auth.typing import AccountInfo
     from flwr.superlink.auth_plugin import NoOpControlAuthnPlugin

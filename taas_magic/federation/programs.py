@@ -86,6 +86,10 @@ _HOST, _SUPERLINK, _ENDED = "taas/host/", "taas/superlink", "taas/over"
 def run_programs(settings: FederationSettings, server_app: Any, client_app: Any) -> Any:
     """Run Flower's programs on this host until the ServerApp has ended. Blocks.
 
+    Rank 0 runs the SuperLink, the ServerApp and a SuperNode. The other ranks wait for the
+    SuperLink's address in the run's TCPStore, and then run only a SuperNode. At the end, all
+    programs of this host are ended.
+
     Args:
         settings: The settings of the federation.
         server_app: The notebook's ServerApp. Only its type is checked here; the app's process loads
@@ -127,7 +131,9 @@ def run_programs(settings: FederationSettings, server_app: Any, client_app: Any)
 def _run_first_host(host: "_HostPrograms", tcp_store: TCPStore) -> Any:
     """Start the SuperLink and this host's SuperNode, run the ServerApp, and return its result.
 
-    First waits, without a time limit, until all ranks have started.
+    First wait, without a time limit, until all ranks have started, and check their host names
+    against `per_host`. Then send `FederationStarted` to the agent, and publish the SuperLink's
+    address to the other ranks.
     """
     ranks = range(int(os.environ["WORLD_SIZE"]))
     host.check_host_names([_wait_for_key(tcp_store, f"{_HOST}{rank}") for rank in ranks])
@@ -204,6 +210,9 @@ class _HostPrograms:
 
     def start_superlink(self, host: str) -> str:
         """Start the SuperLink and the SuperExec that starts the ServerApp.
+
+        The SuperLink gets a certificate for `host`, signed by the run's certificate. If its port is
+        taken meanwhile, try another port.
 
         Args:
             host: Address at which other hosts reach this host.
@@ -295,7 +304,11 @@ class _HostPrograms:
                 self._programs["SuperLink"].kill()
 
     def _run_server_app(self, superlink: str) -> Any:
-        """Start the ServerApp through the Control API, print its log, and return its result."""
+        """Start the ServerApp through the Control API, print its log, and return its result.
+
+        Raises:
+            RuntimeError: The ServerApp did not complete.
+        """
         fab, _ = build_fab_from_files({"pyproject.toml": _bundle(self._settings.config).encode()})
         with self._control(superlink) as control:
             request = StartRunRequest(fab=fab_to_proto(Fab("", fab, {})))

@@ -100,6 +100,9 @@ def call_probe(
 ) -> bytes:
     """Call a function of `probe` in the host's own Python; return its result as JSON.
 
+    Sends the source of `probe` to the interpreter's standard input, so nothing must be installed on
+    the host.
+
     Args:
         python: The interpreter on the host; None means `python3`.
         arguments: Keyword arguments of the function, plain JSON values.
@@ -307,7 +310,10 @@ def _other_python(facts: HostFacts, here: KernelVersions) -> HostProblem:
 
 
 def _python(facts: HostFacts, here: KernelVersions) -> Iterator[HostProblem]:
-    """Yield findings about the operating system, Python, torch, and missing modules."""
+    """Yield errors about the operating system, another Python than CPython, torch, and modules.
+
+    torch must have the same minor version as here. `_other_python` is about Python's version.
+    """
     if facts.system != "Linux" or facts.implementation != "cpython":
         what = f"it runs {facts.implementation} on {facts.system}"
         yield HostProblem(ERROR, what, "Hosts need CPython on Linux")
@@ -422,6 +428,8 @@ def check(
     modules: Sequence[str] = (),
 ) -> list[HostCheck]:
     """Check the hosts of pools in parallel. Can be interrupted at any time.
+
+    A host that cannot be reached has one error, and no facts. For a local pool, check this machine.
 
     Args:
         shells: Function that returns the shells of a pool, as `Engine.shells` does. At its end,

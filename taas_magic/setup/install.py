@@ -134,11 +134,14 @@ def _wanted(name: str, allowed: SpecifierSet, here: InstalledPackage | None) -> 
 def prepare(shell: Shell, pool: PoolConfig) -> tuple[str, ...]:
     """Prepare a host for an agent: install missing packages into its user's cache. Blocks.
 
+    Packages that an earlier call installed are used again.
+
     Returns:
-        Entries for the agent's PYTHONPATH; empty if the agent needs none.
+        Entries for the agent's PYTHONPATH: the folders with the packages, then the entries that the
+        host already has. Empty if the host lacks no package.
 
     Raises:
-        PoolError: The host cannot be used.
+        PoolError: The host has an error (`find_problems`), or the packages cannot be installed.
     """
     here = this_kernel()
     facts = ask_host(shell, pool.python, packages_needed())
@@ -191,6 +194,8 @@ def install_package(
 ) -> None:
     """Install a package folder on a host: by the host's own pip, or else by sending the files.
 
+    A folder without `pins` is always sent. The last bundle is kept for the next host.
+
     Raises:
         PoolError: The folder could not be installed.
     """
@@ -231,6 +236,8 @@ def our_bundle() -> bytes:
 def bundle_for(packages: Sequence[RequiredPackage], facts: HostFacts) -> bytes:
     """Return a zip file with packages for a host, laid out as a folder on `sys.path`.
 
+    The files come from this environment. Packages that cannot be copied from it are downloaded.
+
     Raises:
         PoolError: The packages of this machine may not work on the host, or a package can neither
             be copied from this environment nor downloaded with pip.
@@ -248,7 +255,10 @@ def bundle_for(packages: Sequence[RequiredPackage], facts: HostFacts) -> bytes:
 
 
 def why_unlike(facts: HostFacts) -> str:
-    """Return why packages of this machine may not work on a host; "" if they should work."""
+    """Return why packages of this machine may not work on a host; "" if they should work.
+
+    They work if the processor is the same, and the host's glibc is the same or newer.
+    """
     machine, glibc = platform.machine(), probe.glibc()
     if facts.machine != machine:
         return f"its processor is {facts.machine}, but this machine's is {machine}"
@@ -301,7 +311,8 @@ def installed_files(name: str) -> Files | None:
 def download_wheels(pins: Sequence[str], facts: HostFacts) -> Files:
     """Download wheels for a host with this machine's pip, and return their files except programs.
 
-    The wheels fit this machine, so call this function only if `why_unlike` gives no reason.
+    The wheels fit this machine, so call this function only if `why_unlike` gives no reason. The
+    files stay in this user's cache, and later calls with the same pins use them again.
 
     Raises:
         PoolError: pip is missing, reaches no index, or the index has no such wheel.
