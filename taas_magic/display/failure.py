@@ -123,7 +123,10 @@ def headline(failure: Failure) -> str:
 
 
 def details(failure: Failure) -> list[str]:
-    """Return the details of a failure: traceback or last log lines, stack, log file, advice."""
+    """Return the details of a failure as lines: traceback or last log lines, stack, log, advice.
+
+    Details that the failure does not have are left out. Long parts are cut in the middle.
+    """
     traceback = [line for block in failure.traceback for line in block.split("\n")]
     lines = cut_middle(traceback)
     if not traceback and "\n" in (message := cut(failure.message.strip())):
@@ -150,8 +153,9 @@ def other_failures_text(
         failures: All failures of the run.
 
     Returns:
-        A line with the number of the other failed ranks, and a list with one line for each cause.
-        Both are empty if nothing else failed, or if `--timeout` has ended the run.
+        A line with the numbers of the other failed ranks: those that failed because of the first
+        failure, and those that failed, too. And a list with one line for each cause, at most
+        `MAX_OTHERS`. Both are empty if nothing else failed, or if `--timeout` has ended the run.
     """
     if first is not None and first.how == "timeout":
         return "", []
@@ -200,7 +204,8 @@ def rank_positions(failures: Sequence[Failure]) -> list[str]:
 def _notebook_line(stack: Sequence[str]) -> str:
     """Return the file, line number and code of the innermost frame in a notebook cell, as text.
 
-    If no frame of the stack is in a cell, use the innermost frame.
+    If no frame of the stack is in a cell, use the innermost frame. If the stack has no frames,
+    return "not in Python code yet".
     """
     frames = [i for i, line in enumerate(stack) if _FRAME.match(line)]
     if not frames:

@@ -234,7 +234,8 @@ class RunState:
     def _started(self, event: RanksStarted, now: float) -> None:
         """Record that a host has started its ranks.
 
-        The first such event of a new attempt removes the hosts of the last attempt.
+        Add its ranks to `up`, its GPUs to `gpus`, and the host to `hosts`, in the order of ranks.
+        The first such event of a new attempt removes the hosts and GPUs of the last attempt.
         """
         gpus = self.gpus + event.gpus
         if event.attempt > self.hosts_attempt:  # a restart may have replaced hosts
@@ -250,7 +251,10 @@ class RunState:
         self.up_since = min(self.up_since, now)
 
     def _failed(self, failure: Failure) -> None:
-        """Record a failure. The first failure that is no consequence of another becomes `first`."""
+        """Record a failure. The first failure that is no consequence of another becomes `first`.
+
+        The failed rank is no longer `up`. A lost host counts as ended.
+        """
         self.failures.append(failure)
         if failure.rank is not None:
             self.up.discard(failure.rank)
@@ -291,7 +295,12 @@ def _colour(state: RunState) -> str:
 
 
 def _parts(state: RunState, now: float) -> Iterator[tuple[str, str]]:
-    """Yield the rows of the status header from top to bottom, as pairs of text and HTML."""
+    """Yield the rows of the status header from top to bottom, as pairs of text and HTML.
+
+    The rows are: title and facts, progress, loaders, metrics, hang, requests for input, advice,
+    notes, failures, receipt, and the run folder with the ranks' last lines. Rows without content
+    are left out.
+    """
     found = facts(state, now)
     title = f"{state.left or state.state} {cut(state.plan.name, NAME_CHARS)}".rstrip()
     yield _join_facts([title], found), _title_row(state) + _row(_facts_html(found))
@@ -337,7 +346,7 @@ def _parts(state: RunState, now: float) -> Iterator[tuple[str, str]]:
 def _tails_html(state: RunState) -> str:
     """Return collapsible HTML with the last log lines of each rank.
 
-    Ranks whose last lines are equal share one entry.
+    Ranks whose last lines are equal share one entry. Returns "" if there are no lines.
     """
     alike: defaultdict[tuple[str, ...], list[int]] = defaultdict(list)
     for rank, lines in state.tails.items():
@@ -359,7 +368,8 @@ def _tails_html(state: RunState) -> str:
 def _curve_parts(curves: Curves) -> Iterator[tuple[str, str]]:
     """Yield one row of the status header with the first `MAX_CURVES` metrics, if any.
 
-    In HTML, the metrics are small curves. In text, each metric is one line.
+    In HTML, the metrics are small curves of several ranks. In text, each metric is one line with
+    the values of the first rank. If there are more metrics, a last entry has their number.
     """
     if not curves:
         return
@@ -395,7 +405,11 @@ def _values_text(first: Curve, n_ranks: int) -> str:
 
 
 def facts(state: RunState, now: float) -> list[Fact]:
-    """Return the facts in the first row of the status header, from left to right."""
+    """Return the facts in the first row of the status header, from left to right.
+
+    They are: ranks, pool, hosts, elapsed time, progress of `--prefill`, GPU-seconds, restarts and
+    run id. The last three before the run id are left out if they do not apply.
+    """
     ranks = f"{state.plan.world_size:,}"
     if not state.has_ended and len(state.up) < state.plan.world_size:
         ranks = f"{len(state.up):,} of {ranks} up"
@@ -419,7 +433,12 @@ def facts(state: RunState, now: float) -> list[Fact]:
 
 
 def duration(seconds: float, decimals: int = 0) -> str:
-    """Return a duration as `8 s`, `8.3 s`, `1 min 05 s` or `2 h 03 min`, rounded down."""
+    """Return a duration as `8 s`, `8.3 s`, `1 min 05 s` or `2 h 03 min`, rounded down.
+
+    Args:
+        seconds: The duration.
+        decimals: Number of decimals if the duration is less than a minute.
+    """
     if seconds < 60:
         scale = 10**decimals
         return f"{int(seconds * scale) / scale:.{decimals}f} s"
@@ -586,7 +605,12 @@ def _number(value: float) -> str:
 
 
 def receipt_lines(receipt: Receipt | None) -> list[Fact]:
-    """Return the facts of a receipt, such as the files that were saved and those that were not."""
+    """Return the facts of a receipt; an empty list if `receipt` is None.
+
+    They are: the files that rank 0 wrote, with their sizes; the files that were kept out, not saved
+    by any rank, or not copied to the store; the shared folders; the protection; and a warning if
+    the search for files was incomplete. Empty facts are left out.
+    """
     if receipt is None:
         return []
     written = []
@@ -685,7 +709,10 @@ def _groups(rows: Sequence[RankStack]) -> list[list[RankStack]]:
 
 
 def stacks_text(found: RunStacks, labels: Mapping[str, str]) -> str:
-    """Return the output of `%taas stacks`.
+    """Return the output of `%taas stacks`: an entry for each rank and fetcher, with its threads.
+
+    Ranks with equal stacks share one entry. At the end are the lines about processes that did not
+    answer. If there is nothing to show, return "no rank runs".
 
     Args:
         found: The stacks of the run's processes.
@@ -740,7 +767,10 @@ def _memory(process: ProcessStack) -> int:
 
 
 def _process_lines(process: ProcessStack, indent: str) -> list[str]:
-    """Return lines of text about a process and, indented further, about its child processes."""
+    """Return lines of text about a process and, indented further, about its child processes.
+
+    They say what the process waits for, and have the stack of each thread.
+    """
     lines = [f"{indent}waits for {process.waits_for} ({process.system or 'gone'})"]
     for name, frames in process.threads.items():
         lines += [f"{indent}{name}:", *(f"{indent}  {frame}" for frame in frames)]

@@ -70,7 +70,11 @@ class LineMerger:
         self._n_released: defaultdict[int, int] = defaultdict(int)
 
     def push(self, rank: int, lines: Sequence[str], now: float) -> list[ShownLine]:
-        """Add the next lines of a rank; return the lines to show now, in the order to show them."""
+        """Add the next lines of a rank; return the lines to show now, in the order to show them.
+
+        These are the lines that have waited for `hold_s`, that all ranks have printed now, or that
+        no further rank is likely to print. With a single rank, return all lines at once.
+        """
         if self._world_size == 1:
             return [ShownLine((rank,), line) for line in lines]
         shown = self.due(now)
@@ -311,7 +315,11 @@ class LogText:
             self._add(self._merger.push(event.rank, event.lines, now))
 
     def dropped(self, event: LinesDropped) -> None:
-        """Count the lines that a rank's host did not send."""
+        """Count the lines that a rank's host did not send, for the next note on dropped lines.
+
+        Beyond the cell's limit, add their number to the summary. Ignore ranks whose lines are not
+        shown.
+        """
         if not self._plan.shows_lines(event.rank):
             return
         if self.rest is not None:
@@ -365,7 +373,10 @@ class LogText:
         return taken
 
     def _add(self, shown: Sequence[ShownLine]) -> None:
-        """Add lines to the cell's text; beyond the limit, add them to the summary."""
+        """Add lines, with prefixes that name their ranks, to the cell's text.
+
+        Beyond the limit, add them to the summary instead.
+        """
         for ranks, group in groupby(shown, lambda line: line.ranks):
             texts = [line.text for line in group]
             prefix = self._prefix(ranks)

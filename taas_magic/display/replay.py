@@ -79,7 +79,11 @@ class Replay:
         return self._state
 
     def read(self, chunk: bytes) -> None:
-        """Process the next chunk of the journal. It must consist of whole lines."""
+        """Process the next chunk of the journal. It must consist of whole lines.
+
+        For speed, printed lines and counts of loaders are kept undecoded; only the newest progress
+        is kept. All other events are decoded and applied to the state at once.
+        """
         errs, has_bar = any(word in chunk for word in _ERROR_WORDS), b"%|" in chunk
         is_plain = chunk.startswith(_LINES) and not has_bar and not self._log_ranks
         if is_plain and chunk.count(b"\n" + _LINES) == chunk.count(b"\n") - 1:
@@ -157,7 +161,11 @@ class _CountsBuffer:
         self._n_last = 0
 
     def add(self, lines: list[bytes]) -> None:
-        """Add the next events, each as a line of the journal."""
+        """Add the next events, each as a line of the journal.
+
+        If the last part still has `most` events without its oldest lines, move these lines to the
+        middle part.
+        """
         if (room := self._most - len(self._first)) > 0:
             self._first += lines[:room]
             lines = lines[room:]
@@ -238,6 +246,9 @@ class _PastOutput:
 
     def add(self, raw: bytes, errs: bool) -> None:
         """Add the next lines of the journal that contain printed output of ranks.
+
+        Keep the first `END_LINES` lines, and at least the last `TAIL_BYTES`. Of the lines between,
+        keep only those that may contain an error, and count the bytes of all.
 
         Args:
             raw: These lines.

@@ -17,6 +17,9 @@ Row = tuple[str, ...]
 def variable_rows(ranks: "Sequence[Mapping[str, Variable]]") -> list[Row]:
     """Return the rows of the table; the first row has the column titles.
 
+    There is one row for each variable, sorted by name: type, shape, dtype, device and size on the
+    first rank that has the variable, and the result of `agreement`.
+
     Args:
         ranks: The variables of each rank, by name.
     """
@@ -32,6 +35,9 @@ def variable_rows(ranks: "Sequence[Mapping[str, Variable]]") -> list[Row]:
 
 def agreement(found: "Mapping[int, Variable]", world_size: int) -> str:
     """Return a short text on whether the ranks have the same value, such as "equal".
+
+    If some ranks lack the variable, name the ranks that have it. Otherwise, compare type, shape and
+    dtype first, then the digests of the values. Values without a digest are not compared.
 
     Args:
         found: The variable on each rank that has it, by rank.

@@ -331,7 +331,11 @@ class View:
         self._show(event, now)
 
     def _show(self, event: Event, now: float) -> None:
-        """Add an event's text to the log. Show a display, or clear the cell, at once."""
+        """Add an event's text to the log: printed or dropped lines, or a line about a restart.
+
+        Show a display, or clear the cell, at once, after the waiting lines. Ignore displays of
+        ranks that the plan does not show. All events except lines make the status header stale.
+        """
         plan = self._state.plan
         match event:
             case Lines():
@@ -382,7 +386,10 @@ class View:
         return min(self._log.next_due(), self._head_due(), self._write_due())
 
     def close(self) -> None:
-        """Write all remaining output and the final status header."""
+        """Write all remaining output and the final status header.
+
+        If the run has ended and has several ranks, the header gets the last log lines of ranks.
+        """
         now, state = self._clock(), self._state
         self._log.close(now)
         self._write(now)

@@ -136,6 +136,9 @@ class LoaderCounts:
     def apply_counts(self, rank: int, counts: RankCounts, now: float) -> None:
         """Replace the counts of a rank by newer ones, and add a point if `POINT_GAP_S` have passed.
 
+        If the new point has more batches, also store the fetchers' present counts as those at the
+        last batch; the first time, also as those at the first batch.
+
         Args:
             now: Time at which the counts arrived, in seconds on the caller's clock.
         """
@@ -179,6 +182,8 @@ class RunCounts:
 
     def apply(self, event: Event, now: float) -> None:
         """Apply the next event; ignore events that do not concern loaders.
+
+        A restart of the ranks resets the sums of all loaders.
 
         Args:
             now: Time at which the event arrived, in seconds on the caller's clock.
@@ -310,7 +315,11 @@ def advice_for_loader(load: LoaderUse) -> str:
 
 
 def _cause_and_remedy(load: LoaderUse) -> str:
-    """Return what limited a loader that ranks waited for, and which flag would help."""
+    """Return what limited a loader that ranks waited for, and which flag would help.
+
+    The possible causes are, in the order of the checks: the first batch; no fetchers; the delivery
+    of batches; too few or uneven streams; slow storage; CPU time.
+    """
     if load.later <= TOLERABLE or load.first > load.waited / 2:
         earlier = f"--prefill {load.ranks} would start the ranks when their first batches are ready"
         if not load.fetchers:
@@ -341,7 +350,10 @@ def _cause_and_remedy(load: LoaderUse) -> str:
 
 
 def _advise_for_ranks(load: LoaderUse) -> str:
-    """Return the advice to use `--cpus` for a loader whose batches the ranks' processes prepare."""
+    """Return the advice to use `--cpus` for a loader whose batches the ranks' processes prepare.
+
+    The advice has a number of fetchers, and how much faster the run would probably be.
+    """
     idle = max(1e-6, 1.0 - load.later)
     wanted = math.ceil(load.ranks * load.later / idle - 1e-9)
     most = min(max(_MOST_TIMES, 2 * load.ranks), load.max_fetchers)
@@ -355,7 +367,11 @@ def _advise_for_ranks(load: LoaderUse) -> str:
 
 
 def _advise_on_delivery(load: LoaderUse) -> str:
-    """Return the advice for a loader that the delivery of batches to the ranks limits."""
+    """Return the advice for a loader that the delivery of batches to the ranks limits.
+
+    If the CPUs of the ranks are the limit: smaller batches. If no network is involved: a larger
+    buffer. Otherwise: more fetchers, or fetchers on other hosts.
+    """
     if load.receiving >= _CPU_BOUND:
         return (
             f"the ranks cannot receive more than {load.mb_per_s:,.0f} MB/s; no flag helps, but "
@@ -418,7 +434,10 @@ def _times(faster: float) -> str:
 
 
 def loader_use(run_counts: RunCounts, loader: LoaderCounts) -> LoaderUse:
-    """Compute the use of one loader from the counts that ranks and fetchers have sent."""
+    """Compute the use of one loader from the counts that ranks and fetchers have sent.
+
+    Of the fetchers' times, only those between the first and the last batch of the ranks count.
+    """
     sums, last = loader.mean, loader.counts_at_last_batch or loader.fetchers
     spent = [
         _spent(stats, loader.counts_at_first_batch.get(number)) for number, stats in last.items()

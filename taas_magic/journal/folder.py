@@ -206,6 +206,8 @@ class RunFolder:
     def create(cls, run_id: str, plan: msgspec.Struct, cell: str) -> "RunFolder":
         """Create the folder of a new run and write the plan and the cell to it.
 
+        If this fails, the folder is removed.
+
         Raises:
             PoolError: The state folder cannot be written.
         """
@@ -322,7 +324,10 @@ class DiskRoom:
         self._granted_bytes = 0
 
     def reserve(self, size_bytes: int) -> bool:
-        """Return whether the caller may write `size_bytes` more; if so, count them as written."""
+        """Return whether the caller may write `size_bytes` more; if so, count them as written.
+
+        The free space of the disk is measured only when the bytes granted last are used up.
+        """
         if size_bytes > self._granted_bytes:
             free = self._space()[0] - self._kept_bytes
             if size_bytes > free:
@@ -372,7 +377,11 @@ class Writer:
         self._thread.start()
 
     def append(self, event: Event) -> bytes:
-        """Queue an event for the journal, and return the encoded event without waiting."""
+        """Queue an event for the journal, and return the encoded event without waiting.
+
+        A bulk event (`_BULK`) is left out if the journal has reached its limit, or if too many
+        bytes wait to be written. The writer then reports once that the journal is incomplete.
+        """
         encoded = messages.encode(event)
         line = encoded + b"\n"
         if isinstance(event, _BULK) and (why := self._why_full(len(line))):
@@ -396,7 +405,11 @@ class Writer:
         return ""
 
     def _run(self) -> None:
-        """Write the queued events until `close` (the thread's function)."""
+        """Write the queued events until `close` (the thread's function); then close the journal.
+
+        Metrics are also written to `metrics.csv`. If the disk is almost full, bulk events are left
+        out. If an event cannot be written, report once that the journal is incomplete, and go on.
+        """
         while (taken := self._waiting.get()) is not None:
             event, line = taken
             try:
@@ -413,7 +426,10 @@ class Writer:
             os.close(self._descriptor)
 
     def _write(self, line: bytes) -> None:
-        """Write a line; before the first line, open and lock the journal."""
+        """Write a line; before the first line, open and lock the journal.
+
+        If the last line may be incomplete, write a newline first.
+        """
         if self._descriptor is None:
             flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
             descriptor = os.open(self.folder.events, flags, 0o600)
@@ -478,6 +494,8 @@ LOST_WHY = "the process that owned the run is gone"
 
 def summary(folder: RunFolder) -> RunSummary:
     """Return the state and times of a run, usually from the journal's first and last events.
+
+    A run without an end is STARTING or RUNNING while its owner lives, else LOST.
 
     Raises:
         OSError: The folder has no plan.

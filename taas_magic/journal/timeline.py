@@ -161,7 +161,13 @@ def align_clocks(traces: Mapping[int, Trace]) -> tuple[dict[int, Trace], dict[in
 
 
 def step_times(traces: Mapping[int, Trace]) -> list[StepTimes]:
-    """Return the times of each rank in each step, ordered by step and rank."""
+    """Return the times of each rank in each step, ordered by step and rank.
+
+    The end of a collective counts as communication, for as long as the collective's shortest
+    duration among the ranks. The part before is time in which the rank waits for other ranks. Parts
+    during which the rank also does other work count as neither. The rest of a step, without
+    loading, is computation.
+    """
     shortest_us = _shortest_durations(traces.values())
     found = []
     for rank, trace in traces.items():
@@ -309,7 +315,11 @@ class Timeline:
         )
 
     def svg(self) -> str:
-        """Return the picture as SVG. Its text is grey, so that light and dark pages show it."""
+        """Return the picture as SVG: a legend, and a bar for each rank and step, labelled in ms.
+
+        Each bar has four coloured parts: loading, computation, communication and waiting. The text
+        is grey, so that light and dark pages show it.
+        """
         longest_s = max((sum(one[2:]) for one in self.steps), default=1.0) or 1.0
         scale = (_WIDTH - _LABEL - 80) / longest_s
         parts, y = [], 0
