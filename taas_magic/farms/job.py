@@ -104,6 +104,8 @@ def job_main(process_state: JobProcessState, control: Connection, output: Connec
 def _apply_settings(process_state: JobProcessState, note: Callable[[str], None]) -> None:
     """Apply `process_state` to this process and keep its writes out of the project store.
 
+    Set the environment, `sys.path`, the working directory and torch's number of threads.
+
     Args:
         note: Called with each path that is kept out of the store.
     """

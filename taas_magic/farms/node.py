@@ -89,6 +89,9 @@ _FLUSH_S = 0.2
 def run_node(settings: NodeSettings) -> None:
     """Run a node until the pool ends the node's run. Called in the rank of this run.
 
+    Start the node's own process (`main`), send it its settings, and wait until it ends. SIGINT is
+    the usual end; the process is killed then.
+
     Raises:
         RuntimeError: The node's process ended by itself, or its start showed no activity.
     """
@@ -132,6 +135,8 @@ def run_node(settings: NodeSettings) -> None:
 def main() -> int:
     """Run a node until its parent or the farm ends; return the exit code.
 
+    First make a temporary folder, which is removed at the end, and start the forkserver.
+
     The program has two arguments: the pid of its parent, and a file descriptor. The node closes the
     descriptor when it has joined the farm. Standard input has one line, a packed
     `NodeProcessState`.
@@ -153,6 +158,9 @@ def main() -> int:
 
 async def _run_worker(process_state: NodeProcessState, folder: Path, starting: int) -> None:
     """Join the farm when the forkserver is ready, and run jobs until the farm ends the node.
+
+    Meanwhile, report the modules that the forkserver imports. The node joins as a Dask worker. At
+    the end, the processes of all slots are ended.
 
     Args:
         starting: The descriptor to close when the node has joined the farm.
@@ -326,7 +334,8 @@ class Slot:
         """Run a job and return its outcome.
 
         The process of the last job runs this job only if the process is clean, both jobs have the
-        same `JobCall.settings_hash`, and this job is not `fresh`.
+        same `JobCall.settings_hash`, and this job is not `fresh`. If the process ends during the
+        job, the outcome says how, or that the job was cancelled.
         """
         is_other = assignment.call.fresh or assignment.call.settings_hash != self._settings_hash
         # An idle process must send nothing. If it has sent something or has ended, replace it.

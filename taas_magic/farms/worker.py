@@ -89,7 +89,8 @@ class _JobEndPlugin(WorkerPlugin):
 async def run_job(call: JobCall, parts: list[Part]) -> None:
     """Run a job in a process of this node. This is the function of the job's Dask task.
 
-    The outcome is put into `NodeWorker.results`.
+    Fetch the parts that are stored in the farm's process, and send the job's state and output to
+    the kernel. The outcome is put into `NodeWorker.results`.
 
     Args:
         parts: The payload, then the job's pickled arguments and their buffers.

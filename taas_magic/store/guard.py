@@ -114,10 +114,11 @@ def apply_rule(
     """Apply `rule` to this freshly forked process. Call once, before any of the user's code runs.
 
     Make the store read-only, except for rank 0 of a real run. Cache folders, the temporary folder,
-    the run folder, the scratch folder and shared folders stay writable. If this process can no
-    longer use the usual temporary folder, set TMPDIR to a folder in the scratch folder. Then
-    replace the file calls of Python and of libraries: they redirect the process's writes to the
-    store, refuse them, or only report them (see `redirect.py`).
+    the run folder and the scratch folder stay writable. In a real run, shared folders stay
+    writable, too; in a rehearsal, the rehearsal folder. If this process can no longer use the usual
+    temporary folder, set TMPDIR to a folder in the scratch folder. Then replace the file calls of
+    Python and of libraries: they redirect the process's writes to the store, refuse them, or only
+    report them (see `redirect.py`).
 
     Args:
         who: Name of the process in messages.
@@ -276,7 +277,8 @@ def _move_temporary_folder(store: str, protection: StoreProtection, scratch: Pat
 def protect(store: str, writable: Sequence[str], protection: StoreProtection) -> StoreProtection:
     """Make the store read-only for this process and the processes that it will start.
 
-    If `protection` is `PYTHON`, do nothing: `redirect.py` then protects the store.
+    If the mechanism fails, try the next weaker one. Then also reopen inherited descriptors. If
+    `protection` is `PYTHON`, do nothing: `redirect.py` then protects the store.
 
     Args:
         writable: Folders inside the store that stay writable.
@@ -318,8 +320,8 @@ def _renew_descriptors(store: str, writable: Sequence[str]) -> None:
 
     A descriptor keeps the rights and the mount with which it was opened. So this function replaces
     the descriptors of protected files and of all folders, under the same numbers and at the same
-    offsets. It opens /dev/null instead of a path that cannot be read, and also re-enters the
-    current folder.
+    offsets. It opens /dev/null instead of a path that cannot be read. At the end, it changes to the
+    current folder again.
     """
     for name in os.listdir("/proc/self/fd"):
         descriptor = int(name)

@@ -81,8 +81,8 @@ class Mirror:
 def reserve(store: str, owner: str, cache: Path | None = None) -> Mirror:
     """Reserve the first free mirror of a store on this host; make a new mirror if none is free.
 
-    The result holds the mirror's lock until it is closed. Before, remove free mirrors of any store
-    that no run has reserved for `KEPT_S` seconds.
+    First remove free mirrors, of any store, that no run has reserved for `KEPT_S`. The result holds
+    the mirror's lock until `Mirror.close`.
 
     Args:
         store: Path of the store on the notebook's machine.
@@ -137,8 +137,8 @@ _ASK_AGAIN_S = 0.05
 def update_mirror(mirror: Mirror, send_request: SendRequest, fresh: bool = False) -> Manifest:
     """Update the mirror to the content of the store; fetch only content that the mirror lacks.
 
-    Wait while the notebook's side searches the store. If a file arrives damaged, start again with a
-    new search.
+    Wait while the notebook's side searches the store. If a file could not be fetched, or arrived
+    damaged, start again with a new search. At the end, save the hashes.
 
     Args:
         fresh: Whether to search the store again, instead of using the run's last search.
@@ -258,6 +258,8 @@ def _fetch(
 ) -> dict[str, OSError]:
     """Fetch files from the notebook's side, and move them to their paths in the mirror.
 
+    A file that arrives damaged counts as not fetched. Errors of the mirror's disk are raised.
+
     Returns:
         The error of each file that could not be fetched or moved, by path.
     """
@@ -365,8 +367,8 @@ class StoreUpdater:
     def _clear_path(self, entry: Entry) -> bool:
         """Remove a file or an empty folder that is in the way of `entry`.
 
-        In the way are an entry of the other kind (file or folder) at the path of `entry`, and a
-        file at the path of one of its parent folders.
+        An entry of the other kind (file or folder) at the path of `entry` is in the way, and so is
+        a file at the path of one of its parent folders.
 
         Returns:
             Whether nothing is in the way now. If something is, the user gets a note.

@@ -491,7 +491,10 @@ class MirrorSender:
             self._sender.send_large()
 
     def _differing_paths(self) -> Iterator[str]:
-        """Yield all paths at which the mirror may differ from the store; read no file."""
+        """Yield all paths at which the mirror may differ from the store; read no file.
+
+        These are new or changed paths, by inode, size and time, and known paths that are gone.
+        """
         hashes, there = self._mirror.hashes, set()
         left_out = self._ignore.leaves_out
         for found in self._mirror.tree.walk(lambda it: not left_out(it.path, it.is_folder)):
