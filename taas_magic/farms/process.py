@@ -376,8 +376,8 @@ class NodeManager(SchedulerPlugin):
     def _record_lost_node(self, name: str, why: str) -> None:
         """Mark a node as lost because it ended by itself or did not start.
 
-        Report the node's state and `why`, count a failed start, and end the node's run in a thread.
-        If the farm itself has ended the node, do nothing.
+        Report the node's state and `why`, and end the node's run in a thread. If the node never
+        accepted jobs, count a failed start. If the farm itself has ended the node, do nothing.
         """
         node = self._nodes[name]
         if node.state == "left":
@@ -423,7 +423,7 @@ class NodeManager(SchedulerPlugin):
     def _end_run(self, name: str, wait_s: float = 0.0) -> None:
         """Request the end of a node's run, or cancel the node's wait for a host.
 
-        No events of the run are received afterwards. If neither exists, do nothing.
+        No events of the run are received afterwards. If the node has neither, do nothing.
 
         Args:
             wait_s: Seconds to wait before the request. The run may end by itself in this time.

@@ -100,8 +100,8 @@ def call_probe(
 ) -> bytes:
     """Call a function of `probe` in the host's own Python; return its result as JSON.
 
-    Sends the source of `probe` to the interpreter's standard input, so nothing must be installed on
-    the host.
+    Send the source of `probe` to the interpreter's standard input. So the host needs nothing but a
+    Python.
 
     Args:
         python: The interpreter on the host; None means `python3`.

@@ -83,8 +83,8 @@ class _Watch:
     def wait(self, timeout_s: float | None) -> tuple[set[str], bool]:
         """Wait until something changes, the timeout passes, or `wake` is called.
 
-        If some folder cannot be watched, wait at most `BLIND_S`. The folders that appear are
-        watched from now on.
+        If some folder cannot be watched, wait at most `BLIND_S`. New folders are watched from now
+        on.
 
         Args:
             timeout_s: Seconds to wait at most; None for no limit.
@@ -352,7 +352,7 @@ class _ChangeSender:
         """Send the queued changes, and record which of them the store has accepted.
 
         An accepted file gets its new hash and an entry in the receipt. A refused path is recorded
-        with the reason, and the user gets a note. If nothing is queued, do nothing.
+        with the reason; the user gets one note for each reason. If nothing is queued, do nothing.
 
         Returns:
             The reason for each refused path.
