@@ -34,10 +34,10 @@ NOT_ATTACHED = "NOT ATTACHED"
 def attach(run: Run) -> None:
     """Show a run, as recorded in its folder, until the run has ended.
 
-    Also print the details of the first failure, such as the traceback.
+    Then print the details of the run's first failure, such as the traceback. A timeout has none.
 
     Raises:
-        KeyboardInterrupt: The user interrupted the view. The run continues.
+        KeyboardInterrupt: The user interrupted the view. The run continues. The message says so.
     """
     with Interrupts() as interrupts:
         state = _show(run, interrupts)
@@ -52,7 +52,8 @@ def attach(run: Run) -> None:
 def _show(run: Run, interrupts: Interrupts) -> RunState:
     """Show the past and new events of a run until the run has ended or the user interrupts.
 
-    A lost run counts as ended, although its journal has no event for the end.
+    While the journal has no new event, check whether the run was lost. A lost run counts as ended.
+    If the user interrupts, the closed view has the title `NOT_ATTACHED`.
 
     Returns:
         The state that the view showed last.

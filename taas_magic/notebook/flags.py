@@ -35,7 +35,8 @@ _PRAGMA = re.compile(r"#\s?pragma\s+taas(?:\s+(.*))?")
 def parse_top_comments(lines: list[str]) -> tuple[str, int] | None:
     """Parse the taas comments at the top of a cell: `#!POOL` and `#pragma taas`.
 
-    In a cell without a pragma, `#!POOL` must be the first line with text.
+    The flags of all pragmas are joined; only the first `#!POOL` counts, as `--pool POOL`. In a cell
+    without a pragma, `#!POOL` must be the first line with text.
 
     Returns:
         The flags as one string, and the number of lines up to and including the last taas comment.
@@ -74,7 +75,10 @@ def empty_cell_message(raw_cell: str) -> str:
 
 
 def misplaced_pragma(raw_cell: str) -> Iterator[str]:
-    """Yield a warning for each `#pragma taas` below code; such a pragma has no effect."""
+    """Yield a warning for each `#pragma taas` below code; such a pragma has no effect.
+
+    A cell that begins with `%%` gets no warning.
+    """
     if "pragma" not in raw_cell or raw_cell.lstrip().startswith("%%"):
         return
     lines = raw_cell.splitlines()
@@ -128,7 +132,12 @@ def whole(least: int, most: int = MAX_RANKS) -> Callable[[str], int]:
 
 
 def count(text: str) -> int:
-    """Parse `20480000`, `20_480_000`, `20M` or `1.5G` (K, M, G, T are powers of 1000)."""
+    """Parse `20480000`, `20_480_000`, `20M` or `1.5G` (K, M, G, T are powers of 1000).
+
+    Raises:
+        ValueError: The text is no such number, or the number is not whole, below 1 or above
+            `MAX_COUNT`.
+    """
     match = _COUNT.fullmatch(re.sub(r"(?<=\d)_(?=\d)", "", text))
     if match is None:
         raise ValueError(text)
@@ -175,6 +184,9 @@ def parse_ranks(text: str) -> frozenset[int]:
 
     Returns:
         The numbers of the ranks; the empty set stands for all ranks.
+
+    Raises:
+        ValueError: A part is not a number or an ascending range.
     """
     if text == "all":
         return frozenset()
@@ -248,7 +260,7 @@ class Flag:
         return _FIELDS.get(self.name, self.name.removeprefix("--").replace("-", "_"))
 
     def add_to(self, parser: MagicArgumentParser) -> None:
-        """Add the flag to a parser."""
+        """Add the flag to a parser, with its help and its function for parsing the value."""
         example = f" Example: {self.name} {self.examples[0]}" if self.examples else ""
         settings: dict[str, Any] = {"help": (self.help + example).replace("%", "%%")}
         if self.metavar:
@@ -520,8 +532,12 @@ HELP: str = _PARSER.format_help().replace("[--gpus N]", "--gpus N", 1)  # no oth
 def parse(line: str, config: Config) -> Flags:
     """Parse the words after `%%taas`, in which IPython has replaced `{expression}` and `$variable`.
 
+    With `--session`, `--gpus` may be missing; the result then has `gpus=0`, and the numbers of
+    ranks are not checked.
+
     Raises:
-        UsageError: A word is wrong. The message is one line with the word and the allowed values.
+        UsageError: A flag or value is wrong, `--gpus` is missing, taas.toml has no such pool, or
+            flags contradict each other. The message is one line that says what to write.
     """
     found = _parse_words(_words(line))
     for name in (found.get("pool", LOCAL), found.get("data_pool", LOCAL)):
@@ -567,7 +583,11 @@ def check_ranks(flags: Flags) -> None:
 
 
 def _check_prefill(prefill: Prefill, flags: Flags, memory: DataConfig) -> None:
-    """Raise UsageError if fetchers could never prepare the amount of `--prefill`."""
+    """Raise UsageError if fetchers could never prepare the amount of `--prefill`.
+
+    This is so without `--cpus`, for `all` without `--units`, and for more bytes than the prefetch
+    buffers of all fetchers can hold.
+    """
     if prefill.unit == "all" and flags.units is None:
         raise UsageError("--prefill all needs a limit on the data: add --units (--units 20M)")
     if not flags.cpus:
@@ -591,7 +611,10 @@ def _words(line: str) -> list[str]:
 
 
 def _uncommented(line: str) -> str:
-    """Return `line` up to the first word that begins with `#`."""
+    """Return `line` up to the first word that begins with `#`.
+
+    A `#` in quotes begins no comment. If a quote is not closed, return all of `line`.
+    """
     text = io.StringIO(line)
     lexer = shlex.shlex(text, posix=True)
     lexer.whitespace_split, lexer.commenters = True, ""
@@ -604,7 +627,12 @@ def _uncommented(line: str) -> str:
 
 
 def _parse_words(words: list[str]) -> dict[str, Any]:
-    """Return the values of the flags by field; raise a UsageError for a wrong word."""
+    """Return the values of the given flags by field, with `env` and `shared_writes` always present.
+
+    Raises:
+        UsageError: A flag is unknown, has a wrong value, or was given twice although it is not in
+            `REPEATED`.
+    """
     answer, rest = _PARSER.parse_known_args(words)
     if rest:
         raise UsageError(_unknown(rest[0]))

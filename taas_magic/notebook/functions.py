@@ -132,14 +132,14 @@ def _flags(options: Mapping[str, Any], settings: Config) -> Flags:
 def run_script(words: Sequence[str]) -> None:
     """Run a script on ranks, as `torchrun` does. Block until the run has ended.
 
-    Each rank runs the script as its `__main__` module, with the script's folder on the import path.
-    `--dry-run` and `--rehearse` work as for a cell.
+    The ranks run IPython's `%run SCRIPT` as their cell. So the script is their `__main__` module,
+    and the script's folder is on the import path. `--dry-run` and `--rehearse` work as for a cell.
 
     Args:
         words: Flags of `%%taas`, then the path of the script, then the script's own arguments.
 
     Raises:
-        UsageError: No word is the path of a Python file.
+        UsageError: No word ends with `.py`, or the first such word is not the path of a file.
         Exception: All errors of `run`.
     """
     at = next((at for at, word in enumerate(words) if word.endswith(".py")), None)

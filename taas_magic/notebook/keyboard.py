@@ -103,13 +103,14 @@ def can_type(shell: "InteractiveShell | None") -> bool:
 def ask(request: InputRequested, plan: Plan, is_void: Callable[[], bool]) -> AnswerInput:
     """Ask the user for the line that a rank requests. Block the kernel's main thread meanwhile.
 
-    Ask again if the answer is longer than `ANSWER_LIMIT_BYTES`.
+    Hide the typed text if the rank requests a password. Ask again if the answer is longer than
+    `ANSWER_LIMIT_BYTES`. Another thread calls `is_void` from time to time, and interrupts the main
+    thread by SIGINT when the rank no longer needs the line.
 
     Args:
         request: The rank's request.
         plan: Plan of the run.
-        is_void: Function that returns whether the rank no longer needs the line. Called in another
-            thread.
+        is_void: Function that returns whether the rank no longer needs the line.
 
     Returns:
         The answer for the rank. Its line is None if the user ended the input (Ctrl-D in a

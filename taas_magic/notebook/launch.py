@@ -79,10 +79,11 @@ _told: set[str] = set()
 
 
 def execute(flags: Flags, work: Work, shell: "InteractiveShell", config: Config) -> Run:
-    """Run a cell or a function on the ranks of a pool.
+    """Run a cell or a function on the ranks of a pool, and store the variables of `--out`.
 
     Block until the view shows the end of the run, or until the run is detached. All checks come
-    before the start of any process.
+    before the start of any process of the run. At the end, record the names that the cell assigned
+    on its ranks; a later cell that misses such a name gets a hint.
 
     Raises:
         UsageError: The flags are impossible, or `--out` names a variable that no rank will have.
@@ -204,7 +205,11 @@ def _run_in_session(
     session: Session,
     captured: Payload,
 ) -> None:
-    """Run a cell on a session's ranks. Start the ranks if it is the first cell."""
+    """Run a cell on a session's ranks. Start the ranks if it is the first cell.
+
+    Afterwards, even after an error, update the session's names of variables and its failed rank. If
+    the session has ended, print why.
+    """
     driver.listener = session.record_event
     try:
         carry_out(driver, spec, pool, config, session=session)
@@ -228,7 +233,11 @@ def _context(plan: Plan, pool: Pool, config: Config) -> RunContext:
 
 
 def _written(plan: Plan, captured: Payload, config: Config) -> RunFolder:
-    """Create the folder of a new run, and write all files that its ranks and fetchers read."""
+    """Create the folder of a new run, and write all files that its ranks and fetchers read.
+
+    If a file cannot be written, remove the folder. Batches get TLS if they cross between hosts and
+    the network of a pool is not private.
+    """
     folder = RunFolder.create(plan.run_id, plan, captured.work.raw)
     # Batches need TLS if they cross between hosts on a network that is not private.
     needs_tls = plan.data is not None and plan.data.crosses
@@ -280,6 +289,10 @@ def carry_out(
     is_shown: bool = True,
 ) -> None:
     """Get fetchers and hosts, start the ranks, and show the run until it has ended.
+
+    With `--prefill`, request the ranks' hosts only after the fetchers have prepared the data. If
+    the run gets no hosts, remove its folder. At the end, end the fetchers, but leave a session's
+    fetchers to the session. Also remove the folders of the oldest runs if there are too many.
 
     Args:
         driver: The kernel's side of the run.
@@ -366,6 +379,9 @@ def call_on_ranks(
 ) -> list[Any]:
     """Call a function without arguments on each rank of a session, and return the results by rank.
 
+    The call runs like a cell of the session, but the notebook does not show it, and it does not
+    lock the project store. Its run folder is removed at the end.
+
     Raises:
         PoolError: The session has ended, or is running a cell.
         RunError: The call failed.
@@ -441,9 +457,10 @@ def learn_names(session: Session, shell: "InteractiveShell", config: Config) -> 
 
 
 def take_session(run: Run, shell: "InteractiveShell", config: Config) -> Session:
-    """Take over a detached session, and show its running cell.
+    """Take over a detached session, show its running cell, and learn the names of its variables.
 
-    If no cell is running, show the newest cell that lost its kernel, if any.
+    If no cell is running, show the newest cell that lost its kernel, if any. The shown cell becomes
+    `last_run`.
 
     Args:
         run: The session's own run.
@@ -497,10 +514,10 @@ def plan_of(flags: Flags, pool: Pool, config: Config) -> Plan:
 
 
 def plan_of_cell(flags: Flags, session: Session | None, pool: Pool, config: Config) -> Plan:
-    """Return the plan of a cell, which may belong to a session.
+    """Return the plan of a cell, and prepare its session, if any, for the cell (`begin_cell`).
 
-    A later cell of a session has the ranks and hosts of the first cell. The errors are those of
-    `plan_of`.
+    A later cell of a session has the ranks and hosts of the first cell, and its own options and run
+    id. The errors are those of `plan_of`.
     """
     if session is None:
         return plan_of(flags, pool, config)
@@ -524,8 +541,8 @@ def with_fetchers(
 ) -> Plan:
     """Add the fetchers of registered loaders to a plan, with their pool and hosts.
 
-    No hosts are allocated. Without registered loaders or without `--cpus`, add no fetchers. Add
-    notes on flags that have no effect.
+    No hosts are allocated. Without registered loaders or without `--cpus`, add no fetchers and
+    remove `prefill` from the plan. Without registered loaders, add a note on flags without effect.
 
     Args:
         flags: Flags of the cell, completed by `Session.with_session_flags` for a session.

@@ -40,7 +40,7 @@ def log_text(path: Path, tail: int | None = None, grep: str = "") -> str:
 
 
 def end_of_log(path: Path) -> str:
-    """Return the last lines of a log as a terminal would show them.
+    """Return the last lines of a log as a terminal would show them; "" if there is no file.
 
     At most `READ_BYTES` are read, and at most `SHOWN_CHARS` are returned. If earlier lines are left
     out, the first line says so.

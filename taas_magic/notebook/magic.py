@@ -130,9 +130,11 @@ class TaasMagics(Magics):
 
     @cell_magic("taas")
     def run_cell(self, line: str, body: str) -> None:
-        """Run a cell on ranks. `flags.HELP` replaces this docstring.
+        """Run a cell, rehearse it (`--rehearse`), or print what would run (`--dry-run`).
 
-        The errors are those of `launch.execute`.
+        An interrupt before the ranks start shows one line, not a traceback. An empty cell raises a
+        UsageError; the other errors are those of `launch.execute`. `flags.HELP` replaces this
+        docstring.
         """
         settings = self.settings()
         if not body.strip():
@@ -184,7 +186,11 @@ class TaasMagics(Magics):
         )
 
     def _compile_name(self, raw: str) -> str:
-        """Return the file name under which the kernel compiled the cell that called the magic."""
+        """Return the file name under which the kernel compiled the cell that called the magic.
+
+        Find the name in the cell's stack frame. If `raw` is not the cell that the user sees,
+        compute the name from the text.
+        """
         frame = sys._getframe()
         while frame.f_back is not None and raw == self._raw_cell:
             frame = frame.f_back
@@ -204,7 +210,10 @@ def _missing_name(error: BaseException | None) -> str | None:
 
 @contextlib.contextmanager
 def _one_line(text: str) -> Iterator[None]:
-    """If the block raises KeyboardInterrupt, make IPython show `text` instead of a traceback."""
+    """If the block raises KeyboardInterrupt, make IPython show `text` instead of a traceback.
+
+    An interrupt that already has a text of its own keeps this text.
+    """
     try:
         yield
     except KeyboardInterrupt as error:
@@ -246,7 +255,8 @@ The percent sign is optional, because of IPython's automagic and `%%bash` cells.
 def load(shell: "InteractiveShell") -> None:
     """Register the magics, `#pragma taas` and Tab completion in a shell; warm the local pool.
 
-    If the shell has the extension already, do nothing.
+    If the shell has the extension already, do nothing. Make `import taas` mean taas-magic, and
+    print a message if another `taas` was imported. With `TAAS_WARM=0`, do not warm the pool.
     """
     if shell in _loaded:
         return
@@ -339,7 +349,7 @@ _SHOWN_RUNS = 10
 
 
 def run_command(line: str, settings: Config) -> str:
-    """Run the command `%taas LINE`, and return the text to show.
+    """Run the command `%taas LINE`, and return the text to show. An empty line means `status`.
 
     Raises:
         UsageError: The command does not exist, or does not accept these words.
@@ -396,9 +406,13 @@ def _logs(words: Sequence[str], settings: Config) -> str:
 
 
 def _attach(words: Sequence[str], settings: Config) -> str:
-    """Show a run for `%taas attach`, or take over a session.
+    """Show a run for `%taas attach`, or take over a running session.
 
-    A terminal cannot take over a session, so it shows the session's running cell.
+    Without a name, choose the newest suitable run of this project. A terminal cannot take over a
+    session, so it shows the session's running cell.
+
+    Raises:
+        UsageError: The session is in this kernel already or has ended, or there is no such run.
     """
     from IPython.core.getipython import get_ipython
 
@@ -503,7 +517,10 @@ def _ranks(words: Sequence[str], settings: Config) -> str:
 
 
 def _pools(words: Sequence[str], settings: Config) -> str:
-    """Return a table of pools and their hosts; with `--check`, a report on the hosts' fitness."""
+    """Return a table of pools and their hosts, the pools' GPU-hours and refused connections.
+
+    With `--check`, return a report on the hosts' fitness instead.
+    """
     from taas_magic.notebook import pools, sessions
 
     checks = words[:1] == ["--check"]
@@ -557,7 +574,9 @@ def _warm(words: Sequence[str], settings: Config) -> str:
 def _sessions(words: Sequence[str], settings: Config) -> str:
     """Return a table of sessions for `%taas sessions`, with the memory that their ranks use.
 
-    Detached sessions of other kernels, which this kernel can take over, come last.
+    Ask the ranks of this kernel's sessions for their memory. "?" stands for a session that cannot
+    answer because it runs a cell. Detached sessions of other kernels, which this kernel can take
+    over, come last.
     """
     from msgspec import convert
 
@@ -820,7 +839,10 @@ def _beginning(word: str, possible: Iterable[str]) -> tuple[str, list[str]]:
 
 
 def _matcher(known: TaasMagics) -> Callable[[CompletionContext], SimpleMatcherResult]:
-    """Return a matcher for `shell.Completer.custom_matchers` (version 2 of IPython's API)."""
+    """Return a matcher for `shell.Completer.custom_matchers` (version 2 of IPython's API).
+
+    In a taas magic or comment, its completions replace those of IPython. Elsewhere it has none.
+    """
 
     @context_matcher(identifier="taas_magic")
     def taas(context: CompletionContext) -> SimpleMatcherResult:

@@ -12,7 +12,8 @@ def refuse_shared_names(what: str, function: Callable[..., Any], given: Collecti
     """Check that the given options and the function's parameters share no name.
 
     The user may have meant such an argument for the function, but the call would use it as an
-    option. Parameters that `functools.partial` has set do not count.
+    option. Parameters that `functools.partial` has set do not count. A function without a known
+    signature is not checked.
 
     Args:
         what: The call that has the options, such as "taas.run".

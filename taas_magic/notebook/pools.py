@@ -51,6 +51,9 @@ _lock = threading.Lock()
 def named(name: str, config: Config) -> Pool:
     """Return this kernel's pool with the given name, without opening it.
 
+    Create the object on the first call. If the settings in taas.toml have changed, retire the old
+    object and create a new one.
+
     Raises:
         UsageError: taas.toml has no such pool.
     """
@@ -66,7 +69,9 @@ def named(name: str, config: Config) -> Pool:
 
 
 def wait_for_pool(pool: Pool, interrupts: Interrupts, hosts: int = 1) -> PoolConnection:
-    """Wait until a pool has `hosts` hosts, and print the progress of the wait.
+    """Wait until a pool has `hosts` hosts, and return the connection to the pool.
+
+    If the hosts are not available at once, open the pool in a thread and print the progress.
 
     Raises:
         ConnectionEnded: The pool's process ended before it got the hosts.
@@ -140,7 +145,9 @@ def stacks(run: Run, config: Config) -> RunStacks:
 
 
 def _send_request(folder: str, name: str, config: Config, request: Request[_T]) -> _T:
-    """Send a request to the process of a run's pool; never start a process.
+    """Send a request to the process of a run's pool and return the answer; never start a process.
+
+    Use this kernel's own connection to the pool if it is ready, else a short-lived connection.
 
     Args:
         folder: Folder of the pool. If "" (a run of an older taas-magic), `name` selects the pool.
@@ -203,7 +210,11 @@ def pool_of_session(run: Run, config: Config) -> PoolConnection:
 
 
 def rows(config: Config) -> list[PoolRow]:
-    """Return the state and status of each pool of taas.toml."""
+    """Return the state and status of each pool of taas.toml.
+
+    Only pools with a ready connection of this kernel are asked for their status. The state is
+    "ready", "silent", "starting" or "down".
+    """
     found = []
     for name, settings in config.pools.items():
         pool = named(name, config)
@@ -220,6 +231,11 @@ def rows(config: Config) -> list[PoolRow]:
 
 def check(config: Config, names: Sequence[str] = ()) -> "CheckReport":
     """Check whether the hosts of the named pools, or of all pools, can run cells; allocate no host.
+
+    Put a temporary file into the project store, to find out which hosts share the store.
+
+    Returns:
+        The report, a text with a table.
 
     Raises:
         UsageError: taas.toml has no such pool.
@@ -256,6 +272,9 @@ def ask_hosts(
     mark: str = "",
 ) -> list[HostCheck]:
     """Ask the hosts of pools whether they can run cells; allocate no host.
+
+    Reach the hosts in parallel as the engine does, for example by ssh. If the engine reaches only
+    allocated hosts, ask the agents of these hosts through the pool's process.
 
     Args:
         asked: The pools.
@@ -308,7 +327,10 @@ class CheckReport(str):
 def report(
     rows: Sequence[HostCheck], here: KernelVersions, protection: Mapping[tuple[str, str], str]
 ) -> CheckReport:
-    """Return the report of `%taas pools --check`. A host's findings are below its table row.
+    """Return the report of `%taas pools --check`.
+
+    Below each host's table row are its findings, with advice. The last line counts the fit hosts
+    and names the others.
 
     Args:
         rows: The checked hosts.
@@ -335,7 +357,8 @@ def report(
 def _cells(row: HostCheck, here: KernelVersions, protection: str) -> tuple[str, ...]:
     """Return the cells of a host's row in the table, in the order of `_HEAD`.
 
-    `protection` is "" if the host is not allocated.
+    "?" stands for each fact that is unknown because the host did not answer. `protection` is "" if
+    the host is not allocated.
     """
     seen = row.facts
     if seen is None or not seen.system:

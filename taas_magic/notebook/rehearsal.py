@@ -71,7 +71,10 @@ class RehearsalFindings:
 
     @property
     def all_problems(self) -> list[str]:
-        """All problems of the run and of hosts. Hosts with the same problem share one entry."""
+        """All problems of the run, and all errors of hosts; warnings of hosts do not count.
+
+        Hosts with the same error share one entry.
+        """
         hosts: defaultdict[str, list[str]] = defaultdict(list)
         for row in self.host_rows:
             for finding in row.findings:
@@ -85,7 +88,10 @@ class RehearsalFindings:
 
 
 def rehearse(flags: Flags, work: Work, shell: "InteractiveShell", config: Config) -> "Run":
-    """Rehearse a cell, and print the report. Block until the rehearsed run has ended.
+    """Rehearse a cell: check its pool, run the cell on the local pool, and print the report.
+
+    Block until the rehearsed run has ended. If an object cannot be pickled, print the report
+    without running the cell. Print the report of a failed run, too.
 
     Raises:
         UsageError: The flags are impossible, or `--out` names a variable that no rank will have.
@@ -124,7 +130,8 @@ def rehearse(flags: Flags, work: Work, shell: "InteractiveShell", config: Config
 def _examine_pool(found: RehearsalFindings, captured: Payload, config: Config) -> None:
     """Record in `found` the plan on the pool, the check of its hosts, and their problems.
 
-    Allocate no host.
+    Also check the project store, and the hosts of the fetchers' pool. Errors become entries of
+    `found.problems`. Allocate no host.
     """
     flags = structs.replace(found.flags, rehearse=0)
     pool = config.pool(flags.pool)
@@ -146,7 +153,10 @@ def _examine_pool(found: RehearsalFindings, captured: Payload, config: Config) -
 def _ask_hosts(
     asked: Sequence[PoolConfig], captured: Payload, config: Config, found: RehearsalFindings
 ) -> list[HostCheck]:
-    """Check the hosts of pools for the cell's modules. Add errors to `found.problems`."""
+    """Check the hosts of pools for the cell's modules, and print a line while the user waits.
+
+    If a pool does not answer, add the error to `found.problems`, and return no rows.
+    """
     if not asked:
         return []
     up = {row.name: row.status.hosts for row in pools.rows(config)}
@@ -162,7 +172,10 @@ def _ask_hosts(
 def _run_here(
     found: RehearsalFindings, captured: Payload, shell: "InteractiveShell", config: Config
 ) -> "Run":
-    """Run the cell on the local pool, and record in `found` what its ranks report."""
+    """Run the cell on the local pool with `flags_here`, and return the run even if it failed.
+
+    Record in `found` the run's state, its time, the counts of its loaders and the ranks' reports.
+    """
     flags, pool = flags_here(found.flags, len(captured.loaders)), pools.named(LOCAL, config)
     plan = launch.plan_of(flags, pool, config)
     plan = launch.with_fetchers(plan, flags, tuple(captured.loaders), config)
@@ -299,6 +312,8 @@ def _loader_rows(found: RehearsalFindings) -> Iterable[tuple[str, str]]:
 
 def estimate(loader_counts: LoaderCounts, ranks: int) -> str:
     """Return text with the measured speeds of a fetcher and a rank, and the estimated `--cpus`.
+
+    If the run gave too little data for a speed or for the estimate, the text says so instead.
 
     Args:
         loader_counts: Counts of the loader in the rehearsed run.

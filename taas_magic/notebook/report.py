@@ -37,6 +37,9 @@ _OUTPUT = (messages.Lines, messages.Display, messages.Progress, messages.ClearOu
 def write_report(config: Config, run: Path | None, target: Path) -> Path:
     """Write the report to `target` and return its path. Send no requests to other processes.
 
+    The report has versions, settings without secrets, the run's journal without the ranks' output,
+    and the ends of the pools' logs.
+
     Args:
         config: Settings of taas.toml.
         run: Folder of the run to report. None for a report without a run.

@@ -176,7 +176,8 @@ class BackgroundCall(Generic[T]):
             show_line: Function called with each line of progress. Repeated lines are skipped.
             meanwhile: Function called every MEANWHILE_S during the wait.
             max_interrupts: Number of interrupts that end the wait.
-            leave_s: Seconds to wait for the work after the last of these interrupts.
+            leave_s: Seconds to wait for the work after the last of these interrupts. If the work
+                ends in this time, its result is returned.
 
         Raises:
             Exception: The exception that the work raised.
@@ -334,7 +335,11 @@ class RunFetchers:
             self._relay.join()
 
     def _begin(self, show_lines: ShowLines) -> None:
-        """Get hosts for the fetchers and start them (runs in a thread)."""
+        """Get hosts for the fetchers and start them (runs in a thread).
+
+        If `waits` is False, only connect to the pool, without waiting for hosts. If this object is
+        being closed already, end the fetchers.
+        """
 
         def listen(event: Event) -> None:
             # The run has no view before it starts, so show notes to the waiting user here.
@@ -468,7 +473,9 @@ class RunDriver:
     def wait_for_prefill(
         self, fetching: RunFetchers, view: View | SilentView, interrupts: Interrupts
     ) -> None:
-        """Wait until fetchers have prepared what `--prefill` asks for, and show their progress.
+        """Wait until fetchers have prepared what `--prefill` asks for, or can prepare no more.
+
+        Show the progress, and queue it as events for the pool of the ranks.
 
         Raises:
             ConnectionEnded: The process of the fetchers' pool has ended.
@@ -492,9 +499,11 @@ class RunDriver:
 
     @contextmanager
     def ending_on_error(self, view: View | SilentView) -> Iterator[None]:
-        """If the block raises an error, record and show the end of the run, then raise the error.
+        """If the block fails, write the run's end to the journal, show it, and raise the error.
 
-        The block is the part of the run before the ranks start.
+        The block is the part of the run before the ranks start. The end's state is INTERRUPTED
+        after a KeyboardInterrupt, LOST after a ConnectionEnded, and FAILED after another PoolError or
+        a StoreError.
         """
         try:
             yield
@@ -513,7 +522,9 @@ class RunDriver:
         view: View | SilentView,
         interrupts: Interrupts,
     ) -> None:
-        """Start the ranks in the pool. Until they have started, show the run's events.
+        """Start the ranks in the pool, and store the names of their hosts in `hosts`.
+
+        Until the ranks have started, show the run's events.
 
         Args:
             connection: Connection to the pool.
@@ -551,11 +562,12 @@ class RunDriver:
         interrupts: Interrupts,
         detaches: bool = False,
     ) -> None:
-        """Show the run until it has ended or is detached. This call blocks the cell's thread.
+        """Show the run until it has ended or is detached, then close the view. This call blocks.
 
-        The user's first interrupt asks the ranks to end within a grace period. The second interrupt
-        kills the ranks. If the run does not end in time (`KILL_WAIT_S`, `LEAVE_S`), the cell ends,
-        and names the hosts on which ranks are still stopping.
+        Meanwhile, ask the user for the lines that ranks request, and check whether the pool's
+        process is alive. The user's first interrupt asks the ranks to end within a grace period. The
+        second interrupt kills the ranks. If the run does not end in time (`KILL_WAIT_S`, `LEAVE_S`),
+        the cell ends, and names the hosts on which ranks are still stopping.
 
         Args:
             connection: Connection on which the run was started.
@@ -627,7 +639,8 @@ class RunDriver:
     ) -> None:
         """Ask the user for the line that a rank waits for, if any, and send the line to the rank.
 
-        The request is refused if nobody can type, or if the run was interrupted.
+        The request is refused if nobody can type, or if the run was interrupted. If the user
+        interrupts while typing, count an interrupt of the run and send no answer.
 
         Args:
             view: View of the run; None if the run is about to be detached.
@@ -667,7 +680,11 @@ class RunDriver:
         return [*([] if first is None else [first]), *drain(self._events)]
 
     def _show(self, view: View | SilentView, events: Iterable[Event]) -> None:
-        """Record events in this object, and show them in the view."""
+        """Pass events to `listener`, record them in this object, and show them in the view.
+
+        Requests for input are queued; a restart discards them. The end of the run is only recorded,
+        because the caller shows it last.
+        """
         for seen in events:
             self.listener(seen)
             if isinstance(seen, InputRequested):
@@ -707,7 +724,10 @@ class RunDriver:
         self._send(connection, Halt(self.run_id, how), "taas-halt")
 
     def _send(self, connection: PoolConnection, request: Request[None], thread: str) -> None:
-        """Send a request to the pool's process in a new thread; do not wait."""
+        """Send a request to the pool's process in a new thread; do not wait.
+
+        If the process does not respond, queue a note for the view. If it has ended, do nothing.
+        """
 
         def send() -> None:
             try:
@@ -722,7 +742,7 @@ class RunDriver:
     def _check(self, connection: PoolConnection, view: View | SilentView) -> None:
         """Mark the run as lost if the pool's process has ended or is silent for `SILENT_LOST_S`.
 
-        After a silence of `SILENT_NOTE_S`, show a note once.
+        After a silence of `SILENT_NOTE_S`, show a note once. To mark the run, set its end event.
         """
         if connection.is_over:
             # A pool's process that is alive writes the run's end to the journal itself.
@@ -753,7 +773,7 @@ class RunDriver:
         self._ended = self._finish("INTERRUPTED", why, in_journal=False)
 
     def _finish(self, state: str, why: str, in_journal: bool = True) -> RunEnded:
-        """Create a `RunEnded` event for a run whose end the pool does not report.
+        """Create and return a `RunEnded` event for a run whose end the pool does not report.
 
         Args:
             state: State in which the run ended.

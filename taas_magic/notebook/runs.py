@@ -135,7 +135,11 @@ class Run:
 
     @property
     def head(self) -> RunState:
-        """The run's state, computed from all its events and shown by the run's status header."""
+        """The run's state, computed from all its events and shown by the run's status header.
+
+        While the kernel shows the run, return the state of its view. Otherwise read the journal's
+        events since the last read. If the run was lost, the state says so.
+        """
         if self.live:
             return self.live
         if self._replay is None:
@@ -441,7 +445,7 @@ def row_of(run: Run) -> tuple[str, ...]:
 
 
 def table_of(runs: Sequence[Run]) -> str:
-    """Return a table of runs as HTML, with names, errors and all other texts escaped."""
+    """Return an HTML table with one row for each run and with coloured states; escape all texts."""
     cell = "text-align:left;padding:2px 12px 2px 0px;white-space:nowrap"
     head = "".join(f"<th style='{cell};opacity:0.6'>{escape(name)}</th>" for name in TABLE_HEAD)
     rows = []
@@ -466,13 +470,13 @@ def newest() -> Iterator[Run]:
 
 
 def find(asked: str | None) -> Run:
-    """Find a run by its id, the beginning of its id, or its name.
+    """Find the newest run whose id, beginning of the id, or name is `asked`.
 
     Args:
         asked: Id, beginning of an id, or name. None for the newest run.
 
     Raises:
-        UsageError: There is no such run.
+        UsageError: There is no such run. The message lists the newest runs.
     """
     for run in newest():
         if asked is None or run.run_id.startswith(asked) or run.name == asked:

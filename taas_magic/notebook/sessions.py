@@ -141,7 +141,11 @@ class Session:
         return self._ended is not None
 
     def why_ended(self) -> str:
-        """Return one line with the reason why the session has ended."""
+        """Return one line with the reason why the session has ended.
+
+        The reason is the first failure, or a takeover, or what the pool's process reported, or the
+        newest note.
+        """
         ended = self._ended
         if ended is not None and ended.first is not None:
             return headline(ended.first)
@@ -220,6 +224,9 @@ class Session:
     ) -> None:
         """Start the session's ranks unless they were started already.
 
+        First write the folder of the session's own run. If the session's flags say so, detach this
+        run. After the user's interrupts, ranks that start later are killed.
+
         Args:
             connection: Connection to the pool.
             origin: The notebook's settings that the ranks inherit.
@@ -259,6 +266,8 @@ class Session:
 
     def detach(self) -> None:
         """Let the ranks stay when this kernel ends.
+
+        Ask the pool's process to do so, and write the changed flags to the session's folder.
 
         Raises:
             UsageError: The session has fetchers in another pool. They would end with this kernel.
@@ -348,6 +357,9 @@ class Session:
     def end_cell(self, captured: Payload, *, counts: bool = True) -> None:
         """Record which names the ranks have after a cell; end fetchers that no rank needs any more.
 
+        Sent names are recorded if all ranks have loaded them. Fetchers end only if all ranks have
+        reported which fetchers they use.
+
         Args:
             captured: Payload of the cell.
             counts: Whether the cell resets the session's idle time. False for a cell of taas-magic
@@ -414,7 +426,9 @@ class Session:
         )
 
     def end(self, interrupts: Interrupts) -> None:
-        """End the session's ranks, and wait until they have ended.
+        """End the session's ranks, and wait until they and the fetchers have ended.
+
+        Do nothing if the ranks were not started or have ended.
 
         Raises:
             PoolError: The pool does not respond, or the ranks did not end within END_S.
@@ -641,7 +655,9 @@ def is_hidden_from_attach(run: Run) -> bool:
 
 
 def take_over(run: Run, connection: PoolConnection) -> tuple[Session, str]:
-    """Take over a detached session of another kernel. The other kernel may have ended.
+    """Take over a detached session of another kernel, and keep it under its name for later cells.
+
+    The other kernel may have ended.
 
     Returns:
         The session, and the run id of a cell to show: of the running cell, or of the newest cell
