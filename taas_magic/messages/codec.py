@@ -24,9 +24,9 @@ def encode(message: Struct) -> bytes:
 
 
 def escaped(value: Any) -> Any:
-    r"""Escape the characters that UTF-8 cannot encode, in all strings of a value.
+    r"""Return a copy of a value in which all strings can be encoded as UTF-8.
 
-    These characters are lone surrogates, such as `\udce9`.
+    Lone surrogates, such as `\udce9`, become the text of such an escape. Tuples become lists.
     """
     if isinstance(value, str):
         return value if value.isascii() else value.encode("utf-8", "backslashreplace").decode()

@@ -502,8 +502,8 @@ class RunDriver:
         """If the block fails, write the run's end to the journal, show it, and raise the error.
 
         The block is the part of the run before the ranks start. The end's state is INTERRUPTED
-        after a KeyboardInterrupt, LOST after a ConnectionEnded, and FAILED after another PoolError or
-        a StoreError.
+        after a KeyboardInterrupt, LOST after a ConnectionEnded, and FAILED after another PoolError
+        or a StoreError.
         """
         try:
             yield
@@ -565,9 +565,9 @@ class RunDriver:
         """Show the run until it has ended or is detached, then close the view. This call blocks.
 
         Meanwhile, ask the user for the lines that ranks request, and check whether the pool's
-        process is alive. The user's first interrupt asks the ranks to end within a grace period. The
-        second interrupt kills the ranks. If the run does not end in time (`KILL_WAIT_S`, `LEAVE_S`),
-        the cell ends, and names the hosts on which ranks are still stopping.
+        process is alive. The user's first interrupt asks the ranks to end within a grace period.
+        The second interrupt kills the ranks. If the run does not end in time (`KILL_WAIT_S`,
+        `LEAVE_S`), the cell ends, and names the hosts on which ranks are still stopping.
 
         Args:
             connection: Connection on which the run was started.

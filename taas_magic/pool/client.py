@@ -127,7 +127,8 @@ def _connect(pool_address: PoolAddress, check: Callable[[], None]) -> "Client":
 
     Args:
         check: Called repeatedly while the client connects. If `check` raises PoolError, this call
-            stops. Dask itself would keep trying for `ANSWER_S`, even if the process has ended.
+            stops, and a client that connects later is closed. Dask itself would keep trying for
+            `ANSWER_S`, even if the process has ended.
 
     Raises:
         OSError: The process does not respond.
@@ -163,6 +164,8 @@ def _connect(pool_address: PoolAddress, check: Callable[[], None]) -> "Client":
 
 def ask_pool(folder: Path, request: Request[_T]) -> _T:
     """Send a request to the running process of a pool's folder and return the response.
+
+    This call opens a connection for the request, and closes it afterwards.
 
     Raises:
         PoolError: The folder's pool has no running process, or the process does not respond.
@@ -256,8 +259,8 @@ class PoolConnection:
     ) -> StartResponse:
         """Ask the process for `hosts` hosts, and wait until they can start ranks.
 
-        For the arguments, see `Pool.open`. If the hosts are not available, the response has an
-        error.
+        For the arguments, see `Pool.open`. While `wait` is over, ask the process repeatedly to
+        cancel the wait. If the hosts are not available, the response has an error.
         """
 
         def halt_if_over() -> None:
@@ -428,7 +431,11 @@ class PoolConnection:
         )
 
     def _send(self, request: Request[_T]) -> "futures.Future[_T]":
-        """Send a request in the event loop of the Dask client; return a future of the response."""
+        """Send a request in the event loop of the Dask client; return a future of the response.
+
+        Raises:
+            ConnectionEnded: The connection has ended.
+        """
         self.raise_if_over()
         client = self._client
 
@@ -457,7 +464,10 @@ class PoolConnection:
             listener(decode_event(line))
 
     def _watch(self) -> None:
-        """Wait until the connection has ended, then close the Dask client (a thread's function)."""
+        """Check the Dask client until the connection ends, then close it (runs in a thread).
+
+        If the client has lost its connection, mark this connection as ended, with the reason.
+        """
         while not self.is_over and not self._over.wait(_LOOK_S):
             if self._client.status != "running" or self._client.scheduler_comm is not self._comm:
                 with suppress(PoolError):  # a process closes its connections before it exits
@@ -550,6 +560,8 @@ class Pool:
     ) -> PoolConnection:
         """Wait until `hosts` hosts can start ranks. Start the pool's process if none is running.
 
+        If the process was about to end, wait for its end and try once more with a new process.
+
         Args:
             on_wait: Function called at each beat of the pool's process, in the thread of the Dask
                 client, with one line for each host that is not ready.
@@ -602,7 +614,10 @@ class Pool:
             return self._ready_connection() or self._join(PoolWait(self), lambda lines: None)
 
     def _ready_connection(self) -> PoolConnection | None:
-        """Return the connection if the process sends beats. Otherwise close it and return None."""
+        """Return the connection if the process sends beats. Otherwise close it and return None.
+
+        If the process is silent, first wait up to `_PATIENCE_S` for a beat.
+        """
         if (found := self.connection) is None:
             return None
         until = time.monotonic() + _PATIENCE_S
@@ -616,10 +631,13 @@ class Pool:
     def _join(
         self, wait: PoolWait, on_wait: Callable[[list[str]], None], starts: bool = False
     ) -> PoolConnection | None:
-        """Connect to the pool's process; return None if none is running and `starts` is False.
+        """Connect to the pool's process, and store the connection in this object.
 
         If a process ends before it accepts this kernel, no run is lost, and this call tries the
         next process, up to `_MAX_PROCESSES` in total. A process that does not respond is killed.
+
+        Returns:
+            The connection. None if no process is running and `starts` is False.
 
         Raises:
             PoolError: A process that this kernel started failed, or the wait was cancelled.
@@ -643,6 +661,9 @@ class Pool:
         self, process: PoolProcess, wait: PoolWait, on_wait: Callable[[list[str]], None]
     ) -> PoolConnection | None:
         """Connect to a process and ask it to accept this kernel.
+
+        If the process does not answer soon, tell the user by `on_wait`. If it refuses, because it
+        has begun to end, wait up to `END_S` for its end.
 
         Returns:
             The connection. None if the process ended without a failure before it accepted this
@@ -711,6 +732,10 @@ class Pool:
 
         Args:
             check: Called repeatedly during the wait. May raise PoolError to end the wait.
+
+        Raises:
+            PoolError: The process was killed, it has other versions than this kernel, or `check`
+                raised.
         """
         import distributed  # noqa: F401  # takes 0.8 s, meanwhile the process starts
 

@@ -121,7 +121,7 @@ class Kernels:
         """Wait until the requested number of hosts can start ranks.
 
         A kernel may have several waits at the same time. The response has the error if the wait
-        failed or was cancelled.
+        failed or was cancelled. If the pool is ending, do not wait; the response says so.
         """
         if self.is_ending:
             return StartResponse(error="its process is ending", is_ending=True)
@@ -354,7 +354,9 @@ class Controller(SchedulerPlugin):
     async def detach(self, request: Detach) -> str:
         """Detach a run and its fetchers from the kernel: they continue when the kernel ends.
 
-        A session is only marked: it belongs to its kernel until the kernel ends.
+        The kernel receives `Detached` as the run's last event. Requests for the user's input are
+        refused from now on. A session is only marked: it belongs to its kernel until the kernel
+        ends.
 
         Returns:
             The reason why the run cannot be detached; "" if it is detached.
@@ -408,8 +410,9 @@ class Controller(SchedulerPlugin):
     def _disown(self, share: Share, session: PoolRun) -> None:
         """Let a part of a detached session continue without the kernel that owned the part.
 
-        A cell continues as a detached run. The events of fetchers go to the session instead of the
-        kernel.
+        A cell continues as a detached run: publish `Detached`, refuse its requests for input, and
+        record it as the cell to show after a takeover. The events of fetchers go to the session
+        instead of the kernel. The session itself only loses its owner.
 
         Args:
             share: The session itself, a cell that the session runs, or fetchers.
@@ -447,6 +450,9 @@ class Controller(SchedulerPlugin):
     async def _adopt_fetchers(self, run: PoolRun) -> "EndFetchers":
         """Take over a run's fetchers from its kernel, if the run has fetchers.
 
+        From now on, the run gets the fetchers' events without the kernel. Fetchers may be on this
+        pool or on another one, whose process is then asked.
+
         Returns:
             A function that ends the fetchers; without fetchers, it does nothing.
         """
@@ -481,7 +487,8 @@ class Controller(SchedulerPlugin):
         """Wait until a started run has ended; then write its end event to the journal and clean up.
 
         The kernel gets the end event when the event is in the journal and the project store is free
-        for the next run, but at the latest `END_S` after the run's end.
+        for the next run, but at the latest `END_S` after the run's end. Then remove the payload and
+        end the fetchers that no kernel owns. For a detached run, also run the `notify` command.
 
         Args:
             until_end: Exit stack that releases the project store and closes the journal.
@@ -517,7 +524,11 @@ class Controller(SchedulerPlugin):
                 await run.over.wait()
 
     async def launch_fetchers(self, request: LaunchFetchers) -> StartResponse:
-        """Start a run's fetchers on hosts of this pool."""
+        """Start a run's fetchers on hosts of this pool.
+
+        A background task follows the fetchers to their end. If the start fails, kill them. The
+        response has the names of the hosts, or the error.
+        """
         owner, run_id = request.owner, fetchers_share_id(request.run.plan.run_id)
         fetch = PoolFetchers(request.run, owner, self.pool_hosts, self._publisher(owner, run_id))
         session = self._runs.get(request.run.session)
@@ -593,7 +604,8 @@ class Controller(SchedulerPlugin):
     ) -> Callable[..., Awaitable[bytes]]:
         """Return the function that Dask calls with the hosts' file requests of the class `kind`.
 
-        For security, the function identifies the sending host by the authenticated connection.
+        The function passes a request to its run and returns the encoded response. For security, it
+        identifies the sending host by the authenticated connection, and counts refused requests.
         """
 
         async def handle(comm: GateComm, request: bytes) -> bytes:
@@ -627,7 +639,11 @@ class Controller(SchedulerPlugin):
         self._kernels.connected.add(client)
 
     def remove_client(self, scheduler: Scheduler, client: str) -> None:
-        """End the runs of a kernel that has left or died, except detached runs. Called by Dask."""
+        """End the runs of a kernel that has left or died, and cancel its waits. Called by Dask.
+
+        Detached runs continue. So do detached sessions with their cells and fetchers (`_disown`).
+        The other runs get a note and are interrupted.
+        """
         for run in self._runs.values():
             if run.owner == client and (session := self._session_that_stays(run)) is not None:
                 self._disown(run, session)
@@ -693,7 +709,8 @@ async def _no_fetchers() -> None:
 async def _end_of(run: PoolRun) -> RunEnded:
     """Wait for the end of a started run; return its last event.
 
-    The kernel waits for the last event, so an unexpected error also leads to one.
+    The kernel waits for the last event. So after an unexpected error, log the error, kill the
+    ranks, and return a last event with the state LOST.
     """
     try:
         return await run.carry_out()

@@ -38,6 +38,8 @@ async def take_fetchers(
 
     Args:
         share_id: Id by which the other pool identifies the run's fetchers.
+        relay: Receives the start and end events so far, and then all further events.
+        tasks: Runs `relay` for each further event.
 
     Raises:
         PoolError: The other pool's process does not respond, or the fetchers have ended.
@@ -82,8 +84,9 @@ async def take_fetchers(
 def notify(folder: RunFolder, ended: RunEnded) -> None:
     """Run the user's `notify` command after a detached run, if taas.toml sets this command.
 
-    The command's output goes to `notify.log` in the run folder. This call blocks until the command
-    has ended. After `NOTIFY_S`, the command is killed.
+    The command gets the run's id, state and duration in environment variables. Its output goes to
+    `notify.log` in the run folder. This call blocks until the command has ended. After `NOTIFY_S`,
+    the command is killed.
     """
     context = folder.context()
     if not context.notify:

@@ -51,6 +51,10 @@ class OwnedFiles:
     def may_write(self, name: str, is_fetchers: bool) -> bool:
         """Return whether the host may write a file of the run folder.
 
+        A host with ranks may write the logs and ledgers of its ranks. It may also write their
+        profiles and results of the current attempt; results only of `senders`. A host with fetchers
+        may write only their logs.
+
         Args:
             name: Path of the file, relative to the run folder.
             is_fetchers: Whether the host runs fetchers of the run instead of ranks.
@@ -80,7 +84,10 @@ class FileServer:
         self._is_closed = False
 
     async def answer(self, host_rank: int, owned: OwnedFiles, asked: FileRequest[_T]) -> _T:
-        """Handle a host's request for files; return the response.
+        """Handle a host's request for files in a thread; return the response.
+
+        Requests about the run folder may run at the same time. Requests about the project store run
+        one after the other.
 
         Args:
             host_rank: Number of the host in the share.
@@ -108,7 +115,10 @@ class FileServer:
     def answer_folder_request(
         self, host_rank: int, owned: OwnedFiles, asked: FileRequest[Any]
     ) -> Any:
-        """Handle a request about the run folder. Blocks. Any thread may call this method."""
+        """Handle a request to list, read or write files of the run folder; return the response.
+
+        This call blocks. Any thread may call it. It raises ProtocolError for any other request.
+        """
         asked.check_size()
         match asked:
             case ListFiles():
@@ -120,7 +130,10 @@ class FileServer:
         raise ProtocolError(f"host {host_rank}: {asked.op()}: not for the run folder")
 
     def _list(self) -> Manifest:
-        """Return the files that the host's ranks or fetchers need."""
+        """Return the files that the host needs: those of the data service and, for ranks, the payload.
+
+        Files that do not exist are left out.
+        """
         names = [] if self._is_fetchers else ["payload"]
         data = service.folder_of(self._path)
         if data.exists():
@@ -174,7 +187,10 @@ class FileServer:
             beside.replace(path)
 
     def _answer_of_store(self, host_rank: int, asked: FileRequest[_T]) -> _T:
-        """Handle a request about the project store, in this object's own thread."""
+        """Handle a request about the project store by a `StoreServer`, in this object's own thread.
+
+        The first call creates the server. Only for a run that owns the store, it has a writer.
+        """
         if self._store_server is None:
             rule = self._run.plan.store
             assert rule is not None

@@ -77,7 +77,8 @@ class GateComm(TLS):
     async def read(self, deserializers: Any = None) -> Any:
         """Read one message. Check that the message is plain data, and that this peer may send it.
 
-        If the message breaks a rule of the gate, the connection is closed.
+        If the message breaks a rule of the gate, close the connection, count it as refused, and log
+        the reason.
 
         Raises:
             CommClosedError: The connection has ended, or the message broke a rule.
@@ -143,7 +144,10 @@ def _refuse_marks(values: dict[Any, Any]) -> Any:
 
 
 def check_message(peer: Peer, message: Any) -> None:
-    """Raise ProtocolError if `peer` may not send `message`."""
+    """Raise ProtocolError if `peer` may not send `message`, or sends it in another peer's name.
+
+    Every part of the message that names an operation is checked. A kernel may send everything.
+    """
     may = ALLOWED_OPERATIONS.get(peer.role)
     if may is None:
         return
@@ -207,7 +211,11 @@ class Gate(Listener):
         return self.listen_address
 
     async def _serve_connection(self, stream: IOStream, address: Any) -> None:
-        """Authenticate a new connection, then serve it until it ends."""
+        """Authenticate a new connection within `PROVE_S`, then serve it until it ends.
+
+        A connection that fails is closed and counted. If more than `MOST_UNPROVED` connections are
+        not authenticated yet, the oldest of them is closed.
+        """
         self._unproved[stream] = None
         if len(self._unproved) > MOST_UNPROVED:
             oldest = next(iter(self._unproved))

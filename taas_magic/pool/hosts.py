@@ -236,7 +236,13 @@ class PoolHosts(SchedulerPlugin):
                 self._publish_lines([])
 
     async def _acquire(self, count: int, preferred: Collection[str]) -> list[PoolHost]:
-        """Wait until `count` hosts have joined, and return the hosts that `choose` selects."""
+        """Wait until `count` hosts have joined, and return the hosts that `choose` selects.
+
+        If too few hosts join, return the pool's hosts without a run to the engine.
+
+        Raises:
+            PoolError: The hosts did not join in time, or the engine cannot provide a host.
+        """
         self._acquiring += 1
         try:
             await self._wait_until_ready(count)
@@ -343,7 +349,11 @@ class PoolHosts(SchedulerPlugin):
             self._tasks.start(self._greet(host))
 
     def remove_worker(self, scheduler: Scheduler, worker: str, **kwargs: Any) -> None:
-        """Remove a host that is gone. Called by Dask."""
+        """Remove a host that is gone. Called by Dask.
+
+        Requests that wait for the host's response get a PoolError. If the host had been ready or
+        was dropped, the runs on it learn of the loss and its reason.
+        """
         host = self._hosts.pop(worker, None)
         if host is None:
             return
@@ -362,8 +372,10 @@ class PoolHosts(SchedulerPlugin):
     async def _greet(self, host: PoolHost) -> None:
         """Send `DescribeHost` to a new host, and mark the host as ready when the host responds.
 
-        Imports may be slow, so the wait has no time limit. The wait ends when the host is gone:
-        `watch` drops a host that sends no beats, and a host whose imports are stuck ends itself.
+        A ready host wakes the calls that wait for hosts. A host that responds with an error is
+        dropped. Imports may be slow, so the wait has no time limit. The wait ends when the host is
+        gone: `watch` drops a host that sends no beats, and a host whose imports are stuck ends
+        itself.
         """
         greeting = DescribeHost(has_run=self._runs_waiting > 0)
         try:
@@ -379,7 +391,7 @@ class PoolHosts(SchedulerPlugin):
             self._changed.notify_all()
 
     async def _wait_until_ready(self, count: int) -> None:
-        """Request missing hosts until `count` hosts can start ranks.
+        """Request missing hosts until `count` hosts can start ranks; publish lines on the progress.
 
         The engine is called every `ASK_AGAIN_S`, so that it replaces requested hosts that died.
 
@@ -462,6 +474,8 @@ async def require_fit(
     pool_hosts: PoolHosts, hosts: Iterable[PoolHost], modules: Sequence[str]
 ) -> None:
     """Check that all hosts have the notebook's versions of Python and torch, and all `modules`.
+
+    Ask only hosts that have not passed an earlier check of these modules.
 
     Raises:
         PoolError: A host lacks something. The message names the host, what it lacks, and what to

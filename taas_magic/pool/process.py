@@ -71,7 +71,7 @@ class PoolProcess:
         self.pid, self._process = process.pid, process
 
     def is_alive(self) -> bool:
-        """Return whether the process is running."""
+        """Return whether the process is running; a zombie does not count."""
         if isinstance(self._process, subprocess.Popen):
             return self._process.poll() is None
         try:
@@ -173,7 +173,10 @@ class PoolFolder:
         return None
 
     def start(self) -> PoolProcess | None:
-        """Start a process of the pool. Return None if one is running or being started."""
+        """Start a process of the pool. Return None if one is running or being started.
+
+        The process gets the folder's lock and, by stdin, its settings. Its output goes to the log.
+        """
         self.reap_children()
         path = self.path / "lock"
         lock = take_lock(path)
@@ -225,7 +228,8 @@ class PoolFolder:
     def find_other_versions(self) -> list[str]:
         """Return the versions of this pool's processes that use other versions than this kernel.
 
-        An example is "Python 3.11.9, torch 2.4.0".
+        Only running processes for the same notebook's folder count. An example is "Python 3.11.9,
+        torch 2.4.0".
         """
         found = []
         folders = f"{self._config.name}-{'?' * _DIGEST}"  # does not match a pool `name-more`
@@ -246,7 +250,11 @@ class PoolFolder:
 
 
 def main() -> int:
-    """Run the pool's process until a kernel ends the pool, or no kernel and no run is left."""
+    """Run the pool's process until a kernel ends the pool, or no kernel and no run is left.
+
+    Read the settings from stdin, write the pid to the lock file, clear the log, and run
+    `_run_pool`.
+    """
     gc.disable()  # garbage collection takes a tenth of the import time, and would free nothing
     settings = from_json(sys.stdin.buffer.readline(), PoolSettings)
     folder = Path(settings.folder)
@@ -261,7 +269,10 @@ def main() -> int:
 
 
 async def _run_pool(engine: Engine, folder: Path, settings: PoolSettings) -> None:
-    """Run the pool's scheduler and controller until the pool ends."""
+    """Run the pool's scheduler and controller until the pool ends.
+
+    Meanwhile, `pool.json` in the folder has the address and keys for kernels.
+    """
     import dask
 
     from taas_magic.engines.keys import Keys

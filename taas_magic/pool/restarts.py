@@ -38,10 +38,12 @@ class FetcherRestarts:
     def record(self, event: Event) -> tuple[list[Event], bool]:
         """Record an event of a fetcher.
 
+        If `event` ends the last fetcher and a restart is allowed, count the restart. The events to
+        publish are then a note, and `event` without addresses, so that ranks wait for new fetchers.
+
         Returns:
             The events to publish instead of `event`, and whether the caller must start all fetchers
-            again. The second value is True if `event` ends the last fetcher and a restart is
-            allowed.
+            again.
         """
         if isinstance(event, FetcherStarted):
             self._ended.discard(event.number)

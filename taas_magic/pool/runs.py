@@ -291,7 +291,10 @@ class Share(ABC):
         return self._halted.is_set()
 
     def on_event(self, address: str, event: Event) -> bool:
-        """Accept an event from a host if the host may send it; return whether it was accepted."""
+        """Accept an event from a host if the host may send it; return whether it was accepted.
+
+        Set the event's time and host, record that the host is heard from, and handle the event.
+        """
         part = self._active_part(address)
         if part is None or not self._may_send(part, event):
             return False
@@ -375,7 +378,11 @@ class Share(ABC):
 
         Args:
             preferred: Addresses of hosts that are chosen first.
-            retry_s: Seconds for which this call tries again if hosts are not available.
+            retry_s: Seconds for which this call tries again if hosts are not available. The user
+                gets a note with each new reason.
+
+        Raises:
+            PoolError: The hosts are not available or lack something, or `halt` was called.
         """
         until, noted = time.monotonic() + retry_s, ""
         while True:
@@ -414,13 +421,18 @@ class Share(ABC):
     async def _start_one(
         self, part: HostPart, spec: ShareSpec, is_next_attempt: bool = False
     ) -> int:
-        """Start the ranks or fetchers of one host.
+        """Start the ranks or fetchers of one host, and count the run as active on the host.
+
+        If `halt` was called meanwhile, repeat it on this host.
 
         Args:
             is_next_attempt: Whether the host ran the last attempt and is to start the next one.
 
         Returns:
             The port of the ranks' rendezvous if this host runs the rendezvous, else 0.
+
+        Raises:
+            PoolError: The host failed. Then its part counts as ended.
         """
         part.host.runs.add(self.run_id)
         address = part.host.address
@@ -541,7 +553,8 @@ class PoolFetchers(Share):
     async def _start_again(self) -> None:
         """Start all fetchers when the earlier ones are gone from their hosts.
 
-        If the start fails, publish the failure of each fetcher, and allow no further restart.
+        If the start fails, kill those that have started, publish the failure of each fetcher, and
+        allow no further restart.
         """
         try:
             await self.wait_until_ended()
@@ -756,7 +769,8 @@ class PoolRun(Share):
         """Wait for the end of the started run on all hosts; return the run's last event.
 
         If an attempt fails and another attempt may succeed, start all ranks again, up to
-        `max_restarts` times.
+        `max_restarts` times. After the last attempt, let all hosts clean up. If a host is lost in
+        that time, the run counts as LOST.
         """
         outcome = await self._outcome()
         most = self.plan.max_restarts
@@ -914,7 +928,9 @@ class PoolRun(Share):
             self._changed.clear()
 
     async def _start_again(self, outcome: AttemptOutcome) -> bool:
-        """Start all ranks again, with new hosts in place of lost ones.
+        """Publish `Restart`, and start all ranks again, with new hosts in place of lost ones.
+
+        Wait up to the pool's `start_timeout_s` for new hosts. If there are none, publish a note.
 
         Returns:
             Whether the next attempt was started.
@@ -947,8 +963,8 @@ class PoolRun(Share):
     async def _start_attempt(self, hosts: list[PoolHost]) -> None:
         """Start an attempt's ranks on `hosts`, given in the order of their ranks.
 
-        The first host starts its ranks first, because it creates the ranks' rendezvous. If this
-        fails, the other hosts start no ranks.
+        `hosts` replace the hosts of the last attempt. The first host starts its ranks first, because
+        it creates the ranks' rendezvous. If this fails, the other hosts start no ranks.
         """
         self._open_requests.clear()
         self._has_federation = False
@@ -1006,6 +1022,8 @@ class PoolRun(Share):
 
     async def _end(self) -> tuple[list[Failure], list[Failure]]:
         """Tell all hosts to end their ranks and clean up, and wait for them.
+
+        A host that needs more than `END_S` is dropped. At the end, close the hosts' tunnels.
 
         Returns:
             Two lists. First, one failure for each host that was lost during this call. Second, the
