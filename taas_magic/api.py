@@ -122,9 +122,13 @@ def __getattr__(name: str) -> Any:
     """Return the object with a public name of `taas`; import its module on first use.
 
     `last_run` is the run that this kernel started or attached last; None if there is no such run.
+    `log` and `step` are stored in this module, because loops call them often.
 
     While `taas` itself is imported, the notebook's folder comes before the standard library on the
     import path. So importing the other modules then would fail if the folder has a `random.py`.
+
+    Raises:
+        AttributeError: `taas` has no such name.
     """
     if name == "last_run":
         return getattr(sys.modules.get("taas_magic.notebook.launch"), "last_run", None)

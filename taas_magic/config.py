@@ -250,11 +250,13 @@ def find_config(folder: Path) -> Path | None:
 
 
 def load_config(folder: Path) -> Config:
-    """Return the settings for a notebook in `folder`.
+    """Return the settings for a notebook in `folder`, from the file that `find_config` finds.
+
+    Without a file, return the defaults.
 
     Raises:
-        UsageError: The file is not TOML, has an unknown key or a wrong value, or can be written by
-            other users.
+        UsageError: The file cannot be read, is not TOML, has an unknown key or a wrong value, or
+            can be written by other users.
     """
     path = find_config(folder)
     if path is None:
@@ -293,7 +295,8 @@ def _read_own(path: Path) -> str:
 def _why_untrusted(place: Path, status: os.stat_result) -> str:
     """Return text that says which other users can change a file or folder, with a remedy.
 
-    Returns "" if only the current user and root can change it.
+    Returns "" if only the current user and root can change it. The user's private group does not
+    count, and neither do writers of a folder with the sticky bit.
     """
     user, quoted = os.geteuid(), shlex.quote(str(place))
     if status.st_uid not in (user, 0):
@@ -330,8 +333,10 @@ def _is_own(group: int) -> bool:
 def parse(values: Mapping[str, Any], source: Path) -> Config:
     """Check the contents of taas.toml and convert them to a `Config`.
 
+    Missing tables get their defaults, and the pool `local` always exists.
+
     Args:
-        source: Path of the file. A relative path in the file is relative to the file's folder.
+        source: Path of the file. A relative `path` of the store is relative to the file's folder.
 
     Raises:
         UsageError: The file has an unknown key or a wrong value.
@@ -363,7 +368,7 @@ def parse_size(text: str) -> int:
     """Parse a size such as "4GiB", "500MB", "1.5G" or "4096" to a number of bytes.
 
     Raises:
-        ValueError: `text` is no size, or is above `MOST_BYTES`.
+        ValueError: `text` is no size, is a fraction without a unit, or is above `MOST_BYTES`.
     """
     match = _SIZE.fullmatch(text.strip())
     if match is None or ("." in match[1] and not match[2]):
@@ -386,7 +391,7 @@ def size_text(n_bytes: float, base: int = 1000) -> str:
 
 
 def _read(table: object, kind: type[_T], where: str, **given: str) -> _T:
-    """Convert a table of the file to a settings struct.
+    """Convert a table of the file to a settings struct. Sizes may be text such as "4GiB".
 
     Args:
         **given: Values of fields that the caller sets. The table must not contain these keys.
@@ -419,7 +424,8 @@ def _field_meta(kind: object) -> str:
 def _pool(name: str, table: object, source: Path) -> PoolConfig:
     """Check the table of one pool and convert it to a `PoolConfig`.
 
-    The defaults of `max_hosts` and `idle_timeout_s` depend on the table's other keys.
+    The default of `max_hosts` is the number of `hosts`, if given. The default of `idle_timeout_s`
+    is `IDLE_TIMEOUT_S`, except for the engine `local`.
 
     Raises:
         UsageError: The name is not allowed, or a value is wrong or does not fit the engine.

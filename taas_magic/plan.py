@@ -91,6 +91,9 @@ def place_fetchers(
 ) -> tuple[DataPlan, str]:
     """Choose the number of fetchers for the loaders, and assign the fetchers to hosts.
 
+    Each loader gets `cpus` fetchers on hosts of its own. If the pool has too few hosts for this,
+    loaders share fetchers. If the pool has fewer than `cpus` hosts, fetchers share hosts.
+
     Args:
         loaders: Names of the registered loaders that the cell uses; at least one.
         cpus: Number of hosts for each loader; at least one.
@@ -348,6 +351,10 @@ def make_plan(
 ) -> Plan:
     """Make the plan of a run, for a pool whose hosts all have the same capacity.
 
+    Use as few hosts as possible: a host runs one rank for each GPU, or up to
+    `MAX_RANKS_PER_CPU_HOST` ranks without GPUs (the plan then has a note). A federation has one
+    rank on each host. A rehearsal uses no GPUs.
+
     Args:
         max_hosts: Number of hosts that the pool may have.
         store: Rule for access to the project store; None for no restrictions.
@@ -396,7 +403,10 @@ def _check_fits(
 
 
 def _host_plans(world_size: int, n_hosts: int, cores: int) -> tuple[HostPlan, ...]:
-    """Divide ranks over hosts; the first hosts may have one rank more than the others."""
+    """Divide ranks over hosts; the first hosts may have one rank more than the others.
+
+    Each rank gets an equal part of its host's cores as its number of threads, but at least one.
+    """
     base, larger = divmod(world_size, n_hosts)
     plans: list[HostPlan] = []
     for number in range(n_hosts):

@@ -114,7 +114,10 @@ def cores() -> int:
 
 
 def _cgroup_folders() -> list[str]:
-    """Return the folders of this process's cgroup and of all its parents, in cgroup v1 or v2."""
+    """Return the folders of this process's cgroup and of all its parents, in cgroup v1 or v2.
+
+    In v1, only cgroups of the controller `cpu` count. The top folder is always included.
+    """
     found = []
     for line in _read("/proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
@@ -187,7 +190,10 @@ def digest_of_ours() -> str:
 
 
 def package_files(folder: str) -> list[tuple[str, bytes]]:
-    """Return the files of a package as (relative path, content), sorted by path."""
+    """Return the files of a package as (relative path, content), sorted by path.
+
+    Files in subfolders count, too, except those in `__pycache__`.
+    """
     found = []
     for root, folders, names in os.walk(folder):
         folders[:] = [name for name in folders if name != "__pycache__"]
@@ -236,8 +242,8 @@ def sites(cache: str) -> list[str]:
 def count_gpus() -> int:
     """Count the CUDA devices that a process on this host would see, without using CUDA.
 
-    Torch could create a CUDA context in this process. Then CUDA would not work in forks of the
-    process.
+    Count the entries of `CUDA_VISIBLE_DEVICES` if it is set, else the devices in `/dev`. Torch
+    could create a CUDA context in this process. Then CUDA would not work in forks of the process.
     """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
@@ -271,7 +277,8 @@ def addresses_of(name: str) -> list[str]:
 def interfaces() -> dict[str, list[str]]:
     """Return the IP addresses of each network interface, by name of the interface.
 
-    Link-local IPv6 addresses do not count.
+    Each interface has at most one IPv4 address in the result. Link-local IPv6 addresses do not
+    count.
     """
     found: dict[str, list[str]] = {}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
@@ -300,14 +307,17 @@ def install(
 ) -> str:
     """Create a folder of packages with pip or from a zip file; return an error text, or "".
 
-    The folder is filled under a temporary name and then renamed, so a folder with the final name is
-    always complete. If several hosts share a home folder and install the same packages at once, the
-    first one wins.
+    If the folder exists already, install nothing. The folder is filled under a temporary name and
+    then renamed, so a folder with the final name is always complete. If several hosts share a home
+    folder and install the same packages at once, the first one wins. Remove old temporary folders.
 
     Args:
         folder: The folder to create; its name identifies the content.
         pins: Requirements for pip, such as `zict==3.0.0`.
+        options: Options of pip.
+        limit_s: Maximum seconds for pip.
         bundle: Path of a zip file to use instead of pip; removed at the end.
+        sha256: The SHA-256 that the zip file must have.
     """
     parent, error = os.path.dirname(folder), ""
     try:

@@ -109,7 +109,8 @@ def register(
     An earlier registration of the same loader, or with the same `name`, is replaced. If a cell runs
     again and puts a new loader into the same variable, the new loader replaces the old one. Without
     a `name`, a loader stays registered as long as the notebook refers to it. Every run starts with
-    the state that the loader's sampler and generator have now.
+    the state that the loader's sampler and generator have now. If the dataset has a random
+    generator that nothing seeds, this function warns.
 
     Args:
         loader: A DataLoader, or any object that can be iterated several times.
@@ -216,7 +217,8 @@ def reduce_loader(loader: Any, used: dict[str, PackedLoader]) -> Any:
     """Reduce a registered loader to its description, from which a rank makes a remote loader.
 
     Args:
-        used: Mapping to which this function adds the loader's `PackedLoader`, under its name.
+        used: Mapping to which this function adds the loader's `PackedLoader` under its name,
+            unless the name is there already.
 
     Returns:
         The function and the arguments that pickle stores in place of the loader. If the loader is
@@ -236,6 +238,9 @@ def serve(
     loaders: Mapping[str, PackedLoader], run_dir: Path, plan: Plan, settings: DataConfig, tls: bool
 ) -> None:
     """Write the files that a run's ranks and fetchers need to run registered loaders.
+
+    The files have the loaders' payloads and settings, a new secret key and, for TLS, a new
+    certificate. Without loaders, do nothing.
 
     Args:
         tls: Whether to encrypt batches. Must be True if other people use the network, too.
@@ -267,7 +272,11 @@ def serve(
 
 
 def _check_kind(loader: Any, uneven: str) -> None:
-    """Raise a RegistrationError if fetchers cannot run a loader, or if `uneven` is not allowed."""
+    """Raise a RegistrationError if fetchers cannot run a loader, or if `uneven` is not allowed.
+
+    Fetchers cannot run objects that are not iterable or can be iterated only once, collections such
+    as lists, and subclasses of DataLoader with an `__iter__` of their own.
+    """
     name = type(loader).__name__
     kind = f"{'an' if name[:1].lower() in 'aeiou' else 'a'} {name}"
     if not hasattr(loader, "__iter__"):
@@ -313,6 +322,7 @@ def _check_travels(name: str, loader: Any) -> bytes:
 
     Raises:
         RegistrationError: An object in the loader cannot be sent; the message has the path to it.
+            Or the loader divides its data itself, or has loaded a state by `load_state_dict`.
     """
     from taas_magic.data import dataset
 
@@ -416,7 +426,7 @@ def _shape_of(entry: RegisteredLoader, loader: Any, parts: "LoaderParts") -> "Lo
 
 
 def _batches(parts: "LoaderParts") -> int | None:
-    """Return `len(loader)`, or None if the loader has no length."""
+    """Return the loader's number of batches, computed from its parts; None if it has no length."""
     if parts.batch_sampler is not None:
         return _length(parts.batch_sampler)
     if parts.sampler is not None:

@@ -130,7 +130,7 @@ class FileServer:
         raise ProtocolError(f"host {host_rank}: {asked.op()}: not for the run folder")
 
     def _list(self) -> Manifest:
-        """Return the files that the host needs: those of the data service and, for ranks, the payload.
+        """Return the files that the host needs: the data service's files and the payload for ranks.
 
         Files that do not exist are left out.
         """

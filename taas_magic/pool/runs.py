@@ -963,8 +963,8 @@ class PoolRun(Share):
     async def _start_attempt(self, hosts: list[PoolHost]) -> None:
         """Start an attempt's ranks on `hosts`, given in the order of their ranks.
 
-        `hosts` replace the hosts of the last attempt. The first host starts its ranks first, because
-        it creates the ranks' rendezvous. If this fails, the other hosts start no ranks.
+        `hosts` replace the hosts of the last attempt. The first host starts its ranks first,
+        because it creates the ranks' rendezvous. If this fails, the other hosts start no ranks.
         """
         self._open_requests.clear()
         self._has_federation = False
