@@ -123,7 +123,10 @@ def place_fetchers(
 
 
 def _sharing_note(loaders: int, cpus: int, pool: PoolConfig, fetchers: int) -> str:
-    """Return a note for the user if the pool has fewer hosts than `--cpus` requests, else ""."""
+    """Return a note for the user if the pool has fewer hosts than `--cpus` requests, else "".
+
+    The note says whether fetchers share hosts or loaders share fetchers.
+    """
     wanted, have = cpus * loaders, pool.max_hosts
     if wanted <= have:
         return ""

@@ -479,7 +479,16 @@ def take_session(run: Run, shell: "InteractiveShell", config: Config) -> Session
 
 
 def restart(name: str, shell: "InteractiveShell", config: Config) -> Session:
-    """End a session's ranks, and start new ranks in the same pool with the session's flags."""
+    """End a session's ranks, and start new ranks in the same pool with the session's flags.
+
+    The new session has no variables and replaces the old one under its name. Show the progress
+    while the pool gets the hosts.
+
+    Raises:
+        UsageError: There is no such session.
+        PoolError: The old ranks did not end in time, or the pool cannot start new ranks.
+        KeyboardInterrupt: The user interrupted the wait.
+    """
     with Interrupts() as interrupts:
         new = sessions.restarted(name, interrupts)
         pool = pools.named(new.flags.pool, config)
@@ -640,7 +649,11 @@ def _environ_at_start() -> dict[str, str]:
 
 
 def dry_run_text(flags: Flags, work: Work, shell: "InteractiveShell", config: Config) -> str:
-    """Return the text of `--dry-run`: the plan, the values that would be sent, and the problems."""
+    """Return the text of `--dry-run`: the plan, the values that would be sent, and the problems.
+
+    Start nothing, and register no new session. An object that cannot be pickled becomes a problem
+    in the text, not an error; so does a name of `--out` that no rank will have.
+    """
     session, asked = sessions.for_cell(flags, registers=False), flags
     if session is not None:
         flags = session.with_session_flags(flags)

@@ -107,7 +107,10 @@ class PoolWait:
 
 
 def disconnect(client: "Client") -> None:
-    """Close a Dask client, even if its scheduler was killed."""
+    """Close a Dask client, even if its scheduler was killed.
+
+    Wait at most 2 s. Suppress Dask's log messages and the error of a client that is reconnecting.
+    """
     # If the scheduler was killed, the client would log that it reconnects. So disable this log.
     logger = logging.getLogger("distributed.client")
     before, logger.disabled = logger.disabled, True

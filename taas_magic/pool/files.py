@@ -145,7 +145,11 @@ class FileServer:
         return Manifest(entries, {})
 
     def _read(self, asked: ReadFiles) -> list[bytes | None]:
-        """Return parts of files. Refuse files that `_list` does not return."""
+        """Return parts of files of the run folder.
+
+        Raises:
+            ProtocolError: `_list` does not return the file, or an offset or size is negative.
+        """
         listed = {entry.path for entry in self._list().entries}
         parts: list[bytes | None] = []
         for name, offset, size in asked.parts:
@@ -174,7 +178,10 @@ class FileServer:
         return {}
 
     def _write_piece(self, host_rank: int, piece: FilePiece) -> None:
-        """Write a piece of a file to a temporary file; after the last piece, rename this file."""
+        """Write a piece of a file to a temporary file; after the last piece, rename this file.
+
+        The temporary file belongs to this host, and ends with the newest piece.
+        """
         path = self._path / piece.entry.path
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         beside = Path(f"{path}.part-{host_rank}")

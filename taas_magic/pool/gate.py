@@ -233,7 +233,10 @@ class Gate(Listener):
         await self._admit(comm)
 
     async def _prove(self, stream: IOStream, address: Any) -> GateComm:
-        """Check the peer's certificate and complete Dask's handshake; return the connection."""
+        """Wait for the TLS handshake, and complete Dask's handshake; return the connection.
+
+        The peer of the connection is read from its certificate.
+        """
         assert isinstance(stream, SSLIOStream)
         await stream.wait_for_handshake()
         ours, theirs = self.listen_address, self.prefix + unparse_host_port(*address[:2])

@@ -917,7 +917,10 @@ class PoolRun(Share):
             self._changed.set()
 
     async def _outcome(self) -> AttemptOutcome:
-        """Wait until `decide` returns the outcome of the attempt; return this outcome."""
+        """Wait until `decide` returns the outcome of the attempt; return this outcome.
+
+        Ask `decide` after each change, and every `TICK_S` once a host has reported.
+        """
         while True:
             parts = self._parts.values()
             if (outcome := decide(parts, time.monotonic())) is not None:
