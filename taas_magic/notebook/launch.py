@@ -457,7 +457,7 @@ def learn_names(session: Session, shell: "InteractiveShell", config: Config) -> 
 
 
 def take_session(run: Run, shell: "InteractiveShell", config: Config) -> Session:
-    """Take over a detached session, show its running cell, and learn the names of its variables.
+    """Take over a detached session, show its running cell, and learn its ranks' variables.
 
     If no cell is running, show the newest cell that lost its kernel, if any. The shown cell becomes
     `last_run`.

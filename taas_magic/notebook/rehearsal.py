@@ -130,8 +130,8 @@ def rehearse(flags: Flags, work: Work, shell: "InteractiveShell", config: Config
 def _examine_pool(found: RehearsalFindings, captured: Payload, config: Config) -> None:
     """Record in `found` the plan on the pool, the check of its hosts, and their problems.
 
-    Also check the project store, and the hosts of the fetchers' pool. Errors become entries of
-    `found.problems`. Allocate no host.
+    Also check the project store, and the hosts of the fetchers' pool. The hosts of pools with the
+    engine `local` are not checked. Errors become entries of `found.problems`. Allocate no host.
     """
     flags = structs.replace(found.flags, rehearse=0)
     pool = config.pool(flags.pool)
@@ -174,7 +174,8 @@ def _run_here(
 ) -> "Run":
     """Run the cell on the local pool with `flags_here`, and return the run even if it failed.
 
-    Record in `found` the run's state, its time, the counts of its loaders and the ranks' reports.
+    Record in `found` the run's state and duration, the counts of its loaders, and the ranks'
+    reports.
     """
     flags, pool = flags_here(found.flags, len(captured.loaders)), pools.named(LOCAL, config)
     plan = launch.plan_of(flags, pool, config)

@@ -137,8 +137,9 @@ class Run:
     def head(self) -> RunState:
         """The run's state, computed from all its events and shown by the run's status header.
 
-        While the kernel shows the run, return the state of its view. Otherwise read the journal's
-        events since the last read. If the run was lost, the state says so.
+        In the kernel that started the run, return the state of its view, unless the run is
+        detached. Otherwise read the journal's events since the last read. If the run was lost, the
+        state says so.
         """
         if self.live:
             return self.live

@@ -293,7 +293,8 @@ class Share(ABC):
     def on_event(self, address: str, event: Event) -> bool:
         """Accept an event from a host if the host may send it; return whether it was accepted.
 
-        Set the event's time and host, record that the host is heard from, and handle the event.
+        For an accepted event, set its time and host, store the time of the host's last message, and
+        handle the event.
         """
         part = self._active_part(address)
         if part is None or not self._may_send(part, event):
