@@ -486,9 +486,9 @@ class Controller(SchedulerPlugin):
     ) -> None:
         """Wait until a started run has ended; then write its end event to the journal and clean up.
 
-        The kernel gets the end event when the event is in the journal and the project store is free
-        for the next run, but at the latest `END_S` after the run's end. Then remove the payload and
-        end the fetchers that no kernel owns. For a detached run, also run the `notify` command.
+        The kernel gets the end event when the event is in the journal and the project store is
+        free. It gets the event at the latest `END_S` after the run's end. Then remove the payload
+        and end the fetchers that no kernel owns. For a detached run, also run the `notify` command.
 
         Args:
             until_end: Exit stack that releases the project store and closes the journal.
