@@ -63,9 +63,9 @@ def main(
         "system": platform.system(),
         "machine": platform.machine(),
         "glibc": glibc(),
-        "torch": version("torch"),
+        "torch": installed_version("torch"),
         "cuda": torch_cuda(),
-        "versions": {name: version(name) for name in packages if version(name)},
+        "versions": {name: installed_version(name) for name in packages if installed_version(name)},
         "ours": digest_of_ours(),
         "missing": [name for name in modules if not is_installed(name)],
         "cache": cache,
@@ -150,7 +150,7 @@ def _read(path: str) -> str:
         return ""
 
 
-def version(name: str) -> str:
+def installed_version(name: str) -> str:
     """Return the version of a distribution; "" if it is not installed."""
     try:
         return metadata.version(name) or ""

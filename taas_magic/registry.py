@@ -71,7 +71,7 @@ class RegisteredLoader:
         """The loader in the notebook; None if the loader no longer exists."""
         return self.held()
 
-    def packed(self) -> "PackedLoader":
+    def pack(self) -> "PackedLoader":
         """Pickle the parts of the loader that a run needs.
 
         Raises:
@@ -151,7 +151,7 @@ def register(
     is_named = name is not None
     for key in [key for key, entry in _registered.items() if is_named and entry.name == name]:
         del _registered[key]
-    held = _held(loader, is_named)
+    held = _reference(loader, is_named)
     _registered[id(loader)] = RegisteredLoader(name or "", held, seed, uneven, is_named, start)
     _name_by_variables()
     pickling.LOADER_REDUCERS[type(loader)] = reduce_loader
@@ -163,7 +163,7 @@ def _is_short(name: str) -> bool:
     return len(name.encode()) <= _NAME_BYTES
 
 
-def _held(loader: Any, is_named: bool) -> Callable[[], Any]:
+def _reference(loader: Any, is_named: bool) -> Callable[[], Any]:
     """Return a function that returns the loader, or None if the loader no longer exists.
 
     A loader without a name from the user is held by a weak reference, if its type allows one. A
@@ -230,11 +230,11 @@ def reduce_loader(loader: Any, used: dict[str, PackedLoader]) -> Any:
     from taas_magic.data.loader import make_remote_loader
 
     if entry.name not in used:
-        used[entry.name] = entry.packed()
+        used[entry.name] = entry.pack()
     return make_remote_loader, (used[entry.name].shape,)
 
 
-def serve(
+def write_files(
     loaders: Mapping[str, PackedLoader], run_dir: Path, plan: Plan, settings: DataConfig, tls: bool
 ) -> None:
     """Write the files that a run's ranks and fetchers need to run registered loaders.

@@ -381,16 +381,16 @@ class Client:
         self._order = opened.order if opened.streams is None else None
         return opened
 
-    def order(self) -> bytes:
-        """Return the encoded indices of all batches of the epoch, for `follow` on other ranks."""
+    def request_order(self) -> bytes:
+        """Return the encoded indices of the epoch's batches, for another rank's `use_order`."""
         request = LoaderRequest(RequestKind.ORDER, self._epoch, 0, b"all")
         return bytes(self._answer_to(request, ResponseKind.VALUE))
 
-    def follow(self, order: bytes) -> int:
+    def use_order(self, order: bytes) -> int:
         """Use another rank's order for this epoch; return the number of batches.
 
         Args:
-            order: Result of `order` in the other rank.
+            order: Result of `request_order` in the other rank.
         """
         self._indices, self._order = encode.from_bytes(order), None
         return len(self._indices)
@@ -401,7 +401,7 @@ class Client:
             self._send_later(self._loader_request(request))
         self._flush()
 
-    def reply(self, request: SlotRequest) -> SlotResponse:
+    def wait_for_response(self, request: SlotRequest) -> SlotResponse:
         """Return the response to a request; send the request now if `send_requests` did not.
 
         Raises:
@@ -414,7 +414,7 @@ class Client:
         """Request `dataset[index]` from a fetcher, and return the item."""
         return self._value(LoaderRequest(RequestKind.SAMPLE, 0, 0, encode.as_bytes(index)))
 
-    def state(self, slot: int) -> tuple[int, Any] | None:
+    def find_state(self, slot: int) -> tuple[int, Any] | None:
         """Return the latest saved state, at or before `slot`, of the dataset in the slot's stream.
 
         Each stream has its own copy of the dataset, of which a worker saves states.

@@ -21,7 +21,7 @@ from taas_magic.data import protocol
 from taas_magic.data.encode import SUM_MASK, checksum
 from taas_magic.data.memory import BorrowedSpans, ReceiveBlocks
 from taas_magic.data.protocol import FromServer, LoaderRequest, ProtocolState, Response, Role
-from taas_magic.data.service import machine, peer_uid
+from taas_magic.data.service import machine_id, peer_uid
 from taas_magic.errors import ProtocolError
 from taas_magic.leases import ALIVE_S
 from taas_magic.messages import Address
@@ -173,7 +173,7 @@ class FetcherLink:
             message, body = whole
             if isinstance(message, Response) and (shared := message.shared) is not None:
                 if shared.is_new:
-                    self.borrowed.add(shared.place.arena, self._inbox.descriptor())
+                    self.borrowed.add(shared.place.arena, self._inbox.pop_descriptor())
                 body = self.borrowed.map_span(shared.place, shared.size)
             if not self._unconfirmed_cancels:
                 yield message, body
@@ -183,7 +183,7 @@ class FetcherLink:
 
     def _connect(self, tls: ssl.SSLContext | None, connect_s: float) -> socket.socket:
         address = self.address
-        if address.unix and address.machine == machine():
+        if address.unix and address.machine == machine_id():
             return _connect_unix(address.unix, connect_s)
         sock = socket.create_connection((address.host, address.port), connect_s)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -280,7 +280,7 @@ class Inbox:
             _compare_checksum(message, checksum(body))
         return message, memoryview(bytearray(body)) if at % protocol.ALIGN else body
 
-    def descriptor(self) -> int:
+    def pop_descriptor(self) -> int:
         """Remove and return the oldest received file descriptor.
 
         Descriptors arrive in the order of their messages, so this one belongs to the current

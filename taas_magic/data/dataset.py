@@ -227,7 +227,7 @@ class BatchSource:
         """
         if self._order is not None:
             self._at = f"epoch {epoch}, its order"
-            order = self._run_user_code(self._enter, epoch)
+            order = self._run_user_code(self._start_epoch, epoch)
             return EpochDescription(order.batches, None, order.digest, generator=self._generator)
         counter = ""
         if keeps_dataset(self.loader) and not hasattr(self.loader.dataset, "set_epoch"):
@@ -263,11 +263,11 @@ class BatchSource:
 
     def indices(self, epoch: int, slot: int) -> Any:
         """Return the indices of a batch of a map-style loader."""
-        return self._enter(epoch).indices[slot]
+        return self._start_epoch(epoch).indices[slot]
 
     def all_indices(self, epoch: int) -> Any:
         """Return the indices of all batches of a map-style loader whose sampler has a length."""
-        return self._enter(epoch).indices
+        return self._start_epoch(epoch).indices
 
     def prepare(self, epoch: int, slot: int, indices: Any = None) -> Any:
         """Return the batch of a slot.
@@ -281,7 +281,7 @@ class BatchSource:
         """
         self._at = f"epoch {epoch}, batch {slot}"
         if self.streams is not None:
-            return self._run_user_code(self._next_of, epoch, slot)
+            return self._run_user_code(self._batch_of_stream, epoch, slot)
         return self._run_user_code(self._fetch, epoch, slot, indices)
 
     def sample(self, index: Any) -> Any:
@@ -294,7 +294,7 @@ class BatchSource:
         dataset: Any = self.loader.dataset
         return self._run_user_code(dataset.__getitem__, index)
 
-    def state(self, epoch: int, slot: int) -> tuple[int, Any] | None:
+    def find_state(self, epoch: int, slot: int) -> tuple[int, Any] | None:
         """Return the latest saved state, at or before `slot`, of the dataset in the slot's stream.
 
         Returns:
@@ -321,7 +321,7 @@ class BatchSource:
         for key in [key for key in self._snapshots if key[0] < epoch]:
             del self._snapshots[key]
 
-    def _enter(self, epoch: int) -> EpochOrder:
+    def _start_epoch(self, epoch: int) -> EpochOrder:
         """Return an epoch's order; call the dataset's `set_epoch` if the epoch has changed."""
         if self._order is None:
             raise TypeError(f'loader "{self._name}" is iterable-style: its batches have no indices')
@@ -361,7 +361,7 @@ class BatchSource:
         Raises:
             NoBatch: The slot is after the end of the epoch.
         """
-        order = self._enter(epoch)
+        order = self._start_epoch(epoch)
         if indices is None:
             try:
                 indices = order.indices[slot]
@@ -387,7 +387,7 @@ class BatchSource:
             self._at += f", index {index}"
             raise
 
-    def _next_of(self, epoch: int, slot: int) -> Any:
+    def _batch_of_stream(self, epoch: int, slot: int) -> Any:
         """Return a batch of an iterable-style loader.
 
         If the stream's cursor is before the batch, read and discard the batches in between, and

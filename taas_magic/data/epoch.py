@@ -122,7 +122,7 @@ class Step(NamedTuple):
     after: EpochPosition
 
 
-def _sampled(source: Iterator[Step], counts: RankCounts) -> Iterator[Step]:
+def _with_sampled_times(source: Iterator[Step], counts: RankCounts) -> Iterator[Step]:
     """Yield from `source`; add the wall and CPU time of every 16th step to `counts`.
 
     The first step is not measured, because its time includes the start of the fetchers.
@@ -189,7 +189,7 @@ class EpochIterator(Iterator[Any]):
         self._began = self._began or self._waits_since
         try:
             if self._steps is None:
-                self._steps = _sampled(self._begin(), self._loader.counts)
+                self._steps = _with_sampled_times(self._begin(), self._loader.counts)
             step = next(self._steps)
         except BaseException:
             self._stop_waiting()
@@ -300,12 +300,12 @@ class EpochIterator(Iterator[Any]):
         first, _, whose = agreement.store_first(key, order + b" of " + who).partition(b" of ")
         if whose == who and opened.batches is not None:
             old = f"{loader.name}/{self.epoch - _KEPT_ORDERS}/indices"
-            agreement.publish(f"{loader.name}/{self.epoch}/indices", client.order(), old)
+            agreement.publish(f"{loader.name}/{self.epoch}/indices", client.request_order(), old)
         if first == order:
             return opened
         if opened.batches is None:
             raise RunLost(_OTHER_ORDER_HERE.format(loader.name, self.epoch))
-        batches = client.follow(agreement.read(f"{loader.name}/{self.epoch}/indices"))
+        batches = client.use_order(agreement.read(f"{loader.name}/{self.epoch}/indices"))
         return structs.replace(opened, batches=batches, order=int(first))
 
     def _compare(self, slot: int, order: int) -> None:
@@ -440,7 +440,7 @@ class EpochRequests:
             if not self._unlearnt:
                 self._request_ahead(step)
             request = self._unlearnt.popleft()
-            learnt = self._client.reply(request)
+            learnt = self._client.wait_for_response(request)
             self._schedule.record_units(request.slot, learnt.units)
             if learnt.order:
                 self._compare(request.slot, learnt.order)
@@ -448,7 +448,9 @@ class EpochRequests:
                 self._kept[request.slot] = learnt
         if isinstance(slot, NoSlot):
             return None
-        received = self._kept.pop(slot, None) or self._client.reply(SlotRequest(slot, True))
+        received = self._kept.pop(slot, None) or self._client.wait_for_response(
+            SlotRequest(slot, True)
+        )
         if received.units == VOID:
             raise ProtocolError(f"the fetchers announced batch {slot}, but do not have it")
         if self._learns_late:

@@ -24,7 +24,7 @@ from taas_magic.data.client import Client, Route
 from taas_magic.data.epoch import EpochIterator
 from taas_magic.data.order import load_with_dataset
 from taas_magic.data.server import RankServers
-from taas_magic.data.service import BatchLedger, Directory, machine
+from taas_magic.data.service import BatchLedger, Directory, machine_id
 from taas_magic.data.sharding import EpochPosition, FetcherPart, Uneven, first_slots_to_keep
 from taas_magic.data.sharding import steps as steps_of
 from taas_magic.data.worker import ServedLoader
@@ -393,7 +393,7 @@ class RemoteLoader(DataLoader[Any]):
         with closing(self.client()) as client:
             streams = client.open(epoch).streams or 1
             slots = {slot % streams: slot for slot in range(place.slot, place.slot + streams)}
-            found = {stream: client.state(slot) for stream, slot in slots.items()}
+            found = {stream: client.find_state(slot) for stream, slot in slots.items()}
         return {**position, "streams": {key: value for key, value in found.items() if value}}
 
     def send_states(self, client: Client, streams: int) -> None:
@@ -406,7 +406,7 @@ class RemoteLoader(DataLoader[Any]):
         for stream, (item, state) in states.items():
             client.restore(item * streams + stream, state)
 
-    def original(self) -> Any:
+    def load_original(self) -> Any:
         """Return this rank's own copy of the dataset; the first call unpickles the loader."""
         if self._original is None:
             self._original = pickle.loads(self.feed.payload(self.name))
@@ -462,7 +462,7 @@ class RemoteLoader(DataLoader[Any]):
         # End the server with this loader: the next cell of a session may have another version.
         self._end_server = weakref.finalize(self, life.close)
         self._end_server.atexit = False
-        address = Address(0, "", 0, unix, machine())
+        address = Address(0, "", 0, unix, machine_id())
         found = LoaderAddresses(fetchers=1, workers=count, addresses={0: address})
         return Route(name, lambda loader: found, feed.key, lease=feed.lease)
 
@@ -644,7 +644,7 @@ class RemoteDataset(Dataset[Any]):
                 return loader.set_epoch
             if name in loader.shape.attributes:
                 return loader.shape.attributes[name]
-            dataset = loader.original()
+            dataset = loader.load_original()
         value = getattr(dataset, name)
         if name == "set_epoch":
             return loader.set_epoch

@@ -382,7 +382,7 @@ class PrefetchBuffer:
             self._remove(request)
         return prepared
 
-    def count(self, who: Hashable, request: LoaderRequest) -> int | None:
+    def find_units(self, who: Hashable, request: LoaderRequest) -> int | None:
         """Return the units of a batch, for a rank that needs only the units.
 
         Returns:
@@ -403,7 +403,7 @@ class PrefetchBuffer:
             return self._counts.get(request)
         return entry.prepared.reply.units
 
-    def order(self, request: LoaderRequest) -> int:
+    def find_order(self, request: LoaderRequest) -> int:
         """Return a batch's hash (`Response.order`); 0 if the batch is not in the buffer."""
         entry = self._entries.get(request)
         return 0 if entry is None or entry.prepared is None else entry.prepared.reply.order
@@ -794,7 +794,7 @@ class Scheduler:
         A stopped parent process cannot restart a worker that ends. After the kill, the fetcher
         fails with an error, and the ranks use other fetchers.
         """
-        self._stopped.end([self._parent.pid])
+        self._stopped.kill_stopped([self._parent.pid])
 
     def close(self) -> None:
         """End all workers and their parent process."""
@@ -968,12 +968,12 @@ class Scheduler:
                 if self._tries[request] >= _TRIES:
                     if request.kind is RequestKind.OPEN:
                         self._record_kind()
-                    self._put(request, _given_up(request, how_ended))
+                    self._put(request, _lost_response(request, how_ended))
                     continue
             self.buffer.requeue(request)
 
 
-def _given_up(request: LoaderRequest, how_ended: str) -> PreparedResponse:
+def _lost_response(request: LoaderRequest, how_ended: str) -> PreparedResponse:
     """Return the LOST response to a request whose worker has ended in each of `_TRIES` tries."""
     text = (
         f"batch {request.slot} of epoch {request.epoch}: in each of {_TRIES} attempts, the worker "

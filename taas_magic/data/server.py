@@ -365,7 +365,7 @@ class Server:
         self._looked = 0.0
         arenas = itertools.count(1)
         self._loaders = {
-            one.name: Scheduler(one, self._selector, arenas, self._has_answer, self._notes.append)
+            one.name: Scheduler(one, self._selector, arenas, self._mark_ready, self._notes.append)
             for one in loaders
         }
         self._tls = tls.server() if tls is not None else None
@@ -411,7 +411,7 @@ class Server:
                 if mask & selectors.EVENT_READ:
                     self._close_on_error(key.data, self._receive_messages)
                 if mask & selectors.EVENT_WRITE:
-                    self._close_on_error(key.data, self._pump)
+                    self._close_on_error(key.data, self._send_ready_responses)
             else:
                 key.data()
         # Sending batches frees memory for workers, and new replies of workers make batches
@@ -423,7 +423,7 @@ class Server:
                 break
             dirty, self._dirty = list(self._dirty), {}
             for connection in dirty:
-                self._close_on_error(connection, self._pump)
+                self._close_on_error(connection, self._send_ready_responses)
         now = time.monotonic()
         if now - self._looked > ALIVE_S / 4:
             self._looked = now
@@ -440,7 +440,7 @@ class Server:
             listener.close()
         self._selector.close()
 
-    def _has_answer(self, connection: Hashable) -> None:
+    def _mark_ready(self, connection: Hashable) -> None:
         """Mark a connection for sending, because a response that it waits for is ready."""
         assert isinstance(connection, RankConnection)
         self._dirty[connection] = None
@@ -635,7 +635,7 @@ class Server:
         self._is_full = True
         return why
 
-    def _pump(self, connection: RankConnection) -> None:
+    def _send_ready_responses(self, connection: RankConnection) -> None:
         """Send the responses that are ready, until the socket would block.
 
         If the socket would block, the event loop calls this method again when the socket can send.
@@ -646,7 +646,7 @@ class Server:
             return
         while True:
             while connection.pending and connection.out_bytes < _OUT_BYTES:
-                if not self._gather(connection):
+                if not self._queue_next_response(connection):
                     break
             connection.queue_alike()
             if not connection.out:
@@ -673,7 +673,7 @@ class Server:
             events = selectors.EVENT_READ | (selectors.EVENT_WRITE if waits else 0)
             self._selector.modify(connection.socket, events, connection)
 
-    def _gather(self, connection: RankConnection) -> bool:
+    def _queue_next_response(self, connection: RankConnection) -> bool:
         """Queue the response to the oldest pending request; return False if there is none yet.
 
         If the rank needs only the batch's units, queue a message with the units. A batch counts as
@@ -683,11 +683,11 @@ class Server:
         loader = connection.loader
         assert loader is not None
         if only_count:
-            units = loader.buffer.count(connection, request)
+            units = loader.buffer.find_units(connection, request)
             if units is None:
                 return False
             kind = ResponseKind.VOID if units == VOID else ResponseKind.PEEKED
-            order = loader.buffer.order(request)
+            order = loader.buffer.find_order(request)
             connection.queue_message(Response(kind, request.epoch, request.slot, units, order))
         else:
             prepared = loader.buffer.pop_ready(connection, request)

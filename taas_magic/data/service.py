@@ -169,7 +169,7 @@ function again whenever a fetcher does not respond.
 """
 
 
-def machine() -> str:
+def machine_id() -> str:
     """Return an identifier of this host and network namespace.
 
     Two processes with the same identifier can share memory and connect by abstract Unix sockets.

@@ -393,7 +393,7 @@ class Worker:
         elif detail:
             source.restore(epoch, slot, encode.from_bytes(detail))
         else:
-            value = source.state(epoch, slot)
+            value = source.find_state(epoch, slot)
         return ResponseKind.VALUE, encode.raw(encode.as_bytes(value)), 1, order
 
 
@@ -421,7 +421,7 @@ class StoppedChildWatchdog:
         self.ended: set[int] = set()
         self._since: dict[int, float] = {}
 
-    def end(self, children: Iterable[int]) -> None:
+    def kill_stopped(self, children: Iterable[int]) -> None:
         """Kill the children that have been suspended by SIGSTOP for `STOPPED_S`.
 
         Call this method about once a second; it measures how long each child has been stopped.
@@ -487,7 +487,7 @@ def parent_main(served: ServedLoader, control: socket.socket, servers: socket.so
                         number, process.pid, process.exitcode, was_stopped
                     )
                     control.send(_encode(ended))
-            stopped.end(process.pid for process in processes.values())
+            stopped.kill_stopped(process.pid for process in processes.values())
     except (BrokenPipeError, ConnectionResetError):
         return  # the server has ended
     finally:

@@ -617,8 +617,8 @@ def receipt_lines(receipt: Receipt | None) -> list[Fact]:
     for name, sizes in _group_by_cube(receipt.written).items():
         many = f"{len(sizes):,} files, " if len(sizes) > 1 else ""
         written.append(f"{name} ({many}{size_text(sum(sizes))})")
-    kept = _kept(receipt.kept_out)
-    lost = _kept({path: receipt.kept_out[path] for path in sorted(receipt.missing)})
+    kept = _kept_out_texts(receipt.kept_out)
+    lost = _kept_out_texts({path: receipt.kept_out[path] for path in sorted(receipt.missing)})
     named = [
         ("rank 0 wrote", written if written or not kept else ["nothing"]),
         ("not saved (only rank 0 writes)", [item for item in kept if item not in lost]),
@@ -654,7 +654,7 @@ def _group_by_cube(files: Mapping[str, T]) -> dict[str, list[T]]:
     return found
 
 
-def _kept(files: Mapping[str, Sequence[int]]) -> list[str]:
+def _kept_out_texts(files: Mapping[str, Sequence[int]]) -> list[str]:
     """Return text for each file that was kept out of the store, with the ranks that wrote it.
 
     Files of one data cube share one text.

@@ -308,13 +308,13 @@ class LogText:
         self._taken_bytes = 0
         self.rest: LogSummary | None = None
 
-    def lines(self, event: Lines, now: float) -> None:
+    def add_lines(self, event: Lines, now: float) -> None:
         """Add the lines that a rank printed."""
         if self._plan.shows_lines(event.rank):
             self._host_of[event.rank] = event.host
             self._add(self._merger.push(event.rank, event.lines, now))
 
-    def dropped(self, event: LinesDropped) -> None:
+    def add_dropped(self, event: LinesDropped) -> None:
         """Count the lines that a rank's host did not send, for the next note on dropped lines.
 
         Beyond the cell's limit, add their number to the summary. Ignore ranks whose lines are not

@@ -339,10 +339,10 @@ class View:
         plan = self._state.plan
         match event:
             case Lines():
-                self._log.lines(event, now)
+                self._log.add_lines(event, now)
                 return
             case LinesDropped():
-                self._log.dropped(event)
+                self._log.add_dropped(event)
                 return
             case Restart():
                 because = f" after {headline(event.failure)}" if event.failure else ""

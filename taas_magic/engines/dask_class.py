@@ -154,7 +154,7 @@ class DaskClassEngine(Engine):
                 text = str(error)  # dask-jobqueue's message quotes what the command wrote
                 gist = text.partition("stderr:\n")[2].strip() or text
                 raise PoolError(f"{self.pool.engine} could not start a host: {gist}") from error
-            self._vehicles.note(cluster.workers.items())
+            self._vehicles.record_jobs(cluster.workers.items())
             return lines
 
     def is_starting(self) -> bool:
@@ -479,7 +479,7 @@ class Vehicles:
         self._looked = float("-inf")
         self._lines: list[str] = []
 
-    def note(self, workers: Iterable[tuple[object, Any]]) -> None:
+    def record_jobs(self, workers: Iterable[tuple[object, Any]]) -> None:
         """Record the id of the batch job behind each of a cluster's workers.
 
         Args:

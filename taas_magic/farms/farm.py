@@ -170,14 +170,16 @@ class Job(JobState):
              False if the job had already ended.
         """
         had_ended = self.done()
-        self.end(JobFailed(f"job {self.name} was cancelled", name=self.name, etype=CANCELLED))
+        self.set_outcome(
+            JobFailed(f"job {self.name} was cancelled", name=self.name, etype=CANCELLED)
+        )
         if (future := self._farm._forget(self.name)) is not None:
             future.cancel()
         return not had_ended
 
-    def end(self, error: BaseException | None, result: Any = None) -> None:
+    def set_outcome(self, error: BaseException | None, result: Any = None) -> None:
         """Set the outcome of the job, unless the job already has one. Then refresh the table."""
-        super().end(error, result)
+        super().set_outcome(error, result)
         self._farm.state.changes += 1
 
 
@@ -474,7 +476,7 @@ class Farm:
         """Accept no more jobs, and end all unfinished jobs with an error that says `why`."""
         self._why_over = why
         for job in self._unfinished():
-            job.end(PoolError(f"job {job.name} of {self.name}: {why}"))
+            job.set_outcome(PoolError(f"job {job.name} of {self.name}: {why}"))
             self._forget(job.name)
 
     def _end_jobs(self) -> None:
@@ -519,7 +521,7 @@ class Farm:
 
         with contextlib.suppress(FutureCancelledError, OSError):
             if (error := future.exception()) is not None:
-                job.end(self._make_exception(job, error))
+                job.set_outcome(self._make_exception(job, error))
         if not job.done():
             self._handle_lost_process()
 
@@ -542,9 +544,9 @@ class Farm:
             views = [memoryview(bytearray(part)) for part in buffers]
             result = pickling.loads(data, views, namespace=self._shell.user_ns)
         except BaseException as error:  # the user's `__setstate__` may raise anything
-            job.end(error)
+            job.set_outcome(error)
             return
-        job.end(None, result)
+        job.set_outcome(None, result)
         self._solved.put(job)
 
     def _call_listeners(self) -> None:

@@ -149,7 +149,7 @@ def main() -> int:
     folder = Path(tempfile.mkdtemp(prefix="node-", dir=process_state.folder))
     try:
         use_temporary_folder(str(folder))
-        forkserver.begin([])
+        forkserver.start_forkserver([])
         asyncio.run(_run_worker(process_state, folder, starting))
     finally:
         shutil.rmtree(folder, ignore_errors=True)
@@ -389,7 +389,7 @@ class Slot:
             connection.wait([process.sentinel], _END_S)
         _kill_session(process.pid)
         self._output.close()
-        forkserver.forget(process)
+        forkserver.close_process(process)
         shutil.rmtree(self._scratch, ignore_errors=True)
 
     def _replace_process(self) -> None:
@@ -403,7 +403,7 @@ class Slot:
         self._control, theirs = connection.Pipe()
         self._output, written = get_context("forkserver").Pipe(duplex=False)
         try:
-            process = forkserver.start(
+            process = forkserver.start_process(
                 "taas_magic.farms.job.job_main", process_state, theirs, written
             )
         except PoolError:

@@ -57,7 +57,7 @@ class JobState:
             self.ended = "done" if error is None else "cancelled" if is_cancelled else "failed"
         return self.ended or "running"
 
-    def end(self, error: BaseException | None, result: Any = None) -> None:
+    def set_outcome(self, error: BaseException | None, result: Any = None) -> None:
         """Set the outcome of the job, unless it already has one."""
         self.ended = self.ended or ""
         with suppress(InvalidStateError):

@@ -123,7 +123,7 @@ def run_programs(settings: FederationSettings, server_app: Any, client_app: Any)
                 tcp_store.set(_ENDED, "")
         host.start_supernode(_wait_for_key(tcp_store, _SUPERLINK))
         while not tcp_store.check([_ENDED]):
-            host.check()
+            host.check_running()
             time.sleep(LOOK_S)
     return None
 
@@ -300,7 +300,7 @@ class _HostPrograms:
         """
         while not self._is_over.wait(LOOK_S):
             try:
-                self.check()
+                self.check_running()
             except RuntimeError as error:
                 self._failed = error
                 self._is_over.set()
@@ -324,7 +324,7 @@ class _HostPrograms:
             raise RuntimeError(f"the ServerApp {run.status.sub_status}: {run.status.details}")
         return cloudpickle.loads(self._result.read_bytes()) if self._result.exists() else None
 
-    def check(self) -> None:
+    def check_running(self) -> None:
         """Raise RuntimeError if a program has ended."""
         for name, program in self._programs.items():
             if (code := program.poll()) is not None:

@@ -42,7 +42,7 @@ def main() -> int:
     die_with_parent(int(supervisor))
     _change_to_root_folder()
     use_temporary_folder(folder)
-    forkserver.begin([name for name in preload.split(",") if name])
+    forkserver.start_forkserver([name for name in preload.split(",") if name])
     gc.disable()  # imported objects stay alive, and collections take a tenth of the import time
     import asyncio
 

@@ -88,19 +88,19 @@ _LOOK_S = 0.5
 _started = time.time() - time.monotonic()
 
 
-def steady() -> float:
+def steady_time() -> float:
     """Return the seconds since 1970. Later changes of the system clock have no effect."""
     return _started + time.monotonic()
 
 
 def use_steady_clock() -> None:
-    """Make Dask's streams in this process, and the current event loop's timers, use `steady`.
+    """Make Dask's streams in this process, and the current event loop's timers, use `steady_time`.
 
     By default, streams and timers use the system clock. If the system clock were set back by an
     hour, a stream would send its next messages an hour later, and the lease would end the host.
     """
-    distributed.batched.time = steady
-    IOLoop.current().time = steady  # type: ignore[method-assign]
+    distributed.batched.time = steady_time
+    IOLoop.current().time = steady_time  # type: ignore[method-assign]
 
 
 EXPIRED = 75

@@ -53,7 +53,7 @@ class Fetcher:
     def entry(self) -> AddressesByLoader:
         """Return the addresses at which this fetcher serves its loaders, by the loader's name."""
         plan, fetchers = self._spec.plan, self._spec.service.fetchers
-        address = Address(plan.number, *self.server.addresses, service.machine())
+        address = Address(plan.number, *self.server.addresses, service.machine_id())
         return {
             name: LoaderAddresses(
                 fetchers=fetchers, workers=fetchers * count, addresses={plan.index: address}

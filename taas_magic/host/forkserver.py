@@ -59,7 +59,7 @@ While the forkserver imports a module, this file contains the module's name.
 """
 
 _FORGET_S = 1.0
-"""Maximum seconds that `forget` waits until the forkserver reports the end of a process."""
+"""Maximum seconds that `close_process` waits until the forkserver reports the end of a process."""
 
 _LOST = 255
 """Exit code that multiprocessing assigns to a process if the forkserver has ended first."""
@@ -101,7 +101,7 @@ _problems: list[str] = []
 imported."""
 
 
-def begin(modules: Sequence[str]) -> None:
+def start_forkserver(modules: Sequence[str]) -> None:
     """Start the forkserver, without waiting for its imports.
 
     Sets environment variables that tell the forkserver what to import, and keeps its process for
@@ -222,7 +222,7 @@ def warm_up(start_timeout_s: float = START_TIMEOUT_S) -> list[str]:
     try:
         ours, theirs = multiprocessing.Pipe()
         with ours:
-            process = start(f"{__name__}.report", theirs)
+            process = start_process(f"{__name__}.report", theirs)
             theirs.close()
             reported: tuple[str, list[str]] = ours.recv()
         process.join()
@@ -256,7 +256,7 @@ class _StandIn:
             # the stand-in holds a write end.
             read_end, self._write_end = multiprocessing.Pipe(duplex=False)
             with read_end:
-                started = start(f"{__name__}.stand_in", listener, read_end)
+                started = start_process(f"{__name__}.stand_in", listener, read_end)
         self.process = psutil.Process(started.pid)
         self._started = started
 
@@ -405,7 +405,7 @@ def caused_ends(codes: Collection[int | None]) -> bool:
     return True
 
 
-def start(function: str, *arguments: Any) -> Any:
+def start_process(function: str, *arguments: Any) -> Any:
     """Make the forkserver, or the stand-in if one is in use, fork a process that calls `function`.
 
     Args:
@@ -442,7 +442,7 @@ def start(function: str, *arguments: Any) -> Any:
 def _start_timer() -> IdleTimer | None:
     """Return an idle timer for the stand-in if one is in use, else for the forkserver.
 
-    Return None before `begin`.
+    Return None before `start_forkserver`.
     """
     if _stand_in is not None:
         return IdleTimer(_stand_in.process.pid, with_children=False)
@@ -486,10 +486,10 @@ def _disconnect_resource_tracker() -> None:
 
 
 def _may_run(process: Any) -> bool:
-    """Return whether the exit code of a process is still unknown. Return False after `forget`."""
+    """Return whether a process's exit code is unknown. Return False after `close_process`."""
     try:
         return _known_exitcode(process) is None
-    except ValueError:  # `forget` has closed the process
+    except ValueError:  # `close_process` has closed the process
         return False
 
 
@@ -516,7 +516,7 @@ def exitcode(process: Any) -> int | None:
     return code
 
 
-def forget(process: Any) -> None:
+def close_process(process: Any) -> None:
     """Wait up to `_FORGET_S` for the end of a process; then close the descriptors for the process.
 
     If the process has not ended in time, the descriptors stay open. Do not use `process`

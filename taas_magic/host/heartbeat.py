@@ -81,7 +81,7 @@ def send_heartbeats(
                 cut_connections(int(asked.rpartition(CUT_CONNECTIONS)[2].split()[0]))
                 continue
             if asked:
-                link.send(RankStackSample(tracebacks.threads(main), _pending_collectives()))
+                link.send(RankStackSample(tracebacks.sample_threads(main), _pending_collectives()))
                 if why := _why_ranks_wait(run_address):
                     link.send(Note(text=why))
             else:

@@ -45,7 +45,7 @@ from taas_magic.host.spec import (
     torchrun_variables,
 )
 from taas_magic.host.stacks import StackMonitor
-from taas_magic.host.supervisor import run_folder
+from taas_magic.host.supervisor import create_run_folder
 from taas_magic.host.system import (
     RUN_TOKEN,
     end_all,
@@ -141,7 +141,7 @@ class HostShare(ABC):
     ) -> None:
         self.spec, self.host_address, self.host = spec, host_address, host_address.host
         self.emit, self._alone = emit, alone
-        self.folder = run_folder()
+        self.folder = create_run_folder()
         self._files = HostFiles(spec, host_address, send_request, emit)
         self._local: LocalShare | None = None
         self.wakeup = Wakeup()
@@ -309,7 +309,7 @@ class Attempt:
         for local_rank, rank in enumerate(spec.ranks):
             error_file = link.rank_file(self.folder, rank, "error.json")
             variables = torchrun_variables(spec, local_rank, port, error_file)
-            self.processes[rank] = forkserver.start(RANK, about, variables)
+            self.processes[rank] = forkserver.start_process(RANK, about, variables)
         self._report_started()
 
     def _report_started(self) -> None:
@@ -359,7 +359,7 @@ class Attempt:
         """End the remaining ranks, and release all processes."""
         self._end_ranks(0.0)
         while self.processes:
-            forkserver.forget(self.processes.popitem()[1])
+            forkserver.close_process(self.processes.popitem()[1])
 
     def _interrupt(self, since: float) -> None:
         """Send SIGINT, once, to each rank that has reported that it accepts SIGINT.
@@ -730,11 +730,11 @@ class HostFetchers(HostShare):
         If the share must end, request their end, and wait at most `_END_S` seconds.
 
         Meanwhile, kills fetchers that SIGSTOP has suspended for too long, and sends a note if a
-        fetcher's writes are dropped. The end of each fetcher goes to `_end`.
+        fetcher's writes are dropped. The end of each fetcher goes to `_end_fetcher`.
         """
         for spec in self._specs():
             control, theirs = connection.Pipe()
-            process = forkserver.start(FETCHER, spec, theirs)
+            process = forkserver.start_process(FETCHER, spec, theirs)
             theirs.close()
             self._running[control] = _RunningFetcher(spec, process)
         until: float | None = None
@@ -745,7 +745,7 @@ class HostFetchers(HostShare):
                     with contextlib.suppress(OSError):  # the fetcher has ended
                         control.send("end")
             for control in self._forward_messages():
-                self._end(control)
+                self._end_fetcher(control)
             for one in self._running.values():
                 self._check_for_writes(one)
                 self._kill_if_stopped(one)
@@ -794,7 +794,7 @@ class HostFetchers(HostShare):
         )
 
     def _end_steps(self) -> tuple[Callable[[], None], ...]:
-        return tuple(partial(self._end, control) for control in self._running)
+        return tuple(partial(self._end_fetcher, control) for control in self._running)
 
     def _forward_messages(self) -> list[connection.Connection]:
         """Forward messages of fetchers to the pool. Wait up to `POLL_S` for messages.
@@ -839,7 +839,7 @@ class HostFetchers(HostShare):
             one.why = f"it was stopped (SIGSTOP) for {STOPPED_S:.0f} s and killed"
             one.process.kill()
 
-    def _end(self, control: connection.Connection) -> None:
+    def _end_fetcher(self, control: connection.Connection) -> None:
         """Wait up to `_EXIT_S` for the exit of a fetcher, and kill the fetcher if it still runs.
 
         Then send `FetcherEnded` to the pool. Unless the share is being stopped, this event
@@ -855,7 +855,7 @@ class HostFetchers(HostShare):
             text = self._how_one_ended(one)
             self.note(text)
             ended = fetcher_failed(self.spec.plan, one.spec.plan, text)
-        forkserver.forget(one.process)
+        forkserver.close_process(one.process)
         self.emit(ended)
 
     def _how_one_ended(self, one: _RunningFetcher) -> str:

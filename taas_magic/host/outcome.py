@@ -13,7 +13,7 @@ from taas_magic.host.results import ResultWriter
 from taas_magic.host.shell import RankShell
 from taas_magic.host.spec import ProcessSpec
 from taas_magic.journal.folder import RunFolder
-from taas_magic.messages import Note, RankErrorSent, RankExited, RankRaised
+from taas_magic.messages import Note, RankCalledExit, RankErrorSent, RankRaised
 
 
 def result_writer(
@@ -47,8 +47,8 @@ def send_outcome(
 
     A failure is sent first, then notes about changes (only after success), then the results.
     Results are sent after a failure, too, unless the cell could not be compiled. After a failure,
-    `RankErrorSent` comes last. After `sys.exit(0)` outside a session, `RankExited` comes before the
-    results.
+    `RankErrorSent` comes last. After `sys.exit(0)` outside a session, `RankCalledExit` comes before
+    the results.
 
     A child that the cell forked sends nothing, but prints its failure. If an interrupt stops the
     results, returns False.
@@ -69,7 +69,7 @@ def send_outcome(
         tracebacks.send_failure(link, failure)
     elif link.is_own and result.error_in_exec is not None and not is_session:  # sys.exit(0)
         # If all ranks leave by sys.exit(0), the run succeeds; otherwise it fails.
-        link.send(RankExited(tracebacks.frames(result.error_in_exec)))
+        link.send(RankCalledExit(tracebacks.format_frames(result.error_in_exec)))
     for text in changes.notes(shell.user_ns) if changes and link.is_own and failure is None else ():
         link.send(Note(text=text))
     if link.is_own and result.error_before_exec is None:

@@ -59,7 +59,7 @@ class Rendezvous:
 
     def start(self) -> None:
         """Start the process that serves the store. Ranks that are already connected wait for it."""
-        self._server = forkserver.start(f"{__name__}.serve", self._listener, self._address)
+        self._server = forkserver.start_process(f"{__name__}.serve", self._listener, self._address)
         self._listener.close()
 
     def why_ended(self) -> str:
@@ -75,7 +75,7 @@ class Rendezvous:
         self._listener.close()
         if self._server is not None:
             self._server.kill()
-            forkserver.forget(self._server)
+            forkserver.close_process(self._server)
             self._server = None
 
 

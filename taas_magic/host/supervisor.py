@@ -227,7 +227,7 @@ def report_joined() -> None:
     Path(tempfile.gettempdir(), _JOINED).touch()
 
 
-def run_folder() -> Path:
+def create_run_folder() -> Path:
     """Create a folder for a share's pipes and scratch folders on this host. Runs in the agent.
 
     Raises:

@@ -143,7 +143,7 @@ def _without_ours(one: TracebackType | None) -> TracebackType | None:
     return made
 
 
-def frames(error: BaseException) -> list[str]:
+def format_frames(error: BaseException) -> list[str]:
     """Return the frames of an exception's traceback as text, from the user's first frame on."""
     described = traceback.TracebackException.from_exception(error)
     _tidy(described)
@@ -166,7 +166,7 @@ def innermost_frames(thread: int) -> list[StackFrame]:
     return shown
 
 
-def threads(main: int) -> dict[str, list[StackFrame]]:
+def sample_threads(main: int) -> dict[str, list[StackFrame]]:
     """Return the stacks of this process's threads by the thread's name, outermost frame first.
 
     The main thread comes first. Threads of this package are left out.

@@ -26,8 +26,8 @@ from taas_magic.messages import (
     Failure,
     Note,
     RankBeat,
+    RankCalledExit,
     RankErrorSent,
-    RankExited,
     RankFinished,
     RankIdle,
     RankMessage,
@@ -571,7 +571,7 @@ class Ranks:
                     state.traceback = message.traceback
                 case RankShowedError():
                     state.showed_at = state.showed_at or now
-                case RankExited():
+                case RankCalledExit():
                     state.left_at, state.stack = now, message.stack
                 case RankErrorSent():
                     state.is_reporting = False

@@ -153,7 +153,7 @@ class Address(NamedTuple):
         port: TCP port; 0 if the server listens on a Unix socket only.
         unix: Name of the server's Unix socket in the abstract namespace. The handshake needs this
             name even over TCP.
-        machine: `service.machine()` of the fetcher's host. A client on the same machine uses the
+        machine: `service.machine_id()` of the fetcher's host. A client on the same machine uses the
             Unix socket.
     """
 

@@ -90,7 +90,7 @@ class RankErrorSent(RankMessage, tag="reported"):
     """The rank reports that it will send no further message about its cell's exception."""
 
 
-class RankExited(RankMessage, tag="left"):
+class RankCalledExit(RankMessage, tag="left"):
     """The rank reports that it ends by `sys.exit(0)`; `stack` shows the place of the call."""
 
     stack: list[str]

@@ -246,7 +246,7 @@ def _written(plan: Plan, captured: Payload, config: Config) -> RunFolder:
         needs_tls = any(pool.network != "private" for pool in used)
     with folder.discard_on_error():
         payload.write(captured, folder.payload)
-        registry.serve(captured.loaders, folder.path, plan, config.data, needs_tls)
+        registry.write_files(captured.loaders, folder.path, plan, config.data, needs_tls)
         if plan.data is not None:
             payload.write_settings(captured, service.settings_file(folder.path))
     return folder

@@ -65,7 +65,7 @@ def _system() -> Iterator[str]:
     yield f"Python {platform.python_version()} ({sys.executable})"
     yield f"{platform.platform()}, {probe.cores()} cores, {probe.count_gpus()} GPUs"
     for name in PACKAGES:
-        if found := probe.version(name):
+        if found := probe.installed_version(name):
             yield f"{name} {found}"
     # List the names only, because the values may be secrets.
     yield "TAAS_ variables: " + (

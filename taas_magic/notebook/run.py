@@ -292,12 +292,12 @@ class RunFetchers:
         """Connection to the process of the fetchers' pool; None before it is open."""
         return self._connection
 
-    def leave(self) -> None:
+    def detach(self) -> None:
         """Leave the fetchers running, because another kernel has taken their session over."""
         self._closing = True
         self._close(is_detached=True)
 
-    def release(self) -> list[Event]:
+    def end(self) -> list[Event]:
         """End the fetchers. Call when no rank of their session needs them any more.
 
         Returns:

@@ -390,9 +390,9 @@ class Session:
     def _release(self, fetchers: list[RunFetchers]) -> None:
         if self._is_taken:  # the other kernel's cells use these fetchers
             for each in fetchers:
-                each.leave()
+                each.detach()
             return
-        events = [event for each in fetchers for event in each.release()]
+        events = [event for each in fetchers for event in each.end()]
         if not self.has_ended:
             _call_if_alive(self.connection, ForwardEvents(self.run_id, events))
 

@@ -196,7 +196,7 @@ def connect(
         client, known = SSHClient(), KnownHosts(target)
         client.set_missing_host_key_policy(known)
         undo.callback(_close, client)
-        with _handshake(sock, deadline):
+        with _guard_handshake(sock, deadline):
             client.connect(
                 target.hostname,
                 target.port,
@@ -265,7 +265,7 @@ def _handshake_slot(deadline: _Deadline) -> Iterator[None]:
 
 
 @contextmanager
-def _handshake(sock: socket.socket | Channel, deadline: _Deadline) -> Iterator[None]:
+def _guard_handshake(sock: socket.socket | Channel, deadline: _Deadline) -> Iterator[None]:
     """Run a `with` block that does an SSH handshake over `sock`; raise its errors as PoolError.
 
     The handshake may block. So another thread closes `sock` at the deadline, or when `stop` is set.

@@ -69,7 +69,7 @@ class _Watch:
         self._misses_events = self._inotify < 0
         if self._inotify >= 0:
             self._poll.register(self._inotify, select.POLLIN)
-            self._add("")
+            self._watch_tree("")
 
     def close(self) -> None:
         for descriptor in (self._over, self._inotify):
@@ -100,14 +100,14 @@ class _Watch:
         for watch, mask, name in self._events():
             if mask & _Q_OVERFLOW:
                 overflowed = True
-                paths.update(self._add(""))
+                paths.update(self._watch_tree(""))
             elif mask & _IGNORED:
                 self._folders.pop(watch, None)
             elif watch in self._folders and name:
                 path = _below(self._folders[watch], name)
                 paths.add(path)
                 if mask & _ISDIR and mask & (_CREATE | _MOVED_TO):
-                    paths.update(self._add(path))
+                    paths.update(self._watch_tree(path))
         return paths, overflowed or self._misses_events
 
     def _events(self) -> Iterator[tuple[int, int, str]]:
@@ -125,7 +125,7 @@ class _Watch:
                 offset += length
                 yield watch, mask, os.fsdecode(name)
 
-    def _add(self, path: str) -> list[str]:
+    def _watch_tree(self, path: str) -> list[str]:
         """Watch a folder and all folders below it; return all paths that already exist below it.
 
         Skip a folder for which `skips` is true, or which is gone. If an existing folder cannot be
@@ -146,7 +146,7 @@ class _Watch:
             for entry in entries:
                 found.append(_below(path, entry.name))
                 if entry.is_dir(follow_symlinks=False):
-                    found += self._add(found[-1])
+                    found += self._watch_tree(found[-1])
         return found
 
 

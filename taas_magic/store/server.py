@@ -103,7 +103,7 @@ class StoreServer:
         self._is_closed = False
         self._answers: Mapping[type[FileRequest[Any]], Callable[[int, Any], Any]] = {
             MakeToken: self._make_token,
-            ListFiles: self._list,
+            ListFiles: self._current_manifest,
             ReadFiles: self._read,
             ListChanges: self._list_changes,
             WriteFiles: self._publish,
@@ -150,7 +150,7 @@ class StoreServer:
                 self._token = IncomingFile(here)
         return self._token.name
 
-    def _list(self, host_rank: int, request: ListFiles) -> Manifest | None:
+    def _current_manifest(self, host_rank: int, request: ListFiles) -> Manifest | None:
         """Return the manifest of the store; None while the store is being searched.
 
         The first call starts a search in a thread; a request with `fresh` starts a new one if none

@@ -18,24 +18,24 @@ from tests.eventually import eventually
 def start_while_importing(gate: str, folder: str) -> None:
     """Start processes while the forkserver imports torch._dynamo, and after that."""
     tempfile.tempdir = folder
-    forkserver.begin([])
+    forkserver.start_forkserver([])
     assert forkserver.warm_up(start_timeout_s=5.0) == []
     assert forkserver.importing()[0] == ""
     [server] = forkserver._servers()
-    earlier = forkserver.start("time.sleep", 600)
+    earlier = forkserver.start_process("time.sleep", 600)
     forkserver.start_importing_rest()
     eventually(lambda: forkserver._stand_in is not None)
     assert exitcode_of("pass") == 0 and forkserver.importing()[0] == ""
     earlier.kill()
     eventually(lambda: forkserver.importing()[0] == "torch._dynamo")
-    kept = forkserver.start("time.sleep", 600)
+    kept = forkserver.start_process("time.sleep", 600)
     assert psutil.Process(kept.pid).ppid() != server.pid
     eventually(lambda: forkserver.importing()[1] > 6.0)  # longer than a stuck start may take
     assert exitcode_of("pass") == 0 and exitcode_of("raise SystemExit(3)") == 3
     Path(gate).touch()
     eventually(lambda: forkserver._has_rest)
     assert exitcode_of("import sys; assert 'torch._dynamo' in sys.modules") == 0
-    last = forkserver.start("time.sleep", 600)
+    last = forkserver.start_process("time.sleep", 600)
     assert psutil.Process(last.pid).ppid() == server.pid
     assert kept.is_alive() and forkserver.is_alive()
     [_, stand_in] = forkserver._servers()
@@ -53,7 +53,7 @@ def start_while_importing(gate: str, folder: str) -> None:
 
 def exitcode_of(code: str) -> Any:
     """Run code in a process of the forkserver; return its exit code."""
-    process = forkserver.start("builtins.exec", code)
+    process = forkserver.start_process("builtins.exec", code)
     process.join()
     return forkserver.exitcode(process)
 
@@ -61,7 +61,7 @@ def exitcode_of(code: str) -> Any:
 def give_up_an_import(gate: str, folder: str) -> None:
     """Start a forkserver whose first import never ends."""
     tempfile.tempdir = folder
-    forkserver.begin(["torch._dynamo"])
+    forkserver.start_forkserver(["torch._dynamo"])
     try:
         forkserver.warm_up(start_timeout_s=1.0)
     except PoolError as error:
@@ -74,7 +74,7 @@ def give_up_an_import(gate: str, folder: str) -> None:
 def report_a_broken_torch(gate: str, folder: str) -> None:
     """Start a forkserver that cannot import torch, and print the error of `warm_up`."""
     tempfile.tempdir = folder
-    forkserver.begin([])
+    forkserver.start_forkserver([])
     try:
         forkserver.warm_up()
     except PoolError as error:

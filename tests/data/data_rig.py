@@ -216,7 +216,7 @@ class Service:
         local: bool = False,
         **changes: Unpack[FeedChanges],
     ) -> RemoteLoader:
-        made = RegisteredLoader(name, lambda: self.loaders[name]).packed().shape
+        made = RegisteredLoader(name, lambda: self.loaders[name]).pack().shape
         changed: ShapeChanges = {**shape} if shape else {}
         changed["settings"] = made.settings | changed.get("settings", {})
         own = RankServers(self.key, lambda served: self.payloads[served.name]) if local else None

@@ -187,7 +187,7 @@ def test_the_only_rank_of_a_stream_needs_no_batches_before_the_next_one() -> Non
             assert buffer.choose(0, lambda key: True) == key(slot), slot
             buffer.put(key(slot), answer(slot))
             if slot % 2:
-                assert buffer.count("rank", key(slot)) == 1
+                assert buffer.find_units("rank", key(slot)) == 1
             else:
                 taken(buffer, "rank", key(slot)).release()
         assert buffer.is_full
@@ -425,7 +425,7 @@ def test_an_answer_that_was_thrown_away_for_room_is_prepared_again() -> None:
     buffer = buffer_of(BATCH_BYTES)
     prepare(buffer, [0])
     buffer.add_request("rank", key(0), only_count=True)
-    assert buffer.count("rank", key(0)) == 1
+    assert buffer.find_units("rank", key(0)) == 1
     buffer.add_request("other", key(1))
     assert chosen(buffer) == [1]
     buffer.put(key(1), answer(1))
@@ -439,10 +439,10 @@ def test_a_count_that_was_forgotten_is_found_out_again() -> None:
     buffer.add_request("slow", key(3), only_count=True)
     for epoch in (1, 2):
         prepare(buffer, [0], epoch)
-    assert buffer.count("slow", key(3)) is None
+    assert buffer.find_units("slow", key(3)) is None
     assert buffer.choose(0) == key(3)
     assert buffer.put(key(3), answer(3, units=5)) == {"slow"}
-    assert buffer.count("slow", key(3)) == 5
+    assert buffer.find_units("slow", key(3)) == 5
 
 
 def test_a_count_leaves_the_batch_for_whoever_gets_it() -> None:
@@ -451,11 +451,11 @@ def test_a_count_leaves_the_batch_for_whoever_gets_it() -> None:
         buffer.add_request(who, key(0), only_count)
     assert chosen(buffer) == [0]
     buffer.put(key(0), answer(0, units=7))
-    assert buffer.count("peeks", key(0)) == 7
+    assert buffer.find_units("peeks", key(0)) == 7
     assert taken(buffer, "gets", key(0)).reply.units == 7
     buffer.add_request("late", key(0), only_count=True)
     assert chosen(buffer) == [], "what it counts is known"
-    assert buffer.count("late", key(0)) == 7
+    assert buffer.find_units("late", key(0)) == 7
 
 
 def test_that_there_is_no_batch_is_a_count_too() -> None:
@@ -463,7 +463,7 @@ def test_that_there_is_no_batch_is_a_count_too() -> None:
     buffer.add_request("rank", key(1), only_count=True)
     assert buffer.choose(0) == key(1)
     buffer.put(key(1), answer(1, units=VOID, kind=ResponseKind.VOID, size=0))
-    assert buffer.count("rank", key(1)) == VOID
+    assert buffer.find_units("rank", key(1)) == VOID
     assert buffer.choose_ahead(0) == key(0, epoch=1), "behind the end there is nothing to do"
 
 
@@ -555,7 +555,7 @@ def test_of_a_long_epoch_the_latest_counts_are_remembered() -> None:
         buffer.put(key(slot), answer(slot, units=7))
         taken(buffer, "rank", key(slot)).release()
     assert entries(buffer) < slots // 2
-    assert buffer.count("other rank", key(slots - 1)) == 7
+    assert buffer.find_units("other rank", key(slots - 1)) == 7
 
 
 def test_many_small_batches_take_no_more_memory_than_there_is() -> None:

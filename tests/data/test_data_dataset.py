@@ -371,10 +371,10 @@ def test_a_state_that_was_loaded_shortens_the_replay() -> None:
     payload = pickle.dumps(DataLoader(Stateful(400), 2))
     first = BatchSource(payload, "train", SEED, "test")
     forward = flat(stream(first))
-    found = first.state(0, 130)
+    found = first.find_state(0, 130)
     assert found is not None and found == (128, {"at": 256})
     other = BatchSource(payload, "train", SEED, "test")
-    assert other.state(0, 130) is None
+    assert other.find_state(0, 130) is None
     other.prepare(0, 3)
     other.restore(0, 128, found[1])
     Stateful.replayed = 0
@@ -397,13 +397,13 @@ def test_the_states_of_an_epoch_outlive_the_work_ahead_on_the_next() -> None:
     source = BatchSource(pickle.dumps(DataLoader(Stateful(400), 2)), "train", SEED, "test")
     forward = flat(stream(source))
     source.prepare(1, 0)
-    assert source.state(0, 130) == (128, {"at": 256})
+    assert source.find_state(0, 130) == (128, {"at": 256})
     Stateful.replayed = 0
     assert source.prepare(0, 130).tolist() == forward[130]
     assert Stateful.replayed <= 2 * (130 - 128 + 1)
     source.forget_before(1)
-    assert source.state(0, 130) is None
-    assert source.state(1, 0) is None, "a stream that has given nothing begins at its beginning"
+    assert source.find_state(0, 130) is None
+    assert source.find_state(1, 0) is None, "a stream that gave nothing begins at its beginning"
 
 
 PICKLING = """
@@ -431,7 +431,7 @@ def test_each_epochs_copy_of_a_dataset_can_pickle_functions_of_the_notebook(
     notebook, worker = ModuleType("__main__"), ModuleType("__main__")
     exec(PICKLING, vars(notebook))
     monkeypatch.setitem(sys.modules, "__main__", notebook)
-    payload = RegisteredLoader("stream", lambda: notebook.loader).packed().payload
+    payload = RegisteredLoader("stream", lambda: notebook.loader).pack().payload
     monkeypatch.setitem(sys.modules, "__main__", worker)
     source = BatchSource(payload, "stream", SEED, "test")
     for epoch, slot in (0, 0), (1, 0), (0, 1), (1, 1), (0, 2):
@@ -444,7 +444,7 @@ def test_of_a_long_stream_few_states_are_kept_and_they_reach_all_of_it() -> None
     source = BatchSource(payload, "train", SEED, "test")
     for slot in range(size):
         source.prepare(0, slot)
-    states = {slot: source.state(0, slot) for slot in range(64, size, 64)}
+    states = {slot: source.find_state(0, slot) for slot in range(64, size, 64)}
     behind = {slot: slot - state[0] for slot, state in states.items() if state is not None}
     assert len(behind) == len(states)
     assert max(behind.values()) < 64 * 4

@@ -143,7 +143,7 @@ def test_one_response_answers_many_and_a_small_body_that_is_kept_keeps_no_other(
     response = Response(ResponseKind.BATCH, 0, 0, head_bytes=sizes[0][0], more=2)
     client._store_response(link, response, memoryview(bytearray().join(bodies)))
     for slot in slots:
-        batch = client.reply(SlotRequest(slot, True)).batch
+        batch = client.wait_for_response(SlotRequest(slot, True)).batch
         assert batch.tolist() == [slot] * 100
         assert batch.untyped_storage().nbytes() <= sizes[0][1]
     with pytest.raises(ProtocolError, match=r"was asked for None .* and 2 more"):
@@ -210,11 +210,11 @@ def test_descriptors_come_with_their_frames(ends: tuple[socket.socket, Inbox]) -
         server.sendall(batch(1, 4096))
         heard = [responded(box.receive(ReceiveBlocks(0))) for _ in range(3)]
         assert [one.shared for one in heard] == [None, body, None]
-        descriptor = box.descriptor()
+        descriptor = box.pop_descriptor()
         assert os.path.samestat(os.fstat(descriptor), os.fstat(one.fileno()))
         os.close(descriptor)
     with pytest.raises(ProtocolError, match="did not send it"):
-        box.descriptor()
+        box.pop_descriptor()
 
 
 def test_what_may_not_be_said_is_refused_before_its_body() -> None:
@@ -298,7 +298,7 @@ def test_what_a_signals_handler_raises_is_no_fault_of_a_fetcher(
         if during == "cancel":
             client.send_requests([ask])
             client.close()
-        client.reply(ask)
+        client.wait_for_response(ask)
 
 
 @pytest.fixture
@@ -325,7 +325,7 @@ def test_a_rank_that_was_away_looks_again_before_it_gives_a_fetcher_up(
 
     monkeypatch.setattr(route, "connect", lambda number: link)
     monkeypatch.setattr(link, "receive", receive)
-    assert client.reply(SlotRequest(0, True)).units == VOID
+    assert client.wait_for_response(SlotRequest(0, True)).units == VOID
     assert client.retried == 0
 
 

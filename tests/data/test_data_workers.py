@@ -45,5 +45,5 @@ def test_a_child_that_was_reaped_meanwhile_is_no_error() -> None:
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
     watchdog = StoppedChildWatchdog()
-    watchdog.end([ended.pid])
+    watchdog.kill_stopped([ended.pid])
     assert not watchdog.ended

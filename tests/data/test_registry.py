@@ -93,11 +93,11 @@ def test_a_wrong_rule() -> None:
 
 def test_the_shape_says_what_the_loader_says() -> None:
     loader = DataLoader(Rows(10), 3, num_workers=2, drop_last=True, timeout=5)
-    shape = RegisteredLoader("train", lambda: loader).packed().shape
+    shape = RegisteredLoader("train", lambda: loader).pack().shape
     assert (shape.batches, shape.samples, shape.settings["batch_size"]) == (3, 10, 3)
     assert (shape.num_workers, shape.settings["timeout"], shape.iterable) == (2, 5, False)
     assert shape.attributes == {"size": 10, "width": 8, "classes": ["a", "b"]}
-    assert RegisteredLoader("lines", lambda: DataLoader(Lines(3))).packed().shape.iterable
+    assert RegisteredLoader("lines", lambda: DataLoader(Lines(3))).pack().shape.iterable
 
 
 @pytest.mark.process
@@ -139,7 +139,7 @@ def test_a_loader_that_the_notebook_has_no_more_is_forgotten() -> None:
 @pytest.mark.process
 def test_any_iterable_is_a_loader() -> None:
     batches = [[1, 2], [3]]
-    travelling = RegisteredLoader("plain", lambda: batches).packed()
+    travelling = RegisteredLoader("plain", lambda: batches).pack()
     own = RankServers(b"", lambda served: travelling.payload)
     remote = RemoteLoader(
         travelling.shape, RankFeed(0, 1, lambda name: travelling.payload, own=own)

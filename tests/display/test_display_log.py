@@ -25,8 +25,8 @@ def log_text(world_size: int = 1, n_hosts: int = 1, ranks: frozenset[int] | None
 def test_prefixes() -> None:
     text = log_text(4)
     for rank in (0, 1, 2, 3):
-        text.lines(lines(rank, "hello"), 0.0)
-    text.lines(lines(2, "alone"), 1.0)
+        text.add_lines(lines(rank, "hello"), 0.0)
+    text.add_lines(lines(2, "alone"), 1.0)
     text.flush()
     assert text.pop_text() == "[0-3 ×4] hello\n[2] alone\n"  # noqa: RUF001
     assert not text.has_text
@@ -34,7 +34,7 @@ def test_prefixes() -> None:
 
 def test_with_several_hosts_a_prefix_names_the_host() -> None:
     text = log_text(2, n_hosts=2)
-    text.lines(lines(1, "a", host="gpu2"), 0.0)
+    text.add_lines(lines(1, "a", host="gpu2"), 0.0)
     text.flush()
     assert text.pop_text() == "[gpu2:1] a\n"
 
@@ -42,8 +42,8 @@ def test_with_several_hosts_a_prefix_names_the_host() -> None:
 def test_only_the_ranks_asked_for_are_shown_and_fold_among_themselves() -> None:
     text = log_text(8, ranks=frozenset({2, 3, 99}))
     for rank in range(8):
-        text.lines(lines(rank, "a"), 0.0)
-        text.dropped(dropped(rank, 1, 10))
+        text.add_lines(lines(rank, "a"), 0.0)
+        text.add_dropped(dropped(rank, 1, 10))
     text.close(0.0)
     assert text.pop_text() == (
         "[2-3 ×2] a\n"  # noqa: RUF001
@@ -78,8 +78,8 @@ def test_other_sequences_are_left_out(text: str, shown: str) -> None:
 
 def test_what_was_dropped_is_said_with_the_file() -> None:
     text = log_text(4)
-    text.dropped(dropped(3, 81_000, 6_000_000))
-    text.dropped(dropped(3, 233, 400_000))
+    text.add_dropped(dropped(3, 81_000, 6_000_000))
+    text.add_dropped(dropped(3, 233, 400_000))
     text.due(0.0)
     assert text.pop_text() == (
         "[3] … 81,233 lines (6.4 MB) not shown; full log: /runs/r1/logs/rank-3.log\n"
@@ -90,7 +90,7 @@ def test_a_flood_is_said_less_and_less_often() -> None:
     text = log_text(1)
     notes = 0
     for second in range(600):
-        text.dropped(dropped(0, 1000, 1000))
+        text.add_dropped(dropped(0, 1000, 1000))
         text.due(float(second))
         notes += text.pop_text().count("not shown")
     assert notes == 15
@@ -101,7 +101,7 @@ def test_a_flood_is_said_less_and_less_often() -> None:
 def test_a_cell_takes_so_much_and_then_the_last_lines_in_one_display() -> None:
     text = log_text(1)
     for second in range(60):
-        text.lines(lines(0, *(f"{second:02}-{number:096}" for number in range(10_000))), second)
+        text.add_lines(lines(0, *(f"{second:02}-{number:096}" for number in range(10_000))), second)
     shown = text.pop_text()
     assert log.CELL_BYTES * 0.9 < len(shown) < log.CELL_BYTES * 1.1
     rest = text.rest
@@ -115,7 +115,7 @@ def test_a_cell_takes_so_much_and_then_the_last_lines_in_one_display() -> None:
 
 def test_once_the_cell_is_full_no_later_line_gets_in_before() -> None:
     text = log_text(1)
-    text.lines(lines(0, "x" * (log.CELL_BYTES - 10), "too long for what is left", "fits"), 0.0)
+    text.add_lines(lines(0, "x" * (log.CELL_BYTES - 10), "too long for what is left", "fits"), 0.0)
     text.add_line("── restart ──")
     assert text.pop_text().count("\n") == 1
     assert text.rest is not None
@@ -128,35 +128,35 @@ def test_once_the_cell_is_full_no_later_line_gets_in_before() -> None:
 
 def test_errors_among_the_rest_are_kept_and_bounded() -> None:
     text = log_text(1)
-    text.lines(lines(0, *["x" * 99] * 10_000, "ValueError: bad", *["y" * 99] * 100), 0.0)
+    text.add_lines(lines(0, *["x" * 99] * 10_000, "ValueError: bad", *["y" * 99] * 100), 0.0)
     assert text.rest is not None
     shown = text.rest.text()
     assert shown.count("[0] ValueError: bad") == 1
-    text.lines(lines(0, *["ValueError: " + "z" * 1_000_000] * 1000), 1.0)
+    text.add_lines(lines(0, *["ValueError: " + "z" * 1_000_000] * 1000), 1.0)
     assert len(text.rest.text()) < 60_000
 
 
 def test_what_a_host_did_not_send_counts_as_rest() -> None:
     text = log_text(1)
-    text.lines(lines(0, *["x" * 99] * 10_000), 0.0)
+    text.add_lines(lines(0, *["x" * 99] * 10_000), 0.0)
     assert text.rest is not None
     before = text.rest.text()
-    text.dropped(dropped(0, 1_000_000, 50_000_000))
+    text.add_dropped(dropped(0, 1_000_000, 50_000_000))
     assert text.has_text and "1,005,000 lines more (50.5 MB)" in text.rest.text() != before
 
 
 def test_a_cleared_cell_takes_as_much_again() -> None:
     text = log_text(1)
-    text.lines(lines(0, *["x" * 99] * 10_000), 0.0)
+    text.add_lines(lines(0, *["x" * 99] * 10_000), 0.0)
     text.pop_text()
     text.clear()
-    text.lines(lines(0, "again"), 1.0)
+    text.add_lines(lines(0, "again"), 1.0)
     assert (text.pop_text(), text.rest) == ("[0] again\n", None)
 
 
 def test_nothing_shown_plus_the_rest_is_lost() -> None:
     text = log_text(1)
-    text.lines(lines(0, *["x" * 99] * 100_000), 0.0)
+    text.add_lines(lines(0, *["x" * 99] * 100_000), 0.0)
     text.close(0.0)
     assert text.rest is not None
     more = int(text.rest.text().split()[1].replace(",", ""))
@@ -167,16 +167,16 @@ def test_progress_bars_fold_only_if_they_are_equal() -> None:
     text = log_text(2)
     bars = [f"steps: 100%|████| 20/20 [00:01<00:00, {rate}it/s]" for rate in (9.87, 12.3)]
     for rank in range(2):
-        text.lines(lines(rank, bars[0]), 0.0)
+        text.add_lines(lines(rank, bars[0]), 0.0)
     for rank in range(2):
-        text.lines(lines(rank, bars[rank]), 1.0)
+        text.add_lines(lines(rank, bars[rank]), 1.0)
     text.flush()
     assert text.pop_text() == f"[0-1 ×2] {bars[0]}\n[0] {bars[0]}\n[1] {bars[1]}\n"  # noqa: RUF001
 
 
 def test_a_line_that_no_rank_printed_comes_after_what_was_printed() -> None:
     text = log_text(2)
-    text.lines(lines(0, "held"), 0.0)
+    text.add_lines(lines(0, "held"), 0.0)
     text.add_line("── restart ──")
     assert text.pop_text() == "[0] held\n── restart ──\n"
 
@@ -184,9 +184,9 @@ def test_a_line_that_no_rank_printed_comes_after_what_was_printed() -> None:
 def test_next_due() -> None:
     text = log_text(2)
     assert text.next_due() == float("inf")
-    text.lines(lines(0, "held"), 5.0)
+    text.add_lines(lines(0, "held"), 5.0)
     assert text.next_due() == pytest.approx(5.0 + HOLD_S)
-    text.dropped(dropped(0, 1, 1))
+    text.add_dropped(dropped(0, 1, 1))
     assert text.next_due() == float("-inf")
 
 

@@ -139,7 +139,7 @@ def test_a_batch_system_that_cannot_be_asked_says_why(
     with pytest.raises(OSError, match="Unable to contact"):
         asyncio.run(SYSTEMS["slurm"].query(["1"]))
     vehicles = Vehicles(SYSTEMS["slurm"], None)
-    vehicles.note([("hpc-0", SimpleNamespace(job_id="1"))])
+    vehicles.record_jobs([("hpc-0", SimpleNamespace(job_id="1"))])
     why = asyncio.run(vehicles.why_lost("hpc-0"))
     assert why == "Slurm job 1 is in an unknown state (Unable to contact slurm controller)"
 

@@ -11,7 +11,7 @@ from distributed.batched import BatchedSend
 from tornado.ioloop import IOLoop
 
 from taas_magic import certificate
-from taas_magic.host.agent_worker import steady, use_steady_clock
+from taas_magic.host.agent_worker import steady_time, use_steady_clock
 
 
 class Comm:
@@ -45,7 +45,7 @@ def test_a_stream_goes_on_after_the_clock_was_set_back(monkeypatch: pytest.Monke
         monkeypatch.setattr(time, "time", lambda: set_back)
         stream.send("second")
         assert await asyncio.wait_for(comm.written.get(), 60) == ["second"]
-        assert IOLoop.current().time() >= steady() - 60
+        assert IOLoop.current().time() >= steady_time() - 60
         await stream.close()
 
     asyncio.run(play())

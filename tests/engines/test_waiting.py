@@ -49,7 +49,7 @@ def system() -> Told:
 def vehicles(system: Told, tmp_path: Path) -> Vehicles:
     """Return the vehicles of a pool: one vehicle, `hpc-0`, whose job is 1."""
     made = Vehicles(system, tmp_path)
-    made.note([("hpc-0", Submitted("1"))])
+    made.record_jobs([("hpc-0", Submitted("1"))])
     return made
 
 
@@ -110,7 +110,7 @@ def test_a_lost_hosts_job_is_given_time_to_settle(
 @pytest.mark.parametrize("worker", [object(), Submitted("")])
 def test_without_a_batch_system_there_is_little_to_say(worker: Any) -> None:
     vehicles = Vehicles(None, None)
-    vehicles.note([("hpc-0", worker)])
+    vehicles.record_jobs([("hpc-0", worker)])
     assert look(vehicles) == ["hpc-0: requested"]
     assert asyncio.run(vehicles.why_lost("hpc-0")) == ""
 
@@ -121,5 +121,5 @@ def test_a_system_that_cannot_be_asked_ends_no_wait(tmp_path: Path) -> None:
             raise OSError("slurm_load_jobs error")
 
     vehicles = Vehicles(Silent("Slurm", lambda ids: [], parse_squeue), tmp_path)
-    vehicles.note([("hpc-0", Submitted("1"))])
+    vehicles.record_jobs([("hpc-0", Submitted("1"))])
     assert look(vehicles) == ["hpc-0: Slurm job 1 in an unknown state (slurm_load_jobs error)"]

@@ -648,7 +648,7 @@ def test_jobs_of_a_node_that_is_lost_wait_again() -> None:
 def test_a_job_that_has_ended_neither_runs_nor_waits_again() -> None:
     state = farm_state()
     job = state.jobs["train-1"]
-    job.end(JobFailed("job train-1 was cancelled", etype="Cancelled"))
+    job.set_outcome(JobFailed("job train-1 was cancelled", etype="Cancelled"))
     state.apply(JobUpdate("train-1", "node-0", state="running"))
     state.apply(NodeUpdate("node-0", "lost", "killed"))
     assert job.state == "cancelled"
@@ -657,7 +657,7 @@ def test_a_job_that_has_ended_neither_runs_nor_waits_again() -> None:
 def test_what_is_left_to_do_is_estimated_by_what_was_done() -> None:
     state = farm_state()
     assert state.eta_s() is None
-    state.jobs["train-1"].end(None)
+    state.jobs["train-1"].set_outcome(None)
     state.jobs["train-1"].took_s = 8.0
     state.slots = 2
     assert state.eta_s() == 4.0
