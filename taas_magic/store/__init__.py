@@ -7,13 +7,13 @@ libraries.py redirects file writes of libraries in C, C++ and Rust
 receipt.py   records what a host's ranks wrote, and makes the receipt of a run
 publish.py   atomic file writes, and `taas.save`
 
-A host that shares no file system with the notebook has a mirror, which these modules update.
-Neither side trusts the names or bytes that the other side sends.
+A host that shares no file system with the notebook has a mirror. The following modules copy files
+between the store and the mirrors. Neither side trusts the names or bytes that the other side sends.
 
 tree.py      access to files below a folder without following links, and atomic writing of files
 ignore.py    rules for which files are copied to hosts, or accepted from hosts
 manifest.py  lists the files to copy, with their hashes
-requests.py  the requests of a host that copy files
+requests.py  the messages by which a host requests files, or sends files back
 ownership.py decides which files belong to the user, and which files a host may send
 server.py    the notebook's side: responds to the requests of a run's hosts
 mirror.py    the host's side: updates a host's copy

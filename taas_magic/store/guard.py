@@ -1,4 +1,6 @@
-"""Keep a rank from writing to the project store: by the system if possible, and always by Python.
+"""Keep a rank from writing to the project store.
+
+If possible, the operating system refuses the writes. Python's own file calls are always replaced.
 
 `apply_rule` is called in a freshly forked rank before any of the user's code runs. Processes that
 the rank starts inherit mounts and Landlock.
@@ -114,11 +116,13 @@ def apply_rule(
     """Apply `rule` to this freshly forked process. Call once, before any of the user's code runs.
 
     Make the store read-only, except for rank 0 of a real run. Cache folders, the temporary folder,
-    the run folder and the scratch folder stay writable. In a real run, shared folders stay
-    writable, too; in a rehearsal, the rehearsal folder. If this process can no longer use the usual
-    temporary folder, set TMPDIR to a folder in the scratch folder. Then replace the file calls of
-    Python and of libraries: they redirect the process's writes to the store, refuse them, or only
-    report them (see `redirect.py`).
+    the run folder and the scratch folder stay writable. In a real run, shared folders also stay
+    writable. In a rehearsal, the rehearsal folder also stays writable. If this process can no
+    longer use the usual temporary folder, set TMPDIR to a folder in the scratch folder.
+
+    At the end, replace the file calls of Python and of libraries. For a write to a path in the
+    store, the new calls write to another path, raise an error, or only report the write (see
+    `redirect.py`).
 
     Args:
         who: Name of the process in messages.
@@ -130,7 +134,7 @@ def apply_rule(
         rehearsal: The rehearsal folder, which is made if it is missing; None in a real run.
 
     Returns:
-        The mechanism in effect. The result for rank 0 of a real run, which may write, is
+        The mechanism in effect. For rank 0 of a real run, which needs no mechanism, the result is
         `protection`.
     """
     scratch.mkdir(mode=0o700)
@@ -186,7 +190,10 @@ _REHEARSES = (
     "redirected; docs/rehearse.md"
 )
 _refusal_reasons: list[str] = [_ONLY_RANK_0]
-"""Explanations of a refused write; `{}` stands for the store. Only the last one is used."""
+"""Explanations of a refused write; `{}` stands for the store.
+
+Users see only the last item. In a rehearsal, `apply_rule` appends another explanation.
+"""
 
 _NO_FILES = ("/dev", "/proc", "/sys", "/run")
 """System folders in which a rehearsal does not report writes."""
@@ -245,12 +252,12 @@ def _caches() -> list[str]:
 def writable_folders(store: str, writable: Iterable[str], protection: StoreProtection) -> list[str]:
     """Return the `writable` folders below the store; make them if they are missing.
 
-    A path that is no folder and cannot become one is left out: a mount of it would fail, and the
-    rank would fall back to a weaker protection.
+    The result leaves out a path at which no folder exists or can be made. A mount of such a path
+    would fail, and the rank would get a weaker protection.
 
     A process under Landlock cannot make entries directly in a folder that contains the store. So
-    for Landlock, this function also makes the `writable` folders that are missing there, but does
-    not return them.
+    for Landlock, this function also makes missing `writable` folders whose parent folder contains
+    the store. The result does not include these folders.
     """
     store = os.path.realpath(store)
     resolved = sorted({os.path.realpath(path) for path in writable})
@@ -277,8 +284,9 @@ def _move_temporary_folder(store: str, protection: StoreProtection, scratch: Pat
 def protect(store: str, writable: Sequence[str], protection: StoreProtection) -> StoreProtection:
     """Make the store read-only for this process and the processes that it will start.
 
-    If the mechanism fails, try the next weaker one. Then also reopen inherited descriptors. If
-    `protection` is `PYTHON`, do nothing: `redirect.py` then protects the store.
+    If a mechanism fails, try the next weaker one. After a mechanism has succeeded, also reopen the
+    inherited descriptors (`_renew_descriptors`). If `protection` is `PYTHON`, do nothing:
+    `redirect.py` protects the store in this case.
 
     Args:
         writable: Folders inside the store that stay writable.
@@ -320,8 +328,8 @@ def _renew_descriptors(store: str, writable: Sequence[str]) -> None:
 
     A descriptor keeps the rights and the mount with which it was opened. So this function replaces
     the descriptors of protected files and of all folders, under the same numbers and at the same
-    offsets. It opens /dev/null instead of a path that cannot be read. At the end, it changes to the
-    current folder again.
+    offsets. A descriptor whose path cannot be read becomes a descriptor of /dev/null. At the
+    end, this process enters its working directory anew, to leave the old mount.
     """
     for name in os.listdir("/proc/self/fd"):
         descriptor = int(name)
@@ -374,7 +382,7 @@ _KEPT_FLAGS = {
     0x800: 0x800,  # nodiratime
     0x1000: 0x200000,  # relatime
 }
-"""Mount flag for each statvfs flag that a remount in a user namespace must keep."""
+"""Options that a remount in a user namespace must keep: mount(2) flag by statvfs flag."""
 
 
 def _enter_namespace(*, as_user: bool) -> None:

@@ -106,7 +106,7 @@ _TORCH_BEGINS = (b"PK\x03\x04", b"\x80")
 _IMPORT_LINE = re.compile(rb"[\n\r\v\f\x1c-\x1e\x85\xa8\xa9]import[ \t]")
 """Pattern of a line that begins with `import`, and of the separator before the line.
 
-The separators are all bytes at which some version of Python splits a path file into lines.
+The separators are all bytes at which some version of Python splits a `.pth` file into lines.
 """
 
 _OVERLAP_BYTES = 16
@@ -211,9 +211,10 @@ class PathFileCheck:
 
 
 def normal_form(path: str) -> str:
-    """Return the form that `path` shares with all paths that some file system treats as the same.
+    """Return `path` in lower case, and without differences that some file systems ignore.
 
-    For example, some file systems ignore case.
+    Two paths have the same normal form if some file system treats the two paths as the same path.
+    For example, invisible characters, and dots or spaces at the end of a name, are removed.
     """
     seen = path.lower()
     if not path.isascii():

@@ -65,8 +65,8 @@ CALLS = (
 def install(view: StoreView) -> None:
     """Permanently replace the functions in `CALLS`, now or when their modules are imported.
 
-    A function that only reads is replaced only for a `DiscardingView`, whose scratch folder may
-    hold versions of files.
+    A function that only reads is replaced only for a `DiscardingView`: only then, the rank may have
+    its own versions of the store's files, in its scratch folder.
     """
     modules: dict[str, list[_Call]] = {}
     for call in CALLS:
@@ -83,7 +83,7 @@ def _replace_all(view: StoreView, calls: list[_Call]) -> None:
     other modules that have imported it under the same name.
 
     Args:
-        calls: Calls of one module, which has been imported.
+        calls: Items of `CALLS` for one module. The module must be imported already.
     """
     for call in calls:
         holder: Any = sys.modules[call.module]

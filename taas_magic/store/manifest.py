@@ -29,10 +29,10 @@ MAX_FILES = 250_000
 """Maximum number of files that are copied to a host."""
 
 _FRESH_NS = 2_000_000_000
-"""Nanoseconds after a change of a file in which the file's hash is not cached.
+"""Minimum age in nanoseconds of a file's last change, for caching the file's hash.
 
-A second change in this time may leave the time stamp unchanged, because NFS may store time stamps
-in whole seconds.
+A second change shortly after the first may leave the file's time stamp unchanged, because NFS may
+store time stamps in whole seconds.
 """
 
 _BLOCK_BYTES = 1 << 20
@@ -138,8 +138,8 @@ class Hashes:
     def hash_of(self, tree: Tree, tree_entry: TreeEntry) -> str:
         """Return the hash of a file, or `FOLDER` for a folder. Read a file only if it has changed.
 
-        Record a new hash only if the file did not change while it was read, and its last change
-        was not just before (`_FRESH_NS`).
+        A new hash is recorded only if the file did not change while it was read, and if the file's
+        last change is older than `_FRESH_NS`.
 
         Raises:
             OSError: The file cannot be read, or is no longer a regular file.
@@ -211,7 +211,7 @@ def scan_store(tree: Tree, hashes: Hashes, limit_bytes: int) -> tuple[CaseChecke
         limit_bytes: Maximum total size of the files.
 
     Returns:
-        A checker that knows all paths found, and the manifest.
+        The set of all paths found, for finding names that differ only by case; and the manifest.
 
     Raises:
         StoreError: The files are too large or too many, or a line of `.taasignore` is not a valid

@@ -52,8 +52,8 @@ class Mirror:
     Attributes:
         path: Path of the copy; the ranks' working directory.
         staging: Descriptor of the folder in which arriving files are written.
-        hashes: Folders, and hashes of files, that were last known to be equal in the copy and in
-            the store.
+        hashes: The files and folders of the copy that were the same in the store when they were
+            last compared; with the hash of each file.
 
     Args:
         folder: Folder with the copy and its lock file. The caller holds the lock.
@@ -367,11 +367,12 @@ class StoreUpdater:
     def _clear_path(self, entry: Entry) -> bool:
         """Remove a file or an empty folder that is in the way of `entry`.
 
-        An entry of the other kind (file or folder) at the path of `entry` is in the way, and so is
-        a file at the path of one of its parent folders.
+        If `entry` is a file, a folder at its path is in the way. If `entry` is a folder, a file at
+        its path is in the way. A file in place of a parent folder is always in the way.
 
         Returns:
-            Whether nothing is in the way now. If something is, the user gets a note.
+            True if nothing is in the way now. False if a folder with files stays in the way; the
+            user gets a note in this case.
         """
         for path in (*reversed([*folders_of(entry.path)]), entry.path):
             status = self._mirror.tree.status(path)

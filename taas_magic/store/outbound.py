@@ -158,8 +158,8 @@ def is_being_written(file: FileIO) -> bool:
     """Return whether any process has the file open for writing; False if it cannot be determined.
 
     The system grants a read lease (F_SETLEASE in fcntl(2)) only if no process has the file open for
-    writing. If another process opens the file during the lease, the system sends SIGURG to this
-    process, which ignores SIGURG by default.
+    writing. If another process opens the file during the lease, the caller's process gets SIGURG.
+    By default, SIGURG has no effect.
     """
     try:
         fcntl.fcntl(file, fcntl.F_SETSIG, signal.SIGURG)
@@ -285,8 +285,9 @@ class _ChangeSender:
     def _queue_change(self, path: str) -> None:
         """Queue the change at `path` for the next message.
 
-        If nothing is at `path` now, queue a removal. If a file has become a folder, or the other
-        way round, first send the removal of the old one. A known folder needs no message.
+        If nothing is at `path` now, queue a removal. If a folder has replaced a file, or a file
+        a folder, first send the removal of the replaced entry. A folder that the store already has
+        is not queued.
 
         Raises:
             UnsafeError: The path may not be sent, or the entry is neither a file nor a folder.
@@ -313,8 +314,9 @@ class _ChangeSender:
     def _queue_removal(self, path: str) -> None:
         """Queue the removal of a file, or of a folder with its contents, from the store.
 
-        Only known paths are queued. Forget their hashes, record the removals for the receipt, and
-        stop sending large files of a removed folder.
+        Only paths that the store is known to have are queued. Also remove their hashes from the
+        mirror's cache, and remove the paths from the receipt. Large files of a removed folder are
+        no longer sent.
         """
         hashes = self._mirror.hashes
         self._receipt_builder.record_removed(path)
@@ -331,8 +333,9 @@ class _ChangeSender:
     def _queue_file(self, path: str, status: os.stat_result) -> None:
         """Queue a changed small file for the next message; add a changed large file to `large`.
 
-        Small files are compared by hash, large files by size and time. A small file that is being
-        written is not queued. If a small file has its known content, only record its new status.
+        A small file has changed if its hash differs from the recorded hash. A large file has
+        changed if its inode, size or time differs. A small file that is being written is not
+        queued. If the hash of a small file is unchanged, only record the file's new status.
         """
         if status.st_size > SMALL_BYTES:
             # Shortly after a write, another write may leave the file's time stamp unchanged.
@@ -464,8 +467,8 @@ class MirrorSender:
         """Return all paths to check because of changes at `paths`, outer folders first.
 
         The result includes the parent folders of each path, because new parent folders must be sent
-        first. If a changed path is a known folder, the result includes all known paths below it,
-        because another folder may have replaced it.
+        first. If the store has a folder at a changed path, the result includes all known paths
+        below this folder, because the mirror may have another folder there now.
         """
         hashes = self._mirror.hashes
         named = {path for path in paths if hashes.is_content(path, FOLDER)}
@@ -477,9 +480,9 @@ class MirrorSender:
     def _send_due(self) -> None:
         """Send all changes that are due, and the next piece of a large file.
 
-        Parent folders of a changed path, and known paths below a changed folder, are sent too. A
-        path whose pieces are being sent stays due. The next check of a sent path is at least
-        `QUIET_S` later.
+        Parent folders of a changed path, and known paths below a changed folder, are sent too. If
+        pieces of a file are still being sent, the next check of its path waits for the last piece.
+        After a path was sent, `QUIET_S` seconds pass before the path is checked again.
         """
         now, large = time.monotonic(), self._sender.large
         due = [path for path, at in self._due.items() if at <= now and path not in large]
@@ -493,7 +496,8 @@ class MirrorSender:
     def _differing_paths(self) -> Iterator[str]:
         """Yield all paths at which the mirror may differ from the store; read no file.
 
-        These are new or changed paths, by inode, size and time, and known paths that are gone.
+        A path differs if it is new, if it no longer exists, or if the inode, size or time of its
+        file has changed.
         """
         hashes, there = self._mirror.hashes, set()
         left_out = self._ignore.leaves_out

@@ -128,8 +128,9 @@ class RunFileRecord:
     def has_file(self, tree: Tree, path: str, status: os.stat_result) -> bool:
         """Return whether a run made the file, and the content of the file is unchanged since.
 
-        The content is read and hashed only if the inode or the modification time has changed. A
-        file with another size, or without a recorded hash, then counts as changed.
+        If inode, size and modification time are as recorded, the file counts as unchanged. If the
+        size differs, or if no hash was recorded, the file counts as changed. In all other cases,
+        the file's hash decides.
         """
         known = self._known.get(path)
         if known is None or known.key is None:

@@ -73,15 +73,15 @@ def _in_job(path: str | os.PathLike[str]) -> str | os.PathLike[str]:
 
 @contextlib.contextmanager
 def atomic(path: str | os.PathLike[str]) -> Iterator[str]:
-    """Yield a temporary path. If the block ends without error, move the file there to `path`.
+    """Yield a temporary path, at which the block must write a file; then move the file to `path`.
 
     The file is forced to the disk before it is moved, and gets the permissions of the old file. If
     `path` is a symbolic link, the link's target is replaced. If the block fails, the old file stays
     and the temporary file is removed.
 
     Raises:
-        StoreError: The file could not be written: an OSError, or torch's RuntimeError for a full
-            disk, also from the block. Other errors of the block are raised as they are.
+        StoreError: The block or the move raised OSError, or torch's RuntimeError for a full disk.
+            Other errors of the block are raised as they are.
     """
     destination = os.path.realpath(path)
     with _folder_beside(destination) as folder:
@@ -106,8 +106,8 @@ def atomic(path: str | os.PathLike[str]) -> Iterator[str]:
 def _folder_beside(destination: str) -> Iterator[str]:
     """Yield a temporary folder beside the destination, and remove leftovers of killed writers.
 
-    The folder is locked while it is in use, which shows other processes that its writer lives. It
-    is removed at the end with all its files.
+    This process holds a lock on the folder, by which other processes see that the writer lives. The
+    folder is removed at the end with all its files.
 
     torch writes the file's name into the file. So the temporary file must have the same name as the
     destination, and needs a folder of its own.
@@ -134,10 +134,14 @@ def _folder_beside(destination: str) -> Iterator[str]:
 
 
 def remove_leftover(folder: Path) -> bool:
-    """Remove the folder of an unfinished save if its writer is dead, so that its lock is free.
+    """Remove the temporary folder of an unfinished save if its writer has ended.
+
+    A writer holds a lock on its folder. If the lock is free, the writer has ended. If the name of
+    `folder` is not that of such a temporary folder, do nothing.
 
     Returns:
-        Whether `folder` has the name of an unfinished save's folder, also if the folder stays.
+        Whether the name of `folder` is that of such a temporary folder. The result is also True if
+        the folder stays because its writer lives.
     """
     if not folder.name.endswith(_SUFFIX):
         return False

@@ -124,7 +124,7 @@ class ReceiptBuilder:
             self._refused[path] = why
 
     def record_removed(self, path: str) -> None:
-        """Record the removal of a path, which is relative to this host's mirror."""
+        """Remove a path, relative to this host's mirror, from the sent and refused files."""
         with self._lock:
             self._sent.pop(path, None)
             self._refused.pop(path, None)

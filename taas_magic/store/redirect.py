@@ -138,14 +138,16 @@ class StoreView:
     ) -> str | None:
         """Return the path that a file call must use instead of `path`; None for `path` itself.
 
-        The result is None if `path` is outside the store, or in a folder that every rank may write.
-        It is also None if this thread is already inside a redirected call.
+        A path in the rank's scratch folder counts as the corresponding path in the store. The
+        result is None for any other path outside the store, and for a path in a folder that every
+        rank may write. It is also None if this thread is already inside a redirected call.
 
         Args:
             decide: Method that maps a path in the store to the path to use, such as
                 `path_to_write`.
             folder: Descriptor of the folder at which a relative path starts (`dir_fd`).
-            follow: Whether the call follows a symbolic link at the end of the path.
+            follow: Whether the call follows a symbolic link, if the last part of the path is one,
+                as `open` does and `os.remove` does not.
         """
         if self.is_redirecting:
             return None
@@ -154,10 +156,16 @@ class StoreView:
             return None if store_path is None else decide(store_path)
 
     def _locate(self, path: Path, folder: int | None, follow: bool) -> str | None:
-        """Return the absolute path of a file call's argument, with symbolic links resolved.
+        """Return the absolute path in the store that a file call's argument names.
 
-        The result is None for a descriptor, a path outside the store, and a path in a folder that
-        every rank may write.
+        Symbolic links are resolved. A path in the rank's scratch folder counts as the corresponding
+        path in the store. The result is None for a descriptor, for any other path outside the
+        store, and for a path in a folder that every rank may write.
+
+        Args:
+            folder: Descriptor of the folder at which a relative path starts; None for the working
+                directory.
+            follow: Whether to also resolve the last part of the path, if it is a symbolic link.
         """
         if isinstance(path, int):  # a descriptor needs no redirection
             return None
@@ -243,8 +251,8 @@ class DiscardingView(StoreView):
     def to_store_path(self, path: Path) -> Path:
         """See `StoreView.to_store_path`.
 
-        A relative path is in the scratch folder if the rank has changed its working directory to a
-        folder that rank 0 had not made yet.
+        A relative path starts at the working directory, which may be a folder that exists only in
+        the scratch folder.
         """
         if isinstance(path, int) or not self.has_own_files:
             return path
@@ -293,8 +301,9 @@ class DiscardingView(StoreView):
         return path
 
     def path_to_change(self, store_path: str, *, folder: bool = False) -> str:
-        """Return the path of the rank's own version of `store_path`, or of a new placeholder.
+        """Return the path of the rank's own version of `store_path`, or of an empty placeholder.
 
+        A placeholder is a new file or folder that no later call sees.
         The user's call, such as `os.chmod` or `os.remove`, then acts on the returned path. The file
         in the store stays as it is.
         """
@@ -466,7 +475,7 @@ def begin_run() -> None:
 
 
 def install(view: StoreView) -> None:
-    """Permanently replace Python's file calls in this process by redirecting calls. Call once.
+    """Permanently replace Python's file functions by ones that ask `view` for the path. Call once.
 
     Replace `open` and the functions of `os` that change files, and redirect torch's writer and
     profiler. For rank 0 of a real run, also make `torch.save` atomic.
@@ -665,10 +674,10 @@ def _call_on_existing(
     follow: bool = True,
     **kw: Any,
 ) -> Any:
-    """Call `real` with the path of the first version of a file that exists.
+    """Call `real`, which reads a file, with the path of the version that exists.
 
-    The versions are, in this order: in a rehearsal, the file that replaces the store's file; the
-    store's file; the rank's own version.
+    If several versions of the file exist, the first of these counts: in a rehearsal, the file that
+    replaces the store's file; the store's file; the rank's own version.
     """
     if isinstance(view, RehearsalView):
         replaced = view.resolve(view.replacement_path, path, dir_fd, follow=follow)
@@ -801,10 +810,11 @@ def _access(
 def _list(view: StoreView, join: _Call, real: _Call, path: Path = None) -> Any:
     """List a folder: entries of the store, of the scratch folder, and of the rehearsal folder.
 
-    If only one version of the folder exists, the store's, call `real` with the caller's path.
+    If the folder exists only in the store, call `real` with the caller's path.
 
     Args:
-        join: Merges the entries of all versions; the first entry with a name counts.
+        join: Function that merges the entries of all versions of the folder. If several entries
+            have the same name, the result has only the first.
         real: `os.listdir` or `os.scandir`.
     """
     path = "." if path is None else path

@@ -1,4 +1,4 @@
-"""The requests of a host that copy files to and from the notebook's machine.
+"""The requests by which a host copies files from and to the notebook's machine.
 
 The requests are about files of the project store or of the run folder (`FileRoot`). Files are cut
 into pieces. The size of a message is adapted to the speed of the link (`MessageSizer`).

@@ -189,7 +189,10 @@ def store_state_folder(store: str) -> Path:
 
 
 class StoreOwner(Struct):
-    """Record of the run that owns a store. The lock file has it, for the messages of other runs.
+    """Record of the run that owns a store.
+
+    The lock file contains this record. Another run that needs the store names the owner in its
+    error message.
 
     Attributes:
         pid: Id of the process that holds the lock.
@@ -210,9 +213,9 @@ def locked_store(store: str, run_id: str, name: str = "") -> Iterator[None]:
     """Lock the store for one run against all other runs of this user.
 
     The lock also covers folders inside the store, and folders that contain the store. The lock file
-    in the state folder names the run for the messages of other runs; it is removed at the end. The
-    system releases this flock(2) lock when the owning process ends, even by a kill. Enter this
-    context in the process that lives as long as the run.
+    is in the state folder, and contains a `StoreOwner`. The file is removed at the end. The system
+    releases this flock(2) lock when the owning process ends, even by a kill. Enter this context in
+    the process that lives as long as the run.
 
     Args:
         store: Path of the store, absolute and without symbolic links.
@@ -296,7 +299,7 @@ class Identity(Struct, frozen=True):
         return cls(path, boot_id(), status.st_dev, status.st_ino)
 
     def is_here(self, token: Callable[[], str]) -> bool:
-        """Return whether the same folder is at `path` on this host.
+        """Return whether this host has the identified folder at the same path.
 
         Args:
             token: Function that makes the notebook's machine create a file in the folder, and that

@@ -153,8 +153,9 @@ class StoreServer:
     def _current_manifest(self, host_rank: int, request: ListFiles) -> Manifest | None:
         """Return the manifest of the store; None while the store is being searched.
 
-        The first call starts a search in a thread; a request with `fresh` starts a new one if none
-        is running. The listed files are those that hosts may read from now on.
+        The first call starts a search in a thread. A request with `fresh` starts another search, if
+        none is running. Hosts may read the files that the newest returned manifest lists, and the
+        files that a host has sent in this run (`_part`).
         """
         if self._search is None or (request.fresh and self._search.done()):
             # The search runs in a thread. Meanwhile, no other thread may use the hashes.
@@ -244,9 +245,9 @@ class StoreServer:
     def _check(self, host_rank: int, path: str) -> None:
         """Raise UnsafeError if the host may not change `path`, whatever is at `path` now.
 
-        Refused are unsafe paths, paths that `Ignore.why_not_accepted` refuses, paths that differ
-        from a known path only by case, and, for a host without rank 0, paths outside the shared
-        folders.
+        There are four possible reasons: the path is unsafe; `Ignore.why_not_accepted` refuses the
+        path; the path differs from a known path only by case; or the host does not run rank 0, and
+        the path is outside the shared folders.
         """
         if why := why_unsafe(path):
             raise UnsafeError(path, why)
@@ -284,8 +285,8 @@ class StoreServer:
     def _is_runs_folder(self, path: str) -> bool:
         """Return whether a folder belongs to runs.
 
-        A folder belongs to runs if a run has made it or a folder that contains it, or if it does
-        not exist yet. The folders of `--shared-writes` also belong to runs.
+        A folder belongs to runs if a run has made the folder or one of its parent folders. Folders
+        of `--shared-writes`, and folders that do not exist yet, also belong to runs.
         """
         if path and self._tree.status(path) is None:
             return True
@@ -321,7 +322,8 @@ class StoreServer:
     def _write_pieces(self, host_rank: int, pieces: Sequence[FilePiece]) -> dict[str, str]:
         """Write pieces of files, and move all files that are now complete to their paths.
 
-        The complete files are forced to the disk before the move, and their folders after it.
+        The complete files are forced to the disk before the move. After the move, the lists of
+        entries of their folders are forced to the disk.
 
         Returns:
             For each path, the reason why the path was refused; "" if it was accepted.
@@ -403,9 +405,9 @@ class StoreServer:
             flushed: Result of forcing the file to the disk; awaited here.
 
         Raises:
-            UnsafeError: The file was moved beside the user's file. Or it was discarded: it is an
-                executable program, or a `.pth` file that is no checkpoint, or the user also has a
-                file beside.
+            UnsafeError: The file was moved beside the user's file. Or the file was discarded,
+                because it is an executable program, or a `.pth` file that is no checkpoint, or
+                because the user has made or changed both `a.txt` and `a.txt.from-host`.
         """
         try:
             flushed.result()
@@ -444,9 +446,10 @@ class StoreServer:
     def _remove(self, host_rank: int, path: str) -> None:
         """Remove a file or an empty folder for a host. A file of the user is not removed.
 
-        If rank 0's version of the file at `path` is beside the user's file, remove rank 0's
-        version. Discard the files that this host is sending to `path` or below. Record the removal
-        for the other hosts, also if the user's file stays.
+        If rank 0 has written the user's file `a.txt` in this run, the store has rank 0's version as
+        `a.txt.from-host`. In this case, remove only rank 0's version. Discard the files that this
+        host is sending to `path` or below. The other hosts remove the path from their mirrors, even
+        if the user's file stays in the store.
 
         Raises:
             UnsafeError: The file is the user's, or the entry is no regular file and no folder.

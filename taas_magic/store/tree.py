@@ -277,7 +277,7 @@ class Tree:
                     self.remove(path)
 
     def entries(self, path: str) -> list[TreeEntry]:
-        """Return the entries of a folder, sorted by path; empty if it is missing or unreadable."""
+        """Return a folder's entries, sorted by path; [] if the folder is missing or unreadable."""
         prefix = f"{path}/" if path else ""
         found = []
         with suppress(OSError), self.folder(path) as here, os.scandir(here) as entries:
