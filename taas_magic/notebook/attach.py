@@ -34,10 +34,12 @@ NOT_ATTACHED = "NOT ATTACHED"
 def attach(run: Run) -> None:
     """Show a run, as recorded in its folder, until the run has ended.
 
-    Then print the details of the run's first failure, such as the traceback. A timeout has none.
+    Then print the details of the run's first failure, such as the traceback. After a timeout, print
+    no details.
 
     Raises:
-        KeyboardInterrupt: The user interrupted the view. The run continues. The message says so.
+        KeyboardInterrupt: The user interrupted the view. The run continues, as the error's message
+            says.
     """
     with Interrupts() as interrupts:
         state = _show(run, interrupts)

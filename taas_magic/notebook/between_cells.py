@@ -12,6 +12,7 @@ before_cell: list[Callable[[], None]] = []
 set_in_ranks: dict[str, str] = {}
 """Names that earlier `%%taas` cells without a session assigned on their ranks.
 
-The value of a name is the id of the detached run that returns the name by `--out`; "" for any other
-run. A later cell that uses such a name gets a hint.
+Each name is a key of the dict. If a detached run returns the variable by `--out`, the key has the
+run's id as its value, else "". If a later cell uses the name but the notebook lacks the variable,
+the user gets a hint.
 """

@@ -135,8 +135,8 @@ def count(text: str) -> int:
     """Parse `20480000`, `20_480_000`, `20M` or `1.5G` (K, M, G, T are powers of 1000).
 
     Raises:
-        ValueError: The text is no such number, or the number is not whole, below 1 or above
-            `MAX_COUNT`.
+        ValueError: The text has none of these forms, the number is not whole, or it is outside the
+            range from 1 to `MAX_COUNT`.
     """
     match = _COUNT.fullmatch(re.sub(r"(?<=\d)_(?=\d)", "", text))
     if match is None:
@@ -585,8 +585,8 @@ def check_ranks(flags: Flags) -> None:
 def _check_prefill(prefill: Prefill, flags: Flags, memory: DataConfig) -> None:
     """Raise UsageError if fetchers could never prepare the amount of `--prefill`.
 
-    This is so without `--cpus`, for `all` without `--units`, and for more bytes than the prefetch
-    buffers of all fetchers can hold.
+    `--prefill` needs `--cpus`, and `--prefill all` also needs `--units`. An amount in bytes must
+    fit into the prefetch buffers of all fetchers together.
     """
     if prefill.unit == "all" and flags.units is None:
         raise UsageError("--prefill all needs a limit on the data: add --units (--units 20M)")

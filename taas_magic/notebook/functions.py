@@ -78,8 +78,8 @@ def run(
         The run. `run.result` is the value that rank 0 returned.
 
     Raises:
-        UsageError: An option has an impossible value, or the function has a parameter with the
-            name of an option that was given.
+        UsageError: An option has an impossible value. Or a given option has the same name as a
+            parameter of the function.
         CaptureError: The function or an argument cannot be pickled for the ranks.
         ResultError: The returned value could not be pickled.
         PoolError: The pool could not be started.
@@ -113,7 +113,8 @@ def run(
 def _flags(options: Mapping[str, Any], settings: Config) -> Flags:
     """Convert the options of `run` to flags, as if the user had written them after `%%taas`.
 
-    `Flags.out` also gets the value that the function returns.
+    `Flags.out` also gets an entry for the function's return value: from rank 0, or with `gather`
+    from all ranks.
     """
     words: list[str] = []
     for option, value in options.items():
@@ -172,7 +173,7 @@ def _execute(asked: Flags, work: Work, shell: InteractiveShell, settings: Config
 
 
 def _shell() -> InteractiveShell:
-    """Return the current IPython shell; in a script, create one for its `__main__` module.
+    """Return the current IPython shell. In a script, create a shell for the module `__main__`.
 
     Raises:
         UsageError: This process is a rank.

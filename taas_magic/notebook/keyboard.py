@@ -19,7 +19,10 @@ if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
 SAME_RANK_S = 1.0
-"""Seconds after an answer during which only the answered rank may ask again, as debuggers do."""
+"""Seconds after an answer in which only the answered rank's next request is shown.
+
+A debugger, for example, requests the next line soon after each answer.
+"""
 
 ANSWER_LIMIT_BYTES = 4000
 """Maximum size of an encoded answer.
@@ -42,7 +45,10 @@ class InputQueue:
         self._answered_at = float("-inf")
 
     def add(self, request: InputRequested) -> None:
-        """Add a request. It replaces an older request of the same rank, which was interrupted."""
+        """Add a request, in place of an older request of the same rank.
+
+        The older request needs no answer, because an interrupt has ended the rank's wait for it.
+        """
         self._waiting[request.rank] = request
 
     def clear(self) -> None:
@@ -53,7 +59,7 @@ class InputQueue:
         """Remove and return the request to answer now; None if no request is due.
 
         A request of the rank that was answered last is due immediately. Requests of other ranks are
-        due `SAME_RANK_S` later, so that they do not interrupt one rank's dialog.
+        due `SAME_RANK_S` after the last answer, so that they do not interrupt one rank's dialog.
 
         Args:
             now: Current time, from the same clock as in `record_answer`.

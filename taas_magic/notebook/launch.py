@@ -83,7 +83,8 @@ def execute(flags: Flags, work: Work, shell: "InteractiveShell", config: Config)
 
     Block until the view shows the end of the run, or until the run is detached. All checks come
     before the start of any process of the run. At the end, record the names that the cell assigned
-    on its ranks; a later cell that misses such a name gets a hint.
+    on its ranks. If a later cell of the notebook fails because it lacks such a name, the user gets
+    a hint.
 
     Raises:
         UsageError: The flags are impossible, or `--out` names a variable that no rank will have.
@@ -173,7 +174,8 @@ def prepare_run(
             it.
 
     Returns:
-        The kernel's side of the run, and the description of the run for its pools.
+        The `RunDriver` with which the kernel starts and follows the run, and the description of the
+        run for its pools.
 
     Raises:
         PoolError: The state folder is not writable.
@@ -205,7 +207,7 @@ def _run_in_session(
     session: Session,
     captured: Payload,
 ) -> None:
-    """Run a cell on a session's ranks. Start the ranks if it is the first cell.
+    """Run a cell on a session's ranks. For the session's first cell, start the ranks.
 
     Afterwards, even after an error, update the session's names of variables and its failed rank. If
     the session has ended, print why.
@@ -292,7 +294,7 @@ def carry_out(
 
     With `--prefill`, request the ranks' hosts only after the fetchers have prepared the data. If
     the run gets no hosts, remove its folder. At the end, end the fetchers, but leave a session's
-    fetchers to the session. Also remove the folders of the oldest runs if there are too many.
+    fetchers to the session. Then remove the folders of the oldest runs if `[runs]` requires it.
 
     Args:
         driver: The kernel's side of the run.
@@ -351,7 +353,10 @@ def carry_out(
 
 
 def _prune(config: Config) -> None:
-    """Remove folders of the oldest runs if all folders exceed the limits `[runs]` in taas.toml."""
+    """Remove folders of the oldest ended runs if the folders of all runs together exceed a limit.
+
+    The limits are in the table `[runs]` of taas.toml: a number of folders and a total size.
+    """
     global _pruned_at
     _pruned_at = time.monotonic()
     journal.prune(config.runs.keep, config.runs.keep_bytes)
@@ -459,8 +464,8 @@ def learn_names(session: Session, shell: "InteractiveShell", config: Config) -> 
 def take_session(run: Run, shell: "InteractiveShell", config: Config) -> Session:
     """Take over a detached session, show its running cell, and learn its ranks' variables.
 
-    If no cell is running, show the newest cell that lost its kernel, if any. The shown cell becomes
-    `last_run`.
+    If no cell is running, show the newest cell whose kernel ended during the cell, if any. The run
+    of the shown cell becomes `last_run`.
 
     Args:
         run: The session's own run.
@@ -525,8 +530,8 @@ def plan_of(flags: Flags, pool: Pool, config: Config) -> Plan:
 def plan_of_cell(flags: Flags, session: Session | None, pool: Pool, config: Config) -> Plan:
     """Return the plan of a cell, and prepare its session, if any, for the cell (`begin_cell`).
 
-    A later cell of a session has the ranks and hosts of the first cell, and its own options and run
-    id. The errors are those of `plan_of`.
+    The plan of a session's later cell has the ranks and hosts of the session's first cell. But the
+    options and the run id in it are those of the later cell. The errors are those of `plan_of`.
     """
     if session is None:
         return plan_of(flags, pool, config)
@@ -551,14 +556,15 @@ def with_fetchers(
     """Add the fetchers of registered loaders to a plan, with their pool and hosts.
 
     No hosts are allocated. Without registered loaders or without `--cpus`, add no fetchers and
-    remove `prefill` from the plan. Without registered loaders, add a note on flags without effect.
+    remove `prefill` from the plan. Without registered loaders, also add a note that lists the given
+    flags that have no effect, such as `--units`.
 
     Args:
         flags: Flags of the cell, completed by `Session.with_session_flags` for a session.
         loaders: Names of the registered loaders that the cell sends to the ranks.
         config: Settings of taas.toml.
-        cpus: Value of `--cpus` on the cell itself, for the note on unused flags. None to use the
-            value in `flags`.
+        cpus: Value of `--cpus` in the cell's own line, without the session's default. It decides
+            whether the note lists `--cpus`. None for the value in `flags`.
 
     Raises:
         UsageError: taas.toml has no such pool.

@@ -81,7 +81,10 @@ class TaasMagics(Magics):
             _print_line(line)
 
     def on_cell_end(self, result: Any) -> None:
-        """Print hints after a cell that installs PyPI's `taas`, or misses a name set only on ranks.
+        """Print a hint after a cell that installs PyPI's `taas` or lacks a variable of the ranks.
+
+        A cell lacks such a variable if it raises NameError for a name that an earlier cell assigned
+        only on its ranks.
 
         IPython calls this method for its event `post_run_cell`.
         """
@@ -189,7 +192,7 @@ class TaasMagics(Magics):
         """Return the file name under which the kernel compiled the cell that called the magic.
 
         Find the name in the cell's stack frame. If `raw` is not the cell that the user sees,
-        compute the name from the text.
+        compute the name from `raw`.
         """
         frame = sys._getframe()
         while frame.f_back is not None and raw == self._raw_cell:
@@ -226,9 +229,9 @@ def locate(raw_cell: str, line: str, body: str) -> tuple[str, int]:
     """Find the magic's body in the cell that the user sees.
 
     Returns:
-        The whole cell, and the number of lines in it before the body. If code called the magic
-        (`get_ipython().run_cell_magic`), the user sees no such cell. Then the result is a cell made
-        of `line` and `body`.
+        The whole cell, and the number of lines in it before the body. If code called the magic by
+        `get_ipython().run_cell_magic`, the body is not the end of a visible cell. In this case, the
+        returned cell is made of `line` and `body`.
     """
     seen, lines = raw_cell.splitlines(), body.splitlines()
     offset = len(seen) - len(lines)
@@ -408,8 +411,8 @@ def _logs(words: Sequence[str], settings: Config) -> str:
 def _attach(words: Sequence[str], settings: Config) -> str:
     """Show a run for `%taas attach`, or take over a running session.
 
-    Without a name, choose the newest suitable run of this project. A terminal cannot take over a
-    session, so it shows the session's running cell.
+    Without a name, choose the newest suitable run of this project. In a terminal, do not take over
+    a session; show the session's running cell instead.
 
     Raises:
         UsageError: The session is in this kernel already or has ended, or there is no such run.
@@ -841,7 +844,8 @@ def _beginning(word: str, possible: Iterable[str]) -> tuple[str, list[str]]:
 def _matcher(known: TaasMagics) -> Callable[[CompletionContext], SimpleMatcherResult]:
     """Return a matcher for `shell.Completer.custom_matchers` (version 2 of IPython's API).
 
-    In a taas magic or comment, its completions replace those of IPython. Elsewhere it has none.
+    In a taas magic or comment, the matcher's completions replace those of IPython. In other text,
+    the matcher returns no completions.
     """
 
     @context_matcher(identifier="taas_magic")

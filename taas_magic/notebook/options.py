@@ -11,9 +11,9 @@ from taas_magic.errors import UsageError
 def refuse_shared_names(what: str, function: Callable[..., Any], given: Collection[str]) -> None:
     """Check that the given options and the function's parameters share no name.
 
-    The user may have meant such an argument for the function, but the call would use it as an
-    option. Parameters that `functools.partial` has set do not count. A function without a known
-    signature is not checked.
+    If a name were shared, the call would use the user's keyword argument as an option, even if the
+    user meant it for the function. Parameters that `functools.partial` has set do not count. A
+    function without a known signature is not checked.
 
     Args:
         what: The call that has the options, such as "taas.run".

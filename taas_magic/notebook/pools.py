@@ -282,8 +282,8 @@ def ask_hosts(
         config: Settings of taas.toml.
         packages: Packages that taas-magic needs on a host.
         modules: Top-level modules that a host must have.
-        mark: Path of a file in the project store. A host that sees this file shares the store. ""
-            skips this check.
+        mark: Path of a file in the project store. A host that sees this file shares the store. If
+            "", do not check whether hosts share the store.
 
     Returns:
         One row for each host. A pool without a host to ask has one row, with an empty host name.

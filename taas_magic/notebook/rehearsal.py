@@ -39,7 +39,10 @@ BATCHES_VARIABLE = "TAAS_REHEARSE"
 _MAX_LISTED = 3
 _MAX_PROBLEMS = 5
 _MIN_STEP_S = 1e-3
-"""Minimum seconds that a rank computes on a batch, for an estimate of `--cpus`."""
+"""Minimum seconds, on average, that a rank must work on a batch.
+
+If ranks need less time for a batch, the report has no estimate of `--cpus`.
+"""
 
 
 @dataclass
@@ -128,10 +131,13 @@ def rehearse(flags: Flags, work: Work, shell: "InteractiveShell", config: Config
 
 
 def _examine_pool(found: RehearsalFindings, captured: Payload, config: Config) -> None:
-    """Record in `found` the plan on the pool, the check of its hosts, and their problems.
+    """Plan the run on its pool, check hosts and project store, and record the results in `found`.
 
-    Also check the project store, and the hosts of the fetchers' pool. The hosts of pools with the
-    engine `local` are not checked. Errors become entries of `found.problems`. Allocate no host.
+    Ask the hosts of the ranks' pool and of the fetchers' pool whether they can run cells and have
+    the modules that this cell uses. Print a line for the user before asking. Do not check the hosts
+    of pools with the engine `local`. Allocate no host.
+
+    Errors of the plan, the store and the pools become entries of `found.problems`.
     """
     flags = structs.replace(found.flags, rehearse=0)
     pool = config.pool(flags.pool)
@@ -284,10 +290,14 @@ def _travels(found: RehearsalFindings) -> str:
 
 
 def _loader_rows(found: RehearsalFindings) -> Iterable[tuple[str, str]]:
-    """Yield rows of the report about data: the size and speed of each registered loader.
+    """Yield the rows of the report about data, each as a label and a text.
 
-    A last row names the loops that a rehearsal cannot end early, because they use no registered
-    loader.
+    Each registered loader has a row. It has the number of bytes that would be sent to each fetcher,
+    the measured speeds, and the estimated `--cpus`.
+
+    A rehearsal does not shorten loops over other data. So if the cell uses DataLoaders that are not
+    registered, a last row names these DataLoaders. If the kernel captured no DataLoader at all, the
+    last row says that the loops of the cell are not shortened.
     """
     for name, size in found.loader_bytes.items():
         loader_counts = found.counts_by_loader.get(name)

@@ -217,9 +217,9 @@ class RunFetchers:
     Fetchers may run in another pool than the ranks. This class forwards their events to the pool of
     the ranks, for the run's journal and for the ranks' hosts.
 
-    The fetchers end if their pool's process ends. If all fetchers of the run have ended, that
-    process starts them again, up to `--max-restarts` times. In a session, the fetchers stay after
-    the cell, and start again at most once for each cell.
+    If all fetchers of the run have ended, their pool's process starts them again, up to
+    `--max-restarts` times. If the pool's process ends, the fetchers end, too. In a session, the
+    fetchers stay after the cell, and start again at most once for each cell.
 
     Args:
         pool: Pool that runs the fetchers.
@@ -270,7 +270,7 @@ class RunFetchers:
         """Start a thread that sends the fetchers' further events to the process of the ranks' pool.
 
         Args:
-            connection: Connection to that process.
+            connection: Connection to the process of the ranks' pool.
             run_id: Id of the run whose journal gets the events; "" for the run of these fetchers.
         """
         self._listen = lambda event: None
@@ -309,10 +309,10 @@ class RunFetchers:
         return [FetcherEnded(number=it.number) for it in (data.fetchers if data else ())]
 
     def close(self, interrupts: Interrupts, is_detached: bool = False) -> None:
-        """End the fetchers, and wait for the answer of their pool, but not for their end.
+        """Request the end of the fetchers, and wait for the response of their pool's process.
 
         Fetchers that are still starting end as soon as they have started. The user's second
-        interrupt ends the wait.
+        interrupt ends the wait for the response.
 
         Args:
             is_detached: Whether the run was detached. The fetchers of a detached run continue.
@@ -499,11 +499,11 @@ class RunDriver:
 
     @contextmanager
     def ending_on_error(self, view: View | SilentView) -> Iterator[None]:
-        """If the block fails, write the run's end to the journal, show it, and raise the error.
+        """If the block fails, record and show the run's end, and raise the block's error.
 
-        The block is the part of the run before the ranks start. The end's state is INTERRUPTED
-        after a KeyboardInterrupt, LOST after a ConnectionEnded, and FAILED after another PoolError
-        or a StoreError.
+        The block is the part of the run before the ranks start. The end is recorded in the journal.
+        The run's last state is INTERRUPTED after a KeyboardInterrupt, LOST after a ConnectionEnded,
+        and FAILED after another PoolError or a StoreError. Other errors are only raised.
         """
         try:
             yield
@@ -566,8 +566,9 @@ class RunDriver:
 
         Meanwhile, ask the user for the lines that ranks request, and check whether the pool's
         process is alive. The user's first interrupt asks the ranks to end within a grace period.
-        The second interrupt kills the ranks. If the run does not end in time (`KILL_WAIT_S`,
-        `LEAVE_S`), the cell ends, and names the hosts on which ranks are still stopping.
+        The second interrupt kills the ranks. If the run does not end within `KILL_WAIT_S` of the
+        first interrupt, or within `LEAVE_S` of the second one, the cell ends nevertheless. The
+        cell's error then names the hosts on which ranks are still stopping.
 
         Args:
             connection: Connection on which the run was started.
@@ -668,8 +669,8 @@ class RunDriver:
     def _wait(self, view: View | SilentView, until: float = float("inf")) -> Iterable[Event]:
         """Wait for an event, and return all queued events; [] if none has arrived.
 
-        The wait ends at the monotonic time `until`, when output of the view is due, or after
-        `CHECK_S`.
+        The wait ends at the latest after `CHECK_S`, at the monotonic time `until`, or when the view
+        must write output, whichever comes first.
         """
         due = min(until, view.next_due())
         timeout_s = min(CHECK_S, max(0.0, due - time.monotonic()))
@@ -740,9 +741,10 @@ class RunDriver:
         threading.Thread(target=send, name=thread, daemon=True).start()
 
     def _check(self, connection: PoolConnection, view: View | SilentView) -> None:
-        """Mark the run as lost if the pool's process has ended or is silent for `SILENT_LOST_S`.
+        """Record the run's end as LOST if the pool's process is gone or silent.
 
-        After a silence of `SILENT_NOTE_S`, show a note once. To mark the run, set its end event.
+        The process counts as silent after `SILENT_LOST_S` without a heartbeat. After only
+        `SILENT_NOTE_S`, show a note once.
         """
         if connection.is_over:
             # A pool's process that is alive writes the run's end to the journal itself.
@@ -759,8 +761,8 @@ class RunDriver:
     def _give_up_waiting(self, connection: PoolConnection) -> None:
         """End the cell as INTERRUPTED, although the interrupted run has not ended in time.
 
-        The cell's error names the hosts. The pool's process later writes the run's real end to the
-        journal.
+        The cell's error names the run's hosts and says when their ranks are killed. The pool's
+        process later writes the run's real end to the journal.
         """
         # After a restart, the hosts may differ from those of the first attempt.
         hosts = ", ".join(self.head.hosts or self.hosts)

@@ -137,9 +137,9 @@ class Run:
     def head(self) -> RunState:
         """The run's state, computed from all its events and shown by the run's status header.
 
-        In the kernel that started the run, return the state of its view, unless the run is
-        detached. Otherwise read the journal's events since the last read. If the run was lost, the
-        state says so.
+        In the kernel that started the run, return the state that the kernel keeps for the view. If
+        the run is detached, or in any other process, first read the journal's new events. If the
+        run was lost, the state says so.
         """
         if self.live:
             return self.live
@@ -211,9 +211,8 @@ class Run:
     def result_notes(self) -> list[str]:
         """Notes for the user about functions that the run returned.
 
-        A function that a run returned uses the notebook's variables, not those of the ranks. Each
-        note names a variable of such a function whose value in the notebook differs from the value
-        in the cell.
+        A returned function uses the notebook's variables, not those of the ranks. If a variable has
+        another value in the notebook than it had in the cell, a note names the variable.
         """
         return list(self._results().notes)
 

@@ -270,7 +270,8 @@ class Session:
         Ask the pool's process to do so, and write the changed flags to the session's folder.
 
         Raises:
-            UsageError: The session has fetchers in another pool. They would end with this kernel.
+            UsageError: The session has fetchers in another pool. Such fetchers would end with this
+                kernel.
             PoolError: The pool's process does not respond, or the session has ended.
         """
         for fetchers in self._fetchers.values():
@@ -405,9 +406,9 @@ class Session:
         """Return a message that the session has ended, with the reason; "" if it has not ended.
 
         Args:
-            may_have_died: Whether a rank may have died in a cell. If True, wait up to
-                `DEATH_SEEN_S` for the report that the session has ended. Also wait if taas-magic
-                has killed ranks of the session.
+            may_have_died: Whether a rank may have died in a cell. If True, or if taas-magic has
+                killed ranks of the session, wait up to `DEATH_SEEN_S` for the report that the
+                session has ended.
         """
         until = time.monotonic() + DEATH_SEEN_S * (may_have_died or self._has_lost_ranks)
         while not self.has_ended and time.monotonic() < until:
@@ -471,8 +472,8 @@ class Session:
 def _call_if_alive(connection: PoolConnection, request: Request[None]) -> None:
     """Send a request to a pool's process, and ignore a PoolError.
 
-    A PoolError means that the pool's process has ended, and so the session, too. The next cell
-    reports the end of the session.
+    A PoolError means that the pool's process has ended or does not respond. If the process has
+    ended, the session has ended, too. The next cell reports this.
     """
     with suppress(PoolError):
         connection.call(request)
@@ -553,9 +554,9 @@ def live() -> list[Session]:
 
 
 def flags_of(run: Run) -> Flags | None:
-    """Return a session's flags from the folder of the run that holds the session's ranks.
+    """Return the flags of a session, given the session's own run; None for any other run.
 
-    Return None for any other run.
+    The flags are stored in the folder of the session's own run, which starts the ranks.
     """
     with suppress(FileNotFoundError):
         return from_json((run.path / _FLAGS_FILE).read_bytes(), Flags)
@@ -584,7 +585,7 @@ def detached_session(name: str, project: Path | None = None) -> Run | None:
     """Find the newest detached session of another kernel that has the name `name`.
 
     Returns:
-        The run that holds the session's ranks; None if there is no such session.
+        The session's own run, which started its ranks; None if there is no such session.
 
     Args:
         name: Name of the session.
