@@ -106,8 +106,8 @@ def get_worker_info() -> Any:
 def _device_type() -> str:
     """Return "cuda" if this process can use a GPU, else "cpu".
 
-    Only a rank asks torch. Other processes, such as the kernel, must not load torch and CUDA for
-    this: they count the GPUs by `probe.count_gpus`.
+    Only a rank asks torch. Other processes, such as the kernel, must not load torch and CUDA. They
+    count the GPUs by `probe.count_gpus` instead.
     """
     if "LOCAL_RANK" in os.environ and "torch" in sys.modules:
         import torch
@@ -124,8 +124,9 @@ def __getattr__(name: str) -> Any:
     `last_run` is the run that this kernel started or attached last; None if there is no such run.
     `log` and `step` are stored in this module, because loops call them often.
 
-    While `taas` itself is imported, the notebook's folder comes before the standard library on the
-    import path. So importing the other modules then would fail if the folder has a `random.py`.
+    The other modules are not imported together with `taas`. During the import of `taas`, the
+    notebook's folder comes before the standard library on the import path. If this folder has a
+    `random.py`, the import of a module that needs Python's own `random` would fail.
 
     Raises:
         AttributeError: `taas` has no such name.

@@ -31,7 +31,7 @@ MOST_BYTES = 1 << 60
 
 _GPU_POOL = re.compile(r"g\d+\.\d+")
 _CLOSE = 0.7
-"""Minimum similarity of an unknown name to the known name that a message suggests, from 0 to 1."""
+"""Minimum similarity, from 0 to 1, of a known name that a message suggests for an unknown one."""
 
 _MODULE = r"^[^\W\d]\w*(\.\w+)*\Z"
 _T = TypeVar("_T", bound=Struct)

@@ -26,8 +26,8 @@ START_TIMEOUT_S = 120.0
 STOPPED_S = 5.0
 """Seconds for which a process may be suspended (SIGSTOP).
 
-If a rank is suspended for longer, the run fails. Any other process is killed. Then a fetcher's
-worker is replaced; for a forkserver, the whole host is replaced.
+If a rank is suspended for longer, the run fails. Other processes are killed: a worker of a fetcher
+is then replaced by a new worker, and the host of a forkserver is replaced by a new host.
 """
 
 HOST_END_S = 10.0

@@ -67,7 +67,8 @@ def choose_data_pool(ranks_pool: str, data_pool: str, config: Config) -> tuple[P
     """Choose the pool for the fetchers: the first with `role = "data"`, else the pool of the ranks.
 
     Args:
-        data_pool: Name in `--data-pool`, which is then the chosen pool; "" without this flag.
+        data_pool: Value of `--data-pool`: name of the pool to choose in any case; "" without this
+            flag.
 
     Returns:
         The pool, and a note for the user if several pools have `role = "data"`, else "".
@@ -198,8 +199,8 @@ class Flags(RunOptions, frozen=True, kw_only=True):
             for never; None for the value in taas.toml.
         store: Folder of the project store; "" for the folder in taas.toml or, if taas.toml names
             none, the notebook's folder.
-        send: Variables whose values the notebook sends to a session's ranks even if the session has
-            assigned them.
+        send: Variables whose values the notebook sends to a session's ranks even if a cell of the
+            session has assigned other values to the variables.
     """
 
     gpus: int

@@ -242,8 +242,9 @@ def sites(cache: str) -> list[str]:
 def count_gpus() -> int:
     """Count the CUDA devices that a process on this host would see, without using CUDA.
 
-    Count the entries of `CUDA_VISIBLE_DEVICES` if it is set, else the devices in `/dev`. Torch
-    could create a CUDA context in this process. Then CUDA would not work in forks of the process.
+    Count the entries of `CUDA_VISIBLE_DEVICES` if it is set, else the devices in `/dev`. Torch is
+    not asked, because it could create a CUDA context in this process, and then CUDA would not work
+    in forks of the process.
     """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
@@ -351,7 +352,15 @@ def _publish(aside: str, folder: str) -> None:
 
 
 def _unpack(bundle: str, sha256: str, into: str) -> str:
-    """Check the SHA-256 of a zip file and unpack it; return an error text, or ""."""
+    """Check the SHA-256 of a zip file, and unpack the file into the folder `into`.
+
+    Returns:
+        An error text if the file has another SHA-256; else "".
+
+    Raises:
+        OSError: The zip file cannot be read, or a file cannot be written.
+        zipfile.BadZipFile: The file is not a valid zip file.
+    """
     with open(bundle, "rb") as file:
         seen = hashlib.sha256(file.read()).hexdigest()
     if seen != sha256:

@@ -26,7 +26,7 @@ def encode(message: Struct) -> bytes:
 def escaped(value: Any) -> Any:
     r"""Return a copy of a value in which all strings can be encoded as UTF-8.
 
-    Lone surrogates, such as `\udce9`, become the text of such an escape. Tuples become lists.
+    A lone surrogate becomes six ASCII characters, such as `\udce9`. Tuples become lists.
     """
     if isinstance(value, str):
         return value if value.isascii() else value.encode("utf-8", "backslashreplace").decode()

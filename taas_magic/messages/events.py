@@ -172,6 +172,7 @@ class LoaderAddresses(Struct, kw_only=True, frozen=True):
     """Addresses at which fetchers serve one loader.
 
     Attributes:
+        fetchers: Number of fetchers that serve the loader.
         workers: Number of workers of all these fetchers together.
         addresses: Known addresses, by `FetcherPlan.index`. A fetcher reports only its own address.
         failed: Reason why the reporting fetcher has ended or could not start; else "".
@@ -343,10 +344,10 @@ class RankFailure(Event, tag="failure", kw_only=True):
 
 
 class Hang(Event, tag="hang", kw_only=True):
-    """An agent reports that no rank of its host makes progress.
+    """An agent reports that no rank of its host makes progress, or that one makes progress again.
 
     Attributes:
-        ranks: Stack reports of the ranks; empty if a rank has made progress again.
+        ranks: Stack reports of the ranks; empty if a rank makes progress again.
     """
 
     attempt: int
@@ -479,8 +480,8 @@ class Rehearsed(RankEvent, tag="rehearsed", kw_only=True):
 
     Attributes:
         peak_bytes: Largest resident memory of the rank so far, without the rank's child processes.
-        written: Files that a run would have written to the project store. Each rank reports the
-            files of all ranks.
+        written: Files that the cell would write to the project store in a run outside a rehearsal.
+            Each rank reports the files of all ranks.
         outside: Files that this rank wrote outside the project store.
     """
 
@@ -500,7 +501,8 @@ class CellNames(RankEvent, tag="names", kw_only=True):
     """A rank reports which variables a session's cell has assigned or deleted.
 
     Attributes:
-        plain: Digests (`plain_digest`) of the assigned plain values, by the name of the variable.
+        plain: Digests of the assigned values that are plain data, such as numbers and lists of
+            strings, by the name of the variable (`plain_digest`).
         fetched: Numbers of the session's cells whose fetchers this rank still needs.
     """
 

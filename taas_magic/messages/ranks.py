@@ -120,8 +120,8 @@ class StoreMessage(Struct, tag_field="kind", kw_only=True):
 class StoreWriteReported(StoreMessage, tag="store_write"):
     """The rank reports that it writes a path of the project store.
 
-    The receipt uses rank 0's reports only if its host shares the store. Otherwise, the receipt
-    lists the files that this host has sent from its mirror to the store.
+    The receipt uses rank 0's reports only if rank 0's host shares the store. If the host has a
+    mirror instead, the receipt lists the files that the host has sent to the store.
     """
 
     path: str

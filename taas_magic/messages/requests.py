@@ -100,8 +100,8 @@ class ForwardEvents(Request[None]):
 class Detach(Request[str]):
     """A kernel hands a run and its fetchers over to the pool's process.
 
-    A kernel keeps the control of its session until the kernel ends. The response is "", or the
-    reason why the pool's process cannot take the run over.
+    If the run is a session, the kernel remains the owner until the kernel ends. The response is "",
+    or the reason why the pool's process cannot take the run over.
     """
 
     run_id: str

@@ -65,7 +65,7 @@ After this time, `Pool.down` kills the process. Other callers get PoolError.
 """
 
 REPORT_WAIT_AFTER_S = 5.0
-"""Seconds of waiting for a pool's process after which a message to the user names the process."""
+"""Seconds of a wait for a pool's process until the user gets a message about the process."""
 
 _LOOK_S = 0.25
 _POLL_S = 0.02
@@ -194,8 +194,8 @@ class PoolConnection:
     """The connection of this kernel to one process of a pool.
 
     The connection ends when the process ends or when the kernel closes the connection. It is never
-    restored. All runs and waits for hosts on this connection end at the same time. Each method that
-    sends a request raises the errors of `call`.
+    restored. When the connection ends, all its runs and waits for hosts end. Each method that sends
+    a request raises the errors of `call`.
 
     Attributes:
         id: The Dask client's id, by which the process identifies this kernel.
@@ -480,7 +480,7 @@ class PoolConnection:
         disconnect(self._client)
 
     def _end(self, why: str) -> None:
-        """Mark the connection as ended, for the reason `why` unless it has ended already."""
+        """Mark the connection as ended. Store the reason `why` unless an earlier one is stored."""
         with self._lock:
             self.why = self.why or why
         self._over.set()
@@ -617,9 +617,10 @@ class Pool:
             return self._ready_connection() or self._join(PoolWait(self), lambda lines: None)
 
     def _ready_connection(self) -> PoolConnection | None:
-        """Return the connection if the process sends beats. Otherwise close it and return None.
+        """Return the connection if the process sends beats; else close the connection.
 
-        If the process is silent, first wait up to `_PATIENCE_S` for a beat.
+        If the process is silent, first wait up to `_PATIENCE_S` for a beat. Without a ready
+        connection, return None.
         """
         if (found := self.connection) is None:
             return None
@@ -636,14 +637,15 @@ class Pool:
     ) -> PoolConnection | None:
         """Connect to the pool's process, and store the connection in this object.
 
-        If a process ends before it accepts this kernel, no run is lost, and this call tries the
-        next process, up to `_MAX_PROCESSES` in total. A process that does not respond is killed.
+        If a process ends normally before it accepts this kernel, try the pool's next process. A
+        process that does not respond is killed, and the next one is tried. Try at most
+        `_MAX_PROCESSES` processes.
 
         Returns:
             The connection. None if no process is running and `starts` is False.
 
         Raises:
-            PoolError: A process that this kernel started failed, or the wait was cancelled.
+            PoolError: No process accepted this kernel, or `_connect_to` or `_find` raised.
         """
         for _ in range(_MAX_PROCESSES):
             process = self._find(wait, starts)
@@ -665,8 +667,9 @@ class Pool:
     ) -> PoolConnection | None:
         """Connect to a process and ask it to accept this kernel.
 
-        If the process does not answer soon, tell the user by `on_wait`. If it refuses, because it
-        has begun to end, wait up to `END_S` for its end.
+        A process that has begun to end does not accept the kernel. In this case, wait up to `END_S`
+        for the end of the process. `on_wait` receives a line for the user if the process does not
+        answer soon, and another line before the wait for the process's end.
 
         Returns:
             The connection. None if the process ended without a failure before it accepted this
@@ -674,7 +677,10 @@ class Pool:
 
         Raises:
             OSError: The process runs, but does not respond.
-            PoolError: The process failed and this kernel had started it, or the wait was cancelled.
+            PoolError: The process failed, and this kernel had started it. Or the process hung at
+                its start and was killed. Or the process has other versions than this kernel. Or an
+                ending process did not end within `END_S`. Or `wait` was cancelled, or this kernel
+                ended the pool.
         """
         began, is_told = time.monotonic(), False
 

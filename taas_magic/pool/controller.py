@@ -73,13 +73,13 @@ FIRST_S = 20.0
 """Minimum seconds that a pool waits for its first kernel, which may still be importing modules."""
 
 _ANSWERED_S = 2.0
-"""Maximum seconds for which an ending pool waits until all waits for hosts have ended."""
+"""Maximum seconds for the kernels' cancelled waits for hosts to end when the pool ends."""
 
 
 class Kernels:
     """Registry of the kernels that are connected to a pool, and of their waits for hosts.
 
-    It also decides when the pool ends because nobody uses the pool.
+    The registry also ends a pool that no kernel and no run uses any more.
 
     Args:
         linger_s: Seconds for which the pool continues without a kernel and without a run.
@@ -296,9 +296,9 @@ class Controller(SchedulerPlugin):
     async def launch(self, request: LaunchRanks) -> StartResponse:
         """Start a run's ranks on hosts of this pool.
 
-        First wait for interrupted runs, lock the project store if the run may write to it, and open
-        the run's journal. After the start, a background task follows the run to its end. The
-        response has the names of the hosts, or the error.
+        First wait until interrupted runs have ended. If the run may write to the project store,
+        lock the store. Then open the run's journal and start the ranks. A background task follows
+        the started run to its end. The response has the names of the hosts, or the error.
         """
         spec, owner, run_id = request.run, request.owner, request.run.plan.run_id
         send_event = self._event_sender(owner, run_id)
@@ -428,17 +428,19 @@ class Controller(SchedulerPlugin):
             self._tasks.start(share.refuse_input())
 
     def _relay_to(self, run: PoolRun, fetchers: PoolFetchers) -> None:
-        """Pass all further events of fetchers on this pool to `run` instead of a kernel.
+        """Pass further events of `fetchers` on this pool to `run` instead of a kernel.
 
-        The earlier start and end events are passed again: the kernel may not have relayed them.
+        Also pass the fetchers' earlier start and end events, because the kernel may not have
+        forwarded them to the run.
         """
         fetchers.publish = lambda event: self._tasks.start(run.relay([event]))
         self._tasks.start(run.relay(list(fetchers.lifecycle_events)))
 
     async def _end_fetchers(self, run: PoolRun) -> None:
-        """End the fetchers of `run` that no kernel owns.
+        """End those fetchers of `run` that no kernel owns.
 
-        These are the fetchers of a detached run, and fetchers of a session that lost their kernel.
+        No kernel owns the fetchers of a detached run. No kernel owns a detached session's fetchers
+        either after the kernel that started them has ended.
         """
         if end_fetchers := self._fetchers_of.pop(run.run_id, None):
             with contextlib.suppress(PoolError, OSError):  # the fetchers ended with their pool
@@ -450,8 +452,8 @@ class Controller(SchedulerPlugin):
     async def _adopt_fetchers(self, run: PoolRun) -> "EndFetchers":
         """Take over a run's fetchers from its kernel, if the run has fetchers.
 
-        From now on, the run gets the fetchers' events without the kernel. Fetchers may be on this
-        pool or on another one, whose process is then asked.
+        From now on, the run gets the fetchers' events from the fetchers' pool, not from the kernel.
+        If the fetchers run on another pool, send a request to the process of the other pool.
 
         Returns:
             A function that ends the fetchers; without fetchers, it does nothing.
@@ -486,9 +488,11 @@ class Controller(SchedulerPlugin):
     ) -> None:
         """Wait until a started run has ended; then write its end event to the journal and clean up.
 
-        The kernel gets the end event when the event is in the journal and the project store is
-        free. It gets the event at the latest `END_S` after the run's end. Then remove the payload
-        and end the fetchers that no kernel owns. For a detached run, also run the `notify` command.
+        Release the project store and close the journal before the kernel gets the end event. If the
+        kernel would have to wait longer than `END_S`, send the event without waiting any longer.
+
+        Then remove the payload, and end the fetchers that no kernel owns. For a detached
+        run, also run the `notify` command.
 
         Args:
             until_end: Exit stack that releases the project store and closes the journal.

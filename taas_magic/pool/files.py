@@ -51,9 +51,9 @@ class OwnedFiles:
     def may_write(self, name: str, is_fetchers: bool) -> bool:
         """Return whether the host may write a file of the run folder.
 
-        A host with ranks may write the logs and ledgers of its ranks. It may also write their
-        profiles and results of the current attempt; results only of `senders`. A host with fetchers
-        may write only their logs.
+        A host with ranks may write the logs and ledgers of its ranks. For the current attempt, it
+        may also write the profiles of its ranks, and the results of those ranks that are in
+        `senders`. A host with fetchers may write only the logs of its fetchers.
 
         Args:
             name: Path of the file, relative to the run folder.
@@ -161,11 +161,11 @@ class FileServer:
         return parts
 
     def _write(self, host_rank: int, owned: OwnedFiles, asked: WriteFiles) -> dict[str, str]:
-        """Write pieces of files, and return no refused path (see `WriteFiles`).
+        """Write pieces of files. Return an empty dict: no path is refused (see `WriteFiles`).
 
         Raises:
-            ProtocolError: The host may not write one of the files, or sent a folder or a removal.
-                Then nothing is written.
+            ProtocolError: The host may not write one of the files, or the request creates a folder
+                or removes a path. Then no file is written.
         """
         entries = [piece.entry for piece in asked.pieces]
         foreign = [it.path for it in entries if not owned.may_write(it.path, self._is_fetchers)]
@@ -180,7 +180,8 @@ class FileServer:
     def _write_piece(self, host_rank: int, piece: FilePiece) -> None:
         """Write a piece of a file to a temporary file; after the last piece, rename this file.
 
-        The temporary file belongs to this host, and ends with the newest piece.
+        Each host has a temporary file of its own. The temporary file is cut off after the newest
+        piece, so bytes of an earlier try do not remain.
         """
         path = self._path / piece.entry.path
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -196,7 +197,8 @@ class FileServer:
     def _answer_of_store(self, host_rank: int, asked: FileRequest[_T]) -> _T:
         """Handle a request about the project store by a `StoreServer`, in this object's own thread.
 
-        The first call creates the server. Only for a run that owns the store, it has a writer.
+        The first call creates the server. If the run owns the store, the server lets the host of
+        rank 0 write anywhere in the store. Other writes must be below shared folders.
         """
         if self._store_server is None:
             rule = self._run.plan.store

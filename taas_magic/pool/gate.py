@@ -235,7 +235,7 @@ class Gate(Listener):
     async def _prove(self, stream: IOStream, address: Any) -> GateComm:
         """Wait for the TLS handshake, and complete Dask's handshake; return the connection.
 
-        The peer of the connection is read from its certificate.
+        The peer's certificate says who the peer is; store this in `peer` of the connection.
         """
         assert isinstance(stream, SSLIOStream)
         await stream.wait_for_handshake()

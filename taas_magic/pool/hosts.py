@@ -55,7 +55,7 @@ class PoolHost:
         known_modules: Modules that an earlier check has found on the host; None before the first
             check.
         pending: Futures of requests that the host has not answered yet, by request number.
-        why_lost: The reason for which this process dropped the host; "" before.
+        why_lost: The reason for which this process dropped the host; "" for any other host.
     """
 
     address: str
@@ -351,8 +351,8 @@ class PoolHosts(SchedulerPlugin):
     def remove_worker(self, scheduler: Scheduler, worker: str, **kwargs: Any) -> None:
         """Remove a host that is gone. Called by Dask.
 
-        Requests that wait for the host's response get a PoolError. If the host had been ready or
-        was dropped, the runs on it learn of the loss and its reason.
+        Calls that wait for the host's response raise a PoolError. If the host had been ready or was
+        dropped, call `on_lost` with the reason.
         """
         host = self._hosts.pop(worker, None)
         if host is None:

@@ -1,8 +1,8 @@
 """The pool's own process: a Dask scheduler, the controller, and an engine that gets hosts.
 
-A kernel starts the process in a separate session of the operating system. So neither an interrupt
-of the kernel nor its end reaches the process. Kernels find the process through `pool.json` in the
-pool's folder. Only the user can read this file, which holds the address and the keys.
+A kernel starts the process in a separate session of the operating system. So the process continues
+if the kernel is interrupted or ends. Kernels find the process through `pool.json` in the pool's
+folder. Only the user can read this file, which holds the address and the keys.
 """
 
 import asyncio
@@ -226,10 +226,12 @@ class PoolFolder:
         return pool_address
 
     def find_other_versions(self) -> list[str]:
-        """Return the versions of this pool's processes that use other versions than this kernel.
+        """Find running processes of this pool whose versions differ from those of this kernel.
 
-        Only running processes for the same notebook's folder count. An example is "Python 3.11.9,
-        torch 2.4.0".
+        Only processes for the same notebook's folder count.
+
+        Returns:
+            A text for each such process, such as "Python 3.11.9, torch 2.4.0".
         """
         found = []
         folders = f"{self._config.name}-{'?' * _DIGEST}"  # does not match a pool `name-more`
@@ -243,7 +245,11 @@ class PoolFolder:
         return found
 
     def reap_children(self) -> bool:
-        """Reap ended child processes. Return whether a process that this kernel started runs."""
+        """Reap ended child processes.
+
+        Returns:
+            Whether a process of this pool that this kernel started still runs.
+        """
         with self._lock:
             self._children = [child for child in self._children if child.poll() is None]
             return bool(self._children)

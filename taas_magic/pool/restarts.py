@@ -38,8 +38,9 @@ class FetcherRestarts:
     def record(self, event: Event) -> tuple[list[Event], bool]:
         """Record an event of a fetcher.
 
-        If `event` ends the last fetcher and a restart is allowed, count the restart. The events to
-        publish are then a note, and `event` without addresses, so that ranks wait for new fetchers.
+        If `event` reports the end of the last fetcher and a restart is allowed, count the restart.
+        In this case, the events to publish are a note and a copy of `event` without addresses and
+        failures. The copy makes ranks wait for new fetchers.
 
         Returns:
             The events to publish instead of `event`, and whether the caller must start all fetchers

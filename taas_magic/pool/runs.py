@@ -100,8 +100,8 @@ class HostReport:
     Attributes:
         state: SUCCEEDED, FAILED, INTERRUPTED, or LOST for a host that is gone.
         cause: As in `host.watch.Verdict.cause`; "lost" for a host that is gone.
-        failures: Failures of the host's ranks. If `state` is SUCCEEDED, those of ranks that ended
-            early by `sys.exit(0)`.
+        failures: Failures of the host's ranks. A rank that ends early by `sys.exit(0)` has a
+            failure here even if `state` is SUCCEEDED.
     """
 
     state: str
@@ -153,10 +153,10 @@ def decide(hosts: Collection[HostPart], now: float) -> AttemptOutcome | None:
     failure, the attempt ends when all hosts have reported, or earlier:
 
     - If a reported failure was not caused by another failure, the attempt ends `SETTLE_S` later.
-    - If other failures caused all reported failures, the cause must still arrive. The attempt ends
-      when each host without a report has sent a beat at least `LATE_S` after the first reported
-      failure. A host's messages arrive in order, so a report would have arrived before this beat. A
-      host that sends no beats is soon dropped, and its loss counts as its report.
+    - If other failures caused all reported failures, wait for the report of the first cause. The
+      attempt ends when each host without a report has sent a beat at least `LATE_S` after the first
+      reported failure. A host's messages arrive in order, so a report would have arrived before
+      this beat. A host that sends no beats is soon dropped, and the loss counts as its report.
     - If hosts have reported only interrupts so far, the attempt does not end earlier, because all
       hosts were interrupted and will report.
     """
@@ -221,7 +221,7 @@ class Share(ABC):
     """
 
     is_fetchers: bool
-    """Whether these are fetchers."""
+    """Whether the share consists of fetchers instead of ranks."""
 
     def __init__(
         self, run: RunSpec, owner: str, pool_hosts: PoolHosts, publish: Callable[[Event], None]
@@ -424,7 +424,7 @@ class Share(ABC):
     ) -> int:
         """Start the ranks or fetchers of one host, and count the run as active on the host.
 
-        If `halt` was called meanwhile, repeat it on this host.
+        If `halt` is called during the start, send `Halt` to this host again after the start.
 
         Args:
             is_next_attempt: Whether the host ran the last attempt and is to start the next one.
@@ -575,7 +575,7 @@ class PoolFetchers(Share):
         """Kill the fetchers on all hosts, and wait up to `FETCHERS_END_S` for their end.
 
         Args:
-            how: Ignored, because "interrupt" kills the fetchers too.
+            how: Ignored: both "interrupt" and "kill" kill the fetchers.
         """
         self._restarts.refuse()
         await super().halt("kill")
@@ -715,7 +715,7 @@ class PoolRun(Share):
 
     @property
     def idle_for_s(self) -> float:
-        """Seconds since the session's last cell ended; 0 while one runs."""
+        """Seconds since the session's last cell ended; 0 while a cell runs."""
         return 0.0 if self._cells else time.monotonic() - self._used_at
 
     @contextlib.contextmanager
@@ -799,9 +799,9 @@ class PoolRun(Share):
     async def relay(self, events: Sequence[Event]) -> None:
         """Publish events of the run's fetchers, and send new fetchers' addresses to all hosts.
 
-        Fetchers that a cell of a session has started remain for later cells. So the session sends
-        their addresses. The newest cell publishes the events. An event that arrives a second time
-        is ignored.
+        The fetchers of a session's cell remain for later cells. So a cell passes the events to the
+        session, which sends the addresses, and publishes the events in the newest cell. Ignore a
+        start or end event that arrives a second time.
         """
         if self._session is not None:
             await self._session.relay(events)
@@ -843,7 +843,7 @@ class PoolRun(Share):
             await self.refuse_input()
 
     async def _close_requests(self, ranks: Iterable[int]) -> None:
-        """Record that `ranks` no longer wait for the user's input, and publish this."""
+        """Record that `ranks` no longer wait for input, and publish `InputAnswered` for each."""
         closed = [rank for rank in ranks if self._open_requests.pop(rank, None) is not None]
         for rank in closed:
             self.publish(InputAnswered(rank=rank))
@@ -968,7 +968,8 @@ class PoolRun(Share):
         """Start an attempt's ranks on `hosts`, given in the order of their ranks.
 
         `hosts` replace the hosts of the last attempt. The first host starts its ranks first,
-        because it creates the ranks' rendezvous. If this fails, the other hosts start no ranks.
+        because it creates the ranks' rendezvous. If the first host fails to start its ranks, the
+        other hosts start no ranks.
         """
         self._open_requests.clear()
         self._has_federation = False
@@ -1030,8 +1031,9 @@ class PoolRun(Share):
         A host that needs more than `END_S` is dropped. At the end, close the hosts' tunnels.
 
         Returns:
-            Two lists. First, one failure for each host that was lost during this call. Second, the
-            failures, without consequences, that hosts had before this call but reported only now.
+            Two lists of failures. The first has one failure for each host that was lost during this
+            call. The second has failures that happened before this call, but that hosts reported
+            only during it; failures that other failures caused are left out.
         """
         there = [part for part in self._parts.values() if not part.ended]
         silent = [part for part in there if part.report is None]
