@@ -36,7 +36,7 @@ class _Finder(MetaPathFinder):
     ) -> ModuleSpec | None:
         """Return the module's spec, with a changed loader, if `fullname` is this finder's module.
 
-        The spec comes from the later finders. When the changed loader has executed the module, it
+        The spec comes from the later finders. After it has executed the module, the changed loader
         removes this finder and calls the finder's function.
 
         Returns None for any other module, so that the import system asks the later finders.

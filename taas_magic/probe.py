@@ -310,7 +310,8 @@ def install(
 
     If the folder exists already, install nothing. The folder is filled under a temporary name and
     then renamed, so a folder with the final name is always complete. If several hosts share a home
-    folder and install the same packages at once, the first one wins. Remove old temporary folders.
+    folder and install the same packages at once, all use the folder of the first one that finishes.
+    Remove old temporary folders.
 
     Args:
         folder: The folder to create; its name identifies the content.

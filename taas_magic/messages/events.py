@@ -96,7 +96,7 @@ class RankStack(ProcessStack, kw_only=True):
 
 
 class FetcherStack(ProcessStack, kw_only=True):
-    """Stack report of a fetcher; `fetcher` is its number in the run."""
+    """Stack report of a fetcher; `fetcher` is the fetcher's number in the run."""
 
     fetcher: int
     host: str = ""
@@ -235,7 +235,7 @@ class Event(Struct, tag_field="kind", kw_only=True):
     Attributes:
         time: Time at which the pool's process received the event, in seconds since 1970.
         host: Name of the host that reported the event; "" if no single host did. The pool's process
-            sets it.
+            sets this field.
     """
 
     time: float = field(default_factory=time.time)

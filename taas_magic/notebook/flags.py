@@ -532,8 +532,8 @@ HELP: str = _PARSER.format_help().replace("[--gpus N]", "--gpus N", 1)  # no oth
 def parse(line: str, config: Config) -> Flags:
     """Parse the words after `%%taas`, in which IPython has replaced `{expression}` and `$variable`.
 
-    With `--session`, `--gpus` may be missing; the result then has `gpus=0`, and the numbers of
-    ranks are not checked.
+    With `--session`, `--gpus` may be missing. In this case, the result has `gpus=0`, and the
+    numbers of ranks in `--out`, `--logs` and `--ranks` are not checked.
 
     Raises:
         UsageError: A flag or value is wrong, `--gpus` is missing, taas.toml has no such pool, or

@@ -18,9 +18,10 @@ _left: dict[str, Run] = {}
 
 
 def close_view(run: Run, view: View, state: RunState, title: str) -> None:
-    """Close the view of an active run. Its final status header says how to show the run again.
+    """Close the view of an active run.
 
-    If the header can be updated later, `update_ended_headers` shows the run's end in it.
+    The view's last status header says how to show the run again. If this header can be updated
+    later, `update_ended_headers` writes the run's end into it.
 
     Args:
         run: The run.
@@ -35,7 +36,7 @@ def close_view(run: Run, view: View, state: RunState, title: str) -> None:
 
 
 def forget(run: Run) -> None:
-    """Do not update the status header of a run again, because it already shows the run's end."""
+    """Do not update a run's status header again, because the header already shows the run's end."""
     _left.pop(run.run_id, None)
 
 

@@ -520,7 +520,7 @@ def _ranks(words: Sequence[str], settings: Config) -> str:
 
 
 def _pools(words: Sequence[str], settings: Config) -> str:
-    """Return a table of pools and their hosts, the pools' GPU-hours and refused connections.
+    """Return a table of pools and hosts, with each pool's GPU-hours and refused connections.
 
     With `--check`, return a report on the hosts' fitness instead.
     """

@@ -212,8 +212,12 @@ def pool_of_session(run: Run, config: Config) -> PoolConnection:
 def rows(config: Config) -> list[PoolRow]:
     """Return the state and status of each pool of taas.toml.
 
-    Only pools with a ready connection of this kernel are asked for their status. The state is
-    "ready", "silent", "starting" or "down".
+    Only pools with a ready connection of this kernel are asked for their status. The state is:
+
+    - "ready": this kernel is connected, and the pool's process sends beats.
+    - "silent": this kernel is connected, but the process sends no beats.
+    - "starting": a process runs or is being started, but this kernel is not connected to it.
+    - "down": no process of the pool runs.
     """
     found = []
     for name, settings in config.pools.items():
@@ -330,7 +334,7 @@ def report(
     """Return the report of `%taas pools --check`.
 
     Below each host's table row are its findings, with advice. The last line counts the fit hosts
-    and names the others.
+    and names the unfit hosts.
 
     Args:
         rows: The checked hosts.

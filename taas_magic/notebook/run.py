@@ -141,7 +141,7 @@ class Interrupts:
 
 
 class BackgroundCall(Generic[T]):
-    """A function call in a separate thread, which continues if the user stops the wait for it.
+    """A function call in a separate thread. If the user stops waiting, the call continues.
 
     Args:
         work: Function to run. Its argument is a function that shows lines of progress to the

@@ -310,7 +310,7 @@ class Run:
         return self.out
 
     def raise_failure(self) -> None:
-        """Raise the error of a run that has ended. Do nothing if there is none.
+        """Raise the error of a run that has ended. If the run has no error, do nothing.
 
         Raises:
             KeyboardInterrupt: The run was interrupted or stopped.

@@ -224,8 +224,8 @@ class Session:
     ) -> None:
         """Start the session's ranks unless they were started already.
 
-        First write the folder of the session's own run. If the session's flags say so, detach this
-        run. After the user's interrupts, ranks that start later are killed.
+        First write the folder of the session's own run. With the flag `--detach`, detach this run
+        after its start. If the user interrupts the wait, ranks that start later are killed.
 
         Args:
             connection: Connection to the pool.
@@ -533,7 +533,7 @@ def _no_session_message(name: str, known: Session | None) -> str:
 
 
 def restarted(name: str, interrupts: Interrupts) -> Session:
-    """End a session, and return a new session with the same name. Its ranks are not started yet.
+    """End a session, and return a new session with the same name, without starting its ranks.
 
     Raises:
         UsageError: There is no such session.

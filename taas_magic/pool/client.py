@@ -467,7 +467,7 @@ class PoolConnection:
             listener(decode_event(line))
 
     def _watch(self) -> None:
-        """Check the Dask client until the connection ends, then close it (runs in a thread).
+        """Check the Dask client until the connection ends, then close the client (in a thread).
 
         If the client has lost its connection, mark this connection as ended, with the reason.
         """

@@ -491,8 +491,8 @@ class Controller(SchedulerPlugin):
         Release the project store and close the journal before the kernel gets the end event. If the
         kernel would have to wait longer than `END_S`, send the event without waiting any longer.
 
-        Then remove the payload, and end the fetchers that no kernel owns. For a detached
-        run, also run the `notify` command.
+        Then remove the payload, and end the fetchers that no kernel owns. For a detached run, also
+        run the `notify` command.
 
         Args:
             until_end: Exit stack that releases the project store and closes the journal.

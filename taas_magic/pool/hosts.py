@@ -82,7 +82,8 @@ ASK_AGAIN_S = 0.5
 CALL_S = 150.0
 """Maximum seconds for a host to respond to a request.
 
-The host may first have to transfer files; for this, the agent allows `CLEAN_UP_S`.
+At the start of a next attempt, the agent first waits up to `CLEAN_UP_S` until the host has cleaned
+up after the current attempt.
 """
 
 REPORT_HOST_AFTER_S = 1.5
@@ -181,7 +182,7 @@ class PoolHosts(SchedulerPlugin):
         """Wait until `count` hosts can start ranks, and return them. Request missing hosts.
 
         A host that died a moment ago may still count as joined. So each chosen host must first
-        respond to a request; if one does not, the wait begins again.
+        respond to a request. If a chosen host does not respond, the wait begins again.
 
         Args:
             preferred: Addresses of hosts that are chosen first.
@@ -334,7 +335,7 @@ class PoolHosts(SchedulerPlugin):
                     await self.drop(host.address, why)
 
     async def drop(self, address: str, why: str) -> None:
-        """Remove a lost or failed host, for the reason `why`. The engine then ends it."""
+        """Remove a lost or failed host, for the reason `why`. The engine then ends the host."""
         if host := self._hosts.get(address):
             host.why_lost = why
             if not host.name:

@@ -173,7 +173,7 @@ class PoolFolder:
         return None
 
     def start(self) -> PoolProcess | None:
-        """Start a process of the pool. Return None if one is running or being started.
+        """Start a process of the pool. If one is running or being started, return None instead.
 
         The process gets the folder's lock and, by stdin, its settings. Its output goes to the log.
         """

@@ -293,8 +293,8 @@ class Share(ABC):
     def on_event(self, address: str, event: Event) -> bool:
         """Accept an event from a host if the host may send it; return whether it was accepted.
 
-        For an accepted event, set its time and host, store the time of the host's last message, and
-        handle the event.
+        If the event is accepted, set the event's time and host, and handle the event. Also record
+        the time at which the host sent its last message.
         """
         part = self._active_part(address)
         if part is None or not self._may_send(part, event):
@@ -629,7 +629,7 @@ class PoolFetchers(Share):
 class RunClock:
     """Clock of a run's `--timeout`, over all its attempts.
 
-    It counts neither the wait for hosts nor the time in which a rank waits for the user's input.
+    The clock stands while the run waits for hosts, and while a rank waits for the user's input.
     """
 
     def __init__(self) -> None:
