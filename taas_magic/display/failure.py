@@ -88,8 +88,9 @@ def who_failed(failure: Failure) -> str:
 def cause_text(failure: Failure) -> str:
     """Return what happened, such as `ValueError: bad shape` or `killed by SIGKILL`, in one line.
 
-    The line is the first line of the message. If the message quotes the traceback of another
-    process, its last line is added, because only the last line names that process's error.
+    The result includes the first line of the failure's message. If the message quotes the traceback
+    of another process, the result also includes the last line of the message, because only the last
+    line names the error of the other process.
     """
     first_line, *others = failure.message.strip().split("\n")
     if any("Traceback (most recent call last)" in line for line in others):
@@ -153,9 +154,9 @@ def other_failures_text(
         failures: All failures of the run.
 
     Returns:
-        A line with the numbers of the other failed ranks: those that failed because of the first
-        failure, and those that failed, too. And a list with one line for each cause, at most
-        `MAX_OTHERS`. Both are empty if nothing else failed, or if `--timeout` has ended the run.
+        A line with two counts: the failures that the first failure caused, and the other ones. And
+        a list with one line for each cause; after `MAX_OTHERS` lines, a line with the number of
+        those left out. Both are empty if nothing else failed, or if `--timeout` has ended the run.
     """
     if first is not None and first.how == "timeout":
         return "", []

@@ -108,12 +108,12 @@ class RunState:
             ranks start.
         ended_at: End time of the run, on the caller's clock; infinity before that.
         elapsed_s: Seconds that the run took, from the event `RunEnded`; None if unknown.
-        hangs: Time of the report and stacks of the ranks, for each host that reported a hang.
+        hangs: Hang reports by host: the time of the report, and the stacks of the host's ranks.
         ended_hosts: Names of the hosts whose ranks have all ended, and of lost hosts.
         asking: Numbers of the ranks that wait for a line of input from the user.
         last_attempt: Number of the attempt whose results count; 0 until the run has ended.
-        left: Title to show instead of the state after the notebook stopped following the run; else
-            "".
+        left: Title that replaces the state after the notebook has stopped following the run; ""
+            while the notebook follows the run.
         tails: The last log lines of ranks, by rank. Empty until the view is closed.
     """
 
@@ -408,7 +408,7 @@ def facts(state: RunState, now: float) -> list[Fact]:
     """Return the facts in the first row of the status header, from left to right.
 
     They are: ranks, pool, hosts, elapsed time, progress of `--prefill`, GPU-seconds, restarts and
-    run id. The last three before the run id are left out if they do not apply.
+    run id. The progress, the GPU-seconds and the restarts appear only if the run has any.
     """
     ranks = f"{state.plan.world_size:,}"
     if not state.has_ended and len(state.up) < state.plan.world_size:
@@ -575,7 +575,7 @@ def _loader_facts(loader: LoaderCounts, units: int | None, has_ended: bool) -> l
 def _buffer_facts(loader: LoaderCounts) -> Iterator[Fact]:
     """Yield how much data is ready in the fetchers' buffers, and how much the ranks hold.
 
-    A fact whose size is zero is skipped.
+    The first fact is left out if no fetcher has a buffer; the second, if the ranks hold no data.
     """
     if budget := int(loader.fetcher_total("budget_bytes")):
         batches, size = int(loader.fetcher_total("ready")), int(loader.fetcher_total("ready_bytes"))
@@ -607,9 +607,15 @@ def _number(value: float) -> str:
 def receipt_lines(receipt: Receipt | None) -> list[Fact]:
     """Return the facts of a receipt; an empty list if `receipt` is None.
 
-    They are: the files that rank 0 wrote, with their sizes; the files that were kept out, not saved
-    by any rank, or not copied to the store; the shared folders; the protection; and a warning if
-    the search for files was incomplete. Empty facts are left out.
+    Facts without content are left out. The facts are, in this order:
+
+    - The files that rank 0 wrote, with their sizes.
+    - The files of other ranks that were kept out of the store, although rank 0 wrote its own.
+    - The files of other ranks that were kept out of the store, and that rank 0 did not write.
+    - The files of rank 0 that were not copied to the store, with the reasons.
+    - The shared folders.
+    - The protection, if files were kept out.
+    - A warning, if the search for files was incomplete.
     """
     if receipt is None:
         return []

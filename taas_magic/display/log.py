@@ -136,11 +136,12 @@ class LineMerger:
         return shown
 
     def _release_first(self, rank: int, most: int) -> list[ShownLine]:
-        """Remove and return a rank's first waiting line, once for all ranks whose first line it is.
+        """Remove a rank's first waiting line, and return it as one line for all ranks of its group.
 
-        If no other waiting line equals it, also remove the rank's next lines, up to the first line
-        that has a copy. To remove many lines in one call is several times as fast as one call for
-        each.
+        The line is also removed from the queues of the other ranks of the group. If no other
+        waiting line is equal to the line, also remove the rank's next lines, up to the first line
+        that has a copy. One call that removes many lines is several times as fast as one call for
+        each line.
 
         Args:
             rank: A rank that has a waiting line.
@@ -187,7 +188,7 @@ class LineMerger:
     def _release(self, text: str) -> list[ShownLine]:
         """Remove a group's line from the queues of its ranks, and return the line.
 
-        Then do the same for each group that has all ranks after the removal.
+        If another group has all ranks after the removal, also remove and return that group's line.
         """
         shown = []
         ready = [text]
@@ -297,7 +298,7 @@ class LogText:
         self.clear()
 
     def clear(self) -> None:
-        """Reset the count of the cell's text and the summary, because the output was cleared."""
+        """Allow all `limit_bytes` again, and remove the summary: the cell's output was cleared."""
         self._budget = LogBudget(
             lambda: 0.0,
             burst=(self._limit_bytes, NO_LIMIT_BYTES),

@@ -48,7 +48,7 @@ _REPORTER = re.compile(rb'"(?:rank|number)":(\d+)')
 _ERROR_WORDS = tuple(word.encode() for word in ERROR_WORDS)
 
 _BASE_COUNTS = 2_000
-"""Part of `_CountsBuffer`'s argument `most` that does not depend on the number of ranks."""
+"""Argument `most` of `_CountsBuffer`, before 8 events for each rank are added."""
 
 OutputPiece = Event | str
 """A piece of past output: an event, or a line that no rank printed."""
@@ -163,8 +163,8 @@ class _CountsBuffer:
     def add(self, lines: list[bytes]) -> None:
         """Add the next events, each as a line of the journal.
 
-        If the last part still has `most` events without its oldest lines, move these lines to the
-        middle part.
+        Move the oldest events of the last part to the middle part, as long as at least `most`
+        events stay in the last part.
         """
         if (room := self._most - len(self._first)) > 0:
             self._first += lines[:room]
@@ -247,12 +247,13 @@ class _PastOutput:
     def add(self, raw: bytes, errs: bool) -> None:
         """Add the next lines of the journal that contain printed output of ranks.
 
-        Keep the first `END_LINES` lines, and at least the last `TAIL_BYTES`. Of the lines between,
-        keep only those that may contain an error, and count the bytes of all.
+        Keep the first `END_LINES` lines, and a tail of at least the last `TAIL_BYTES`. Count the
+        bytes of all lines that leave the tail, including first lines. Of the lines that leave the
+        tail, keep those that may contain an error, as long as fewer than `ERRORS[1]` are kept.
 
         Args:
-            raw: These lines.
-            errs: Whether they may contain an error message.
+            raw: The lines, not decoded.
+            errs: Whether the lines may contain an error message.
         """
         if not raw:
             return
@@ -369,8 +370,9 @@ def _errors_of(
 
     Args:
         lines: Lines of the journal that may contain errors.
-        first: The log's first lines, from `_cut`. They are left out, because they are shown anyway.
-        last: The log's last lines, likewise.
+        first: The log's first lines, from `_cut`. The result leaves them out, because they are
+            shown anyway.
+        last: The log's last lines, from `_cut`. The result leaves them out, too.
     """
     budget = LogBudget(
         lambda: 0.0, burst=(0, 0), per_s=(0, 0), reserve=ERRORS, reserve_per_s=(0, 0)

@@ -34,10 +34,16 @@ def variable_rows(ranks: "Sequence[Mapping[str, Variable]]") -> list[Row]:
 
 
 def agreement(found: "Mapping[int, Variable]", world_size: int) -> str:
-    """Return a short text on whether the ranks have the same value, such as "equal".
+    """Return a short text on whether the ranks have the same value.
 
-    If some ranks lack the variable, name the ranks that have it. Otherwise, compare type, shape and
-    dtype first, then the digests of the values. Values without a digest are not compared.
+    The first case that applies decides:
+
+    - Some ranks lack the variable: the text names the ranks that have it, as in "only on rank 0".
+    - Type, shape or dtype differ: the text names the ranks that differ from most ranks, as in
+      "rank 2 differs". It is "values differ" if no group of equal ranks is larger than all others.
+    - A rank has no digest of its value: "equal shapes" for arrays, else "not compared".
+    - The digests differ: a text as for different types; for arrays, after "equal shapes, ".
+    - All digests are equal: "equal".
 
     Args:
         found: The variable on each rank that has it, by rank.

@@ -213,7 +213,7 @@ Screen = NotebookScreen | TerminalScreen
 
 
 def screen_for(shell: "InteractiveShell | None", run_id: str) -> Screen:
-    """Return the screen that fits a shell: for a notebook, for a kernel's console, or a terminal.
+    """Return a notebook's, a console's or a terminal's screen, whichever fits the shell.
 
     A shell without a kernel writes to a terminal. A kernel's frontend is a notebook if its request
     names the cell (JupyterLab, Notebook 7, VS Code) or allows no input (nbclient). Any other
@@ -333,8 +333,9 @@ class View:
     def _show(self, event: Event, now: float) -> None:
         """Add an event's text to the log: printed or dropped lines, or a line about a restart.
 
-        Show a display, or clear the cell, at once, after the waiting lines. Ignore displays of
-        ranks that the plan does not show. All events except lines make the status header stale.
+        Before a display is shown or the cell is cleared, all waiting lines are written. Displays of
+        ranks that the plan does not show are ignored. All events except lines make the status
+        header stale.
         """
         plan = self._state.plan
         match event:

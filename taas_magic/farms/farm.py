@@ -372,8 +372,9 @@ class Farm:
     ) -> list[Job]:
         """Submit one job for each pair of positional and keyword arguments; see `submit`.
 
-        Store large parts in the farm's process first, and then send all jobs in one message. Jobs
-        with the same needs share one captured function.
+        First store the large parts of payloads and arguments in the farm's process. Then send all
+        jobs in one message. If the arguments of several jobs use the same notebook variables and
+        modules, the function is captured once for these jobs.
         """
         from taas_magic.farms.worker import run_job
 
@@ -482,8 +483,8 @@ class Farm:
     def _end_jobs(self) -> None:
         """End each job when its outcome or error arrives. Runs in a thread until `close`.
 
-        Then remove the job's Dask future and stored arguments. If the farm gives up starting nodes,
-        end all jobs with an error.
+        For each ended job, remove the job's Dask future and stored arguments. If the farm gives up
+        starting nodes, end all jobs with an error.
         """
         while (message := self._ended.get()) is not None:
             if isinstance(message, NodeUpdate):
@@ -504,7 +505,8 @@ class Farm:
     def _forget(self, name: str) -> "Future | None":
         """Remove and return an ended job's Dask future, and remove its stored arguments.
 
-        Then Dask forgets the job. Returns None if the future was already removed.
+        Dask forgets the job when no reference to the future is left. Returns None if the farm has
+        no future of this job.
         """
         with self._lock:
             _, future, parts = self._jobs.pop(name, (None, None, ()))
@@ -587,8 +589,9 @@ class Farm:
         """Handle a message from a node or the farm's process. Runs in the Dask client's thread.
 
         Append a job's output to `output.log` in the job's folder, and apply each change of a job or
-        node to the table's state. The thread of `_end_jobs` handles the outcome or failure of a
-        job, and the end of all jobs when no node could be started. Ignore updates of unknown jobs.
+        node to the table's state. Ignore updates of unknown jobs. The thread of `_end_jobs` handles
+        two messages: the outcome or failure of a job, and, if no node is ready, the message that
+        the farm gives up.
         """
         message: FarmUpdate = msgspec.convert(pair[1], FarmUpdate)
         if isinstance(message, JobOutcome) or (

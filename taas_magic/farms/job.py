@@ -138,7 +138,7 @@ def _state() -> tuple[Any, ...]:
 
 
 def _has_later() -> bool:
-    """Return whether this process has imported the modules that the forkserver imports late."""
+    """Return whether this process has imported `forkserver.DEFERRED_MODULES`."""
     return all(name in sys.modules for name in DEFERRED_MODULES)
 
 

@@ -112,8 +112,8 @@ class JobProcessState(Struct, frozen=True):
             `store.guard.StoreProtection`).
         files: The folder below which jobs save files.
         scratch: Path of the scratch folder for writes that are kept out of the store; the process
-            creates it. In a `Slot`, only the beginning of this path, to which the slot adds a
-            suffix for each process.
+            creates the folder. A `Slot` has only the beginning of the path, and adds a suffix for
+            each process.
     """
 
     environ: dict[str, str]
@@ -131,8 +131,8 @@ class NodeProcessState(Struct, frozen=True):
 
     Attributes:
         scheduler: The address at which this host reaches the farm's scheduler.
-        folder: Folder in which the node creates its own folder. The host's agent removes this
-            folder after the run, also if the node was killed.
+        folder: Folder in which the node creates its own folder. The host's agent removes the
+            outer folder with all its content after the run, even if the node was killed.
     """
 
     settings: NodeSettings
@@ -145,8 +145,8 @@ class JobCall(Struct, frozen=True):
     """The function call that a job makes.
 
     Attributes:
-        shape: The call without its values. The payload has the function, and the job's other parts
-            have the arguments.
+        shape: Description of the call, without the function and the arguments. The node receives
+            these separately: the function in the payload, and the arguments in parts.
         settings_hash: A hash of the project's modules and of the settings that the notebook has
             made in its process. Only jobs with the same hash may share a process, because a process
             cannot undo imports and settings.

@@ -89,8 +89,9 @@ _FLUSH_S = 0.2
 def run_node(settings: NodeSettings) -> None:
     """Run a node until the pool ends the node's run. Called in the rank of this run.
 
-    Start the node's own process (`main`), send it its settings, and wait until it ends. SIGINT is
-    the usual end; the process is killed then.
+    Start the node's own process (`main`), send it the settings, and wait until the process ends.
+    Usually, the host's agent ends the run by SIGINT to this rank. The rank then kills the node's
+    process.
 
     Raises:
         RuntimeError: The node's process ended by itself, or its start showed no activity.
@@ -159,8 +160,8 @@ def main() -> int:
 async def _run_worker(process_state: NodeProcessState, folder: Path, starting: int) -> None:
     """Join the farm when the forkserver is ready, and run jobs until the farm ends the node.
 
-    Meanwhile, report the modules that the forkserver imports. The node joins as a Dask worker. At
-    the end, the processes of all slots are ended.
+    While the forkserver imports modules, report the name of each module. The node joins as a Dask
+    worker. When the farm has ended the node, end the processes of all slots.
 
     Args:
         starting: The descriptor to close when the node has joined the farm.
@@ -255,7 +256,8 @@ class Slots:
         """Run a job in a free slot. Dask never runs more jobs at a time than there are slots.
 
         The outcome includes the files that the job saved; the node's copy of the files is removed.
-        Afterwards the slot is free, with a process that may run another job, or none.
+        After the job, the slot is free. If its process must not run another job, the process is
+        ended.
 
         Args:
             parts: Awaitable whose result is a list: the payload, then the job's pickled arguments

@@ -205,7 +205,7 @@ class NodeManager(SchedulerPlugin):
         """Start nodes when jobs need them, and end nodes that are not needed, until cancelled.
 
         Check the number of nodes every `INTERVAL_S`, and start missing nodes in threads. End spare
-        nodes only if `IDLE_CHECKS` checks in a row have found some.
+        nodes only if `IDLE_CHECKS` checks in a row have found more nodes than needed.
         """
         looks = 0
         while True:
@@ -257,9 +257,9 @@ class NodeManager(SchedulerPlugin):
     def _start(self, name: str) -> None:
         """Choose a pool for a node, wait for a host, and start the node. Runs in a thread.
 
-        The chosen pool is the one with the fewest recent failures, among the pools with a free host
-        if there are any. If this fails, the node is recorded as lost. If the last `FAILED_STARTS`
-        nodes did not start, this node is not started, but reported as given up.
+        If some pools have a free host, consider only these pools. Choose the pool with the fewest
+        recent failures. If the node cannot be started, record the node as lost. If the last
+        `FAILED_STARTS` nodes did not start, do not start this node, but report it as given up.
         """
         node = self._nodes[name]
         with self._lock:
@@ -423,7 +423,8 @@ class NodeManager(SchedulerPlugin):
     def _end_run(self, name: str, wait_s: float = 0.0) -> None:
         """Request the end of a node's run, or cancel the node's wait for a host.
 
-        No events of the run are received afterwards. If the node has neither, do nothing.
+        No events of the run are received afterwards. If the node has no run and does not wait, do
+        nothing.
 
         Args:
             wait_s: Seconds to wait before the request. The run may end by itself in this time.

@@ -150,7 +150,7 @@ def _wait_for_key(tcp_store: TCPStore, key: str) -> str:
     """Wait until another rank has set `key` in the run's TCPStore, and return the value.
 
     The wait has no time limit, because a host may copy a large store before its rank starts. If a
-    rank fails before all ranks have set their keys, the run ends, and the wait with it
+    rank fails before it has set its key, the pool ends the run, and so this wait
     (`PoolRun._report`).
     """
     while not tcp_store.check([key]):
@@ -211,8 +211,8 @@ class _HostPrograms:
     def start_superlink(self, host: str) -> str:
         """Start the SuperLink and the SuperExec that starts the ServerApp.
 
-        The SuperLink gets a certificate for `host`, signed by the run's certificate. If its port is
-        taken meanwhile, try another port.
+        The SuperLink gets a certificate for `host`, signed by the run's certificate. If another
+        program takes the SuperLink's port first, try another port.
 
         Args:
             host: Address at which other hosts reach this host.

@@ -78,7 +78,7 @@ class LoaderCounts:
     Attributes:
         counts_at_first_batch: The fetchers' counts at the time of the ranks' first batches.
         counts_at_last_batch: The fetchers' counts at the time of the ranks' last batches so far.
-        points: The sums over all ranks, oldest first.
+        points: The sums of all ranks' counts at different times, oldest first.
     """
 
     name: str
@@ -126,9 +126,9 @@ class LoaderCounts:
 
     @property
     def mean(self) -> Point:
-        """The sums so far, for mean rates.
+        """The sums of all ranks' counts so far, for mean rates.
 
-        Its `time` is the longest time that a rank has spent in loops over the loader.
+        The point's `time` is the longest time that a rank has spent in loops over the loader.
         """
         spans = [counts.span_s for counts in self.ranks.values()]
         return self.sums(max(spans, default=0.0))
@@ -136,8 +136,8 @@ class LoaderCounts:
     def apply_counts(self, rank: int, counts: RankCounts, now: float) -> None:
         """Replace the counts of a rank by newer ones, and add a point if `POINT_GAP_S` have passed.
 
-        If the new point has more batches, also store the fetchers' present counts as those at the
-        last batch; the first time, also as those at the first batch.
+        If the new point has more batches than the last point, also copy the fetchers' counts to
+        `counts_at_last_batch`. If `counts_at_first_batch` is still empty, copy them there, too.
 
         Args:
             now: Time at which the counts arrived, in seconds on the caller's clock.
@@ -221,10 +221,11 @@ _LEAST_SPAN_S = 1.0
 """Minimum seconds that some rank must have spent in loops over a loader, for advice on it."""
 
 _BUSY = 0.7
-"""Minimum fraction of the time that busy workers spend preparing batches.
+"""Minimum fraction at which workers count as busy, for two fractions.
 
-If a smaller fraction of the workers work in parallel, the dataset has too few streams, or its
-streams have different lengths.
+If the busiest worker prepares batches for a smaller fraction of the time, the delivery of batches
+limits the loader. If a smaller fraction of the workers work in parallel, the dataset has too few
+streams, or its streams have different lengths.
 """
 
 _CPU_BOUND = 0.6
@@ -266,7 +267,8 @@ class LoaderUse:
         max_fetchers: Maximum number of fetchers for which the hosts have enough cores, if each
             fetcher has as many workers as now. Infinite if each fetcher has a host to itself, or if
             the number of cores is unknown.
-        receiving: CPU time of the ranks while they received batches, as a fraction of that time.
+        receiving: CPU time that the ranks spent on receiving batches, divided by the time that the
+            ranks spent on receiving batches.
     """
 
     name: str
@@ -287,7 +289,7 @@ class LoaderUse:
 
     @property
     def later(self) -> float:
-        """The fraction of time that ranks waited, in their loops after the first batches."""
+        """The fraction of the loop time after the first batches that ranks spent waiting."""
         return max(0.0, self.waited - self.first) / max(1e-6, 1.0 - self.first)
 
     @property
@@ -393,7 +395,7 @@ def _advise_on_delivery(load: LoaderUse) -> str:
 
 
 def _advise_more_fetchers(load: LoaderUse, most: float) -> str:
-    """Return the advice to use more fetchers, or other hosts if these have too few cores.
+    """Return the advice to use more fetchers; or other hosts, if the present ones lack free cores.
 
     Args:
         most: Maximum factor by which more fetchers could make the ranks faster.
@@ -521,7 +523,7 @@ def draw(events: Iterable[Event], title: str) -> "Figure":
     """Draw two curves over time: the fraction of time that ranks waited, and the batches/s.
 
     Raises:
-        UsageError: matplotlib is missing, or the run used no registered loader for a second.
+        UsageError: matplotlib is missing, or no registered loader was in use for at least 1 s.
     """
     try:
         from matplotlib import pyplot

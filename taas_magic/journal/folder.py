@@ -304,10 +304,10 @@ class RunFolder:
 
 
 KEPT_FREE_BYTES = 64 << 20
-"""Bytes of free disk space that logs and the journal leave for the run's results.
+"""Maximum bytes of free disk space that logs and the journal leave for the run's results.
 
-They leave less if an eighth of the disk, or half of its free space, is less. The free space is
-measured once, when the `DiskRoom` is created.
+On a small or full disk, the limit is an eighth of the disk or half of the free space, whichever is
+less. The free space for this limit is measured once, when the `DiskRoom` is created.
 """
 
 GRANT_BYTES = 256 << 10
@@ -326,7 +326,8 @@ class DiskRoom:
     def reserve(self, size_bytes: int) -> bool:
         """Return whether the caller may write `size_bytes` more; if so, count them as written.
 
-        The free space of the disk is measured only when the bytes granted last are used up.
+        Bytes are granted in portions. The free space of the disk is measured only when the last
+        portion is used up.
         """
         if size_bytes > self._granted_bytes:
             free = self._space()[0] - self._kept_bytes

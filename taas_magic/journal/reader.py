@@ -33,9 +33,10 @@ class JournalReader:
         self._at_bytes = 0
 
     def chunks(self) -> Iterator[bytes]:
-        """Yield the bytes added since the last call, or at first all, in chunks of whole lines.
+        """Yield the bytes that were added since the last call, in chunks of whole lines.
 
-        If the last line is still incomplete, a later call yields it.
+        The first call yields all bytes. If the last line is still incomplete, a later call yields
+        the line.
         """
         rest = b""
         with contextlib.suppress(FileNotFoundError), self._path.open("rb") as file:

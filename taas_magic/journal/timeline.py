@@ -163,10 +163,10 @@ def align_clocks(traces: Mapping[int, Trace]) -> tuple[dict[int, Trace], dict[in
 def step_times(traces: Mapping[int, Trace]) -> list[StepTimes]:
     """Return the times of each rank in each step, ordered by step and rank.
 
-    The end of a collective counts as communication, for as long as the collective's shortest
-    duration among the ranks. The part before is time in which the rank waits for other ranks. Parts
-    during which the rank also does other work count as neither. The rest of a step, without
-    loading, is computation.
+    Each collective consists of a wait for other ranks and, at its end, a communication. The
+    communication takes as long as the collective on the rank on which the collective is shortest.
+    Time in which the rank also does other work counts as computation, not as waiting or
+    communication. The rest of a step, except loading, also counts as computation.
     """
     shortest_us = _shortest_durations(traces.values())
     found = []

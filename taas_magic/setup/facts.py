@@ -432,9 +432,9 @@ def check(
     A host that cannot be reached has one error, and no facts. For a local pool, check this machine.
 
     Args:
-        shells: Function that returns the shells of a pool, as `Engine.shells` does. At its end,
-            `check` sets the `threading.Event` that it passed to this function. The event cancels
-            shells that are still connecting.
+        shells: Function that returns the shells of a pool, as `Engine.shells` does. Its second
+            argument is an event, which `check` sets before it returns. If the event is set, shells
+            that are still connecting must give up.
         mark: See `of_this_machine`.
         modules: Top-level modules that a host must have.
 

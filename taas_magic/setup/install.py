@@ -194,7 +194,8 @@ def install_package(
 ) -> None:
     """Install a package folder on a host: by the host's own pip, or else by sending the files.
 
-    A folder without `pins` is always sent. The last bundle is kept for the next host.
+    A folder without `pins` is always sent, as a zip file. The last zip file stays in memory,
+    because the next host often needs the same one.
 
     Raises:
         PoolError: The folder could not be installed.
