@@ -455,7 +455,10 @@ def _may_vary(parts: "LoaderParts") -> bool:
 
 
 def _has_own_sampler(parts: "LoaderParts") -> bool:
-    """Return whether the loader's sampler, or one inside it, is not one of torch's."""
+    """Return whether a class outside torch defines the loader's sampler or a sampler inside it.
+
+    Classes of Python itself, such as list, do not count.
+    """
     left = [parts.sampler, parts.batch_sampler]
     for sampler in left:
         if sampler is not None and not type(sampler).__module__.startswith(("torch.", "builtins")):
@@ -473,8 +476,8 @@ def _has_method(dataset: Any, method: str) -> bool:
 def _small_attributes(dataset: Any) -> dict[str, Any]:
     """Return the dataset's small attributes, such as `dataset.classes`, for the ranks' description.
 
-    These are numbers, strings, None, and lists and tuples of up to 1,000 of these, with pickles of
-    at most `_SMALL_ATTRIBUTE_BYTES`.
+    An attribute is small if its pickle has at most `_SMALL_ATTRIBUTE_BYTES`, and if it is a number,
+    a string or None, or a list or tuple of up to 1,000 such values.
     """
     plain = (str, int, float, bool, type(None))
     small: dict[str, Any] = {}

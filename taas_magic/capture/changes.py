@@ -19,8 +19,9 @@ from taas_magic.capture.modules import is_shipped
 from taas_magic.capture.reducers import LruCache
 
 _BUDGET = 10_000
-"""Limit on the cost of the digests of all values; it applies once before and once after the cell.
+"""Limit on the total cost of digesting all values once.
 
+The values are digested before the cell and again after it; each time, the full limit is available.
 The cost counts objects and bytes, not time. The limit corresponds to about 10 ms.
 """
 
@@ -48,15 +49,17 @@ State = tuple[Any, ...]
 class ChangeDetector:
     """Detector of captured values that a cell changes.
 
-    The constructor must be called before the cell runs; it makes digests of the values. `notes`
-    compares them after the cell. If the digests of all values would cost more than `_BUDGET`,
-    changes in the last values go unnoticed.
+    The constructor digests the values, so it must be called before the cell runs. After the cell,
+    `notes` digests the values again and compares the digests. If digesting all values would cost
+    more than `_BUDGET`, changes in the last values go unnoticed.
 
     Args:
         values: The notebook's values by name, small values first.
         out: Variables listed in `--out`. Their values return to the notebook, so they are not
             compared.
-        updates: Subset of `stores` that the cell sets from their own value (`total += 1`).
+        stores: Names that the cell, or a captured function, sets or deletes.
+        updates: Names in `stores` whose new value the cell computes from the old value
+            (`total += 1`), or that a captured function sets.
     """
 
     def __init__(
@@ -103,8 +106,9 @@ class ChangeDetector:
     def _changed(self, namespace: Mapping[str, Any]) -> list[str]:
         """Return the names whose values have changed since the constructor was called.
 
-        If the cell has given a name another object, the old object is compared, as long as it
-        exists. A value is skipped if its digest fails or would exceed the cost limit.
+        If the cell assigns another object to a name, the name's old object is compared, unless the
+        old object no longer exists. A value is skipped if digesting the value fails or would exceed
+        the cost limit.
         """
         found = []
         budget = _Budget()
@@ -330,7 +334,10 @@ def _attributes(obj: Any) -> dict[str, Any]:
 
 
 def _items(obj: Any) -> Iterator[Any]:
-    """Yield one list of the elements of `obj` for each built-in container class in its bases."""
+    """Yield a list of the elements of `obj` if `obj` is a list, tuple, dict, set or frozenset.
+
+    Instances of subclasses count, too. For any other object, yield nothing.
+    """
     kinds: tuple[Any, ...] = (list, tuple, dict, set, frozenset)
     for kind in kinds:
         if isinstance(obj, kind):

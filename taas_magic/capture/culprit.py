@@ -1,6 +1,7 @@
 """Find the innermost object in a variable's value that cannot be sent to a rank.
 
-An object cannot be sent if pickling it fails, or if it works only in the process that made it.
+An object cannot be sent if pickle fails on the object, or if the object works only in the process
+that made it.
 """
 
 import functools
@@ -23,7 +24,9 @@ Registered loaders go to the `fetchers`.
 """
 
 Advice = Mapping[str, tuple[str, ...]]
-"""Texts of advice for the user. Each maps to endings of the class names that it is for.
+"""Texts of advice for the user, each with endings of class names.
+
+A text is for the classes whose names have one of these endings.
 
 If a class matches several texts, the first one is used.
 """
@@ -114,8 +117,8 @@ def culprit(name: str, value: Any, dump: Probe) -> tuple[str, Any]:
     """Search `value` for the innermost part that `dump` cannot pickle.
 
     Each step of the search goes from a value into its first part that cannot be pickled. The search
-    ends at a value without such a part. It also ends at a value that is refused as a whole, such as
-    a thread, and after `_BUDGET_S` seconds or `_DEPTH` steps.
+    ends at a value all of whose parts can be pickled. The search also ends at a value that is
+    refused as a whole, such as a thread, and after `_BUDGET_S` seconds or `_DEPTH` steps.
 
     Args:
         name: Name of the variable. The path starts with this name.
@@ -261,7 +264,7 @@ def type_name(value: Any) -> str:
 
 
 def _advice(value: Any, names: list[str]) -> str | None:
-    """Return the advice for an object that cannot be sent to the ranks; None if there is none.
+    """Return the advice for an object that cannot be sent to the ranks; None if no advice fits.
 
     There is advice for objects that belong to one process, functions that `torch.compile` made,
     locks, and the classes in `_ADVICE`.

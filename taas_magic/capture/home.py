@@ -104,8 +104,10 @@ class ResultPickler(ValuePickler):
     def _add_after_needs(self, value: Callable[[], Any], owner: str) -> None:
         """Add the cell's variables that a value needs, then add the value.
 
-        To find these variables, the method first adds the value on trial, and removes it if any
-        are missing. A variable that cannot be pickled is recorded in `problems`.
+        Only pickling the value shows which variables the value needs. So the method first adds the
+        value. If the pickle lacks one of these variables, the method removes the value, adds the
+        variables, and adds the value again. A variable that cannot be pickled is recorded in
+        `problems`.
         """
         with self.rollback() as undo:
             self.needs.clear()
@@ -181,7 +183,7 @@ def load(
 
     The cell's variables that came with a result are set in `namespace`. A variable is skipped if
     its name belongs to a builtin, or to a variable of the notebook that no earlier result has set.
-    If the skipped variable has another value than the notebook's, the returned notes say so.
+    If the values of the skipped variable and of the notebook's variable differ, a note says so.
 
     Args:
         out: Names in `--out`. The caller sets these variables later, so there are no notes about

@@ -182,9 +182,9 @@ def patches(
 ) -> Iterator[str]:
     """Yield notes on functions that the notebook has replaced in a module or class.
 
-    Ranks have the original functions. In a module, only the names in `attributes` are checked; the
-    modules and classes among these are searched, too. In a class, all members are checked. Only the
-    first `_MOST_DIFFERENCES` functions get a note.
+    Ranks have the original functions. In a module, only members with a name in `attributes` are
+    checked; such a member may itself be a module or class, which is then searched, too. In a class,
+    all members are checked. Only the first `_MOST_DIFFERENCES` functions get a note.
 
     Args:
         modules: Modules that the cell uses.
@@ -367,7 +367,7 @@ def _source(name: str, spec: ModuleSpec | None) -> ModuleSource | None:
 def _tree(source: str) -> ast.Module:
     """Parse the source of a module. Return an empty tree if the source is not Python.
 
-    The import in the rank will raise the error.
+    The SyntaxError is raised later, when a rank imports the module.
     """
     try:
         return parse(source)
@@ -451,13 +451,14 @@ def needed_modules(
 ) -> tuple[str, ...]:
     """Return the top-level modules that must be installed on every host that runs a cell.
 
-    These are imports of the cell, top-level imports of `travelling`, and `referred`. Imports that
-    may be skipped, as in an `if` or `try` block, do not count. The project's own modules and the
+    The result has the imports of the cell, the top-level imports of the `travelling` modules, and
+    the modules in `referred`. Imports that may be skipped, as in an `if` or `try` block, do not
+    count. The project's own modules and the
     standard library are left out.
 
     Args:
         referred: Modules that the captured values refer to, or that captured functions import.
-            Those that are not installed on this machine do not count.
+            Modules that are not installed on this machine do not count.
         travelling: The project's own modules that are sent, by name.
         texts: Sources of the cells that defined captured functions.
     """

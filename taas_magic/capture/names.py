@@ -192,14 +192,17 @@ class UsedNames:
     """Notebook names that a cell uses, found in one pass over its top-level statements.
 
     A name does not count if the cell has certainly assigned it (`_defined`) before any statement
-    can read it. The names that a function's code reads count when a statement first loads the
-    function's name. Until then, they are in `_later`; afterwards, they are in `_awaited`. If a
-    later statement defines a function whose name is in `_awaited`, that function may already be in
-    use.
+    can read it. The code of a function may run as soon as a statement reads the function's name.
+    From that statement on, the names that the function's code reads count, too. They are in
+    `_later` before that statement, and in `_awaited` after it. A name in `_awaited` may be the name
+    of a function that the cell defines only later. So the names that this second function's code
+    reads count from its definition on.
 
     Attributes:
         why: Reason for each name that counts.
-        imports: As in `CodeUse`; likewise `attributes` and `stores`.
+        imports: Modules that the cell imports (see `CodeUse`).
+        attributes: Attribute names that the cell looks up (see `CodeUse`).
+        stores: Global names that the cell sets or deletes (see `CodeUse`).
         updates: Names that one statement both reads and sets, as in `total += 1`.
         definitions: Names that the code of each function or class of the cell reads, by function or
             class. In a session, a later cell may call the function.
@@ -225,7 +228,7 @@ class UsedNames:
         """Analyse statements that may not run.
 
         Args:
-            bound: Names that are set before the first of them runs, such as loop variables.
+            bound: Names that are set before the first statement runs, such as loop variables.
 
         Returns:
             The names that are certainly set after the statements have run to their end.
@@ -286,9 +289,9 @@ class UsedNames:
     def _define(self, node: _Definition) -> None:
         """Record the names of a function or class definition.
 
-        Names that the definition reads at once count now. Names that its code reads when called
-        are stored in `_later` and `definitions`. If it has a decorator, all names count now,
-        because the decorator may call the function.
+        Names that are read when the definition itself runs, such as default values, count now.
+        Names that are read when the function is called are stored in `_later` and `definitions`.
+        If the function has a decorator, all names count now, because the decorator may call it.
         """
         use = self._compiled(node)
         self.updates |= (use.names & use.stores) - {node.name}
@@ -355,8 +358,8 @@ class UsedNames:
     def _read(self, names: Iterable[str], why: str = THE_CELL) -> None:
         """Record that a statement reads these names.
 
-        If a name is a function of the cell, its code may run from now on. So the names that this
-        code reads are recorded, too.
+        If a name refers to a function of the cell, the function may be called from now on. So the
+        names that the function's code reads are recorded, too.
         """
         for name in sorted(names):
             if name not in self._defined:

@@ -104,8 +104,8 @@ class _NotebookPickler:
     def pickle_variables(self, names: Mapping[str, str]) -> None:
         """Pickle variables of the notebook, except those that are pickled already.
 
-        Each variable that it pickled is added to `captured`; a module also to `modules`. A value
-        that cannot be sent is passed to `refuse`.
+        Add each pickled variable to `captured`, and each module also to `modules`. If a value
+        cannot be sent, pass the error to `refuse`.
 
         Args:
             names: Reason for the capture of each variable, by name. Names that are no variables of
@@ -142,9 +142,11 @@ class _NotebookPickler:
     def _add(self, values: Sequence[tuple[str, Any]], why: str) -> list[CapturedVariable]:
         """Pickle values, given as (name, value), and before them the variables that they need.
 
-        For a function of the notebook, these are the names that its code uses. A first attempt to
-        pickle the values finds the others, and is undone if any are missing. The order matters:
-        code that runs while a value is loaded (`__setstate__`, `__hash__`) needs its globals.
+        For a function of the notebook, first pickle the variables that the function's code uses.
+        Then pickle the values, which shows what else they need. If the pickle lacks a needed
+        variable, remove the values, pickle the variable, and pickle the values again. The order
+        matters: code that runs while a value is loaded (`__setstate__`, `__hash__`) needs its
+        globals.
         """
         for name, value in values:
             if isinstance(value, FunctionType) and value.__globals__ is self._namespace:
@@ -233,8 +235,8 @@ class PayloadDescription(Struct, frozen=True, kw_only=True):
         submodules: Installed modules that the cell uses as attributes of a package, such as
             `xml.dom`.
         stores: Names that the work, or a captured function, sets or deletes.
-        updates: Names in `stores` that the cell sets from their own value (`total += 1`), or that a
-            captured function sets.
+        updates: Names in `stores` whose new value the cell computes from the old value
+            (`total += 1`), or that a captured function sets.
     """
 
     work: CellWork | CallShape
@@ -268,8 +270,8 @@ class Payload(PayloadDescription, frozen=True, kw_only=True):
         data: A pickle of several values: the process state, the values in the order of `captured`,
             then a call's function and arguments.
         choice: Variables that are sent to the ranks of a session; None outside of sessions.
-        state: The notebook's process state. The state in `data` is empty if a session's ranks have
-            it.
+        state: The notebook's process state. If the ranks of a session have this state already, the
+            process state in `data` is empty.
     """
 
     requires: tuple[str, ...]

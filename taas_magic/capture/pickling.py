@@ -152,9 +152,9 @@ Handler = Callable[[Any], Any]
 LOADER_REDUCERS: dict[type, Callable[[Any, dict[str, Any]], Any]] = {}
 """Functions that reduce registered loaders to remote loaders for the ranks, by type of the loader.
 
-`registry.py` adds these functions. The arguments are the loader and the pickler's `replaced`, to
-which the function adds the loader, pickled for fetchers. If the loader is not registered, the
-function returns NotImplemented.
+`registry.py` adds these functions. The first argument of a function is the loader. The second
+argument is the pickler's `replaced`: the function pickles the loader for fetchers, and adds the
+result to this dict. If the loader is not registered, the function returns NotImplemented.
 """
 
 
@@ -178,7 +178,7 @@ def loads(
     *,
     namespace: dict[str, Any] | None = None,
 ) -> Any:
-    """Load one value that `dump` pickled. Its arrays and tensors use `buffers` without a copy.
+    """Load one value that `dump` pickled. Arrays and tensors in the value use `buffers` uncopied.
 
     Args:
         data: The pickle, or a file-like object positioned at its first byte.
@@ -231,9 +231,10 @@ class ValuePickler(cloudpickle.Pickler):
         replaced: Registered loaders among the added values, pickled for fetchers
             (`registry.PackedLoader`), by name.
         filled: Closure cells whose content is already in the pickle, by id.
-        coming: Values that are being added, by name. A function that reads one of these names is
-            pickled with the value, because loading may already call the function: loading a class
-            runs the `__init_subclass__` of its base.
+        coming: Values that are being added, by name. If a function reads one of these names, the
+            name's value is pickled as one of the function's globals. Reason: the function may be
+            called while the value is still being loaded. For example, loading a class runs the
+            `__init_subclass__` of its base.
     """
 
     memo: Any
@@ -288,10 +289,11 @@ class ValuePickler(cloudpickle.Pickler):
 
     @contextmanager
     def rollback(self) -> Iterator[Callable[[], None]]:
-        """Run a `with` block that can remove everything that it added to the pickle.
+        """Run a `with` block whose additions to the pickle can be removed.
 
-        Yields a function that removes it. If the block raises an exception, everything is removed.
-        What the block added to `needs`, `modules` and the other records stays.
+        Yields a function that removes all objects that the block has added to the pickle. If the
+        block raises an exception, these objects are removed, too. `needs`, `modules` and the other
+        records keep what the block added to them.
         """
         memo: dict[int, Any] = self.memo.copy()
         filled = self.filled.copy()
@@ -312,8 +314,9 @@ class ValuePickler(cloudpickle.Pickler):
     def add_definitions(self) -> None:
         """Add a dict of the functions and classes of `__main__` that the added values use.
 
-        A fetcher puts this dict into its own `__main__`, so that a dataset can pickle them by name.
-        Pickling the dict may add names to `needs`; it is then pickled again with these names.
+        A fetcher adds these functions and classes to its own `__main__`, because a dataset may
+        pickle them there, and pickle stores only their names. Pickling the dict may add names to
+        `needs`. If so, the dict is pickled again with the added names.
         """
         main, is_complete = vars(sys.modules["__main__"]), False
         while not is_complete:
@@ -369,7 +372,8 @@ class ValuePickler(cloudpickle.Pickler):
     def _make_rules(self) -> dict[type, Handler | None]:
         """Return reducers by class; None means that pickle's own rules apply.
 
-        The first class that an object's type is derived from counts.
+        A reducer also handles subclasses. If an object has several of these classes as bases, the
+        first class in the dict decides.
         """
         rules: dict[type, Handler | None] = {
             type: self._reduce_class,
@@ -401,8 +405,8 @@ class ValuePickler(cloudpickle.Pickler):
     def _reduce_class(self, cls: type) -> Any:
         """Reduce a class: by name if it can be imported, else by value.
 
-        Records an importable class in `classes`, and its module in `modules`. Adds the name of any
-        other class to `needs`.
+        Records an importable class in `classes`, and its module in `modules`. The name of any other
+        class is added to `needs`, but only if the namespace has this class under this name.
         """
         reduced = super().reducer_override(cls)
         if reduced is NotImplemented:
@@ -441,9 +445,9 @@ class ValuePickler(cloudpickle.Pickler):
     def _with_cells(self, closure: tuple[CellType, ...] | None, reduced: Any) -> Any:
         """Return a reduced function that keeps the cells of its closure.
 
-        cloudpickle would give each function new cells, so that functions could not share a
-        variable. A cell may contain the function itself. So all cells are pickled empty, and the
-        state of the first function that uses a cell fills the cell.
+        cloudpickle would give each function new cells, and two functions could no longer share a
+        variable. A cell may contain the function itself, so all cells are pickled empty. The state
+        of the first function that uses a cell fills the cell.
         """
         make, args, state, _, _, fill = reduced
         state[1]["__closure__"] = None
@@ -463,8 +467,8 @@ class ValuePickler(cloudpickle.Pickler):
     def _unless_importable(self, handler: Handler) -> Handler:
         """Return a reducer that leaves importable objects to pickle, and others to `handler`.
 
-        The reducer adds the module of an importable object to `modules`, and the name of any other
-        object to `needs`.
+        The reducer adds the module of an importable object to `modules`. The name of any other
+        object is added to `needs`, but only if the namespace has this object under this name.
         """
 
         def reduce(definition: Any) -> Any:
@@ -486,8 +490,9 @@ class ValuePickler(cloudpickle.Pickler):
     def _need_by_name(self, definition: Any) -> None:
         """Add the name of a function or class to `needs`, so that the receiver defines this name.
 
-        The receiver needs the name to pickle the definition, for example with an instance that it
-        sends back: pickle looks up functions and classes by name.
+        Do nothing if the namespace does not have this function or class under this name. The
+        receiver may pickle the function, or an instance of the class, for example to send it back.
+        pickle then looks up the function or class by name.
         """
         name, namespace = _qualname(definition).partition(".")[0], self._namespace
         if self._to == "fetchers":

@@ -1,7 +1,8 @@
 """Convert plain data to bytes that can be read without running code, and back.
 
 Plain data are tensors, arrays, numbers, strings, bytes, None, dates, paths, and containers of them.
-A value becomes a table of nodes, with the memory of large tensors and arrays in separate buffers.
+A value becomes a table. Each row of the table is called a node, and describes one object. The
+memory of large tensors and arrays is in buffers outside the table.
 As in a pickle, shared objects and storages stay shared, and a container may hold itself.
 """
 
@@ -38,10 +39,10 @@ process.
 """
 
 _INLINE_BYTES = 4096
-"""Maximum bytes of an object's memory in the table; larger memory goes to a buffer."""
+"""Maximum size in bytes of tensor or array memory in the table; larger memory gets a buffer."""
 
 Item = None | bool | int | float | str | tuple[int]
-"""A part of a node: a value, or a tuple with the number of the node that holds the value."""
+"""One part of a node: a simple value, or a tuple with the number of another node."""
 
 
 class NotPlainError(TypeError):
@@ -65,8 +66,8 @@ class PlainNode(Struct, array_like=True):
 class _Container(NamedTuple):
     """The two functions that rebuild one kind of mutable container.
 
-    A container may contain itself, so one function makes the empty container. The other function
-    adds the elements, when every object of the value exists.
+    A container may contain itself, so one function makes the empty container. After all objects of
+    the value have been made, the other function adds the elements to the container.
     """
 
     make: Callable[[list[Item]], Any]
@@ -88,7 +89,7 @@ class PlainWriter:
         self.buffers: list[PickleBuffer] = []
 
     def add(self, value: Any) -> None:
-        """Write `value` as the value of the table. Must be called only once.
+        """Write `value` and all objects in it to the table. Must be called only once.
 
         Raises:
             NotPlainError: An object in the value is not plain data.
@@ -111,10 +112,10 @@ class PlainWriter:
         return mutable | {key[1] for key in self._numbers if isinstance(key, tuple)}
 
     def _item(self, value: Any) -> Item:
-        """Return the entry for a value in the row of its parent.
+        """Return the entry that stands for `value` in the node of the object that contains it.
 
         None, a bool, a float, a 64-bit int or a UTF-8 string is its own entry. Any other value gets
-        a row, and the entry is the row's number.
+        a node, and the entry is the node's number.
         """
         kind = type(value)
         if value is None or kind is bool or kind is float:
@@ -336,7 +337,7 @@ def _pairs(values: dict[Any, Any]) -> list[Any]:
 _FACTORIES: dict[str, Any] = {
     kind.__name__: kind for kind in (bool, dict, float, int, list, set, str, tuple)
 }
-"""Values of `default_factory` with which a defaultdict is plain data, by name."""
+"""Types that a defaultdict may have as `default_factory` to count as plain data, by name."""
 
 
 def _parts_of_defaultdict(value: defaultdict[Any, Any]) -> list[Any]:

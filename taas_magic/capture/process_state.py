@@ -63,7 +63,7 @@ def apply_filters(state: State) -> None:
 
 
 def apply(state: State) -> None:
-    """Apply the settings that `collect` read in the kernel to this process (a rank)."""
+    """Apply settings of the kernel, read by `collect`, to this process (a rank)."""
     for name, value in state.items():
         _SETTING_KINDS[name].apply(value)
 
@@ -260,7 +260,8 @@ def _collect_start_method() -> str:
 def _collect_torch() -> dict[str, Any]:
     """Return those settings of torch that differ from torch's defaults, and the user's seed.
 
-    Empty if this process has not imported torch. Without the seed if the user has set none.
+    The result is empty if this process has not imported torch. It has no seed if the user has not
+    set one.
     """
     torch = _module_if_imported("torch")
     if torch is None:
@@ -380,5 +381,6 @@ _SETTING_KINDS = {
 }
 """Kinds of settings, in the order in which they are applied.
 
-Warning filters and loggers come after the libraries that they belong to.
+Warning filters and loggers are applied last, because those of a library are skipped until this
+process has imported the library.
 """

@@ -292,7 +292,7 @@ def reduce_file(file: Any) -> Any:
 
 
 def this_shell() -> Any:
-    """Return the IPython shell of the loading process, or None if it has none."""
+    """Return the IPython shell of the loading process, or None if the process has no shell."""
     from IPython import get_ipython
 
     return get_ipython()
@@ -327,9 +327,10 @@ def _reduce_typed(storage: "torch.TypedStorage", storages: Storages) -> Reduced:
 
 
 def _reduce_tensor(tensor: "torch.Tensor") -> Any:
-    """Reduce a tensor with one of torch's newer dtypes (uint16 …). Leave all others to torch.
+    """Reduce a tensor with one of torch's newer dtypes (uint16 …). Leave other tensors to torch.
 
-    Torch pickles such a tensor with an untyped storage, but can rebuild it only from a typed one.
+    Torch pickles a tensor of these dtypes with an untyped storage. But torch can rebuild the tensor
+    only from a typed storage.
     """
     import torch
 

@@ -109,9 +109,11 @@ class RankVariables:
     ) -> VariablesToSend:
         """Choose the variables of the notebook to send for a cell.
 
-        These are the used variables that the ranks lack, that have changed, or that are modules or
-        in `send`. Variables that share an object with these are sent, too. A changed process state
-        is also sent. When the ranks have received all this, the caller must call `record_sent`.
+        The candidates are the variables that the cell uses, and the variables that these need. A
+        candidate is sent if the ranks lack it, if its value has changed, or if it is a module or in
+        `send`. Candidates that share an object with a sent variable are sent, too, and so is a
+        changed process state. When the ranks have received the result, the caller must call
+        `record_sent`.
 
         Args:
             send: Names whose values are sent although cells have assigned them (`--send`).
@@ -140,8 +142,8 @@ class RankVariables:
     def _wanted(self, used: UsedNames, forced: set[str]) -> dict[str, str]:
         """Return the reason for each name in `--send`, and for each name that the cell reads.
 
-        If the cell uses a name that belongs to the ranks, names that functions of earlier cells
-        read count, too.
+        The cell may call functions that earlier cells have defined in the ranks. So if the cell
+        reads any name that belongs to the ranks, also return the names that these functions read.
         """
         wanted = {**dict.fromkeys(forced, THE_CELL), **used.why}
         if any(name in self.owned for name in used.why):
@@ -192,9 +194,9 @@ class RankVariables:
     def record_sent(self, choice: VariablesToSend) -> None:
         """Record that all ranks have received the variables in `choice`.
 
-        These names belong to the notebook from now on. An earlier record is removed if its value
-        shares an object with the values in `choice`: the ranks have another copy of that object
-        now.
+        These names belong to the notebook from now on. A variable sent earlier may share an object
+        with the values in `choice`. Because the ranks now have a second copy of this object, the
+        record of the earlier variable is removed.
         """
         fresh = frozenset[int]().union(*(sent.shared for sent in choice.sent.values()))
         for name, sent in list(self._sent.items()):

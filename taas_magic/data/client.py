@@ -137,9 +137,9 @@ class Route:
     def patience_s(self) -> float:
         """Seconds that a fetcher may be silent before it counts as failed.
 
-        The value is the smaller of two times: half of `fetch_s` (`FetchLease.silent_s`), and the
-        part of `fetch_s` that is left. It is at least `ALIVE_S`. So if all fetchers are silent, the
-        run fails after about `fetch_s`, even if the rank tries several of them.
+        The result is half of `fetch_s`, or the part of `fetch_s` that is left if this is less, but
+        at least `ALIVE_S`. So if all fetchers are silent, the run fails after about `fetch_s`, even
+        if the rank tries several fetchers.
         """
         return max(ALIVE_S, min(self._lease.silent_s, self._lease.fetch_s - self._silent_s))
 
@@ -161,7 +161,7 @@ class Route:
     def acquire(self, keep_bytes: int) -> tuple[dict[int, FetcherLink], ReceiveBlocks]:
         """Return the connections and the receive memory of a finished pass, for a new pass.
 
-        If there is none, return no connections and new memory.
+        If no connections and memory are stored, return an empty dict and new memory.
 
         Args:
             keep_bytes: Limit on the memory that new `ReceiveBlocks` keep for reuse.
@@ -326,10 +326,10 @@ class SlotResponse(NamedTuple):
 class Client:
     """Client for one pass over a loader; sends a rank's requests and returns the responses.
 
-    If a sampler draws from an unseeded generator, each worker computes a different order. The
-    epoch's order is then that of the worker that opened the epoch. If a response has the hash of
-    another order, the client requests the batch's indices (ORDER) from the worker that opened the
-    epoch. The client then requests the batch with these indices from any worker.
+    If a sampler draws from an unseeded generator, each worker computes a different order. In this
+    case, the pass follows the order of the worker that opened the epoch. If a response has the hash
+    of another order, the client requests the batch's indices (ORDER) from the worker that opened
+    the epoch. Afterwards, the client requests the batch with these indices from any worker.
 
     Args:
         keep_bytes: Limit on the free receive memory that is kept for reuse.
@@ -367,9 +367,10 @@ class Client:
         return self._blocks.held_bytes + sum(link.borrowed.held_bytes for link in links)
 
     def open(self, epoch: int) -> EpochDescription:
-        """Begin an epoch; ask any fetcher for the epoch's description, and return it.
+        """Begin an epoch: request the epoch's description from one fetcher, and return it.
 
-        If the fetchers' orders differ, all batches of this pass follow this fetcher's order.
+        If another fetcher has another order of batches, the pass still follows the order of the
+        fetcher that sent the description.
 
         Raises:
             RunLost: No fetcher responds.
@@ -415,13 +416,14 @@ class Client:
         return self._value(LoaderRequest(RequestKind.SAMPLE, 0, 0, encode.as_bytes(index)))
 
     def find_state(self, slot: int) -> tuple[int, Any] | None:
-        """Return the latest saved state, at or before `slot`, of the dataset in the slot's stream.
+        """Request a saved state of the dataset from which the slot's stream can resume.
 
-        Each stream has its own copy of the dataset, of which a worker saves states.
+        Each stream has its own copy of the dataset, and a worker sometimes saves the copy's state.
+        The result is the latest state that was saved before the stream went beyond `slot`.
 
         Returns:
-            The number of batches that the stream had yielded before the state was saved, and the
-            state; None if no state is known.
+            The number of batches that the stream had yielded when the state was saved, and the
+            state. None if there is no such state.
         """
         found: tuple[int, Any] | None = self._value(
             LoaderRequest(RequestKind.STATE, self._epoch, slot)
@@ -458,8 +460,8 @@ class Client:
         """Send a request whose response is an object, and return the object.
 
         Raises:
-            ValueError: The response is a dataset's state of more than `MAX_STATE_BYTES`, which
-                could not be loaded again.
+            ValueError: The response is a dataset's state of more than `MAX_STATE_BYTES`; fetchers
+                would reject such a state if it were sent back.
             RunLost: No fetcher responds.
             Exception: The exception that the user's code raised.
         """
@@ -572,8 +574,8 @@ class Client:
     def _receive(self, number: int) -> None:
         """Receive a fetcher's next message and all further messages that arrived with it.
 
-        Store the responses among them, and end the fetcher's pause. Stop early if another
-        connection replaces this one meanwhile.
+        Store each message that is a response, and end the fetcher's pause. Stop early if the
+        connection is closed or replaced while a response is being stored.
         """
         link = self._links[number]
         for message, body in link.receive(self._blocks):
@@ -586,8 +588,8 @@ class Client:
     def _store_response(self, link: FetcherLink, response: Response, body: memoryview) -> None:
         """Store a response, which may answer several requests of its connection.
 
-        The requests are removed from `link.pending`. Each gets an equal part of the body; a small
-        part is copied.
+        The answered requests are removed from `link.pending`. Each of these requests gets an equal
+        part of the body; a small part is copied.
 
         Raises:
             ProtocolError: The response does not belong to the oldest pending request.
@@ -611,8 +613,9 @@ class Client:
     ) -> None:
         """Store the response to `request`, or send another request for the same batch.
 
-        Another request is necessary if the response has the hash of another order. The last
-        response is stored as the response to the first request.
+        Another request is necessary if the response has the hash of another order
+        (`_follow_up_request`). When the batch has arrived in the epoch's order, it is stored as the
+        response to the original request.
         """
         number = self._where.pop(request)
         if request.kind is RequestKind.OPEN:
@@ -631,16 +634,18 @@ class Client:
     def _follow_up_request(
         self, request: LoaderRequest, first: LoaderRequest, response: Response, body: memoryview
     ) -> LoaderRequest | None:
-        """Return the request to send next, if the worker of the first response had another order.
+        """Return the request to send next if a worker prepared a batch in another order.
 
-        The requests are: GET for the batch; ORDER for the batch's indices in the epoch's order; GET
-        with these indices.
+        The client gets such a batch by three requests: GET for the batch, which gives a batch of
+        the other order; ORDER for the batch's indices in the epoch's order; GET with these indices.
 
         Args:
-            first: The GET request for the batch with which the sequence began; may be `request`.
+            request: The request that `response` answers.
+            first: The first of the three requests. Before the second one is sent, this is `request`
+                itself.
 
         Returns:
-            The next request; None if the response answers `first`.
+            The second or third request; None if `response` is the final answer to `first`.
 
         Raises:
             RunLost: The response to ORDER also has the hash of another order.

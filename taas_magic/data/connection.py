@@ -221,7 +221,8 @@ class FetcherLink:
 class Inbox:
     """Receiving end of a connection: reads frames, each a message with its body.
 
-    One system call receives all small frames that have arrived into one block of memory, the chunk.
+    All small frames that have arrived are received by one system call. They are written to one
+    block of memory, which is called the chunk.
     A body stays in the chunk as long as its batch is in use. A large body is received into a block
     of its own.
 
@@ -361,8 +362,10 @@ class Inbox:
     def _receive_limit(self) -> int:
         """Return the offset in the chunk up to which to receive.
 
-        At this offset a frame ends, if all frames have the size of the latest one. Otherwise the
-        beginning of an incomplete frame would have to be copied into the next chunk.
+        The method assumes that all frames have the size of the latest frame, and returns the last
+        offset at which a frame ends. A frame that began after this offset would not fit into the
+        chunk, and its beginning would have to be copied to the next chunk. If data up to this
+        offset has arrived already, the result is the end of the chunk.
         """
         begin = self._start - (self._now.header_bytes if self._now else 0)
         size = self._latest_bytes

@@ -45,16 +45,16 @@ _SNAPSHOT_EVERY = 64
 _MOST_SNAPSHOTS = 256
 """Maximum number of snapshots of a stream.
 
-Above it, every second snapshot is dropped, and the interval between snapshots is doubled.
+If there are more, every second snapshot is dropped, and the interval between snapshots is doubled.
 """
 
 _HASHED_ITEMS = 64
-"""Number of items after the skipped ones that a cursor reports together with `first_hash`."""
+"""Number of batches that are reported with `first_hash` after a cursor has skipped items."""
 
 _LOOKS_AT_INTS = 2
-"""Index of the last item before which a `Cursor` records the int attributes of its dataset.
+"""Index of the last item before which a `Cursor` records its dataset's int attributes.
 
-A cursor records them before items 0, 1 and 2, to find the attribute that counts epochs.
+A cursor records these attributes before items 0, 1 and 2, to find the attribute that counts epochs.
 """
 
 _OURS = str(Path(__file__).parent)
@@ -219,8 +219,8 @@ class BatchSource:
     def open(self, epoch: int) -> EpochDescription:
         """Return an epoch's description; for a map-style loader, run the sampler to find the order.
 
-        For an iterable-style loader, run no user code; the description has the number of streams.
-        It may also name an attribute in which the dataset counts its epochs.
+        For an iterable-style loader, run no user code. The description then has the number of
+        streams, and sometimes the name of an attribute in which the dataset counts its epochs.
 
         Raises:
             UserCodeFailed: The sampler raised an exception.
@@ -245,16 +245,17 @@ class BatchSource:
         return 0 if self._order is None else self._order.epoch(epoch).digest
 
     def first_hash(self, epoch: int, slot: int) -> int:
-        """Return the hash of a stream's item 0, if this worker has just read the stream again.
+        """Return the hash of a stream's item 0 if this worker has just skipped items of the stream.
 
-        By this hash, a rank notices that the stream gives other data than before.
+        A worker skips items if it must read the stream again from its beginning. By this hash, a
+        rank notices that the stream then gave other data than before.
 
         Args:
             slot: Slot of the batch that was prepared last.
 
         Returns:
-            The hash; 0 if the worker has not skipped items within the last `_HASHED_ITEMS` items,
-            or if the worker began at a saved state.
+            The hash, for the first `_HASHED_ITEMS` batches after the skipped items. For later
+            batches 0; also 0 if the worker began at a saved state instead of item 0.
         """
         assert self.streams is not None
         item, stream = divmod(slot, self.streams)
@@ -295,12 +296,14 @@ class BatchSource:
         return self._run_user_code(dataset.__getitem__, index)
 
     def find_state(self, epoch: int, slot: int) -> tuple[int, Any] | None:
-        """Return the latest saved state, at or before `slot`, of the dataset in the slot's stream.
+        """Return a saved state of the dataset from which the slot's stream can resume.
+
+        The result is the latest state that was saved before the stream went beyond `slot`.
 
         Returns:
-            The number of batches that the stream had yielded before the state was saved, and the
-            result of the dataset's `state_dict`. None if no state is known, or if the loader is
-            map-style.
+            The number of batches that the stream had yielded when the state was saved, and the
+            result of the dataset's `state_dict`. None if there is no such state, or if the loader
+            is map-style.
         """
         if self.streams is None:
             return None
@@ -317,7 +320,7 @@ class BatchSource:
         self._snapshots_of(epoch, stream).begin_at(item, state)
 
     def forget_before(self, epoch: int) -> None:
-        """Drop the saved states of epochs before `epoch`; ranks no longer request their batches."""
+        """Drop the dataset's saved states of epochs before `epoch`; ranks no longer need them."""
         for key in [key for key in self._snapshots if key[0] < epoch]:
             del self._snapshots[key]
 
@@ -380,7 +383,7 @@ class BatchSource:
         return self.loader.collate_fn(items)
 
     def _item(self, dataset: Any, index: Any) -> Any:
-        """Return `dataset[index]`. If this raises, the message to the user names the index, too."""
+        """Return `dataset[index]`. If the dataset raises, the message to the user has the index."""
         try:
             return dataset[index]
         except BaseException:
@@ -392,7 +395,8 @@ class BatchSource:
 
         If the stream's cursor is before the batch, read and discard the batches in between, and
         ignore their errors. Use a new cursor (`_new_cursor`) if the cursor is past the batch, or if
-        a saved state is nearer. Then cursors of old epochs are dropped.
+        a saved state is nearer. To make a new cursor, first drop the stream's cursors of other
+        epochs, except the one used last.
         """
         assert self.streams is not None
         item, stream = divmod(slot, self.streams)
@@ -432,9 +436,9 @@ class BatchSource:
     def _new_cursor(self, epoch: int, stream: int, item: int) -> "Cursor":
         """Return a cursor with a fresh dataset for a stream.
 
-        The loader is unpickled again. The dataset's `set_epoch` is called and, if the loader has
-        workers, `worker_init_fn`. The cursor begins at the latest saved state at or before `item`;
-        without such a state, at item 0.
+        Unpickle the loader again, and call the dataset's `set_epoch`. If the loader has workers,
+        also call `worker_init_fn`. The cursor begins at the latest saved state that is not beyond
+        `item`; without such a state, the cursor begins at item 0.
         """
         loader, definitions = load(self._payload)
         loader = _with_own_memory(loader)
@@ -449,7 +453,8 @@ class BatchSource:
     def _start_worker(self, loader: Any, worker_id: int, seed: int) -> Any:
         """Run `worker_init_fn` as a local worker does; return the dataset's `get_worker_info()`.
 
-        Before that, seed the random generators. Without a `worker_init_fn`, only return the value.
+        The random generators are seeded before `worker_init_fn` runs. If the loader has no
+        `worker_init_fn`, this method only returns the `get_worker_info()`.
 
         Raises:
             UserCodeFailed: `worker_init_fn` raised an exception.
@@ -507,9 +512,9 @@ class Cursor:
         item: Index of the next batch in the stream.
         info: Value of `get_worker_info()` for the dataset; None if the loader has no workers.
         snapshots: Saved states of the dataset; this cursor adds to them.
-        counter: Name of the attribute in which the dataset counts its epochs. Such an attribute is
-            an int that grows by one in an epoch, but is the same before the second and before the
-            third batch. "" if there is none, or if the stream has not ended yet.
+        counter: Name of the attribute in which the dataset counts its epochs; "" if no attribute
+            does, or if the stream has not ended yet. An attribute counts epochs if it is an int
+            that grows by one in the whole epoch, but does not change while batch 1 is read.
         first_hash: Hash of item 0, if the cursor skipped this item; else 0.
         hash_until: Index of an item; batches before this item are reported with `first_hash`.
     """
@@ -531,7 +536,7 @@ class Cursor:
     def next_batch(self) -> Any:
         """Return the stream's next batch.
 
-        Before every batch but the cursor's first, save the dataset's state if a snapshot is due.
+        First, save the dataset's state if a snapshot is due; not before the cursor's first batch.
         If the user's code raises an exception, the cursor still advances by one batch.
 
         Raises:

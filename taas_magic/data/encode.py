@@ -167,7 +167,9 @@ def _with_grad_and_attributes(
 
 
 def _reduce(tensor: torch.Tensor) -> Any:
-    """Return the function call that rebuilds a tensor that is not plain from plain tensors.
+    """Reduce a tensor that is not plain to a function call with plain tensors as arguments.
+
+    The call rebuilds the tensor.
 
     This is a reducer for pickle's `dispatch_table`. It handles tensors with a gradient flag or
     attributes, conjugate and negative views, and nested and sparse tensors. For other tensors, it
@@ -222,9 +224,9 @@ def _strided_array(dense: Any, strides: tuple[int, ...]) -> Any:
 
 
 def _span(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, int]:
-    """Return the lowest and the highest byte offset of an array's elements, from the first element.
+    """Return the lowest and the highest byte offset of an array's elements.
 
-    If a stride is negative, the lowest offset is negative.
+    Offsets are relative to element 0, so the lowest one is negative if a stride is negative.
     """
     ends = [(n - 1) * step for n, step in zip(shape, strides, strict=True)]
     return sum(min(end, 0) for end in ends), sum(max(end, 0) for end in ends)
@@ -474,7 +476,7 @@ def _choose_spans(
 def decode(body: memoryview, head_bytes: int) -> Any:
     """Decode a batch; its tensors and arrays are views of `body`, whose memory they keep alive.
 
-    A tensor whose values were sent without the gaps of its strides is a copy.
+    But a tensor is a copy if its strides have gaps and its values were sent without the gaps.
 
     The body is unpickled, so it must come from a peer that has proved the run's key.
 
@@ -611,8 +613,8 @@ def checksum(data: bytes | memoryview) -> int:
     """Return the sum of the data's little-endian 64-bit words, modulo 2**64.
 
     The last word is padded with zeros. The checksum of a body is the sum of its parts' checksums.
-    The sum runs without the interpreter lock, at 20 to 40 GB/s; a CRC reaches 3 GB/s. It detects
-    damage that TCP's own 16-bit checksum misses.
+    The sum runs without the interpreter lock, at 20 to 40 GB/s; a CRC reaches 3 GB/s. The sum
+    detects damage that TCP's own 16-bit checksum misses.
     """
     size, words = len(data), len(data) >> 3
     total = int.from_bytes(data[size - (size & 7) :], "little") if size & 7 else 0

@@ -54,10 +54,11 @@ _SAMPLE_EVERY = 16
 """Number of steps between two measurements of the time to receive a batch."""
 
 _LEFT_S = 30.0
-"""Limit on the seconds after the latest batch that count as time in the cell's loop.
+"""Maximum seconds that `EpochIterator.current_counts` counts after the cell got its latest batch.
 
-The cell may have left its loop (`break`), so `EpochIterator.current_counts` adds at most this time
-to `RankCounts.span_s`. If the cell later requests a further batch, the whole time counts.
+These seconds count as time in the cell's loop (`RankCounts.span_s`). The limit is needed because
+the cell may have left its loop (`break`). If the cell later requests a further batch, the whole
+time counts.
 """
 
 _EVERY_EPOCH_ALIKE = (
@@ -183,7 +184,8 @@ class EpochIterator(Iterator[Any]):
         """Return the next batch, and add the time of waiting for it to the loader's counts.
 
         The first call opens the epoch. At the epoch's end, or if receiving fails, close the pass.
-        An exception that the user's code raised instead of returning the batch does not close it.
+        The pass stays open if the user's code in a fetcher raised an exception instead of returning
+        the batch; this method then raises the exception.
         """
         self._waits_since = time.perf_counter()
         self._began = self._began or self._waits_since
@@ -285,9 +287,9 @@ class EpochIterator(Iterator[Any]):
         """Make all ranks use the same order of the epoch; return the description with this order.
 
         In a run without fetchers, each rank runs the sampler itself. If the sampler draws from an
-        unseeded generator, the ranks' orders differ. Then all ranks use the order of the rank that
-        opened the epoch first, and `client` requests batches in this order. That rank publishes its
-        indices for the others. In any other case, return `opened` unchanged.
+        unseeded generator, the ranks' orders differ. In this case, the rank that opened the epoch
+        first publishes its indices, and the clients of all ranks request batches in this order. In
+        any other case, return `opened` unchanged.
 
         Raises:
             RunLost: This rank's order differs, and the sampler has no length.
@@ -311,10 +313,13 @@ class EpochIterator(Iterator[Any]):
     def _compare(self, slot: int, order: int) -> None:
         """Warn if this rank and another rank read different data for the same batch of a stream.
 
-        Ranks without fetchers read the whole stream, so they can compare hashes. Also warn if the
-        epoch's first batch is not the one that the loaded state requires, or if a worker that read
-        the stream again got another first batch. The hash of the epoch's first batch becomes
-        `order`.
+        In a run without fetchers, each rank reads the whole stream, so ranks can compare hashes.
+        Also warn if the epoch's first batch is not the batch that the loaded state requires. Also
+        warn if a worker has read the stream again, and its first batch differs from the first time.
+        Store the hash of the epoch's first batch in the attribute `order`.
+
+        Args:
+            order: Hash of the slot's batch, or of the first batch of its stream (`Response.order`).
         """
         loader, agreement = self._loader, self._loader.feed.agreement
         assert self.opened is not None
@@ -429,7 +434,8 @@ class EpochRequests:
         """Return this rank's batch of a step; None at the end of the epoch.
 
         First, request further batches if that is due. If the schedule does not know the step's slot
-        yet, receive the units of other batches; this rank's own batches among them are kept.
+        yet, first receive the responses for other slots, and record their units. A batch that this
+        rank needs for a later step is kept until then.
 
         Raises:
             ProtocolError: The fetchers announced the batch, but do not have it.

@@ -378,12 +378,12 @@ class RemoteLoader(DataLoader[Any]):
             raise ValueError(f"{about}: the state is of {theirs}, the loader has {ours}")
 
     def with_states(self, position: dict[str, Any]) -> dict[str, Any]:
-        """Add the states of the dataset's streams to a result of `position`, and return it.
+        """Return a result of `position` with the states of the dataset's streams added.
 
-        A stream's state is the latest one that a worker has saved at or before the position; this
-        method requests it from the fetchers. But states that `load_state_dict` has loaded and that
-        were not sent yet are added as they are. Nothing is added if the dataset has no
-        `state_dict`, or at the beginning of an epoch.
+        This method requests the states from the fetchers. For each stream, a fetcher sends the
+        latest state that a worker has saved at or before the position. If states from
+        `load_state_dict` have not been sent to the workers yet, these states are added instead.
+        Nothing is added if the dataset has no `state_dict`, or at the beginning of an epoch.
         """
         epoch, place = position["epoch"], EpochPosition(*position["place"])
         if not self.shape.has_state or place == EpochPosition():
@@ -397,7 +397,7 @@ class RemoteLoader(DataLoader[Any]):
         return {**position, "streams": {key: value for key, value in found.items() if value}}
 
     def send_states(self, client: Client, streams: int) -> None:
-        """Send the states of streams that `load_state_dict` has loaded, if any, to the workers.
+        """Send the streams' states from `load_state_dict`, if any, to the workers.
 
         Args:
             client: Client that has opened the epoch.

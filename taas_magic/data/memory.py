@@ -23,10 +23,10 @@ _STEPS = 8
 """Number of block sizes for each power of two; `ReceiveBlocks` rounds up to one of these sizes."""
 
 _FIRST_BYTES = 1 << 30
-"""Initial size of an arena's file; only pages that were written use memory.
+"""Initial size in bytes of an arena's file; only pages that were written use memory.
 
-If the file grew later, each process would have to map it again. The page faults that follow take
-longer than a copy of the data.
+The size is large, because each process would have to map the file again if it grew. The page faults
+after that would take longer than a copy of the data.
 """
 
 
@@ -203,18 +203,19 @@ def _references(blocks: Sequence[object]) -> list[int]:
 
 
 _IDLE = _references([mmap.mmap(-1, 1)])[0]
-"""Reference count of a block to which only a list refers."""
+"""Value of `sys.getrefcount` in `_references` for a block to which only the list refers."""
 
 
 class ReceiveBlocks:
     """Set of reusable, page-aligned blocks to receive into; only one thread may use it at a time.
 
     Fresh memory costs a page fault for every 4 KiB, which halves the throughput of large batches.
-    The tensors of a batch are references to a block. A block is free if only this object refers to
-    it.
+    The tensors of a batch are references to a block. A block is free if only this set refers to
+    the block.
 
     Args:
-        keep_bytes: Limit on the total size of all blocks. Above it, the oldest blocks are dropped.
+        keep_bytes: Limit on the total size of all blocks. If a new block exceeds the limit, the
+            oldest blocks are dropped.
     """
 
     def __init__(self, keep_bytes: int) -> None:

@@ -157,7 +157,9 @@ def _has_length(sampler: Any) -> bool:
 
 
 def call_set_epoch(value: object, epoch: int, inner: str) -> None:
-    """Call `set_epoch` of a sampler or dataset, and of the objects that it wraps, if they have it.
+    """Call `set_epoch` of a sampler or dataset, and of each object wrapped in it.
+
+    Objects without `set_epoch` are skipped.
 
     Args:
         inner: Name of the attribute with the wrapped object, such as `dataset` of a Subset.

@@ -215,10 +215,11 @@ class Response(Struct, frozen=True, array_like=True, tag=10):
         slot: Slot of the first request.
         units: Units of the batch; UNHINTED if the batch has no `hints["units"]` (BATCH, PEEKED).
         order: Hash that shows whether ranks get the same data; 0 for none (BATCH, PEEKED, VOID, and
-            VALUE in reply to ORDER). Map-style: hash of the order that the worker itself computed
-            for the epoch. Iterable-style: hash of the batch, for batch 0, 1, 2, 4, 8, … of a
-            stream; for other batches 0, or the hash of batch 0 shortly after the worker has skipped
-            batches of the stream.
+            VALUE in reply to ORDER). For a map-style loader, it is the hash of the order that the
+            worker itself computed for the epoch. For an iterable-style loader, it is the hash of
+            the batch, but only for batches 0, 1, 2, 4, 8, … of a stream. For other batches, it is
+            0. But if the worker has recently skipped batches of the stream, it is the hash of batch
+            0 instead of 0.
         head_bytes: Size of the table of contents at the body's start (BATCH).
         body_sum: Checksum of all bodies, for batches over TCP without TLS; else None.
         shared: The body in shared memory; None if the body follows.
@@ -299,7 +300,7 @@ _STATES = {
 }
 """States of each side of a connection, in order.
 
-Each received message moves the side to its next state, until the last one.
+Each received message moves the side to its next state. The side stays in the last state.
 """
 
 
@@ -433,10 +434,11 @@ def is_proof(key: bytes, role: Role, nonce: bytes, place: str, mac: bytes) -> bo
 
 
 class WorkerChange(Struct, frozen=True, array_like=True):
-    """Message between a server and the process that is the parent of its workers.
+    """Message between a server and the parent process of the server's workers.
 
-    The server sends it to request a new worker, with the worker's end of the socket pair between
-    server and worker. The parent process sends it to report that a worker has ended.
+    The server sends this message to request a new worker. The message then carries the new worker's
+    end of a socket pair, which connects worker and server. The parent process sends this message to
+    report that a worker has ended.
 
     Attributes:
         number: Number of the worker.

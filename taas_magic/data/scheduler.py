@@ -158,8 +158,9 @@ class PrefetchOrder:
     def record_requested(self, epoch: int, slot: int) -> None:
         """Record that a worker starts a batch that a rank requested before it was prepared ahead.
 
-        Preparing ahead continues with the slot after this batch, unless it is already further. The
-        first batch of a later epoch also drops the records of earlier epochs.
+        Workers continue to prepare ahead from the slot after this batch, unless an earlier call had
+        a later batch. If this batch is the first one of a later epoch, the records of earlier
+        epochs are dropped.
         """
         self._is_asked = True
         if epoch > self._epoch:
@@ -189,10 +190,10 @@ class PrefetchOrder:
     ) -> Iterator[LoaderRequest | None]:
         """Yield the requests that a worker prepares ahead, from `first_slot` of `epoch` on.
 
-        Only worker 0 also yields a request that opens each new epoch. After the first epoch, the
-        batches are limited as the class describes. If a value is None, no batch can be prepared
-        now, and the caller tries again later. The iterator ends if an epoch cannot be opened, at
-        the `--units` limit, or if the worker has no batch in a further epoch.
+        For worker 0, also yield a request that opens each new epoch. The batches of the epochs
+        after `epoch` are limited (see the class). None instead of a request means that no batch can
+        be prepared now, and that the caller must try again later. The iterator ends if an epoch
+        cannot be opened, at the `--units` limit, or if the worker has no batch in a later epoch.
         """
         left = self._share.units
         for ahead in itertools.count():
@@ -323,12 +324,13 @@ class PrefetchBuffer:
     def add_request(self, who: Hashable, request: LoaderRequest, only_count: bool = False) -> None:
         """Record that `who` waits for a response, and queue the request if it is new.
 
-        A batch that was sent before and is still kept is used again, instead of queueing. The first
-        request of a new epoch also drops what belongs to epochs that are too old.
+        If the batch was sent before and is still kept (`_keep_sent`), use it again, and do not
+        queue the request. The first request of a new epoch also drops batches and units of epochs
+        before `oldest_epoch`.
 
         Args:
-            only_count: Whether `who` needs only the batch's units, not the batch. If they are known
-                already, nothing is recorded.
+            only_count: Whether `who` needs only the batch's units, not the batch. If the units are
+                known already, nothing is recorded.
         """
         if only_count and self.units(request) is not None:
             return
@@ -469,10 +471,11 @@ class PrefetchBuffer:
         return entry.waiting.keys()
 
     def requeue(self, request: LoaderRequest) -> None:
-        """Queue a request again, at the front, because its worker has ended.
+        """Put a request back into the buffer, because its worker has ended.
 
-        If no connection waits for the response, forget the request; workers prepare the batch ahead
-        again.
+        If a connection waits for the response, queue the request again, before the connection's
+        other requests (but batches of streams are always queued by slot). If no connection waits,
+        forget the request, and restart preparing ahead, so that a worker prepares this batch again.
         """
         entry = self._entries[request]
         self._doing -= 1
@@ -504,10 +507,11 @@ class PrefetchBuffer:
                 self._remove(request)
 
     def _first_needed(self) -> tuple[int, int]:
-        """Return the epoch and slot of a stream before which no rank needs a batch any more.
+        """Return the epoch and slot of the first batch that a rank may still need, for streams.
 
-        With `FetcherPart.has_one_rank`, the result is the batch that the rank must get next.
-        Without, the slot is 0, because one rank may be far ahead of another.
+        If the fetcher serves only one rank (`FetcherPart.has_one_rank`), the result is the batch
+        that the rank must get next. If there are several ranks, the slot is 0, because one rank may be far
+        ahead of another.
         """
         due = min(
             ((one.epoch, one.slot) for one in self._due.values() if one.kind is RequestKind.GET),
@@ -534,10 +538,11 @@ class PrefetchBuffer:
         return sum(self._counts.get(one, VOID) != VOID for one in before)
 
     def _may_be_misrequested(self, request: LoaderRequest) -> bool:
-        """Return whether a rank may have requested a batch that is another rank's.
+        """Return whether a rank may have requested a batch that belongs to another rank.
 
         This is possible if the epoch has several streams, and a stream has ended before the batch.
-        This fetcher knows only the ends of its own streams.
+        A fetcher knows only the ends of its own streams. So if there are several fetchers, assume
+        that a stream of another fetcher may have ended.
         """
         if self._streams < 2 or self._part.ranks < 2 or request.kind is not RequestKind.GET:
             return False
@@ -556,9 +561,10 @@ class PrefetchBuffer:
         self._limit_sent()
 
     def _limit_sent(self) -> None:
-        """Drop the batches that were sent first, if the kept ones need too much memory.
+        """Drop batches that are kept after sending if they need too much memory, oldest first.
 
-        They may use a quarter of the memory limit, as long as prepared batches do not need it.
+        The kept batches may use a quarter of the memory limit, or what prepared batches leave of
+        the memory limit if this is less.
         """
         left_bytes = min(self._budget_bytes // 4, self._budget_bytes - self._memory_bytes)
         while self._sent and self._sent_bytes > left_bytes:
@@ -592,8 +598,8 @@ class PrefetchBuffer:
     ) -> LoaderRequest | None:
         """Return the next queued request that a worker may prepare; the connections take turns.
 
-        If the worker would have to restart a stream for this batch, prefer a later batch of the
-        same epoch that needs no restart.
+        If the worker would have to restart a stream for the next request's batch, prefer a later
+        request of the same epoch that needs no restart.
         """
         owners = [it for it in (worker, None) if it in self._queues]
         if not owners:

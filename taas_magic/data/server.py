@@ -61,9 +61,10 @@ _ACCEPT_AT_ONCE = 64
 """Maximum number of connections to accept in one step of the event loop."""
 
 _SPARE_FILES = 64
-"""Number of file descriptors to reserve for everything except connections to ranks.
+"""Number of file descriptors that are reserved for everything except connections to ranks.
 
-When the others are in use, half of these serve to accept a peer and reject it with a message.
+When no other descriptors are free, up to half of the reserved descriptors are used to accept peers
+and reject them with a message.
 """
 
 _BACKLOG = 4096
@@ -240,9 +241,9 @@ class RankConnection:
     def respond(self, request: LoaderRequest, prepared: PreparedResponse) -> None:
         """Queue a response; release `prepared` when the rank no longer needs it.
 
-        If the rank can read the batch in shared memory (`_lend`), queue only a message with its
-        position. A small batch first waits in `_alike` for similar responses, which can share its
-        header; `queue_alike` then queues all of them.
+        If the rank can read the batch in shared memory (`_lend`), queue only a message with the
+        batch's position. A small batch is first collected in `_alike`, together with similar small
+        batches. They share one header, and `queue_alike` queues them together.
         """
         reply = prepared.reply
         is_batch = reply.kind is ResponseKind.BATCH
@@ -261,11 +262,11 @@ class RankConnection:
             self.queue_alike()
 
     def queue_alike(self) -> None:
-        """Queue the responses that wait in `_alike`, with one common header.
+        """Queue the responses collected in `_alike`, with one common header; empty `_alike`.
 
-        Small responses are copied and released at once. A large one waits alone; it is queued
-        without a copy, and released after sending. Over TCP without TLS, the header has the
-        checksum of the batches.
+        `_alike` contains several small responses, or a single large one. Small responses are copied
+        into the output and released at once. A large response is not copied, and is released after
+        sending. Over TCP without TLS, the header has the checksum of the batches.
         """
         if self._form is None:
             return
@@ -676,8 +677,8 @@ class Server:
     def _queue_next_response(self, connection: RankConnection) -> bool:
         """Queue the response to the oldest pending request; return False if there is none yet.
 
-        If the rank needs only the batch's units, queue a message with the units. A batch counts as
-        sent.
+        If the rank needs only the batch's units, queue a message with the units. If the response is
+        a batch, count the batch as sent.
         """
         request, only_count = connection.pending[0]
         loader = connection.loader
@@ -728,8 +729,8 @@ class Server:
         """Close a connection, release its queued responses, and cancel its requests.
 
         Args:
-            is_gone: Whether the peer has ended, so that it no longer reads shared memory. If so,
-                its spans are released, too.
+            is_gone: Whether the peer has ended and no longer reads shared memory. If so, the spans
+                of shared memory that the peer was reading are released, too.
         """
         for book in (self._connections, self._unproved, self._dirty):
             book.pop(connection, None)

@@ -206,7 +206,7 @@ def write_entry(folder: Path, number: int, entry: AddressesByLoader) -> Path:
 def _content(file: Path) -> bytes | None:
     """Return the content of a fetcher's address file; None if there is no such file.
 
-    A fetcher that ends removes its address file, at any time.
+    The file may disappear at any time, because a fetcher removes its address file when it ends.
     """
     try:
         return file.read_bytes()

@@ -58,7 +58,9 @@ def seed_of(seed: int, *place: int) -> int:
 def assigned_worker(
     slot: int, streams: int | None, fetchers: int, workers: int, stride: int = 1
 ) -> tuple[int, int]:
-    """Return which fetcher, and which of its workers, prepare a batch while all fetchers run.
+    """Return the fetcher to which a batch is assigned, and the fetcher's worker that prepares it.
+
+    The assignment holds while all fetchers run.
 
     For a map-style loader and a stride of 1, the worker has the same number as in a local
     DataLoader with `workers` workers.
@@ -112,7 +114,7 @@ class FetcherPart:
         return self.stride > 1
 
     def assigned_worker(self, slot: int, streams: int | None) -> tuple[int, int]:
-        """Return the index of the fetcher, and the number of its worker, that prepare a batch."""
+        """Return the index of the fetcher, and the number of its worker, assigned to a batch."""
         return assigned_worker(slot, streams, self.fetchers, self.workers, self.stride)
 
     def slots(self, worker: int, streams: int | None, first_slot: int) -> Iterator[int]:
@@ -320,8 +322,9 @@ class DynamicSchedule:
     def record_units(self, slot: int, units: int) -> None:
         """Record the units of a slot's batch, or VOID if the slot has no batch.
 
-        With VOID, the slot's stream ends there. The known order of batches grows by all slots that
-        now follow it without a gap.
+        VOID also means that the slot's stream has ended. The schedule knows the order of batches up
+        to the first slot without recorded units. So this call may extend the known order by several
+        slots.
 
         Raises:
             ValueError: The batch has hints and the epoch's first batch has none, or the reverse. A
@@ -376,7 +379,10 @@ class DynamicSchedule:
         return self._voids >= self._streams or self._walked == self._batches
 
     def _guess(self, slot: int) -> int:
-        """Guess the position of a slot, assuming that the streams not known to end never end."""
+        """Guess the position of a slot, assuming that no further stream ends.
+
+        Streams whose end is already known are taken into account.
+        """
         ahead = max(0, slot - self._walked)
         for stream, end in self._ends.items():
             first = max(end * self._streams + stream, self._walked)

@@ -44,11 +44,11 @@ The workers are forks of that process and share the loader's memory.
 """
 
 _HOLD_BACK_S = 0.0005
-"""Seconds after sending a message during which a worker collects further replies for one message.
+"""Minimum seconds between two messages of a worker; replies of this time share one message.
 
-For small batches, sending a message costs more time than preparing the batch. Replies never wait
-when the worker has executed all its commands. Replies of streams never wait, because a stream may
-be a live source.
+For small batches, sending a message costs more time than preparing the batch. When the worker has
+executed all its commands, it sends the replies at once. It also sends replies of streams at once,
+because a stream may be a live source.
 """
 
 _DEPTH_BYTES = 8 << 20
@@ -60,13 +60,14 @@ _DEPTH_S = 0.01
 _LEAST_DEPTH, _MOST_DEPTH = 2, 64
 """Minimum and maximum number of commands in a worker's queue.
 
-The number depends on the latest batches. It is large if they were fast and small, so that the
-worker does not wait for the server. It is small if they were large, to save memory, or slow, so
-that all workers share the batches that a rank needs next.
+The number depends on the latest batches. If these batches were fast and small, the queue is long,
+so that the worker never waits for the server. If the batches were large, the queue is short, to
+save memory. If the batches were slow, the queue is also short, so that the batches that a rank
+needs next are spread over all workers.
 """
 
 _MOST_FREES = 64
-"""Maximum number of freed offsets in one message, so that it fits into the socket's buffer."""
+"""Maximum number of freed offsets in one message; the message must fit the socket's buffer."""
 
 CONTROL_BYTES = 64
 """Size limit of a message to or from the workers' parent, and of the first message to a worker."""
@@ -356,11 +357,13 @@ class Worker:
             return _failed(UserCodeFailed(error, where))
 
     def _answer(self, source: BatchSource, request: LoaderRequest) -> "_ResponseParts":
-        """Return the response to a request: a batch, an epoch's description, or another value.
+        """Return the response to a request (`LoaderRequest` explains the kinds of requests).
 
-        The value is a sample, indices of the order, or the saved state of a dataset. A request with
-        a state makes the stream resume from it. With `--units`, an epoch's description also says
-        whether its first batch has hints; to find out, that batch is prepared.
+        The response is a batch (GET), an epoch's description (OPEN), an item of the dataset
+        (SAMPLE), the indices of the samples in one batch or in all batches (ORDER), or a saved
+        state of the dataset (STATE). If a STATE request itself contains a state, the stream resumes
+        from this state, and the response is None. With `--units`, this method prepares the epoch's
+        first batch to answer OPEN, because the description says whether this batch has hints.
 
         Raises:
             NoBatch: The requested slot has no batch.
