@@ -455,9 +455,10 @@ def _may_vary(parts: "LoaderParts") -> bool:
 
 
 def _has_own_sampler(parts: "LoaderParts") -> bool:
-    """Return whether a class outside torch defines the loader's sampler or a sampler inside it.
+    """Return whether a sampler of the loader is of a class that is not torch's.
 
-    Classes of Python itself, such as list, do not count.
+    The loader's sampler, its batch sampler and any sampler inside these are checked. Built-in
+    classes such as list count as torch's.
     """
     left = [parts.sampler, parts.batch_sampler]
     for sampler in left:

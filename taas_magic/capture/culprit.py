@@ -26,9 +26,8 @@ Registered loaders go to the `fetchers`.
 Advice = Mapping[str, tuple[str, ...]]
 """Texts of advice for the user, each with endings of class names.
 
-A text is for the classes whose names have one of these endings.
-
-If a class matches several texts, the first one is used.
+A text is for the classes whose names have one of these endings. If a class matches several texts,
+the first text is used.
 """
 
 _BUDGET_S = 5.0
@@ -117,7 +116,7 @@ def culprit(name: str, value: Any, dump: Probe) -> tuple[str, Any]:
     """Search `value` for the innermost part that `dump` cannot pickle.
 
     Each step of the search goes from a value into its first part that cannot be pickled. The search
-    ends at a value all of whose parts can be pickled. The search also ends at a value that is
+    ends at a value whose parts can all be pickled. The search also ends at a value that is
     refused as a whole, such as a thread, and after `_BUDGET_S` seconds or `_DEPTH` steps.
 
     Args:

@@ -42,7 +42,8 @@ class SentVariable(NamedTuple):
     """A variable of the cell that is sent because a result needs it.
 
     Attributes:
-        owner: Name of that result: a variable of `--out`, or the value of the last expression.
+        owner: Name of the result that needs the variable: a variable of `--out`, or the value of
+            the last expression.
     """
 
     name: str

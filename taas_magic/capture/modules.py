@@ -1,8 +1,8 @@
 """Send the project's modules as source, list the required packages, and provide `taas`.
 
 The source of local modules (`is_local`) is read from disk when the cell starts. Every host must
-have the standard library and the installed packages. `import taas` gives `taas_magic.api`, whatever
-is installed: PyPI has another package of that name.
+have the standard library and the installed packages. `import taas` gives `taas_magic.api`, even
+if the unrelated package `taas` of PyPI is installed.
 """
 
 import ast
@@ -453,8 +453,7 @@ def needed_modules(
 
     The result has the imports of the cell, the top-level imports of the `travelling` modules, and
     the modules in `referred`. Imports that may be skipped, as in an `if` or `try` block, do not
-    count. The project's own modules and the
-    standard library are left out.
+    count. The project's own modules and the standard library are left out.
 
     Args:
         referred: Modules that the captured values refer to, or that captured functions import.

@@ -178,7 +178,7 @@ def loads(
     *,
     namespace: dict[str, Any] | None = None,
 ) -> Any:
-    """Load one value that `dump` pickled. Arrays and tensors in the value use `buffers` uncopied.
+    """Load one value that `dump` pickled. Arrays and tensors in the value are views of `buffers`.
 
     Args:
         data: The pickle, or a file-like object positioned at its first byte.

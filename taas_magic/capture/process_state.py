@@ -261,7 +261,7 @@ def _collect_torch() -> dict[str, Any]:
     """Return those settings of torch that differ from torch's defaults, and the user's seed.
 
     The result is empty if this process has not imported torch. It has no seed if the user has not
-    set one.
+    set a seed.
     """
     torch = _module_if_imported("torch")
     if torch is None:
@@ -381,6 +381,6 @@ _SETTING_KINDS = {
 }
 """Kinds of settings, in the order in which they are applied.
 
-Warning filters and loggers are applied last, because those of a library are skipped until this
-process has imported the library.
+Warning filters and loggers are applied last, because a library's filters and loggers are skipped if
+this process has not imported the library.
 """

@@ -44,8 +44,8 @@ def reduce_by_value(cls: type, reduced: Reduced, to_notebook: bool) -> Reduced:
     Args:
         reduced: Result of cloudpickle. This function keeps the `__slots__` and the order of the
             attributes, which cloudpickle would lose. A built-in type is returned as it is.
-        to_notebook: Whether the class is sent to the notebook. If the class came from there, only
-            its id and name are sent.
+        to_notebook: Whether the class is sent to the notebook. If the class came from the
+            notebook, only its id and name are sent.
     """
     if len(reduced) < 6:  # NoneType and similar built-in types are looked up, not made
         return reduced

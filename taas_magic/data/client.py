@@ -105,7 +105,7 @@ class Route:
 
         For an iterable-style loader, this method first waits for the stream's fetcher to start, at
         most `start_s` seconds. If the dataset is not seeded, another fetcher may read the stream in
-        a different order. Then samples would arrive twice or not at all.
+        a different order, and samples could arrive twice or not at all.
 
         Args:
             streams: Number of streams of an iterable-style loader; None for a map-style one.
@@ -636,8 +636,8 @@ class Client:
     ) -> LoaderRequest | None:
         """Return the request to send next if a worker prepared a batch in another order.
 
-        The client gets such a batch by three requests: GET for the batch, which gives a batch of
-        the other order; ORDER for the batch's indices in the epoch's order; GET with these indices.
+        For such a batch, the client sends three requests: GET, answered with a batch of the other
+        order; ORDER, for the batch's indices in the epoch's order; and GET with these indices.
 
         Args:
             request: The request that `response` answers.

@@ -221,10 +221,9 @@ class FetcherLink:
 class Inbox:
     """Receiving end of a connection: reads frames, each a message with its body.
 
-    All small frames that have arrived are received by one system call. They are written to one
-    block of memory, which is called the chunk.
-    A body stays in the chunk as long as its batch is in use. A large body is received into a block
-    of its own.
+    One system call receives all small frames that have arrived. The frames are stored in a block of
+    memory that is called the chunk. A body stays in the chunk as long as its batch is in use. A
+    large body is received into a block of its own.
 
     Args:
         patience_s: Seconds that the peer may pause in the middle of a frame.

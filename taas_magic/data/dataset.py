@@ -514,7 +514,7 @@ class Cursor:
         snapshots: Saved states of the dataset; this cursor adds to them.
         counter: Name of the attribute in which the dataset counts its epochs; "" if no attribute
             does, or if the stream has not ended yet. An attribute counts epochs if it is an int
-            that grows by one in the whole epoch, but does not change while batch 1 is read.
+            that grows by one in the whole epoch, but does not change while item 1 is read.
         first_hash: Hash of item 0, if the cursor skipped this item; else 0.
         hash_until: Index of an item; batches before this item are reported with `first_hash`.
     """
@@ -536,7 +536,8 @@ class Cursor:
     def next_batch(self) -> Any:
         """Return the stream's next batch.
 
-        First, save the dataset's state if a snapshot is due; not before the cursor's first batch.
+        If a snapshot is due, save the dataset's state before reading the batch. No state is saved
+        before the cursor's first batch.
         If the user's code raises an exception, the cursor still advances by one batch.
 
         Raises:

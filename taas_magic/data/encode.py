@@ -167,9 +167,7 @@ def _with_grad_and_attributes(
 
 
 def _reduce(tensor: torch.Tensor) -> Any:
-    """Reduce a tensor that is not plain to a function call with plain tensors as arguments.
-
-    The call rebuilds the tensor.
+    """Return a function and arguments that rebuild a tensor; the arguments have only plain tensors.
 
     This is a reducer for pickle's `dispatch_table`. It handles tensors with a gradient flag or
     attributes, conjugate and negative views, and nested and sparse tensors. For other tensors, it
@@ -476,7 +474,7 @@ def _choose_spans(
 def decode(body: memoryview, head_bytes: int) -> Any:
     """Decode a batch; its tensors and arrays are views of `body`, whose memory they keep alive.
 
-    But a tensor is a copy if its strides have gaps and its values were sent without the gaps.
+    A tensor is a copy, not a view, if its strides have gaps and its values were sent without gaps.
 
     The body is unpickled, so it must come from a peer that has proved the run's key.
 
@@ -628,8 +626,8 @@ def checksum(data: bytes | memoryview) -> int:
 def fingerprint(encoded: Encoded) -> int:
     """Return a 32-bit hash of a batch, never 0.
 
-    If the batch has tensors or arrays, the hash covers only their values, because pickles of equal
-    objects may differ (for example of equal sets on two hosts). Otherwise the hash covers the
+    If the batch has tensors or arrays, the hash covers only their values, because equal objects
+    may have different pickles (for example, equal sets on two hosts). Otherwise the hash covers the
     pickle.
     """
     sums = [checksum(buffer) for buffer in encoded.buffers]

@@ -144,9 +144,9 @@ class EpochIterator(Iterator[Any]):
 
     Args:
         turn: Number of iterators that the loader has made before this one.
-        order: Hash from a loaded state, which must equal the epoch's hash; 0 for no requirement.
-            For a map-style loader, this is the hash of the epoch's order. For an iterable-style
-            loader, this is the hash of the epoch's first batch.
+        order: Hash that the epoch must have, according to a loaded state; 0 if any hash is allowed.
+            For a map-style loader, it is the hash of the epoch's order. For an iterable-style
+            loader, it is the hash of the epoch's first batch.
 
     Attributes:
         after: Position in the epoch after the last yielded batch.
@@ -288,7 +288,7 @@ class EpochIterator(Iterator[Any]):
 
         In a run without fetchers, each rank runs the sampler itself. If the sampler draws from an
         unseeded generator, the ranks' orders differ. In this case, the rank that opened the epoch
-        first publishes its indices, and the clients of all ranks request batches in this order. In
+        first publishes its order, and the clients of all ranks request batches in that order. In
         any other case, return `opened` unchanged.
 
         Raises:
@@ -434,8 +434,8 @@ class EpochRequests:
         """Return this rank's batch of a step; None at the end of the epoch.
 
         First, request further batches if that is due. If the schedule does not know the step's slot
-        yet, first receive the responses for other slots, and record their units. A batch that this
-        rank needs for a later step is kept until then.
+        yet, receive responses for other slots until the step's slot is known. Among them, batches
+        that this rank needs later are kept.
 
         Raises:
             ProtocolError: The fetchers announced the batch, but do not have it.

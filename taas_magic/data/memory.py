@@ -25,8 +25,8 @@ _STEPS = 8
 _FIRST_BYTES = 1 << 30
 """Initial size in bytes of an arena's file; only pages that were written use memory.
 
-The size is large, because each process would have to map the file again if it grew. The page faults
-after that would take longer than a copy of the data.
+The file is large from the start. If the file grew later, each process would have to map it again,
+and the page faults after that would take longer than a copy of the data.
 """
 
 
@@ -203,7 +203,7 @@ def _references(blocks: Sequence[object]) -> list[int]:
 
 
 _IDLE = _references([mmap.mmap(-1, 1)])[0]
-"""Value of `sys.getrefcount` in `_references` for a block to which only the list refers."""
+"""Reference count that `_references` returns for a block that nothing outside its list uses."""
 
 
 class ReceiveBlocks:

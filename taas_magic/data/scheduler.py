@@ -156,7 +156,7 @@ class PrefetchOrder:
         self._ahead.clear()
 
     def record_requested(self, epoch: int, slot: int) -> None:
-        """Record that a worker starts a batch that a rank requested before it was prepared ahead.
+        """Record that a worker starts to prepare a batch because a rank has requested it.
 
         Workers continue to prepare ahead from the slot after this batch, unless an earlier call had
         a later batch. If this batch is the first one of a later epoch, the records of earlier
@@ -365,7 +365,7 @@ class PrefetchBuffer:
             self._remove_waiter(who, request)
 
     def pop_ready(self, who: Hashable, request: LoaderRequest) -> PreparedResponse | None:
-        """Return a response for `who` to send; the caller must release it.
+        """Return the response that `who` sends; the caller must release the response.
 
         If no other connection waits, the response is removed from the buffer, unless another rank
         may still need it. If the response is not ready, return None, and record that `who` must
@@ -488,8 +488,8 @@ class PrefetchBuffer:
     def make_room(self, before: tuple[int, int] | None = None) -> None:
         """Drop responses for which no connection waits, until memory is below the limit.
 
-        The last slots are dropped first. Workers can prepare them again. Responses without a body
-        stay, and so do batches that must be kept until the epoch's end (`_is_kept`).
+        The last slots are dropped first. Workers can prepare dropped batches again. Responses
+        without a body stay, and so do batches that must be kept until the epoch's end (`_is_kept`).
 
         Args:
             before: Drop only responses before this epoch and slot; None to drop any.
@@ -507,11 +507,11 @@ class PrefetchBuffer:
                 self._remove(request)
 
     def _first_needed(self) -> tuple[int, int]:
-        """Return the epoch and slot of the first batch that a rank may still need, for streams.
+        """Return the epoch and slot of the first batch that a rank may still need.
 
-        If the fetcher serves only one rank (`FetcherPart.has_one_rank`), the result is the batch
-        that the rank must get next. If there are several ranks, the slot is 0, because one rank may be far
-        ahead of another.
+        Used only for an iterable-style loader. If the fetcher serves only one rank (`FetcherPart.has_one_rank`), the result is the batch
+        that the rank must get next. If there are several ranks, the slot is 0, because one rank
+        may be far ahead of another.
         """
         due = min(
             ((one.epoch, one.slot) for one in self._due.values() if one.kind is RequestKind.GET),
@@ -563,8 +563,8 @@ class PrefetchBuffer:
     def _limit_sent(self) -> None:
         """Drop batches that are kept after sending if they need too much memory, oldest first.
 
-        The kept batches may use a quarter of the memory limit, or what prepared batches leave of
-        the memory limit if this is less.
+        The kept batches may use a quarter of the memory limit. If the prepared batches leave less
+        than a quarter free, the kept batches may use only the free part.
         """
         left_bytes = min(self._budget_bytes // 4, self._budget_bytes - self._memory_bytes)
         while self._sent and self._sent_bytes > left_bytes:
@@ -941,9 +941,9 @@ class Scheduler:
     def _replace_worker(self, ended: protocol.WorkerChange) -> None:
         """Restart a worker that has ended, and queue its pending requests again.
 
-        Before that, store the replies that it has sent. Also pass a message for the user to `note`.
-        The first pending request may be the reason why the worker ended. If workers have ended
-        `_TRIES` times with this first request, the request gets a LOST response.
+        First, store the replies that the ended worker has sent. Also pass a message for the user to
+        `note`. The first pending request may be the reason why the worker ended. If workers have
+        ended `_TRIES` times with this first request, the request gets a LOST response.
 
         Raises:
             RuntimeError: More than `_MAX_LOST` workers have ended.

@@ -126,8 +126,8 @@ class RankConnection:
 
     Attributes:
         is_greeting: Whether the TLS handshake is still in progress.
-        last_sent_at: Monotonic time of the latest data or `Alive` message sent to the rank. If a
-            request arrives while none is pending, this is the time of the arrival.
+        last_sent_at: Monotonic time of the latest data or `Alive` message sent to the rank. Set to
+            the current time when a request arrives and no other request is pending.
         loader: Scheduler of the loader that the rank requested; None until the peer has
             authenticated.
         pending: Pending requests in order, each with True if only the batch's units are requested.
@@ -863,8 +863,8 @@ class RankServers:
     def _serve(self, served: ServedLoader, answer: socket.socket, life: socket.socket) -> None:
         """Run one loader's server in this process until the rank closes `answer` or `life`.
 
-        If the rank ends, Linux closes the rank's ends of both sockets, so the server ends too. By
-        `answer`, the rank also receives the name of the server's Unix socket. Warnings are written
+        If the rank ends, Linux closes the rank's ends of both sockets, so the server ends too.
+        The name of the server's Unix socket is sent to the rank over `answer`. Warnings are written
         to stderr.
         """
         payload = self._load(served)

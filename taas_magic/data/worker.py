@@ -6,7 +6,7 @@ runs under the same conditions as in a worker of a local DataLoader.
 
 The workers of one loader are children of a process that only manages them (`parent_main`). This
 parent process can unpickle a large dataset once and then fork. It has no connections to ranks, so a
-restarted worker does not inherit any.
+restarted worker inherits no connections.
 """
 
 import gc
@@ -44,7 +44,7 @@ The workers are forks of that process and share the loader's memory.
 """
 
 _HOLD_BACK_S = 0.0005
-"""Minimum seconds between two messages of a worker; replies of this time share one message.
+"""Minimum seconds between two messages of a worker; meanwhile, the worker collects replies.
 
 For small batches, sending a message costs more time than preparing the batch. When the worker has
 executed all its commands, it sends the replies at once. It also sends replies of streams at once,
