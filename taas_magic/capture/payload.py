@@ -144,8 +144,8 @@ class _NotebookPickler:
 
         For a function of the notebook, first pickle the variables that the function's code uses.
         Then pickle the values, which shows which other variables they need. If the pickle lacks one
-        of these variables, remove the values, pickle the variable, and pickle the values again. The order
-        matters: code that runs while a value is loaded (`__setstate__`, `__hash__`) needs its
+        of these variables, remove the values, pickle the variable, and pickle the values again. The
+        order matters: code that runs while a value is loaded (`__setstate__`, `__hash__`) needs its
         globals.
         """
         for name, value in values:

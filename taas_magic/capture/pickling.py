@@ -178,7 +178,7 @@ def loads(
     *,
     namespace: dict[str, Any] | None = None,
 ) -> Any:
-    """Load one value that `dump` pickled. Arrays and tensors in the value are views of `buffers`.
+    """Load one value that `dump` pickled; arrays and tensors share the memory of `buffers`.
 
     Args:
         data: The pickle, or a file-like object positioned at its first byte.

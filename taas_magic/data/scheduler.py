@@ -509,9 +509,9 @@ class PrefetchBuffer:
     def _first_needed(self) -> tuple[int, int]:
         """Return the epoch and slot of the first batch that a rank may still need.
 
-        Used only for an iterable-style loader. If the fetcher serves only one rank (`FetcherPart.has_one_rank`), the result is the batch
-        that the rank must get next. If there are several ranks, the slot is 0, because one rank
-        may be far ahead of another.
+        Used only for an iterable-style loader. If the fetcher serves only one rank
+        (`FetcherPart.has_one_rank`), the result is the batch that the rank must get next. If there
+        are several ranks, the slot is 0, because one rank may be far ahead of another.
         """
         due = min(
             ((one.epoch, one.slot) for one in self._due.values() if one.kind is RequestKind.GET),

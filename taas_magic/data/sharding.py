@@ -114,7 +114,7 @@ class FetcherPart:
         return self.stride > 1
 
     def assigned_worker(self, slot: int, streams: int | None) -> tuple[int, int]:
-        """Return the index of the fetcher and the number of the worker to which a batch is assigned."""
+        """Return the index of a batch's fetcher, and the number of the batch's worker there."""
         return assigned_worker(slot, streams, self.fetchers, self.workers, self.stride)
 
     def slots(self, worker: int, streams: int | None, first_slot: int) -> Iterator[int]:
