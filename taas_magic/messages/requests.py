@@ -392,7 +392,7 @@ class EndRun(Request[None]):
 class SetFetcherAddress(Request[None]):
     """The pool's process sends an agent the addresses of a fetcher.
 
-    The agent writes them to a folder, where the ranks on the agent's host read them.
+    The agent writes the addresses to a folder, where the ranks on the agent's host read them.
     """
 
     run_id: str

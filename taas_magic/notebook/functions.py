@@ -133,8 +133,9 @@ def _flags(options: Mapping[str, Any], settings: Config) -> Flags:
 def run_script(words: Sequence[str]) -> None:
     """Run a script on ranks, as `torchrun` does. Block until the run has ended.
 
-    The ranks run IPython's `%run SCRIPT` as their cell. So the script is their `__main__` module,
-    and the script's folder is on the import path. `--dry-run` and `--rehearse` work as for a cell.
+    The ranks run IPython's `%run SCRIPT` as their cell. So in the ranks, the script is the module
+    `__main__`, and the script's folder is on the import path. `--dry-run` and `--rehearse` work as
+    for a cell.
 
     Args:
         words: Flags of `%%taas`, then the path of the script, then the script's own arguments.

@@ -388,7 +388,7 @@ def _cells(row: HostCheck, here: KernelVersions, protection: str) -> tuple[str, 
 def _taas_source(seen: HostFacts, here: KernelVersions) -> str:
     """Return where a host gets taas-magic from, as text for the table.
 
-    "in its cache" means a copy from an earlier use.
+    The text "in its cache" means that the host has a copy of taas-magic from an earlier use.
     """
     from taas_magic.setup.install import needed_package_folders
 

@@ -214,8 +214,8 @@ class BackgroundCall(Generic[T]):
 class RunFetchers:
     """The fetchers of a run. They start before the ranks of the run, and end after the ranks.
 
-    Fetchers may run in another pool than the ranks. This class forwards their events to the pool of
-    the ranks, for the run's journal and for the ranks' hosts.
+    Fetchers may run in another pool than the ranks. This class forwards the fetchers' events to the
+    pool of the ranks, for the run's journal and for the ranks' hosts.
 
     If all fetchers of the run have ended, their pool's process starts them again, up to
     `--max-restarts` times. If the pool's process ends, the fetchers end, too. In a session, the
@@ -727,7 +727,8 @@ class RunDriver:
     def _send(self, connection: PoolConnection, request: Request[None], thread: str) -> None:
         """Send a request to the pool's process in a new thread; do not wait.
 
-        If the process does not respond, queue a note for the view. If it has ended, do nothing.
+        If the process does not respond, queue a note for the view. If the process has ended, do
+        nothing.
         """
 
         def send() -> None:

@@ -233,8 +233,8 @@ class Run:
     def metrics(self) -> Any:
         """Values that ranks logged by `taas.log`, one row for each step and rank.
 
-        A pandas DataFrame with the columns `step`, `rank`, `time` and one column for each metric.
-        If pandas is not installed, a dict of lists.
+        The type is a pandas DataFrame with the columns `step`, `rank`, `time` and one column for
+        each metric. If pandas is not installed, the type is a dict of lists.
         """
         return metrics.read(self.path)
 
@@ -342,7 +342,7 @@ class Run:
             raise ResultError(f"run {self.run_id} succeeded, but {what}{came}\n" + "\n".join(lines))
 
     def unrecorded_end(self) -> RunEnded | None:
-        """Return the run's end if its owner disappeared without recording the end, else None."""
+        """Return the end of a run whose owner disappeared without recording the end, else None."""
         found = self._summary()
         if found.state != "LOST":
             return None

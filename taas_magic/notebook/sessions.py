@@ -55,13 +55,13 @@ FIXED = {
     **{"store_writes": "--store-writes", "shared_writes": "--shared-writes"},
     **{"uneven_hosts": "--uneven-hosts", "detach": "--detach"},
 }
-"""Fields of `Flags` that a session's first cell sets for all its cells, with the flags' names."""
+"""Flags whose values in a session's first cell hold for all its cells, by the field of `Flags`."""
 
 NOT_IN_SESSIONS = {
     **{"max_restarts": "--max-restarts", "profile": "--profile"},
     **{"units": "--units", "prefill": "--prefill"},
 }
-"""Fields of `Flags` that cells of a session must not set, with the flags' names."""
+"""Flags that cells of a session must not set, by the field of `Flags`."""
 
 _NAME = re.compile(r"[A-Za-z_][\w.-]{0,63}")
 _FLAGS_FILE = "session.json"
@@ -267,7 +267,8 @@ class Session:
     def detach(self) -> None:
         """Let the ranks stay when this kernel ends.
 
-        Ask the pool's process to do so, and write the changed flags to the session's folder.
+        Ask the pool's process to continue the session without this kernel. Then write the session's
+        changed flags to the folder of the session's own run.
 
         Raises:
             UsageError: The session has fetchers in another pool. Such fetchers would end with this
@@ -345,9 +346,10 @@ class Session:
         return self._cells
 
     def record_event(self, event: Event) -> None:
-        """Record which names a cell changed on a rank (`CellNames`), or a kill (`RanksKilled`).
+        """Record the names that a cell changed on a rank, or that taas-magic has killed ranks.
 
-        The caller passes every event of a cell. This method ignores events of other kinds.
+        The caller passes every event of a cell. This method ignores all events except `CellNames`
+        and `RanksKilled`.
         """
         if isinstance(event, CellNames):
             self._loaded.add(event.rank)

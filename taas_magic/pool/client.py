@@ -349,7 +349,7 @@ class PoolConnection:
             raise PoolError(f'pool "{self.config.name}": {answer.error}')
 
     def stop_events(self, run_id: str) -> None:
-        """Stop passing events of a run to its `on_event`."""
+        """Stop passing events of a run to the run's `on_event`."""
         self._listeners.pop(run_id, None)
         if self._closes_when_unused:
             self.close_when_unused()

@@ -1,6 +1,6 @@
 """The pool's side of file transfer: handles hosts' requests for files of a run.
 
-`host/files.py` sends the requests. `store/server.py` handles those about the project store.
+`host/files.py` sends the requests. `store/server.py` handles requests about the project store.
 """
 
 import asyncio

@@ -106,7 +106,7 @@ logger = logging.getLogger(__name__)
 class Tasks:
     """The running background tasks of one object.
 
-    asyncio may drop a task to which nothing refers, so this class refers to all of them.
+    asyncio may drop a task to which nothing refers, so this object keeps a reference to each task.
     """
 
     def __init__(self) -> None:

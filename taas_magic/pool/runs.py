@@ -469,8 +469,8 @@ class Share(ABC):
         """Drop each host that does not end its ranks or fetchers in time, until all have ended.
 
         Args:
-            limit_s: Maximum seconds for each host since this call and since the host's last event
-                or request. So a host that still sends files is not dropped.
+            limit_s: Seconds that a host may take. They count from this call, and again from each
+                event or request of the host. So a host that still sends files is not dropped.
         """
         parts, began = list(self._parts.values()), time.monotonic()
         while left := [part for part in parts if not part.ended]:
