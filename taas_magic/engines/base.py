@@ -97,9 +97,10 @@ class Engine(ABC):
 
     @abstractmethod
     async def request_hosts(self, count: int) -> list[str]:
-        """Request hosts until `count` hosts have been requested in all; do not wait for them.
+        """Request as many hosts as are missing from a total of `count`; do not wait for hosts.
 
-        The pool calls this method repeatedly until `count` hosts can start ranks.
+        Hosts that have joined, and hosts that were requested earlier, are part of the total. The
+        pool calls this method repeatedly until `count` hosts can start ranks.
 
         Returns:
             One line for the user for each host that has not joined yet.
@@ -187,7 +188,7 @@ class HostsEngine(Engine):
 
     Attributes:
         hosts: Hosts that have joined or are starting, by name.
-        ending: Tasks that are ending returned or lost hosts.
+        ending: Unfinished tasks, each of which ends a host that was returned or lost.
     """
 
     keys: "Keys"

@@ -36,7 +36,8 @@ if TYPE_CHECKING:
 
 _BATCH_PACKAGE = "dask_jobqueue"
 _NO_REQUEUE = {"slurm": "--no-requeue", "pbs": "-r n"}
-"""Directive that forbids a batch system to requeue a job, by dask-jobqueue's name of the system."""
+"""Directives that forbid a batch system to requeue a job. The keys are dask-jobqueue's names of the
+batch systems."""
 
 
 class DaskClassEngine(Engine):
@@ -158,16 +159,16 @@ class DaskClassEngine(Engine):
             return lines
 
     def is_starting(self) -> bool:
-        """Return whether any host's Dask worker has joined, but its agent has not.
+        """Return whether any host's Dask worker has joined, but the host cannot start ranks yet.
 
-        Such a host counts as making progress, because the supervisor ends it if the agent is stuck.
+        Such a host counts as making progress, because a stuck agent makes the host end.
         """
         requested = set(map(str, self._cluster.worker_spec))
         joined = {str(worker.name) for worker in self._cluster.scheduler.workers.values()}
         return bool(requested & joined - {vehicle_of(agent) for agent in self.ready})
 
     async def release_hosts(self, keep: Collection[str]) -> None:
-        """See `Engine.release_hosts`. Ends the workers that started the returned agents."""
+        """See `Engine.release_hosts`. Ends the Dask workers of all hosts except those in `keep`."""
         async with self._turn:
             await self._end_workers_except(keep)
 
@@ -280,7 +281,7 @@ def _scheduler_place(cluster: "SpecCluster") -> dict[str, Any]:
 def _make_workers_start_agents(scheduler: Any, pool: PoolConfig, keys: "Keys") -> Any:
     """Make every vehicle (plain Dask worker) of `scheduler` start an agent; return the scheduler.
 
-    Each agent gets its name and certificate from a new handler of the scheduler.
+    Adds a handler to the scheduler, from which each vehicle requests the agent's name and keys.
     """
     from distributed.protocol.pickle import dumps
 
@@ -385,9 +386,9 @@ class BatchSystem:
     async def query(self, job_ids: Collection[str]) -> dict[str, BatchJob]:
         """Return the jobs that the batch system knows, by id.
 
-        A job that is missing from the result has ended, and the batch system has forgotten it. For
-        OpenPBS, which lists ended jobs separately, runs a second command if the first one asks for
-        it.
+        A job that is missing from the result has ended, and the batch system has forgotten it.
+        OpenPBS needs another command to list ended jobs. If the error text of the first command
+        says so, also runs the command `history`.
 
         Raises:
             OSError: The command cannot be run, fails, or does not answer in time. An error
@@ -464,7 +465,7 @@ JOB_END_WAIT_S = 2.0
 
 
 class Vehicles:
-    """The Dask workers of a pool that start agents, and the batch jobs behind them.
+    """The vehicles of a pool, which are Dask workers that start agents, and their batch jobs.
 
     Args:
         system: The batch system; None if it cannot be queried.
@@ -495,17 +496,17 @@ class Vehicles:
     async def describe_awaited(
         self, requested: Collection[str], up: Collection[str], agents: Collection[str]
     ) -> list[str]:
-        """Return one line for the user about each requested worker whose agent has not joined.
+        """Return one line for the user about each requested worker whose agent is not ready.
 
         The batch system is queried at most every `QUERY_GAP_S`. Between two queries, the lines of
         the last query are returned.
 
         Args:
             up: Names of the Dask workers that have joined the pool's scheduler.
-            agents: Names of the Dask workers whose agents have joined the pool.
+            agents: Names of the Dask workers whose agents are ready: their hosts can start ranks.
 
         Raises:
-            PoolError: A job ended before its agent joined.
+            PoolError: A job ended before its agent was ready.
         """
         self._served |= set(agents)
         if time.monotonic() - self._looked < QUERY_GAP_S:

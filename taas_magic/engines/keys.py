@@ -1,7 +1,7 @@
 """The certificates of a pool: of its process, of its kernels, and of each of its hosts.
 
-The pool's process trusts certificates that it has signed itself, and reads from each certificate
-who its holder is. Kernels and hosts trust only the pool's own certificate. So no host can
+The pool's process trusts certificates that it has signed itself. Each certificate says to which
+kernel or host it belongs. Kernels and hosts trust only the pool's own certificate. So no host can
 impersonate the pool, and only the pool can connect to a host.
 """
 

@@ -54,8 +54,9 @@ class LocalEngine(HostsEngine):
     def make_host(self, name: str) -> Host:
         """See `HostsEngine.make_host`.
 
-        The host gets the lowest free number. So a new host has the host name of the host that it
-        replaces, and settings for this name (`per_host`) still apply.
+        The host gets the lowest free number, which is part of its name for the user. So a new host
+        has the same name as the host that it replaces, and the settings in `per_host` for this name
+        still apply.
         """
         used = {host.number for host in self.hosts.values() if isinstance(host, _LocalHost)}
         return _LocalHost(self, name, next(n for n in itertools.count() if n not in used))
@@ -87,7 +88,8 @@ class _LocalHost(Host):
         supervisor has done nothing for `start_timeout_s` before the agent joined.
 
         Raises:
-            PoolError: The start has failed. The host is ended first. The text has the log's end.
+            PoolError: The start has failed, and the host was ended. The text has the last lines of
+                the log.
         """
         engine, pool = self._engine, self._engine.pool
         settings = AgentSettings(

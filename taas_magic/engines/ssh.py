@@ -175,7 +175,7 @@ class SshEngine(HostsEngine):
 def _shell(host: str, config_file: str | None, stop: threading.Event) -> Iterator[Shell]:
     """Connect to a host, yield the connection as a shell, and close the connection at the end.
 
-    If the connection fails, and the SSH configuration is ignored, the error says this, too.
+    If the connection fails, and the SSH configuration is ignored, the error mentions both.
     """
     try:
         connection = connect(find_target(host, config_file, stop), stop)

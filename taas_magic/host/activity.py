@@ -39,8 +39,8 @@ class ResourceUsage(NamedTuple):
 def last_active(before: ResourceUsage | None, now: ResourceUsage) -> ResourceUsage:
     """Return `now` if the processes have worked since the sample `before`, else `before`.
 
-    The start or the end of a process counts as work, too. Pass the result of the last call as
-    `before`. Then `at_s` of the result is the time of the latest sample that showed work.
+    The start or the end of a process counts as work, too. If each call gets the previous result as
+    `before`, the result is always the latest sample that showed work.
     """
     return now if before is None or before[1:] != now[1:] else before
 
@@ -95,15 +95,15 @@ class IdleTimer:
 
 
 def wait_for_start(process: "subprocess.Popen[bytes]", ready: int, start_timeout_s: float) -> bool:
-    """Block until a process has started, has ended or counts as stuck. Do not kill the process.
+    """Block until a process is ready, has ended or counts as stuck. Never kills the process.
 
     Args:
-        ready: Descriptor that becomes readable when the process has started or ended.
+        ready: Descriptor that becomes readable when the process is ready or has ended.
         start_timeout_s: Seconds for which the process may be idle before it counts as stuck.
 
     Returns:
-        True if the process has started or ended. False if the process was idle for
-        `start_timeout_s`, or suspended by SIGSTOP for `STOPPED_S` seconds.
+        True if the process is ready or has ended. False if the process was idle for
+        `start_timeout_s`, or if SIGSTOP suspended it for `STOPPED_S` seconds.
     """
     timer, running_at = IdleTimer(process.pid), time.monotonic()
     while not connection.wait([ready], _LOOK_S):

@@ -30,8 +30,9 @@ _LONGEST = 107 - len("/pymp-12345678/listener-12345678")
 def main() -> int:
     """Start the forkserver, join the pool, and handle the pool's calls.
 
-    First ties this process to the supervisor, changes to the folder /, and sets the folder for
-    temporary files. At the end, sends SIGCONT to the supervisor, which may be suspended.
+    First makes the system kill this process when the supervisor ends. Then changes to the folder /,
+    and sets the folder for temporary files. At the end, sends SIGCONT to the supervisor, which may
+    be suspended.
 
     Returns 0 when the pool has closed or the connection to the pool is lost.
 

@@ -89,7 +89,10 @@ _started = time.time() - time.monotonic()
 
 
 def steady_time() -> float:
-    """Return the seconds since 1970. Later changes of the system clock have no effect."""
+    """Return the seconds since 1970.
+
+    Changes of the system clock after the import of this module have no effect.
+    """
     return _started + time.monotonic()
 
 
@@ -223,8 +226,8 @@ class AgentWorker(ClosedWorker):
         """Wait, without a time limit, until this host can start ranks; then describe the host.
 
         If the forkserver's imports failed, this method never returns, because `watch_forkserver`
-        ends the agent. If no run is about to start, this method also makes `import_rest` start its
-        wait.
+        ends the agent. If no run is about to start, this method also starts the waiting time of
+        `import_rest`, after which the forkserver imports further modules.
 
         Raises:
             PoolError: The forkserver has ended. The pool then uses another host.
@@ -259,8 +262,8 @@ class AgentWorker(ClosedWorker):
             a session, the value has no meaning.
 
         Raises:
-            PoolError: The run or session to which the new attempt or cell belongs has ended on this
-                host.
+            PoolError: The request is for a next attempt, but the run has ended on this host. Or the
+                request is for a cell, but the cell's session has ended on this host.
         """
         spec, run_id = asked.spec, asked.spec.share_id
         if asked.is_next_attempt:
@@ -306,7 +309,7 @@ class AgentWorker(ClosedWorker):
         return lambda first, *about: HostCell(first, session, *about)
 
     async def forward_command(self, command: PoolCommand) -> None:
-        """Pass a command of the controller to its share, unless this share has ended."""
+        """Pass a command to the share that it names. Do nothing if this share has ended."""
         if share := self._shares.get(command.run_id):
             share.handle_command(command)
 
@@ -364,8 +367,8 @@ class AgentWorker(ClosedWorker):
     async def import_rest(self) -> None:
         """Make the forkserver import `DEFERRED_MODULES` after `REST_IDLE_S` without a run.
 
-        The wait begins after the end of each share, and after `describe_host` if no run is about to
-        start. Runs until this task is cancelled.
+        The waiting time begins when a share ends, or when `describe_host` returns and no run is
+        about to start. Runs until this task is cancelled.
         """
         while True:
             await self._is_rest_due.wait()

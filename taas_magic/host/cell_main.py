@@ -6,10 +6,10 @@ the rank's `__main__` has the name of this module.
 
 When the child looks up a name for the first time, this module loads all names:
 
-- Names of earlier cells come from the run's payload. If the run's work is a function, all names do.
-- Names of the `%%taas` cell come from its imports, functions, classes and constants, which the
-  child runs again. If the cell has an `if __name__ == "__main__":`, the child runs all statements,
-  as for a script.
+- If the run's work is a function, all names come from the run's payload.
+- If the work is a `%%taas` cell, the names of earlier cells come from the payload. For the cell's
+  own names, the child runs the cell's imports, definitions and constants again. If the cell has an
+  `if __name__ == "__main__":`, the child runs all statements of the cell, as for a script.
 
 This module imports little at its top, because each such child imports it.
 """

@@ -167,8 +167,9 @@ class SessionLoaders:
     def begin_cell(self, number: int, run_dir: Path, settings: FetcherSettings) -> None:
         """Set the batch counts of all loaders to 0, and connect the loaders of the cell's payload.
 
-        If the payload has loaders, copies them to the session's folder, and makes a new `RankFeed`
-        the current feed. Otherwise, only the settings are stored for later cells.
+        If the payload has loaders, copies these loaders to the session's folder, and creates a
+        `RankFeed`, which replaces the current feed. If the payload has no loaders, the current feed
+        stays. In both cases, stores `settings` for this and later cells.
 
         Call this method before the cell's payload is unpickled.
 

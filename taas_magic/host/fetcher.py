@@ -65,8 +65,8 @@ class Fetcher:
         """Serve ranks and send statistics to the agent, until the agent sends a message or ends.
 
         First sends `FetcherStarted` with this fetcher's addresses. Every `REPORT_S`, sends the
-        server's warnings as notes, and the statistics; these are skipped while the pipe is full.
-        Sends the statistics once more at the end.
+        server's warnings, as notes, and the statistics. At the end, sends the statistics once more.
+        While the pipe to the agent is full, sends neither warnings nor statistics.
         """
         number = self._spec.plan.number
         started = FetcherStarted(number=number, pid=os.getpid(), cores=probe.cores())
@@ -88,8 +88,9 @@ class Fetcher:
     def _served(self, loader: LoaderSettings) -> ServedLoader:
         """Return a loader's settings for `Server`.
 
-        They include the loader's part of the fetcher's memory budget, and this fetcher's part of
-        the batches that must be prepared before ranks request data.
+        This fetcher's memory budget is divided among its loaders, in proportion to their numbers of
+        workers. The data that must be prepared before ranks request data is divided in the same
+        way, after an equal division among all fetchers.
         """
         spec, served, count = self._spec, self._spec.service, self._workers[loader.name]
         parts = served.fetchers * self._of_all
@@ -115,11 +116,15 @@ class Fetcher:
 
 
 def fetcher_main(spec: FetcherSpec, control: Connection) -> None:
-    """Run a fetcher's process, which the agent has started.
+    """Run a fetcher in this new process, until the agent sends a message or ends.
 
-    Ignores SIGINT, applies the run's settings, and creates the server. While the fetcher serves, a
-    file in the run folder has its addresses. An exception is printed to the log, and sent to the
-    agent as `FetcherFailed`.
+    Ignores SIGINT, and starts a new POSIX session (setsid). If `spec.stacks` is a path, `SIGNAL`
+    makes this process write its stack to this path from now on. Then applies the run's settings,
+    creates the server, and serves ranks. Meanwhile, a file in the run folder contains the fetcher's
+    addresses.
+
+    An exception is printed to the log, and sent to the agent as `FetcherFailed`. If the agent has
+    ended, this function returns without a message.
 
     Args:
         control: Duplex pipe to the agent. For the messages, see `messages.decode_fetcher_message`.

@@ -107,10 +107,10 @@ class RunFolderCopy:
         return True
 
     def send_back(self) -> None:
-        """Send the files that ranks and fetchers wrote to the notebook's run folder.
+        """Send to the notebook's machine the files that ranks and fetchers wrote on this host.
 
-        These are all logs and ledgers, and the results and profiles of the current attempt. Hidden
-        files are skipped, because they are incomplete.
+        These are all logs and ledgers in the run folder, and the results and profiles of the
+        current attempt. Hidden files are skipped, because they are incomplete.
 
         Call this method when all processes of the run on this host have ended.
 
@@ -147,9 +147,10 @@ class RunFolderCopy:
             file.write(data)
 
     def _send_file(self, path: Path, name: str) -> None:
-        """Send a file in pieces to the notebook's run folder; of a log, the last `LOG_BYTES` bytes.
+        """Send a file in pieces to the notebook's run folder.
 
-        If the beginning of a log is left out, a line in its place says how many bytes are missing.
+        If a log has more than `LOG_BYTES` bytes, only the last `LOG_BYTES` bytes are sent. A line
+        before them says how many bytes are missing.
 
         Args:
             name: Path of the file in the run folder.
@@ -251,9 +252,10 @@ class StoreCopy:
     def prepare_next_attempt(self, spec: ShareSpec) -> None:
         """Prepare the mirror for the next attempt, in which rank 0 may run on another host.
 
-        Updates the mirror from the store, so that every rank finds the same last checkpoint. But if
-        rank 0 ran on this host in the last attempt and stays here, the mirror has the newest files
-        already. An update would then remove files that the store did not accept.
+        Updates the mirror from the store, so that every rank finds the same last checkpoint. There
+        is no update if rank 0 ran on this host in the last attempt and stays here: the mirror then
+        already has the newest files, and an update would remove files that the store did not
+        accept.
 
         Raises:
             StoreError: The store cannot be copied to this host any more.
@@ -354,10 +356,12 @@ class HostFiles:
     def copy_in(self, is_wanted: Callable[[], bool]) -> LocalShare | None:
         """Copy all files that the share needs to this host, and begin the record for the receipt.
 
-        If the host shares the notebook's run folder, nothing of that folder is copied. If the host
-        does not share the project store, create a mirror, or use the session's mirror, and start to
-        copy changes between the mirror and the store. A session's own share starts no such
-        transfer. There is no receipt for fetchers, sessions, and runs that only read the store.
+        If the host shares the notebook's run folder, that folder is not copied. If the host does
+        not share the project store, this method creates a mirror, or uses the session's mirror. It
+        then starts to copy changes between the mirror and the store. But for a session, it does not
+        start this, because each cell of the session copies its own changes.
+
+        There is no receipt for fetchers, sessions, and runs that only read the store.
 
         Args:
             is_wanted: Function that returns False when the share must end. The transfer then stops.
@@ -409,11 +413,11 @@ class HostFiles:
             self._receipt_builder.record(rank, message)
 
     def send_back(self) -> None:
-        """Send the files that the share wrote on this host to the notebook, and send the receipt.
+        """Send the receipt, and the files that the share wrote, to the notebook's machine.
 
-        The project store and the receipt come first, then the files of the run folder. Removes the
-        copy of the run folder, even after an error. Call this method when all processes of the run
-        on this host have ended.
+        The order is: files of the project store, the receipt, files of the run folder. At the end,
+        removes the copy of the run folder, even after an error. Call this method when all processes
+        of the run on this host have ended.
 
         Raises:
             PoolError: The pool's process does not respond.
@@ -441,8 +445,9 @@ class HostFiles:
     def _close_store(self) -> None:
         """Send this host's remaining files to the project store, then the receipt to the pool.
 
-        If the host is the notebook's machine, the written files are also recorded in the store's
-        state folder. At the end, releases the mirror, even after an error.
+        If this host is the notebook's machine, and has no mirror, the files in the receipt are also
+        recorded for later runs (`_record_receipt`). At the end, releases the mirror, even after an
+        error.
         """
         mirror = self._store_copy
         try:
@@ -458,7 +463,7 @@ class HostFiles:
                 mirror.close()
 
     def _record_receipt(self, receipt: StoreReceipt) -> None:
-        """Record in the store's state folder that a run wrote the files that the receipt lists."""
+        """Record the written files of a receipt in `store_state_folder`, for later runs."""
         rule = self._spec.plan.store
         assert rule is not None
         # Without this record, a later run on another host could not replace these files, and its

@@ -90,7 +90,7 @@ _imports_file = Path()
 _imports_seen = "", 0.0
 _why = "this host's forkserver has ended"
 _own_pid: int | None = None
-"""In the forkserver and its forks: pid of the forkserver, or of the stand-in. None in the agent."""
+"""Pid of the forkserver; in a stand-in and its forks, pid of the stand-in. None in the agent."""
 
 _failure = ""
 """In the forkserver and its forks: the error that ended the imports, as text; "" if there was none.
@@ -104,8 +104,8 @@ imported."""
 def start_forkserver(modules: Sequence[str]) -> None:
     """Start the forkserver, without waiting for its imports.
 
-    Sets environment variables that tell the forkserver what to import, and keeps its process for
-    later checks. `warm_up` then waits for the imports.
+    Sets environment variables that tell the forkserver what to import. Stores the forkserver's
+    process in `_server`, for later checks. The function `warm_up` waits for the imports.
 
     Call this function in the main thread: when the thread that started the forkserver ends, the
     system ends the forkserver (prctl(2)).
@@ -154,10 +154,12 @@ def _watch() -> None:
     """Kill the forkserver if it is suspended or stuck for too long. Runs in a thread of the agent.
 
     The forkserver counts as stuck if it is idle for `_start_timeout_s` while it starts a process.
-    The stand-ins are watched and killed with it. Callers would wait forever for a suspended
-    forkserver. After the kill, they get an error, and the pool replaces the host.
+    Stand-ins are watched in the same way. If the forkserver or a stand-in is suspended or stuck,
+    the forkserver and all stand-ins are killed. Otherwise, callers in the agent would wait forever.
+    After the kill, the callers get an error, and the pool replaces the host.
 
-    Also lets stand-ins end that are not needed any more. Returns when the forkserver has ended.
+    Also ends each stand-in that is not needed any more. Returns when the forkserver has ended, or
+    when a stand-in has failed.
     """
     stopped_at: float | None = None
     while is_alive():
@@ -261,9 +263,10 @@ class _StandIn:
         self._started = started
 
     def has_failed(self) -> bool:
-        """Return whether the stand-in has ended during the import or with an error.
+        """Return whether the stand-in has failed.
 
-        If so, all children of the stand-in have ended, too.
+        Failed means that the stand-in ended before the import was over, or that it ended later with
+        an exit code other than 0. The children of a failed stand-in have ended, too.
         """
         if self is _stand_in:  # the forkserver is importing and cannot report the exit code
             return status_of(self.process) == ""
@@ -320,19 +323,22 @@ def stand_in(listener: socket.socket, read_end: Connection) -> None:
 def start_importing_rest() -> None:
     """Start a thread that makes the forkserver import `DEFERRED_MODULES`.
 
-    The import begins when all children that the forkserver has at this moment have ended. During
-    the import, the forkserver could not report the exit of a child, so a stand-in starts processes.
+    During the import, the forkserver could neither start processes nor report the exit of a child.
+    So from now until the end of the import, a stand-in starts all ranks and fetchers. The import
+    begins when all processes that the forkserver itself started before have ended.
+
+    Does nothing if such a thread is still running.
     """
     if not _importing.locked():
         threading.Thread(target=_import_rest_once, name="taas-imports", daemon=True).start()
 
 
 def _import_rest_once() -> None:
-    """Make the forkserver import `DEFERRED_MODULES` if it has not; wait until this is done.
+    """Make the forkserver import `DEFERRED_MODULES`, and wait until the import is over.
 
-    Creates a stand-in, which starts processes meanwhile. Waits until all other children of the
-    forkserver have ended, and sends SIGUSR1, which starts the import. Does nothing if the
-    forkserver has ended.
+    First creates a stand-in, which starts all new processes until the end of the import. When the
+    stand-in is the only child of the forkserver, sends SIGUSR1, which starts the import. Does
+    nothing if the forkserver has ended, or has already imported these modules.
     """
     global _has_rest
     with _importing:
@@ -496,9 +502,9 @@ def _may_run(process: Any) -> bool:
 def _known_exitcode(process: Any) -> int | None:
     """Return the exit code of a process without waiting; None if the code is not known now.
 
-    The code is not known while the process runs, or while another thread holds `_lock`. The thread
-    of `_watch` calls this function, and must not wait for the lock: the thread that holds the lock
-    may wait for a suspended forkserver, which only `_watch` kills.
+    The code is not known while the process runs, or while another thread holds `_lock`. This
+    function never waits for `_lock`, because the thread of `_watch` calls it. A thread that holds
+    `_lock` may be waiting for a suspended forkserver, and only `_watch` can end that wait.
     """
     if not _lock.acquire(blocking=False):
         return None
@@ -536,9 +542,9 @@ def report(control: Connection) -> None:
 def _preload() -> None:
     """Import all modules except `DEFERRED_MODULES`, and prepare the forkserver for forks.
 
-    Also ties the forkserver to the agent, makes standard input empty, and installs `_import_rest`
-    as the handler of SIGUSR1. An empty name in the imports file then shows that the imports are
-    over.
+    Also makes the system kill the forkserver when the agent ends, makes standard input empty, and
+    installs `_import_rest` as the handler of SIGUSR1. At the end, writes an empty name to the
+    imports file. The agent sees by this name that the imports are over.
 
     No import may create a CUDA context or a thread, because forks cannot use them.
 
@@ -597,8 +603,8 @@ def _close_input() -> None:
 def _import_rest(number: int, frame: FrameType | None) -> None:
     """Import `DEFERRED_MODULES`. The forkserver's handler of SIGUSR1, which the agent sends.
 
-    Writes each module's name to the imports file, and an empty name at the end, for which the agent
-    waits. Errors of an import are ignored.
+    Before each import, writes the module's name to the imports file. At the end, writes an empty
+    name; the agent sees by this name that the import is over. Errors of an import are ignored.
     """
     gc.disable()
     imports_file = Path(os.environ[_IMPORTS])

@@ -41,8 +41,9 @@ def send_heartbeats(
     are sent once more at the block's end.
 
     If the agent requests a stack report, the thread sends the stacks of all threads and the pending
-    collectives instead of the main thread's stack and the progress. If the cell's own rendezvous
-    address makes all ranks wait, the thread also sends a note.
+    collectives instead of the main thread's stack and the progress. After a stack report, the
+    thread also sends a note if all ranks wait at a rendezvous address that the cell has set
+    (`_why_ranks_wait`).
 
     During the block, `taas.log` and, unless switched off, TensorBoard's scalars go to this
     function's buffer of metrics.
@@ -103,10 +104,11 @@ def send_heartbeats(
 
 
 def _why_ranks_wait(run_address: Mapping[str, str]) -> str:
-    """Return a message for the user if the cell's own rendezvous address makes all ranks wait.
+    """Return a message for the user if all ranks wait at a rendezvous address set by the cell.
 
     While torchrun's variable TORCHELASTIC_USE_AGENT_STORE is set, every rank connects to the
-    rendezvous address as a client. So no rank would listen at an address that the cell has set.
+    rendezvous address as a client. If the cell has set another address, no rank listens there, and
+    all ranks wait.
 
     Args:
         run_address: `MASTER_ADDR` and `MASTER_PORT` as the run set them.
@@ -160,8 +162,8 @@ def _pending_collectives() -> list[str]:
 def _flight_records(details: bool) -> dict[str, dict[str, Any]]:
     """Return the dumps of torch's flight recorders, by backend; empty without a process group.
 
-    A flight recorder is torch's log of the latest collectives of a process. In some versions of
-    torch, a backend has none.
+    A flight recorder is torch's log of the latest collectives of a process. Some versions of torch
+    have no flight recorder for gloo or nccl; this backend is then missing from the result.
 
     Args:
         details: Whether to list each collective, which takes about 0.1 s.

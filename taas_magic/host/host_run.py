@@ -149,7 +149,7 @@ class HostShare(ABC):
 
     @property
     def local(self) -> LocalShare:
-        """The share with this host's paths. Not available before its files are on this host."""
+        """The share with this host's paths. Available after the share's files have been copied."""
         assert self._local is not None
         return self._local
 
@@ -165,9 +165,10 @@ class HostShare(ABC):
     def _run(self) -> None:
         """Copy files to this host, run the share's processes, clean up, and send files back.
 
-        If the share must end during the copying, no processes start. An error before the cleanup
-        goes to `_fail`. If one step of the cleanup fails, a note tells the user, and the later
-        steps still happen. An error of the last step goes to `_record_files_error`.
+        If the share must end while files are copied to this host, no processes start. An error
+        before the cleanup goes to `_fail`. If one step of the cleanup fails, a note tells the user,
+        and the other steps still happen. If files cannot be sent back, the error goes to
+        `_record_files_error`.
         """
         try:
             self._local = self._files.copy_in(self._may_continue)
@@ -386,9 +387,10 @@ class Attempt:
     def _conclude(self, verdict: Verdict) -> None:
         """Record the verdict and send it to the pool. Then end the ranks unless they succeeded.
 
-        If the verdict is FAILED, first sends one event for each failure. The reports come first,
-        because ending ranks takes time. Only after a failure do ranks get time to end after
-        SIGTERM.
+        If the verdict is FAILED, first sends one event for each failure. All events are sent before
+        the ranks are ended, because it takes time to end ranks. After the verdict FAILED, ranks get
+        SIGTERM, and SIGKILL after `FAILED_GRACE_S` seconds. After INTERRUPTED, ranks get SIGKILL at
+        once.
         """
         failures, has_failed = self.report_failures(verdict), verdict.state == "FAILED"
         self.ended = verdict.state, failures if has_failed else []
@@ -498,7 +500,7 @@ class HostRun(HostShare):
     def _write_fetcher_addresses(self) -> None:
         """Write the fetchers' addresses to the folder that `set_address_folder` has set.
 
-        Do nothing before that call. Any thread may call this.
+        Does nothing if `set_address_folder` has not been called yet. Any thread may call this.
         """
         with self._addresses_lock:
             if self._addresses is not None:
@@ -599,7 +601,7 @@ class HostRun(HostShare):
         attempt.check(self._deadline.at, self.stopped_at)
 
     def _checks_ranks(self) -> bool:
-        """Return whether this run must check the ranks now."""
+        """Return whether this run must check the ranks itself. `HostSession` overrides this."""
         return True
 
     def _prepare_attempt(self, next_attempt: _NextAttempt) -> None:
@@ -670,11 +672,11 @@ _ENDLESS = 1 << 62
 
 
 def prefill_minimums(prefill: Prefill | None) -> tuple[int, int]:
-    """Return the amount of data that `--prefill` makes workers prepare before ranks request data.
+    """Convert `--prefill` to the minimum of data to prepare before ranks request data.
 
     Returns:
-        A minimum number of batches, and a minimum number of bytes. 0 means no minimum, and at least
-        one of them is 0. For `--prefill all`, the number of batches has no practical limit.
+        A minimum number of batches, and a minimum number of bytes. At least one of them is 0, which
+        means no minimum. For `--prefill all`, the number of batches is larger than in any dataset.
     """
     if prefill is None:
         return 0, 0

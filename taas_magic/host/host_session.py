@@ -86,7 +86,7 @@ class SessionAttempt(_AttemptOfSession):
             os.close(self._pipes.pop())
 
     def _interrupt(self, since: float) -> None:
-        """Send the ranks, once, the order to end. A rank ends when it is at its prompt."""
+        """At the first call, order the ranks to end. Each rank ends when it is at its prompt."""
         if not self._was_told_to_end:
             self._was_told_to_end = True
             for rank in self._spec.ranks:
@@ -124,7 +124,7 @@ class CellAttempt(_AttemptOfSession):
     def check(self, deadline: float | None, interrupted_at: float | None) -> None:
         """Read the remaining output of ranks that are back at their prompt; then check all ranks.
 
-        In this order, because the cell's log must be complete when the cell ends.
+        The output is read first, because the cell's log must be complete when the cell ends.
         """
         for state in self.ranks.states():
             if state.has_returned and state.rank not in self._drained:
@@ -182,8 +182,8 @@ class CellAttempt(_AttemptOfSession):
     def _return_limit_s(self) -> float:
         """Return the maximum seconds from an interrupt until the ranks are back at their prompt.
 
-        If all ranks that still run the cell have raised an exception, the limit is the longer
-        `REPORT_S`, because they format their tracebacks.
+        The limit is `RETURN_S`. If all ranks that still run the cell have raised an exception, the
+        limit is `REPORT_S`, because these ranks need more time to format their tracebacks.
         """
         has_heard = all(state.failed_at is not None for state in self._ranks_in_cell())
         return REPORT_S if has_heard else RETURN_S

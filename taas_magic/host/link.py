@@ -73,8 +73,8 @@ SEND_STACKS, CUT_CONNECTIONS = b"?", b"!"
 """Requests of the agent to a rank.
 
 - `SEND_STACKS`: send the rank's stack report.
-- `CUT_CONNECTIONS`: cut the rank's connections to other ranks. The number of a cell and a space
-  follow.
+- `CUT_CONNECTIONS`, followed by a cell's number and a space: if the rank runs this cell, cut the
+  rank's connections to other ranks.
 """
 
 
@@ -84,7 +84,7 @@ def request_cut(folder: Path, rank: int, cell: int) -> None:
 
 
 def request_stacks(folder: Path, rank: int) -> None:
-    """Request a rank's stack report. If the rank does not read its requests, do nothing."""
+    """Request a rank's stack report. Do nothing if no rank reads the pipe, or the pipe is full."""
     _send_request(folder, rank, SEND_STACKS)
 
 
@@ -192,8 +192,8 @@ class AgentLink:
     def redirect_output(self) -> None:
         """Redirect descriptors 1 and 2, and Python's stdout and stderr, to the log pipe.
 
-        stdout and stderr share one pipe, so that their lines stay in order. They become
-        line-buffered.
+        Python's stdout and stderr become line-buffered. They share one pipe, so that their lines
+        stay in order.
         """
         sys.stdout.flush()
         sys.stderr.flush()

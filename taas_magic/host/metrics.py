@@ -47,7 +47,8 @@ class MetricBuffer:
     def pop_scalars(self) -> list[MetricPoint]:
         """Remove all scalars from the buffer, and return them as numbers.
 
-        A scalar without a step gets the last step of the same name plus 1, or 0.
+        If a scalar has no step, it gets the last step of the same name plus 1, or step 0 if it is
+        the first scalar of its name.
 
         Waits for the GPU if a scalar is a CUDA tensor. So while the cell runs, only the heartbeat
         thread calls this method. The main thread calls it at the end of the cell. If the GPU has
@@ -156,8 +157,8 @@ def record_tensorboard() -> None:
     """Make TensorBoard's `SummaryWriter.add_scalar` also log its scalars as `taas.log` does.
 
     A scalar that `taas.log` refuses is only written by TensorBoard. Lightning's TensorBoardLogger
-    and transformers' TensorBoardCallback call `add_scalar`. Call this function when
-    `torch.utils.tensorboard.writer` is imported.
+    and transformers' TensorBoardCallback call `add_scalar`. Call this function after the import of
+    `torch.utils.tensorboard.writer`.
     """
     from torch.utils.tensorboard import writer
 

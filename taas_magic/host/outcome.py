@@ -45,13 +45,12 @@ def send_outcome(
 ) -> bool:
     """Send the cell's results or failure to the agent; return whether the cell succeeded.
 
-    A failure is sent first, then notes about changes (only after success), then the results.
-    Results are sent after a failure, too, unless the cell could not be compiled. After a failure,
-    `RankErrorSent` comes last. After `sys.exit(0)` outside a session, `RankCalledExit` comes before
-    the results.
+    After success, sends notes about changes, then the results. After a failure, sends the failure,
+    then the results, then `RankErrorSent`. If the cell could not be compiled, sends no results.
+    After `sys.exit(0)` outside a session, sends `RankCalledExit` before the notes and the results.
 
-    A child that the cell forked sends nothing, but prints its failure. If an interrupt stops the
-    results, returns False.
+    A child that the cell forked sends nothing, but prints its failure. If SIGINT interrupts the
+    writing of the results, returns False; results that were already written are kept.
 
     Args:
         shell: Shell that ran the cell.

@@ -201,8 +201,9 @@ class LineAssembler:
     def _whole_lines(self, body: bytes) -> list[str]:
         """Add whole lines, and return the lines that later output cannot change any more.
 
-        Short lines without carriage returns and CURSOR_UP are decoded at once, if no unfinished row
-        remains. Otherwise, each line goes through the rows.
+        Usually, all lines are decoded at once. Each line goes through the rows only if an
+        unfinished row remains, if a line exceeds the maximum length, or if `body` contains a
+        carriage return or CURSOR_UP.
         """
         pieces = body.split(b"\n")
         is_plain = b"\r" not in body and CURSOR_UP not in body
@@ -218,8 +219,8 @@ class LineAssembler:
     def _add_bytes(self, part: bytes) -> None:
         """Add bytes without a newline. Each CURSOR_UP in the bytes moves the cursor up one row.
 
-        In the new row, the next bytes replace the text. The cursor does not leave the top row, but
-        then `is_left` of this row is set.
+        After a CURSOR_UP, the next bytes replace the text of the row above. If the cursor is in the
+        top row, CURSOR_UP does not move it, but sets `is_left` of this row.
         """
         first, *others = part.split(CURSOR_UP) if CURSOR_UP in part else [part]
         self._rows[self._at].add_bytes(first, self._limit_bytes)
@@ -232,10 +233,12 @@ class LineAssembler:
     def _move_down(self) -> list[str]:
         """Move the cursor to the row below. Remove finished rows from the top; return their lines.
 
-        The row below is created if needed; the next bytes replace its text. The top row is
-        unfinished while it is an unfinished progress bar, and all rows between it and the cursor
-        are unfinished bars or blank. There are at most `MAX_BARS` unfinished rows. A row with
-        `is_left` is removed without a line.
+        If there is no row below, creates one. The next bytes replace the text of the row below.
+
+        The top row stays if it is an unfinished progress bar, and each row between it and the
+        cursor is an unfinished bar or blank. Any other top row is finished. If there are more than
+        `MAX_BARS` rows, the top row counts as finished, too. No line is returned for a row with
+        `is_left`.
         """
         self._at += 1
         if self._at == len(self._rows):
@@ -378,8 +381,8 @@ class LogBudget:
     def _errors(self, lines: list[str], sizes: list[int]) -> list[str]:
         """Return the lines that look like errors and fit into the reserve; drop and count others.
 
-        Single lines are only checked if the whole text contains one of `ERROR_WORDS`, or if a
-        traceback has begun in earlier lines.
+        To save time, each line is only checked if at least one of the lines contains one of
+        `ERROR_WORDS`, or if the lines before them ended within a traceback.
         """
         kept = []
         kept_bytes = 0
@@ -530,8 +533,8 @@ class _MessageStream:
     def feed(self, data: bytes) -> list[Event | RankMessage | StoreMessage]:
         """Add bytes that the agent has read, and return the messages that are now complete.
 
-        A note for the user replaces a message that is too large, and the first invalid message.
-        Further invalid messages are dropped.
+        A message that is too large is replaced by a note for the user. So is the first invalid
+        message; further invalid messages are dropped.
         """
         *pieces, rest = (self._rest + data).split(b"\n")
         self._rest = rest[-select.PIPE_BUF :]
@@ -748,9 +751,9 @@ class PipeReader:
     def _read(self, stream: _LogStream | _MessageStream) -> bytes | None:
         """Read a pipe once, and process the data.
 
-        Output goes to the rank's log file and its pending lines. Each message goes to `on_message`.
-        Before that, a traceback is appended to the log, and for a request for input, the rank's
-        pending output is sent.
+        Output goes to the rank's log file and to the rank's pending lines. Each message goes to
+        `on_message`. Before a message with a traceback goes there, the traceback is appended to the
+        log file. Before a request for input goes there, the rank's pending output is sent.
 
         Returns:
             The data. None if the pipe is empty, but some process has the pipe open for writing. b""
@@ -779,8 +782,8 @@ class PipeReader:
         """Append a rank's first traceback to the rank's log file, after all earlier output.
 
         Does nothing if the message is marked as already logged. If the file cannot be written, a
-        note tells the user. These lines are not sent to the notebook, where the exception in the
-        cell shows them.
+        note tells the user. The traceback is not sent as output, because the notebook shows it in
+        the exception that the cell raises.
         """
         stream = self._logs[rank]
         if stream.has_traceback or message.is_logged:

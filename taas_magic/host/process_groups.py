@@ -28,9 +28,11 @@ class ProcessGroupPrefixes:
         self._cell = self._groups = 0
 
     def begin_cell(self, number: int) -> None:
-        """Begin a cell: prefixes of its groups have this cell number, and a group number from 1.
+        """Begin a cell. The prefixes of process groups created from now on contain `number`.
 
-        So all ranks choose equal prefixes, even if an earlier cell failed on some ranks.
+        The process groups of each cell are counted anew, from 1. So all ranks choose equal
+        prefixes, even if an earlier cell failed on some ranks and created fewer process groups
+        there.
         """
         self._cell, self._groups = number, 0
 

@@ -73,10 +73,11 @@ class StepProfiler:
             self._note(f"--profile has recorded nothing: {self._why_empty}")
 
     def _begin_step(self) -> None:
-        """Begin the next step. The first step starts torch's profiler; the last step ends it.
+        """Begin the next step. The first step starts torch's profiler.
 
-        The last step is the one after `WARM_UP_STEPS` and the recorded steps. If the program
-        already runs a profiler of its own, the profile ends without a trace.
+        The profiler runs during `WARM_UP_STEPS` steps and the recorded steps. When the step after
+        the recorded steps begins, the profile ends. If the program already runs a profiler of its
+        own, the profile ends without a trace.
 
         Do nothing in a thread that did not begin the first step, in a fork of the rank, and after
         the end of the profile.

@@ -218,9 +218,11 @@ def _become_a_program(spec: ProcessSpec, environ: Mapping[str, str]) -> None:
 def _apply_store_rule(spec: ProcessSpec, link: AgentLink, rank: int) -> None:
     """Make this process enforce the rule that only rank 0 writes to the project store.
 
-    Writes are reported to the agent; on ranks other than 0, so is the kind of protection. If only
-    Python enforces the rule there, a note tells the user. Does nothing if the run has no project
-    store, or only reads it and is no rehearsal.
+    The agent gets a report of each write. A rank other than 0 also reports its kind of protection;
+    if only Python enforces the rule on this rank, a note tells the user.
+
+    Does nothing if the run has no project store. Does nothing in a run that only reads the project
+    store, unless the run is a rehearsal.
 
     Call before any thread starts and before any code of the user runs.
     """
@@ -279,8 +281,8 @@ def _profiled(
 def _use_gloo_without_cuda(link: AgentLink) -> None:
     """Make `init_process_group("nccl")` and `Accelerator()` use gloo if there is no GPU.
 
-    Replaces torch's function by one that sends a note when it replaces nccl. For `Accelerator()`,
-    sets an environment variable.
+    Replaces torch's `init_process_group` by a function that uses gloo instead of nccl, and sends a
+    note. For `Accelerator()`, sets an environment variable.
     """
     if torch.cuda.is_available():
         return
@@ -350,8 +352,9 @@ def _end_program() -> None:
 
     A fork of the forkserver exits by `os._exit`, without cleanup. So this function runs atexit
     handlers and `weakref.finalize` callbacks. Then it deletes the program's objects, so that Python
-    flushes their open files; modules, functions and classes go last. Last, it flushes stdout and
-    stderr. SIGINT is ignored after the atexit handlers, until this function returns.
+    flushes their open files. It deletes modules, functions and classes after all other objects. At
+    the end, it flushes stdout and stderr. SIGINT is ignored after the atexit handlers, until this
+    function returns.
 
     Other parts of a normal exit do not happen here:
 

@@ -58,7 +58,7 @@ class Rendezvous:
         self._server: Any = None
 
     def start(self) -> None:
-        """Start the process that serves the store. Ranks that are already connected wait for it."""
+        """Start the process that serves the store. Until then, ranks that have connected wait."""
         self._server = forkserver.start_process(f"{__name__}.serve", self._listener, self._address)
         self._listener.close()
 
@@ -176,8 +176,8 @@ class LoaderAgreement:
 def serve(listener: socket.socket, address: str) -> None:
     """Serve the ranks' store, and run horovod's server if horovod is installed.
 
-    The store then has the port of horovod's server, or the reason why there is none. SIGINT is
-    ignored.
+    Ranks find the port of horovod's server in the store, or the reason why there is no server.
+    SIGINT is ignored.
 
     Runs in a fork of the forkserver, until this process is killed.
 

@@ -108,8 +108,9 @@ def receive(
     """Load the results of a run in the kernel, archive by archive.
 
     From a rank's archive, the kernel reads only the names that `--out` requests from that rank.
-    From rank 0's archives, it reads all names of `--out`, because rank 0 also gathers sharded
-    models for the other ranks, and the value of the work. Archives of earlier attempts are ignored.
+    From rank 0's archives, it also reads the value of the work. It reads all names of `--out` from
+    rank 0, because rank 0 gathers sharded models for the other ranks. Archives of earlier attempts
+    are ignored.
 
     The result for `NAME@all` is a list with one value for each rank. If one rank's value did not
     arrive, `NAME` is missing. Each missing name gets a reason.
@@ -158,9 +159,9 @@ def _load(
 ) -> None:
     """Load one archive of results, and add its expected values to `received`.
 
-    Plain data is read directly; otherwise, the values are unpickled. Add to `received.missing` the
-    rank's reasons for values that it could not write. If loading fails, or the values are pickled
-    and the pool is not trusted, add this reason for each expected name in the archive.
+    Plain data is read directly; other values are unpickled. If the rank could not write an expected
+    value, the rank's reason is added to `received.missing`. If loading fails, or if pickled values
+    come from an untrusted pool, a reason is added for each expected name in the archive.
     """
     names: list[str] = []
     try:
@@ -259,9 +260,9 @@ class ResultWriter:
             out: Values of `--out`, such as "loss@all".
             value: Value of the work. If `out` has the name `VALUE`, this value is sent like a
                 variable. Otherwise, only rank 0 sends the value, and a failure causes no note.
-            failed: Whether the work failed on this rank. If so, this rank gathers no sharded
-                values, because other ranks may not take part, and sends no notes about missing
-                values.
+            failed: Whether the work failed on this rank. If so, this rank sends no notes about
+                missing values. It also gathers no sharded values, because other ranks may not take
+                part.
         """
         names = [variable_name(text) for text in out]
         self._failed, self._needs_value = failed, VALUE in names
@@ -357,11 +358,14 @@ class ResultWriter:
             self._note(f"{_listed(values)}: a DistributedDataParallel is returned as its `.module`")
 
     def _gather_and_write(self, name: str, value: Any, keeps: bool) -> None:
-        """Gather a sharded value by a collective of all ranks. If `keeps`, write the result.
+        """Gather a sharded value by a collective of all ranks, and write the whole value.
 
-        If the work has failed on this rank, gather nothing. If nothing was gathered, and `keeps`,
-        record the value as missing. A note tells the user when a model is returned as its
-        state_dict.
+        If the work has failed on this rank, gather nothing. If nothing was gathered, record the
+        value as missing. A note tells the user when a model is returned as its state_dict.
+
+        Args:
+            keeps: Whether this rank writes the whole value, or records it as missing. If False,
+                this rank only takes part in the collective.
         """
         whole, why = None, "it is sharded, and the rank failed before it was gathered"
         if not self._failed:

@@ -38,10 +38,10 @@ MARKUP_LIMIT_BYTES = 5_000_000
 PLAIN_LIMIT_CHARS = 100_000
 
 _WHAT_MAIN_HAS = "this cell's __main__: of the notebook it has the names that the cell uses"
-"""Origin of the rank's `__main__`.
+"""Text for the user that describes the rank's `__main__`. It is the `origin` of the module's spec.
 
-pickle shows it in its error about a class that `__main__` does not define. A rank's `__main__`
-defines only the classes of the cell, and the notebook's classes that the cell uses.
+pickle shows this text in its error about a class that `__main__` does not define. A rank's
+`__main__` has only the classes of the cell, and the notebook's classes that the cell uses.
 """
 
 HIDDEN_DISPLAYS = (
@@ -206,11 +206,11 @@ class RankShell(InteractiveShell):
         return main.__dict__
 
     def run(self, work: Work, sources: Mapping[str, CellSource]) -> ExecutionResult:
-        """Run the work. If an exception ends the work, `showtraceback` sends the failure first.
+        """Run the work. If an exception ends the work, `showtraceback` reports this to the agent.
 
-        Before that, registers the notebook's sources for tracebacks, installs hooks that print
-        exceptions of threads and finalizers, and forgets the last failure. A cell's code gets the
-        line numbers of the notebook's cell.
+        Before the work starts, registers the notebook's sources for tracebacks, installs hooks that
+        print exceptions of threads and finalizers, and forgets the last failure. The code of a cell
+        gets the line numbers that it has in the notebook.
 
         Args:
             work: The cell or function call.
@@ -286,7 +286,7 @@ class RankShell(InteractiveShell):
     def publish(
         self, data: Any, metadata: Any, display_id: str | None = None, update: bool = False
     ) -> None:
-        """Send a display to the agent if `shows`; otherwise, send one note about all of them."""
+        """Send a display to the agent. If `shows` is False, send one note for all displays."""
         if self.link is not None and self.shows:
             shown = bounded(data)
             self.link.send(
@@ -398,6 +398,7 @@ def _use_text_bars() -> None:
 def _find_the_notebooks_folder() -> None:
     """Make hydra's `initialize(config_path=…)` search the notebook's folder.
 
-    hydra itself searches this folder only if the shell's class has the name of a Jupyter kernel's.
+    hydra itself searches this folder only in a Jupyter kernel, which it recognizes by the name of
+    the shell's class.
     """
     vars(sys.modules["hydra._internal.utils"])["is_notebook"] = lambda: True

@@ -169,8 +169,8 @@ def users_path(
 
     Args:
         path: The import path.
-        prefixes: Folders of the Python installation and of the virtual environment. Only their
-            folders `_PYTHONS_FOLDERS` are Python's own: the prefix may be /usr.
+        prefixes: Folders of the Python installation and of the virtual environment. Inside them,
+            only the folders `_PYTHONS_FOLDERS` count as Python's own, because a prefix may be /usr.
     """
     folders = [os.path.join(*pair, "") for pair in product(prefixes, _PYTHONS_FOLDERS)]
     packages = ("site-packages", "dist-packages")
@@ -226,8 +226,8 @@ class RunSpec(Struct, frozen=True, omit_defaults=True):
     def for_session(self) -> "RunSpec":
         """Return a copy of this run without the environment and the import path.
 
-        Called for a cell of a session, because the session's ranks keep those with which they
-        started.
+        Called for a cell of a session, because the session's ranks keep the environment and the
+        import path with which they started.
         """
         origin = structs.replace(self.origin, environ={}, sys_path=(), changed={})
         return structs.replace(self, origin=origin)
@@ -239,8 +239,8 @@ class RunSpec(Struct, frozen=True, omit_defaults=True):
         hosts.
 
         Args:
-            are_local: Whether the hosts are the notebook's machine. Other machines do not get the
-                kernel's environment, which may contain secrets. They get only `Origin.changed`.
+            are_local: Whether the hosts are on the notebook's machine. Other machines do not get
+                the kernel's environment, which may contain secrets. They get only `Origin.changed`.
         """
         origin = self.origin if are_local else structs.replace(self.origin, environ={})
         plan = structs.replace(self.plan, hosts=())
@@ -282,8 +282,8 @@ class ShareSpec(Struct, frozen=True, omit_defaults=True):
     def plan(self) -> Plan:
         """Plan of the run, without its hosts.
 
-        The paths in `plan.store` are those of the notebook's machine; `LocalShare.store` has the
-        host's.
+        The paths in `plan.store` are paths on the notebook's machine. For paths on this host, see
+        `LocalShare.store`.
         """
         return self.run.plan
 
@@ -471,7 +471,7 @@ class FetcherSpec:
 def fetcher_failed(run: Plan, fetcher: FetcherPlan, why: str) -> FetcherEnded:
     """Return the event for a fetcher that has failed or could not start.
 
-    By its `entry`, ranks learn that they must not wait for this fetcher.
+    The field `entry` of the event tells ranks not to wait for this fetcher.
     """
     addresses = LoaderAddresses(fetchers=run.cpus, failed=why)
     return FetcherEnded(number=fetcher.number, entry=dict.fromkeys(fetcher.loaders, addresses))

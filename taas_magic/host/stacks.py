@@ -169,10 +169,17 @@ def code_position(frames: Sequence[StackFrame]) -> str:
 def waits_for(sample: StackSample) -> str:
     """Return a text for the user that says what a process's main thread waits for.
 
-    The first of these that applies decides: the process has ended, is suspended or is ending; a
-    call of torch.distributed; a batch of a DataLoader or registered loader; the user's input; other
-    waits of the standard library; a pending collective; a call of native code. A thread that runs
-    waits for nothing.
+    These conditions are checked in this order, and the first true condition decides:
+
+    1. The process has ended, is suspended, is in an uninterruptible system call, or is ending.
+    2. The thread is in a function of torch.distributed, or in `os.fork`.
+    3. The thread waits for a batch of a DataLoader or of a registered loader, or for the user's
+       input, or in a known waiting function of the standard library.
+    4. A collective is pending.
+    5. The rank's heartbeat thread does not respond, because a C call holds the interpreter's lock.
+    6. The thread is running; it waits for nothing.
+
+    In all other cases, the thread is in native code, or its stack is not known.
     """
     if sample.state == _GONE:
         return "nothing: it has ended"
@@ -225,9 +232,9 @@ def _waiting_code(frames: Sequence[StackFrame]) -> tuple[str, str]:
         frames: Frames of the thread, outermost first.
 
     Returns:
-        First, the path of the innermost frame's file outside the standard library. Second, the name
-        of the file of the standard library to which the next inner frame belongs; "" if there is
-        none.
+        Two values. First, the file path of the innermost frame outside the standard library.
+        Second, the name of the library file with the function that this frame has called; "" if
+        this frame has called none.
     """
     called = ""
     for frame in reversed(frames):

@@ -85,8 +85,8 @@ def main() -> int:
 def _supervise(preload: str, folder: Path, lease_s: float | None, start_timeout_s: float) -> int:
     """Start an agent, and wait until it ends or the host must end. Then end all descendants.
 
-    Two threads watch the lease and the agent's start. At the end, first kills all other
-    descendants, then gives the agent `GRACE_S` seconds to exit after SIGTERM.
+    Two threads watch the lease and the agent's start. At the end, first kills all descendants
+    except the agent. Then sends SIGTERM to the agent, which has `GRACE_S` seconds to exit.
 
     An empty line on standard error shows that this process runs. Return the agent's exit code as a
     shell reports it: 128 + N for signal N.

@@ -109,9 +109,10 @@ def spawn_command(module: str) -> list[str]:
 def entry_code(module: str) -> str:
     """Return the code, for `python -c`, that runs `module.main()`.
 
-    The code removes the current folder from the beginning of the import path, so that a random.py
-    beside the notebook does not replace Python's own module. A current folder from PYTHONPATH comes
-    last, unless this package itself is imported from this folder.
+    With `-c`, Python puts the current folder first in the import path. If the notebook's folder is
+    the current folder, a file random.py in it would replace Python's own module. So the code
+    removes the current folder. If PYTHONPATH contains the current folder, too, the code moves this
+    entry to the end, unless this package itself is imported from this folder.
     """
     return (
         "import os, sys; sys.path[0] or sys.path.pop(0); "

@@ -125,9 +125,9 @@ def _chain(first: Any) -> Iterator[Any]:
 
 
 def _without_ours(one: TracebackType | None) -> TracebackType | None:
-    """Return a traceback without this package's frames and the frames of IPython between them.
+    """Return a traceback without this package's frames and without the IPython frames among them.
 
-    All frames from this package's first to its last frame are removed, except the frames of cells.
+    Removes all frames from the first to the last frame of this package, except frames of cells.
     """
     found: list[TracebackType] = []
     while one is not None:
@@ -327,9 +327,13 @@ def _disk_full_hint(error: BaseException) -> str:
 def _written_path(error: OSError) -> str:
     """Return the path of the file to which a call could not write; "" if the path is not known.
 
-    If the error names a file, return it; of a copy, the destination. An error of `write` does not
-    name the file. So this function searches the local variables of the frames, innermost frame
-    first, for files that were opened for writing. If the first such frame has several, return "".
+    If the error names one file, return the path of this file. If the error names two files, as for
+    a failed copy, return the path of the destination.
+
+    If the error names no file, as for a failed `write`, search the local variables of the
+    traceback's frames for files that were opened for writing. The search starts at the innermost
+    frame, and ends at the first frame with such a file. If this frame has several such files,
+    return "".
     """
     for named in (error.filename2, error.filename):  # `filename2` is the destination of a copy
         if isinstance(named, str | bytes):

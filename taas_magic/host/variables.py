@@ -103,8 +103,7 @@ def names() -> Any:
 def memory() -> Any:
     """Return the `RankMemory` of this process, as plain data.
 
-    It has the host's name, the process's resident memory, and the bytes that torch has reserved on
-    all GPUs. The last one is None if the process has not used CUDA.
+    The field `gpu_bytes` is None if the process has not used CUDA.
     """
     torch = sys.modules.get("torch")
     gpu_bytes = None
@@ -181,8 +180,9 @@ def _size_bytes(value: Any, depth: int = 0) -> int:
 def _digest(value: Any) -> str:
     """Return a digest of a value, by which the kernel compares the values of ranks.
 
-    Plain data gets its `plain_digest`, any other value a SHA-256 hash. Return "" if such a value is
-    larger than `COMPARED_BYTES` or has an element without a digest.
+    For plain data, the digest is the `plain_digest`; for any other value, a SHA-256 hash. There is
+    no hash, and the result is "", if the value is larger than `COMPARED_BYTES`, or if it has an
+    element without a digest.
     """
     if digest := plain_digest(value):
         return digest

@@ -87,10 +87,12 @@ class Vehicle(WorkerPlugin):
         """End the supervisor, which ends the host. Called by Dask when the worker closes.
 
         Closes the supervisor's standard input, and kills the supervisor if it has not ended after
-        `HOST_END_S` seconds. Does nothing if no supervisor was started.
+        `HOST_END_S` seconds. In a `dask` command without a nanny, also makes this process exit
+        within `EXIT_S` seconds (`_follow`). Does nothing if no supervisor was started.
         """
         if self._supervisor is None or self._following is None:
             return
+        # This runs the `finally` of `_follow`, which may start a timer that ends this process.
         self._following.cancel()
         assert self._supervisor.stdin is not None
         self._supervisor.stdin.close()
@@ -102,9 +104,9 @@ class Vehicle(WorkerPlugin):
     async def _start(self, worker: Worker) -> None:
         """Get the agent's name and keys from the pool's process, and start the supervisor.
 
-        First closes the worker's web server, and its port if it has no nanny. Sends the agent's
-        settings to the supervisor's standard input. A task then closes the worker when the
-        supervisor ends.
+        First closes the worker's web server. If the worker has no nanny, also closes the worker's
+        port. Sends the agent's settings to the supervisor's standard input. When the supervisor
+        ends, a background task closes the worker (`_follow`).
         """
         worker.http_server.stop()  # Dask's web pages have no authentication
         if not worker.nanny:
@@ -131,7 +133,12 @@ class Vehicle(WorkerPlugin):
         self._following = asyncio.create_task(self._follow(worker, self._supervisor))
 
     async def _follow(self, worker: Worker, supervisor: asyncio.subprocess.Process) -> None:
-        """Close the vehicle when its supervisor ends, so that the batch system frees the host."""
+        """Close the vehicle when its supervisor ends, so that the batch system frees the host.
+
+        If this process is a `dask` command without a nanny, also starts a timer that ends the whole
+        process after `EXIT_S` seconds. The timer starts when the supervisor ends, or when
+        `teardown` cancels this task.
+        """
         try:
             code = await supervisor.wait()
         finally:
@@ -151,11 +158,11 @@ def _is_dask_command() -> bool:
 
 
 def _exit_within(seconds: float) -> None:
-    """End this process after a time, unless it has ended before.
+    """Start a timer that ends this process after a time, unless the process has ended before.
 
     If the pool's process is gone when SIGTERM arrives, Dask's event loop may wait for a heartbeat
-    forever. The batch system does not find the vehicle either, because the vehicle's shell has
-    ended.
+    forever. The batch system does not end the vehicle either, because the shell that started the
+    vehicle has ended.
     """
     timer = threading.Timer(seconds, os._exit, (1,))
     timer.daemon = True

@@ -135,9 +135,10 @@ class RankState:
 
     @property
     def done(self) -> bool:
-        """Whether the rank succeeded: the cell ran to its end, and the process exited with 0.
+        """Whether the rank succeeded.
 
-        In a session, the rank must be back at its prompt instead.
+        Outside a session: whether the cell ran to its end, and the process exited with 0. In a
+        session: whether the cell ran to its end, and the rank is back at its prompt.
         """
         return self.finished and (self.exitcode == 0 or (self.has_returned and not self.ended))
 
@@ -489,8 +490,13 @@ def users_frames(text: str) -> list[str]:
 def _failure_kind(state: RankState, verdict: Verdict) -> str:
     """Return the kind of a rank's failure (`Failure.how`).
 
-    The first that applies: "raised" an exception; "left" by `sys.exit(0)`; for an ended process
-    "end" if its work had finished, "signal" or "exit"; otherwise, the cause of the verdict.
+    The first of these kinds that fits:
+
+    - "raised": the rank raised an exception.
+    - "left": the rank left by `sys.exit(0)`.
+    - "end": the process ended, and not with exit code 0, after its work had finished.
+    - "signal", "exit": the process was ended by a signal, or exited.
+    - "stopped", "timeout" or "left": the process still runs; this is the cause of the verdict.
     """
     if state.etype:
         return "raised"
@@ -506,7 +512,8 @@ def _failure_kind(state: RankState, verdict: Verdict) -> str:
 def host_failure(host: str, error: BaseException) -> Failure:
     """Return the description of a failure of the host itself, rather than of a rank.
 
-    For a `TaasError`, it has no traceback, because the error's message says what the user can do.
+    The description of a `TaasError` has no traceback, because the error's message says what the
+    user can do.
     """
     lines = [] if isinstance(error, TaasError) else traceback.format_exception(error)
     return Failure(
@@ -598,7 +605,8 @@ class Ranks:
         """Record the end of a rank's process and, unless the rank has succeeded, the reason.
 
         The reason is the stack that faulthandler has written and, after SIGKILL, whether memory ran
-        out. The rank then counts as failed from now on, unless it failed earlier.
+        out. A rank that has not succeeded now counts as failed, if it did not count as failed
+        before.
 
         Args:
             exitcode: Exit code of the process; negative for a signal.

@@ -92,7 +92,8 @@ class SshTarget:
         hostname: Name or address to connect to.
         known_as: Name under which known_hosts files list the host's key.
         identity_files: Paths of the private keys to offer.
-        identities_only: Whether to offer no other keys of the ssh agent.
+        identities_only: Whether the ssh agent's keys are offered only if they are also in
+            `identity_files`.
         known_hosts: Paths of the known_hosts files; the user's come first.
         jump: Jump host through which the connection goes; None for a direct connection.
         proxy_command: Shell command of the setting ProxyCommand; None if there is none.
@@ -478,8 +479,8 @@ def _glob(pattern: str) -> re.Pattern[str]:
 def _how_to_accept(target: SshTarget, key: PKey, *commands: str) -> str:
     """Return text for the user: how to verify a host's key, and the commands that accept it.
 
-    The commands are `commands`, then `ssh-keyscan`. If the host has a jump host or a ProxyCommand,
-    an interactive `ssh` replaces `ssh-keyscan`.
+    The text lists `commands`, and then a command that adds the key to known_hosts. This command is
+    `ssh-keyscan`, or an interactive `ssh` if the host has a jump host or a ProxyCommand.
     """
     name = key.get_name()
     kind = next((kind for kind in ("ed25519", "ecdsa", "rsa") if kind in name), name)
@@ -509,9 +510,11 @@ class UserKeys(AuthStrategy):
     def get_sources(self) -> Iterator[AuthSource]:
         """Yield the keys in the order in which they are offered.
 
-        Keys of the ssh agent come first, and among these the keys that are also in identity files.
-        The order matters, because a host disconnects after a few refused keys. With IdentitiesOnly,
-        the agent's other keys are left out. No key is offered twice.
+        The order matters, because a host disconnects after a few refused keys:
+
+        1. Keys of the ssh agent that are also in identity files.
+        2. Other keys of the ssh agent, unless IdentitiesOnly is set.
+        3. Other identity files.
         """
         target, agent = self._target, Agent() if _agent_answers() else None
         blobs = {path: _public_blob(path) for path in target.identity_files}

@@ -308,8 +308,8 @@ def _open_stream(
 ) -> socket.socket | Channel:
     """Open a byte stream to a host's sshd: directly, through a jump host, or by a ProxyCommand.
 
-    A jump host gets an SSH connection of its own. Callbacks that close the stream, and this
-    connection, are added to `undo`.
+    If there is a jump host, first opens an SSH connection to it. Adds callbacks to `undo`: one that
+    closes the stream, and one that closes the connection to the jump host.
     """
     if target.proxy_command and target.jump is None:
         return _start_proxy_command(target.proxy_command, undo)
@@ -567,8 +567,8 @@ def close_tunnel(connection: Connection, port: int) -> None:
     """Stop forwarding `port` of the connected host; connections that exist already stay open.
 
     Call this function when the server on this machine has ended. Otherwise, the tunnel would lead
-    to any program that gets the server's port. paramiko's own function would stop all forwarded
-    ports of the connection.
+    to any other program that opens the server's old port later. paramiko's own function would stop
+    all forwarded ports of the connection.
 
     Args:
         port: The forwarded port on the connected host, as returned by `open_tunnel`.
