@@ -163,7 +163,7 @@ def _load(
     value, the rank's reason is added to `received.missing`. If loading fails, or if pickled values
     come from an untrusted pool, a reason is added for each expected name in the archive.
     """
-    names: list[str] = []
+    names = list(expected)
     try:
         mapped = pickling.read_archive(path)
         about = from_json(mapped.meta, ResultsHeader)
@@ -438,7 +438,8 @@ def _gather(value: Any, keeps: bool) -> Any:
     if isinstance(value, dict):
         return {key: _gather(each, keeps) for key, each in value.items()}
     if isinstance(value, list | tuple):
-        return type(value)([_gather(each, keeps) for each in value])
+        make = getattr(value, "_make", type(value))  # the constructor of a named tuple
+        return make([_gather(each, keeps) for each in value])
     if not _is_module(value):
         with torch.no_grad():
             whole = value.full_tensor()

@@ -157,7 +157,10 @@ optimizer = torch.optim.SGD(model.parameters())
 
 
 def test_sharded_values_are_gathered(notebook: Notebook) -> None:
-    source = "part = {'weights': [model.weight], 'rank': rank}\nlist(model.parameters())"
+    notebook.define(
+        "import typing\nclass Part(typing.NamedTuple):\n    weights: list\n    rank: int"
+    )
+    source = "part = {'named': Part([model.weight], rank)}\nlist(model.parameters())"
     outcome = notebook.run(MEET + SHARD + source, "--out model,part@last,whole,optimizer")
     assert isinstance(outcome.error, ResultError)
     assert outcome.run is not None and set(outcome.run.missing) == {"optimizer"}
@@ -166,8 +169,9 @@ def test_sharded_values_are_gathered(notebook: Notebook) -> None:
     assert space["model"].keys() == space["whole"].keys()
     for name, value in space["whole"].items():
         assert value.equal(space["model"][name])
-    assert space["part"]["rank"] == 1
-    assert space["part"]["weights"][0].equal(space["whole"]["weight"])
+    part = space["part"]["named"]
+    assert type(part) is space["Part"] and part.rank == 1
+    assert part.weights[0].equal(space["whole"]["weight"])
     assert any("as its full state_dict()" in event["text"] for event in outcome.of_kind("note"))
 
 
@@ -261,6 +265,14 @@ def test_a_rank_sends_what_it_was_asked_for_and_nothing_else(tmp_path: Path) -> 
     forge(folder / "0-2-4", ["y"], Makes(tmp_path / "made"))
     received = receive(folder, ("y@2",), ResultCriteria(0, world_size=4, untrusted_pool="far"), {})
     assert received.values == {"y": "of rank 2"} and not (tmp_path / "made").exists()
+
+
+def test_a_file_that_cannot_be_read_is_the_reason_for_missing_values(tmp_path: Path) -> None:
+    forge(tmp_path / "results" / "0-0-0", ["x"], 1, is_plain=True)
+    (tmp_path / "results" / "0-0-1").write_bytes(b"cut short")
+    received = receive(tmp_path / "results", ("x", "y"), ResultCriteria(0, world_size=1), {})
+    assert received.values == {"x": 1}
+    assert "0-0-1 is incomplete" in received.missing["y"]
 
 
 @pytest.mark.fault(73)
