@@ -222,7 +222,7 @@ class RunState:
         ]
 
     def elapsed(self, now: float) -> float:
-        """Return the seconds since the run began, until its end if it has ended."""
+        """Return the seconds from the start of the run to its end, or to `now` if it is active."""
         if self.elapsed_s is not None:
             return self.elapsed_s
         return max(0.0, min(now, self.ended_at) - self.began)
@@ -610,8 +610,8 @@ def receipt_lines(receipt: Receipt | None) -> list[Fact]:
     Facts without content are left out. The facts are, in this order:
 
     - The files that rank 0 wrote, with their sizes.
-    - The files of other ranks that were kept out of the store, although rank 0 wrote its own.
-    - The files of other ranks that were kept out of the store, and that rank 0 did not write.
+    - The kept-out files of other ranks at whose paths the store has a file.
+    - The kept-out files of other ranks at whose paths the store has no file.
     - The files of rank 0 that were not copied to the store, with the reasons.
     - The shared folders.
     - The protection, if files were kept out.
@@ -775,7 +775,7 @@ def _memory(process: ProcessStack) -> int:
 def _process_lines(process: ProcessStack, indent: str) -> list[str]:
     """Return lines of text about a process and, indented further, about its child processes.
 
-    They say what the process waits for, and have the stack of each thread.
+    The lines say what each process waits for, and have the stack of each thread.
     """
     lines = [f"{indent}waits for {process.waits_for} ({process.system or 'gone'})"]
     for name, frames in process.threads.items():

@@ -39,8 +39,8 @@ def agreement(found: "Mapping[int, Variable]", world_size: int) -> str:
     The first case that applies decides:
 
     - Some ranks lack the variable: the text names the ranks that have it, as in "only on rank 0".
-    - Type, shape or dtype differ: the text names the ranks that differ from most ranks, as in
-      "rank 2 differs". It is "values differ" if no group of equal ranks is larger than all others.
+    - Type, shape or dtype differ: the text names the ranks that differ from the most frequent
+      value, as in "rank 2 differs". If no value is the most frequent, it is "values differ".
     - A rank has no digest of its value: "equal shapes" for arrays, else "not compared".
     - The digests differ: a text as for different types; for arrays, after "equal shapes, ".
     - All digests are equal: "equal".

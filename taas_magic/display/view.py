@@ -324,7 +324,7 @@ class View:
 
         Args:
             event: The event.
-            now: Time of its arrival on the view's clock; default is now.
+            now: Time at which the event arrived, on the view's clock; default is now.
         """
         now = self._clock() if now is None else now
         self._state.apply(event, now)

@@ -117,7 +117,7 @@ class Job(JobState):
             JobFailed: The job raised, died or was cancelled. The message has the job's traceback,
                 with the notebook's line numbers.
             PoolError: The farm has ended.
-            TimeoutError: The job has not ended in that time.
+            TimeoutError: The job has not ended within `timeout` seconds.
             KeyboardInterrupt: The user interrupted the wait.
         """
         error = self.exception(timeout)
@@ -135,7 +135,7 @@ class Job(JobState):
             The exception, or None if the function returned.
 
         Raises:
-            TimeoutError: The job has not ended in that time.
+            TimeoutError: The job has not ended within `timeout` seconds.
             KeyboardInterrupt: The user interrupted the wait.
         """
         with self._farm.cancelling([self]):
@@ -591,7 +591,7 @@ class Farm:
         Append a job's output to `output.log` in the job's folder, and apply each change of a job or
         node to the table's state. Ignore updates of unknown jobs. The thread of `_end_jobs` handles
         two messages: the outcome or failure of a job, and, if no node is ready, the message that
-        the farm gives up.
+        the farm gives up starting nodes.
         """
         message: FarmUpdate = msgspec.convert(pair[1], FarmUpdate)
         if isinstance(message, JobOutcome) or (

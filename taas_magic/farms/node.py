@@ -530,7 +530,8 @@ class _OutputBuffer:
         """Pass on the buffered output. If bytes were dropped, add a line with their number.
 
         Args:
-            whole: Whether to keep an incomplete last line in the buffer. A full buffer keeps none.
+            whole: Whether to keep an incomplete last line in the buffer. If the buffer is full, the
+                incomplete line is passed on in any case.
         """
         self._flushed_at = time.monotonic()
         end = 1 + max(self._waiting.rfind(b"\n"), self._waiting.rfind(b"\r"))

@@ -150,8 +150,8 @@ def _wait_for_key(tcp_store: TCPStore, key: str) -> str:
     """Wait until another rank has set `key` in the run's TCPStore, and return the value.
 
     The wait has no time limit, because a host may copy a large store before its rank starts. If a
-    rank fails before it has set its key, the pool ends the run, and so this wait
-    (`PoolRun._report`).
+    rank fails before it has set its key, the pool ends the run (`PoolRun._report`). The end of the
+    run also ends this wait.
     """
     while not tcp_store.check([key]):
         time.sleep(LOOK_S)

@@ -22,7 +22,10 @@ _TAIL_BYTES = 1 << 16
 
 
 class JournalReader:
-    """Reader of one journal. Only `chunks` remembers what it has read.
+    """Reader of one journal.
+
+    Each call of `chunks` continues where the last call ended. The other methods do not remember
+    what they have read.
 
     Args:
         path: Path of the journal. A missing journal counts as empty.

@@ -80,7 +80,7 @@ class Trace:
     work: list[Span]
 
     def shifted(self, offset_us: float) -> "Trace":
-        """Return the trace with all times later by `offset_us`."""
+        """Return a copy of the trace with `offset_us` added to all times."""
 
         def move(spans: Iterable[Span]) -> list[Span]:
             return [Span(span.start_us + offset_us, span.end_us + offset_us) for span in spans]
@@ -140,8 +140,8 @@ def align_clocks(traces: Mapping[int, Trace]) -> tuple[dict[int, Trace], dict[in
     """Correct the times in the traces, because the clocks of hosts differ.
 
     A collective ends on all ranks at the same time. So the ends of the same collectives in two
-    traces show how much the clocks differ. Traces of the first rank's host stay as they are, and so
-    do traces that have no collective in common with the first one.
+    traces show how much the clocks differ. Traces of the first rank's host stay as they are.
+    Traces that have no collective in common with the first rank's trace also stay as they are.
 
     Returns:
         The corrected traces by rank; and for each rank, the microseconds added to its times.
@@ -163,10 +163,10 @@ def align_clocks(traces: Mapping[int, Trace]) -> tuple[dict[int, Trace], dict[in
 def step_times(traces: Mapping[int, Trace]) -> list[StepTimes]:
     """Return the times of each rank in each step, ordered by step and rank.
 
-    Each collective consists of a wait for other ranks and, at its end, a communication. The
-    communication takes as long as the collective on the rank on which the collective is shortest.
-    Time in which the rank also does other work counts as computation, not as waiting or
-    communication. The rest of a step, except loading, also counts as computation.
+    Each collective consists of a wait for other ranks and, at its end, a communication. The length
+    of the communication is the shortest duration of the same collective on any rank. Time in which
+    the rank also does other work counts as computation, not as waiting or communication. The rest
+    of a step, except loading, also counts as computation.
     """
     shortest_us = _shortest_durations(traces.values())
     found = []

@@ -96,7 +96,8 @@ def try_protection(protection: str, folder: str) -> None:
 def possible_protections(user: int) -> tuple[StoreProtection, ...]:
     """Return the mechanisms to try for a user id, strongest first.
 
-    Root does not enter a user namespace: there, root would lose its rights on other users' files.
+    For root, the mount in a user namespace is left out. In such a namespace, root would lose its
+    rights on other users' files.
     """
     mount = StoreProtection.MOUNT if user == 0 else StoreProtection.USER_MOUNT
     return (mount, StoreProtection.LANDLOCK, StoreProtection.PYTHON)

@@ -81,8 +81,8 @@ class Mirror:
 def reserve(store: str, owner: str, cache: Path | None = None) -> Mirror:
     """Reserve the first free mirror of a store on this host; make a new mirror if none is free.
 
-    First remove free mirrors, of any store, that no run has reserved for `KEPT_S`. The result holds
-    the mirror's lock until `Mirror.close`.
+    First remove all free mirrors, of any store, whose last use was more than `KEPT_S` ago. The
+    result holds the mirror's lock until `Mirror.close`.
 
     Args:
         store: Path of the store on the notebook's machine.
@@ -339,7 +339,8 @@ class StoreUpdater:
     def catch_up(self) -> None:
         """Fetch and apply all changes of other hosts since the last call.
 
-        First remove the removed paths; then make folders, and fetch the files whose hash is new.
+        First remove the paths that other hosts removed. Then make folders, and fetch the files
+        whose hash is new.
         The user gets a note for each file that cannot be fetched or moved to its path. If a file
         changes while it is fetched, there is no note: the next call fetches the file again.
         """

@@ -66,7 +66,7 @@ _PROGRAM = (b"#!", b"\x7fELF", b"MZ", b"\xcf\xfa\xed\xfe", b"\xca\xfe\xba\xbe")
 
 
 def may_be_run_by_tools(name: str, *, in_users_folder: bool) -> bool:
-    """Return whether a tool may run a new file with this name without a request of the user.
+    """Return whether a tool may run a new file with this name, although the user did not ask.
 
     Args:
         name: Last part of the path, as normalized by `normal_form`.

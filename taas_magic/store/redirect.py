@@ -571,9 +571,9 @@ def _redirected(real: _Call, redirect: _Call) -> _Call:
 def _replace(name: str, redirect: _Call) -> None:
     """Replace the function `name` of `os` and of `posix` by a function that calls `redirect`.
 
-    pickle names the functions of `os` by the module `posix`. Also replace the references in
-    pathlib and glob, and add the new function to sets such as `os.supports_dir_fd`. If `os` has no
-    such function, do nothing.
+    Both modules are changed, because pickle stores functions of `os` under the module name `posix`.
+    Also replace the references in pathlib and glob, and add the new function to sets such as
+    `os.supports_dir_fd`. If `os` has no such function, do nothing.
     """
     real = getattr(os, name, None)
     if real is None:
@@ -1002,7 +1002,7 @@ def _redirect_torch_maps(view: StoreView) -> None:
 def _map_privately(view: StoreView) -> None:
     """Make numpy map a file of the store privately if the mode allows writing (numpy's default).
 
-    Only this rank then sees its changes, and the file is not copied.
+    Then only this rank sees the changes that it makes, and the file is not copied.
     """
     if importlib.util.find_spec("numpy") is None:  # torch works without numpy
         return
