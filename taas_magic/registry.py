@@ -51,7 +51,7 @@ class RegisteredLoader:
     """Registration of a loader.
 
     Attributes:
-        name: Name of the loader in runs; "" if it has none yet.
+        name: Name of the loader in runs; "" if the loader has no name yet.
         held: Function that returns the loader, or None if the loader no longer exists.
         seed: Seed of the loader's random numbers; None for the run's seed.
         is_named: Whether the user gave the name. Otherwise, the loader is named after its variable.
@@ -114,8 +114,8 @@ def register(
 
     Args:
         loader: A DataLoader, or any object that can be iterated several times.
-        name: Name in displays and messages, at most 100 bytes in UTF-8; None for the name of its
-            variable.
+        name: Name in displays and messages, at most 100 bytes in UTF-8; None for the name of the
+            loader's variable.
         seed: Seed of the order of samples and of the dataset's random numbers; None for torch's
             seed in the notebook when the cell starts.
         uneven: Rule if the number of batches does not divide by the number of ranks: `pad` repeats
@@ -319,7 +319,7 @@ def _check_travels(name: str, loader: Any) -> bytes:
     """Check that a loader can be sent to fetchers.
 
     Returns:
-        The pickled state of its sampler and generator.
+        The pickled state of the loader's sampler and generator.
 
     Raises:
         RegistrationError: An object in the loader cannot be sent; the message has the path to it.
@@ -348,7 +348,7 @@ def _pickled(name: str, parts: "LoaderParts") -> bytes:
 def _refuse_a_loaded_state(name: str, loader: Any) -> None:
     """Raise CaptureError if `load_state_dict` has set the position of a StatefulDataLoader.
 
-    A run cannot start at this position: its ranks would start at the beginning.
+    A run cannot start at this position: the ranks would start at the beginning of the data.
     """
     if getattr(loader, "next_iter_state", None) is not None:
         raise CaptureError(
@@ -361,8 +361,8 @@ def _refuse_a_loaded_state(name: str, loader: Any) -> None:
 def _name_by_variables() -> None:
     """Name unnamed loaders after their variables, and remove loaders that no longer exist.
 
-    If a cell has put a new registered loader into the variable of an old one, the old one is
-    removed, unless another variable still holds it.
+    If a cell has put a new registered loader into the variable of an old one, the old loader's
+    registration is removed, unless another variable still refers to the old loader.
     """
     variables = _variables()
     for key, entry in list(_registered.items()):

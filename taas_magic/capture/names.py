@@ -431,7 +431,8 @@ def unknown_result(
     Args:
         names: Names in `--out`.
         captured: Names of the notebook's variables that the ranks get.
-        namespace: Namespace of the notebook. The functions in it may set further names by `global`.
+        namespace: Namespace of the notebook. Functions in this namespace may set further names by
+            `global`.
     """
     code = compile(source, "<cell>", "exec", _FLAGS, dont_inherit=True)
     if not names or _may_set_any(source, code):

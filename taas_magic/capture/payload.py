@@ -323,11 +323,11 @@ class LoadedPayload(PayloadDescription, frozen=True, kw_only=True):
     def load_into(self, namespace: dict[str, Any]) -> Work:
         """Apply the notebook's process state and load the captured values into `namespace`.
 
-        Before the values, it installs the project's modules, applies the warning filters, and
-        imports the submodules that the cell uses. It applies the other settings after the values.
-        Call this once per payload, immediately before the work runs, because the process state may
-        seed torch. The values are writable: a rank that writes to a page of the payload's file gets
-        a copy.
+        First, this method installs the project's modules, applies the warning filters, and imports
+        the submodules that the cell uses. Then it loads the values. Last, it applies the other
+        settings. Call this once per payload, immediately before the work runs, because the process
+        state may seed torch. The values are writable: a rank that writes to a page of the payload's
+        file gets a copy.
 
         Args:
             namespace: The rank's namespace; must be `sys.modules["__main__"].__dict__`.
@@ -383,7 +383,7 @@ def capture(
     """Find and pickle the notebook objects that a cell or a function uses. Runs in the kernel.
 
     The payload also contains the notebook's process state, and the sources of the project's modules
-    that are used. It lists the modules that hosts need, and notes for the user.
+    that are used. The payload lists the modules that hosts need, and notes for the user.
 
     Args:
         namespace: The notebook's own dict, not a copy. A function whose globals are this dict
@@ -514,8 +514,8 @@ def read(path: Path) -> LoadedPayload:
 def _submodules(modules: Iterable[ModuleType], attributes: set[str]) -> tuple[str, ...]:
     """Return the loaded submodules that the cell may use as attributes of a package.
 
-    If the notebook ran `import xml.dom`, its variable is `xml`. A rank that imports only `xml`
-    would lack `xml.dom`.
+    If the notebook ran `import xml.dom`, the notebook's variable is `xml`. A rank that imports only
+    `xml` would lack `xml.dom`.
     """
     packages = [module.__name__ for module in modules if hasattr(module, "__path__")]
     return tuple(

@@ -212,9 +212,9 @@ class ValuePickler(cloudpickle.Pickler):
     """Pickler that adds several values to one pickle, in which shared objects stay shared.
 
     Args:
-        namespace: Namespace of `__main__`. A function that is defined there is pickled without its
-            globals; it gets the namespace given to `load_each`. If None, each function is pickled
-            with copies of the globals that it uses.
+        namespace: Namespace of `__main__`. A function with this namespace as globals is pickled
+            without its globals. When loaded, the function gets the namespace given to `load_each`.
+            If None, each function is pickled with copies of the globals that it uses.
         to: Destination of the values. For `fetchers`, the pickle itself contains the memory of
             arrays and tensors, so that `pickle.loads` can load it without buffers.
 

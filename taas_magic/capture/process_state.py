@@ -1,8 +1,8 @@
 """Copy changed settings of the kernel's process to the ranks.
 
 Settings are copied if the notebook's cells have changed them from their defaults. docs/capture.md
-lists them. They are sent as plain values, so that a rank imports no library for them, except
-matplotlib if the notebook changed its rcParams.
+lists these settings. All values are sent as plain data, so a rank need not import a library to load
+them. But if the notebook has changed rcParams of matplotlib, ranks import matplotlib.
 """
 
 import importlib
@@ -144,7 +144,7 @@ def _collect_loggers() -> dict[str, Any]:
 
     For a logger that a library made, only the level counts. For other loggers and the root logger,
     `propagate` and those handlers that can be copied count, too. The result also has the level of
-    `logging.disable`. It is empty if everything has its default.
+    `logging.disable`. The result is empty if nothing differs from the defaults.
     """
     manager = logging.root.manager
     changed: dict[str, _Logger] = {}
@@ -191,7 +191,7 @@ def _handler_state(handler: logging.Handler) -> tuple[str, int, bytes] | None:
     """Return the stream name, level and pickled formatter of a handler, or None.
 
     None unless the handler is a plain StreamHandler that writes to the cell's output. None also if
-    it has filters, or a formatter that is special or cannot be pickled.
+    the handler has filters, or if its formatter is special or cannot be pickled.
     """
     if type(handler) is not logging.StreamHandler or handler.filters:
         return None

@@ -401,8 +401,8 @@ def reduce_loader(loader: Any) -> Any:
 def _reduce_torch_name(value: Any) -> Reduced:
     """Reduce an object such as `torch.channels_last` to its name in torch.
 
-    Torch itself would save the object as a name in the first imported module that has it. That
-    module may be the notebook, which ranks cannot import.
+    Torch itself would save the object as a name in the first imported module that contains the
+    object. That module may be the notebook, which ranks cannot import.
     """
     import torch
 
@@ -458,7 +458,8 @@ def _reduce_scheduler(scheduler: Any) -> Any:
     """Reduce a learning rate scheduler; keep the counting of the optimizer's steps.
 
     A scheduler replaces its optimizer's method `step` by a method that counts the steps. pickle
-    does not save the new method. Without it, torch would warn that the user has replaced `step`.
+    does not save the new method. Without the new method, torch would warn that the user has
+    replaced `step`.
     """
     if "step" not in vars(getattr(scheduler, "optimizer", object)):
         return NotImplemented

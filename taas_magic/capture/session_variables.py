@@ -117,7 +117,8 @@ class RankVariables:
 
         Args:
             send: Names whose values are sent although cells have assigned them (`--send`).
-            is_user_variable: Returns whether a name is a variable of the user. Others are not sent.
+            is_user_variable: Returns whether a name is a variable of the user. Other names are
+                skipped.
             refuse: Called with the error of each value that cannot be sent.
         """
         choice = VariablesToSend(reads=used.definitions)

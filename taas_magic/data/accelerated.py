@@ -15,8 +15,8 @@ class _RemoteShardMixin:
     """Mixin that makes accelerate's DataLoaderShard work with a remote loader.
 
     The remote loader is already sharded, so accelerate must not shard it again. DataLoaderShard
-    moves batches to the accelerator's device. It also tells the accelerator when an epoch ends;
-    gradient accumulation and `gather_for_metrics` need this.
+    moves batches to the accelerator's device. DataLoaderShard also tells the accelerator when an
+    epoch ends; gradient accumulation and `gather_for_metrics` need this.
 
     Args:
         device: Device to move batches to; None to leave them on the CPU.

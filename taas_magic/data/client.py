@@ -46,7 +46,7 @@ _FIRST_LOOKS_S = 0.01
 """Seconds between checks while the client waits for a fetcher to start."""
 
 _FIRST_PAUSE_S = 0.05
-"""Seconds of a fetcher's pause after its first failure; each further failure doubles it."""
+"""Seconds of a fetcher's pause after its first failure; each further one doubles the pause."""
 
 _LONGEST_PAUSE_S = 1.0
 """Maximum seconds of a fetcher's pause after a failed connection."""
@@ -337,7 +337,7 @@ class Client:
             limit as long as the fetcher reports that it is alive.
 
     Attributes:
-        must_end: Whether the pass ends early. Another thread sets this attribute to True. Then a
+        must_end: Whether the pass must end early. If another thread sets this attribute to True, a
             call that waits for a response raises `CancelledError` within `ALIVE_S`.
         retried: Number of requests that were sent again after a failed connection.
     """

@@ -158,7 +158,8 @@ class FetcherLink:
     def receive(self, blocks: ReceiveBlocks) -> Iterator[tuple[FromServer, memoryview]]:
         """Wait for the next message; yield it and all messages that have arrived with it.
 
-        After a cancellation, messages are skipped until the fetcher has confirmed it (`Cancelled`).
+        After a cancellation, messages are skipped until the fetcher has confirmed the cancellation
+        (`Cancelled`).
 
         Yields:
             A message and its body. The body is in `blocks` or in shared memory.
@@ -283,8 +284,8 @@ class Inbox:
     def pop_descriptor(self) -> int:
         """Remove and return the oldest received file descriptor.
 
-        Descriptors arrive in the order of their messages, so this one belongs to the current
-        message.
+        Descriptors arrive in the order of their messages, so the oldest descriptor belongs to the
+        current message.
 
         Raises:
             ProtocolError: No descriptor was received.

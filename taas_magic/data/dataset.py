@@ -1,9 +1,9 @@
 """Preparation of a loader's batches, one by one; the only module that runs the user's dataset.
 
-Workers run this module: those of fetchers, and those of ranks in a run without fetchers. A batch
-depends only on (seed, epoch, slot), not on the batches prepared before. A map-style dataset is
-indexed. An iterable-style dataset is replayed from the start of its stream, or from a saved state
-if the dataset has a `state_dict`.
+The workers of fetchers run this module. In a run without fetchers, the workers of ranks run it. A
+batch depends only on (seed, epoch, slot), not on the batches prepared before. A map-style dataset
+is indexed. An iterable-style dataset is replayed from the start of its stream, or from a saved
+state if the dataset has a `state_dict`.
 """
 
 import io
@@ -604,7 +604,7 @@ class Snapshots:
     def save_if_due(self, dataset: Any, item: int) -> None:
         """Save the dataset's state, if it has a `state_dict` and a snapshot is due.
 
-        If there are then more than `_MOST_SNAPSHOTS` states, drop every second one, and double the
+        If this makes more than `_MOST_SNAPSHOTS` states, drop every second state, and double the
         interval.
 
         Args:

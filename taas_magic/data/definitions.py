@@ -1,8 +1,8 @@
 """Add a loader's functions and classes from the notebook to the `__main__` of a worker.
 
 A loader may pickle such a function, or an instance of such a class, in a worker, for example to
-send it to a process pool. pickle saves only the name of a function or class, and looks the name up
-in `__main__`.
+send the function or the instance to a process pool. pickle saves only the name of a function or
+class, and looks the name up in `__main__`.
 """
 
 import itertools

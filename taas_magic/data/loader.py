@@ -68,7 +68,7 @@ class LoaderShape:
 
     Attributes:
         batches: Number of batches in the first epoch; None if the loader has no length.
-        samples: Length of the dataset; None if it has none.
+        samples: Length of the dataset; None if the dataset has no length.
         settings: Values of the attributes in `SETTINGS`.
         context: multiprocessing's start method of the workers; "" for the default.
         drawn: Number of samples that the sampler draws; None if the sampler has no length.
@@ -182,7 +182,7 @@ class RemoteLoader(DataLoader[Any]):
     """DataLoader in a rank that yields this rank's batches of a registered loader.
 
     The first epoch is 0. Each new iterator begins the next epoch, unless `sampler.set_epoch` or
-    `load_state_dict` has set another one.
+    `load_state_dict` has set another epoch.
     """
 
     # accelerate shards every loader that lacks this attribute. This loader is already sharded.

@@ -104,7 +104,7 @@ class ArenaMapping:
 
 
 class Arena(ArenaMapping):
-    """A worker's mapping of its own arena, in which it allocates memory for batches.
+    """A worker's mapping of its own arena, in which the worker allocates memory for batches.
 
     Linux frees the file when the last process that has the file open or mapped has ended.
     """
@@ -207,8 +207,9 @@ _IDLE = _references([mmap.mmap(-1, 1)])[0]
 
 
 class ReceiveBlocks:
-    """Set of reusable, page-aligned blocks to receive into; only one thread may use it at a time.
+    """Set of reusable, page-aligned blocks to receive into.
 
+    Only one thread may use the set at a time.
     Fresh memory costs a page fault for every 4 KiB, which halves the throughput of large batches.
     The tensors of a batch are references to a block. A block is free if only this set refers to
     the block.

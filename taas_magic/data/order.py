@@ -56,7 +56,7 @@ class EpochOrder(NamedTuple):
 
 
 class EpochOrders:
-    """The orders of a loader's epochs: runs the sampler for each epoch, and keeps the latest ones.
+    """The orders of a loader's epochs; runs the sampler for each epoch and keeps the latest orders.
 
     Args:
         loader: A map-style loader (or its `LoaderParts`), in its state at registration.

@@ -112,8 +112,8 @@ class EpochDescription(Struct, frozen=True, array_like=True):
         order: Hash of the epoch's order; 0 for an iterable-style loader.
         counted: Whether the first batch has `hints["units"]`; always False without `--units`.
         counter: Name of the attribute in which an iterable-style dataset counts its epochs; "" if
-            none is known. Rank 0 warns of it: each epoch uses a fresh copy of the dataset, so the
-            counter never advances.
+            none is known. Rank 0 warns the user of such a counter: each epoch uses a fresh copy of
+            the dataset, so the counter never advances.
         generator: Name of the attribute in which `worker_init_fn` has stored a random generator; ""
             if there is no such attribute.
     """
@@ -209,7 +209,7 @@ class Response(Struct, frozen=True, array_like=True, tag=10):
     """Response to one request, or to several consecutive ones.
 
     The bodies follow the message, unless the body is `shared`. Parentheses name the kinds of
-    response that use an attribute; without parentheses, all kinds use it.
+    response that use an attribute. All kinds use the attributes without parentheses.
 
     Attributes:
         slot: Slot of the first request.

@@ -307,7 +307,7 @@ class PrefetchBuffer:
 
     @property
     def oldest_epoch(self) -> int:
-        """First epoch whose unrequested batches are kept; those of earlier epochs are dropped."""
+        """First epoch whose unrequested batches are kept; older unrequested batches are dropped."""
         return max(0, self._latest_epoch - _KEEP_EPOCHS + 1)
 
     def record_kind(self, streams: int | None) -> None:
@@ -369,7 +369,7 @@ class PrefetchBuffer:
 
         If no other connection waits, the response is removed from the buffer, unless another rank
         may still need it. If the response is not ready, return None, and record that `who` must
-        send it next.
+        send this response next.
         """
         entry = self._entries.get(request)
         if entry is None or entry.prepared is None:

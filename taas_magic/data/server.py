@@ -295,10 +295,10 @@ class RankConnection:
     def _lend(self, prepared: PreparedResponse) -> tuple[SharedBody | None, int]:
         """Let the rank read a batch in shared memory, if possible.
 
-        This is possible if the rank is on this host, the batch is not small, the rank stays below
-        its limit (`_LENT_BYTES`), and no other rank receives the batch. With two receivers, a rank
-        that modifies the memory would change the other rank's batch. The batch is in `lent` until
-        the rank releases it.
+        Lending is possible if the rank is on this host, the batch is not small, the rank stays
+        below its limit (`_LENT_BYTES`), and no other rank receives the batch. With two receivers, a
+        rank that modifies the memory would change the other rank's batch. The batch is in `lent`
+        until the rank releases it.
 
         Returns:
             The position of the batch in shared memory, or None if the batch must be sent; and the
@@ -756,8 +756,8 @@ class RankServers:
     processes end when the rank's process ends.
 
     Args:
-        load: Function that prepares a server's process and returns the pickled loader. It is called
-            in the server's process.
+        load: Function that prepares a server's process and returns the pickled loader. The function
+            is called in the server's process.
     """
 
     def __init__(self, key: bytes, load: Callable[[ServedLoader], bytes]) -> None:

@@ -30,7 +30,7 @@ from taas_magic.shared_files import boot_id, replace_atomically
 _LINE_BYTES = 1024
 """Size of a ledger line.
 
-A loader's name may have 100 bytes, and JSON may need six bytes for each of them.
+A loader's name may have 100 bytes, and JSON may need six bytes for each byte of the name.
 """
 
 _COUNT = struct.Struct("<QI")
@@ -154,7 +154,7 @@ def write(run_dir: Path, service: Service, payloads: Mapping[str, bytes]) -> Non
 
 
 def read(run_dir: Path) -> Service | None:
-    """Return the settings of a run's data service; None if its cell uses no registered loader."""
+    """Return the settings of a run's data service; None if the cell uses no registered loader."""
     file = folder_of(run_dir) / "service.json"
     if not file.exists():
         return None

@@ -8,8 +8,8 @@ the end of its stream has no batch and is called *void*.
 
 The slots that are not void have the *positions* 0, 1, 2, … in order. Rank p mod world_size gets
 position p in step p // world_size. A *schedule* of one rank and one epoch decides which batches the
-rank requests, and which batch it gets in each step. Schedules depend only on their arguments and on
-the recorded units of the slots. So all ranks end at the same step without communication.
+rank requests, and which batch the rank gets in each step. Schedules depend only on their arguments
+and on the recorded units of the slots. So all ranks end at the same step without communication.
 """
 
 import hashlib
@@ -32,7 +32,7 @@ VOID = -1
 """Number of units that stands for a slot without a batch."""
 
 UNHINTED = -2
-"""Number of units that stands for a batch without `hints["units"]`; it counts as one unit."""
+"""Number of units that stands for a batch without `hints["units"]`, which counts as 1 unit."""
 
 
 def is_compared(item: int) -> bool:

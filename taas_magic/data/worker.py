@@ -1,8 +1,8 @@
 """A fetcher's worker, which is the process that runs the user's dataset.
 
 A worker receives commands from its server, prepares one batch at a time, and writes the batch into
-shared memory (its arena). It has only one thread and no connection to a rank, so that the dataset
-runs under the same conditions as in a worker of a local DataLoader.
+shared memory (its arena). A worker has only one thread and no connection to a rank, so that the
+dataset runs under the same conditions as in a worker of a local DataLoader.
 
 The workers of one loader are children of a process that only manages them (`parent_main`). This
 parent process can unpickle a large dataset once and then fork. It has no connections to ranks, so a
@@ -95,8 +95,8 @@ class ServedLoader:
         sums: Whether batches need checksums, because they are sent over TCP without TLS.
         fill_batches: Minimum number of batches to prepare before ranks request any. If necessary,
             workers prepare batches of later epochs, too.
-        fill_bytes: Minimum total size of these batches. If both minimums are 0, workers prepare as
-            much of the first epoch as fits into `budget_bytes`.
+        fill_bytes: Minimum total size of the batches to prepare before ranks request any. If both
+            minimums are 0, workers prepare as much of the first epoch as fits into `budget_bytes`.
         folder: Folder with the pickled loader if a rank runs the server; else "".
     """
 
@@ -427,7 +427,8 @@ class StoppedChildWatchdog:
     def kill_stopped(self, children: Iterable[int]) -> None:
         """Kill the children that have been suspended by SIGSTOP for `STOPPED_S`.
 
-        Call this method about once a second; it measures how long each child has been stopped.
+        Call this method about once a second, because it measures how long each child has been
+        stopped.
 
         Args:
             children: Process ids of the children to check. The caller must not have reaped any of
