@@ -86,8 +86,8 @@ class Engine(ABC):
             stop: Event that the caller sets to end attempts to connect.
 
         Returns:
-            For each host name, a context manager that connects to the host when it is entered.
-            Empty if the hosts do not exist before they are requested.
+            For each host name, a context manager. Entering the manager connects to the host. Empty
+            if the hosts do not exist before they are requested.
         """
         return {}
 
@@ -276,7 +276,7 @@ class HostsEngine(Engine):
 
 
 def find_engine(pool: PoolConfig) -> Engine:
-    """Return a new engine for a pool: the one that the pool's setting `engine` names.
+    """Return a new engine for a pool, of the class that the pool's setting `engine` names.
 
     A name with a dot is the import path of a Dask cluster class.
 

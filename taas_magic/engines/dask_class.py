@@ -262,7 +262,7 @@ def _make_cluster(
 
 
 def _scheduler_place(cluster: "SpecCluster") -> dict[str, Any]:
-    """Return options for this package's scheduler: an address on which hosts can reach it.
+    """Return options that give this package's scheduler an address that hosts can reach.
 
     The options are `host`, `interface` and `port`, if the cluster class sets them for Dask's own
     scheduler. By default, `host` is this machine's IP address.
@@ -550,8 +550,8 @@ class Vehicles:
     async def _query_jobs(self, awaited: dict[str, str]) -> dict[str, BatchJob]:
         """Query the jobs of workers whose agents have not joined yet; return them by worker name.
 
-        If the query fails, each job is in an unknown state, with the error as the reason. If there
-        is no batch system to query, return an empty dict.
+        If the query fails, each job in the result has an unknown state, with the error as the
+        reason. If there is no batch system to query, return an empty dict.
 
         Args:
             awaited: Job id of each worker, by worker name.

@@ -119,8 +119,8 @@ def become_main(namespace: dict[str, Any]) -> None:
     """Make a child's main module look up the notebook's names instead of this module's names.
 
     Deletes this module's names from `namespace`, and sets `_find` as the module's `__getattr__`.
-    First makes the project's modules importable, because the child may unpickle objects of their
-    classes before it looks up a name.
+    First makes the project's modules importable. The child may unpickle objects of classes in these
+    modules before it looks up a name.
     """
     from taas_magic.capture import payload
     from taas_magic.capture.modules import claim_taas, install

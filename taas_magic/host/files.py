@@ -42,7 +42,7 @@ from taas_magic.store.requests import (
 from taas_magic.store.rule import StoreRule, is_below, store_state_folder
 
 LOG_BYTES = 64 << 20
-"""Maximum bytes of a log that are sent to the notebook. Of a longer log, only the end is sent."""
+"""Maximum bytes of a log that are sent to the notebook. Earlier bytes of the log are not sent."""
 
 RESULT = re.compile(r"results/(\d+)-(\d+)-\d+", re.ASCII)
 """Pattern for the path of a result in the run folder. The groups are the attempt and the rank."""
@@ -90,8 +90,8 @@ class RunFolderCopy:
             True if all files were copied; False if the transfer was stopped.
 
         Raises:
-            PoolError: The pool's process does not respond, or another process truncated a file
-                meanwhile.
+            PoolError: The pool's process does not respond, or a file was truncated during the
+                transfer.
         """
         listed = self._send_request(ListFiles(root=FileRoot.RUN))
         assert listed is not None

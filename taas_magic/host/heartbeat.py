@@ -45,8 +45,8 @@ def send_heartbeats(
     thread also sends a note if all ranks wait at a rendezvous address that the cell has set
     (`_why_ranks_wait`).
 
-    During the block, `taas.log` and, unless switched off, TensorBoard's scalars go to this
-    function's buffer of metrics.
+    During the block, the metrics of `taas.log` go to a buffer of this function. The scalars that
+    the program gives to TensorBoard go there, too, unless TAAS_METRICS is "0".
 
     Args:
         link: Connection to the agent.
@@ -131,8 +131,9 @@ def collective_progress() -> tuple[list[tuple[int, int]], bool]:
     """Return the progress of this rank's collectives, as torch's flight recorders show it.
 
     Returns:
-        Two values. First, for each backend, the numbers of collectives that have begun and ended.
-        Second, whether an NCCL collective has begun and not ended. The rank may then busy-wait.
+        Two values. First, for each backend, a pair: the number of collectives that have begun, and
+        the number of those that have ended. Second, whether an NCCL collective has begun and not
+        ended. In this case, the rank may busy-wait.
     """
     counts = {}
     for backend, trace in _flight_records(details=False).items():

@@ -321,15 +321,15 @@ class Attempt:
 
     @property
     def sentinels(self) -> list[int]:
-        """Descriptors, one for each running rank, that become readable when their rank ends."""
+        """One descriptor for each running rank, which becomes readable when the rank ends."""
         return [process.sentinel for process in self._running().values()]
 
     def check(self, deadline: float | None, interrupted_at: float | None) -> None:
         """Update the ranks' states, and end the attempt if `decide` returns a verdict.
 
         First interrupts the ranks if the user has interrupted the run. If the attempt has failed
-        because the forkserver ended, the verdict blames the host. Without a verdict, checks whether
-        the ranks make progress.
+        because the forkserver ended, the verdict gets the cause "host". Without a verdict, checks
+        whether the ranks make progress.
 
         Args:
             deadline: As for `decide`.
@@ -350,7 +350,7 @@ class Attempt:
             self.monitor.check(now)
 
     def _poll_ends(self) -> None:
-        """Record the end of ranks whose process has ended. First read their last messages."""
+        """For each rank whose process has ended: read its last messages, then record its end."""
         for rank, process in self._running().items():
             if (code := forkserver.exitcode(process)) is not None:
                 self.reader.drain(rank)

@@ -96,7 +96,7 @@ class SessionAttempt(_AttemptOfSession):
 class CellAttempt(_AttemptOfSession):
     """The execution of one cell on a session's ranks of this host.
 
-    A rank has ended the cell when it is back at its prompt. Its process continues.
+    A rank has ended the cell when the rank is back at its prompt. The rank's process does not end.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -307,7 +307,7 @@ class HostSession(HostRun):
     def _await_cell(self) -> None:
         """Refuse further cells, and wait up to `CELL_END_S` for the end of the current cell.
 
-        The cell uses the session's pipes, so they must stay open until then.
+        The cell uses the session's pipes, so the pipes must stay open until the cell has ended.
         """
         with self._changing:
             self._is_over = True

@@ -47,8 +47,8 @@ class MetricBuffer:
     def pop_scalars(self) -> list[MetricPoint]:
         """Remove all scalars from the buffer, and return them as numbers.
 
-        If a scalar has no step, it gets the last step of the same name plus 1, or step 0 if it is
-        the first scalar of its name.
+        A scalar without a step gets the last step of the same name plus 1. If it is the first
+        scalar of its name, it gets step 0.
 
         Waits for the GPU if a scalar is a CUDA tensor. So while the cell runs, only the heartbeat
         thread calls this method. The main thread calls it at the end of the cell. If the GPU has

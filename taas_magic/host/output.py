@@ -103,8 +103,8 @@ class _Row:
     def add_bytes(self, part: bytes, limit_bytes: int) -> None:
         """Add bytes that contain no newline. The row stores at most `limit_bytes` of its text.
 
-        Bytes after a carriage return replace the row. After a carriage return at the end, the row
-        stays until the next bytes replace it.
+        Bytes after a carriage return replace the row. If `part` ends with a carriage return, the
+        row stays until the bytes of a later call replace it.
         """
         visible = part.rstrip(b"\r")
         if visible:
@@ -131,7 +131,7 @@ class _Row:
     def text(self, limit_bytes: int) -> str:
         """Return the row's text as a line of output. A text above `limit_bytes` is cut and marked.
 
-        If the program printed text behind a progress bar, return only this text.
+        If the program printed text behind a progress bar, return this text without the bar.
         """
         if self.length_bytes > limit_bytes:
             return f"{_decode_cut(self.head)}… [cut: {self.length_bytes} bytes]"
@@ -149,8 +149,8 @@ class LineAssembler:
       directly before a newline is part of the line's end.
     - If a program prints text behind an unfinished bar of tqdm, the line has only this text.
     - tqdm moves the cursor up between nested bars. The rows above the cursor are held back while
-      all of them are unfinished bars. If one of them gets other text, this row and the rows above
-      it become lines.
+      all of them are unfinished bars. If a row gets other text, this row and the rows above it
+      become lines.
     - Other ANSI sequences are kept. Bytes that are not UTF-8 become U+FFFD.
 
     Args:
@@ -381,8 +381,8 @@ class LogBudget:
     def _errors(self, lines: list[str], sizes: list[int]) -> list[str]:
         """Return the lines that look like errors and fit into the reserve; drop and count others.
 
-        To save time, each line is only checked if at least one of the lines contains one of
-        `ERROR_WORDS`, or if the lines before them ended within a traceback.
+        To save time, no line is checked if `lines` contain none of `ERROR_WORDS`, and if earlier
+        calls have not begun a traceback.
         """
         kept = []
         kept_bytes = 0

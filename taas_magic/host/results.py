@@ -253,7 +253,7 @@ class ResultWriter:
 
         Every rank must call this method, even a rank that sends nothing, because sharded values are
         gathered by a collective. If a value cannot be sent, the user gets a note; no exception is
-        raised. The reasons are also written, to an archive without values.
+        raised. The reasons for missing values are also written, to an archive without values.
 
         Args:
             namespace: Variables of the rank.
@@ -309,8 +309,9 @@ class ResultWriter:
     def _write_values(self, values: Mapping[str, Any]) -> None:
         """Group values that share objects, and write each group to an archive.
 
-        First tries to encode each value alone. A value that cannot be pickled is recorded as
-        missing and left out. So is a value that is not plain data, if the pool is not trusted.
+        First tries to encode each value alone. A value that cannot be pickled is left out and
+        recorded as missing. If the pool is not trusted, each value that is not plain data is also
+        left out and recorded as missing.
         """
         shared_ids: dict[str, set[int]] = {}
         for name, value in values.items():
@@ -332,9 +333,9 @@ class ResultWriter:
     def _write_group(self, values: Mapping[str, Any]) -> None:
         """Write `values`, which share objects, to one archive. Send notes about problems.
 
-        They are written as plain data if all are plain data, and otherwise pickled. If writing
-        fails, all of them are recorded as missing. A note also tells the user when a
-        DistributedDataParallel was replaced by its model.
+        If all values are plain data, they are written as plain data. Otherwise, all are pickled. If
+        writing fails, all values of the group are recorded as missing. A note also tells the user
+        when a DistributedDataParallel was replaced by its model.
         """
         pickler = _TorchResultPickler(self._scope)
         try:

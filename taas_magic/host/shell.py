@@ -33,7 +33,7 @@ from taas_magic.messages import ClearOutput, Display, Note, RankRaised, RankShow
 IMAGE_LIMIT_BYTES = 20_000_000
 
 MARKUP_LIMIT_BYTES = 5_000_000
-"""Limit of HTML, JSON and similar displays. A plot that embeds its library has 4 to 5 MB."""
+"""Maximum bytes of an HTML, JSON or similar display. A plot with its library has 4 to 5 MB."""
 
 PLAIN_LIMIT_CHARS = 100_000
 

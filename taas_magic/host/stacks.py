@@ -87,7 +87,8 @@ _WAITING = {
 }
 """Texts for the user that name what a thread waits for.
 
-The keys are names of files in the standard library: the thread waits in a function of this file.
+The keys are names of files in the standard library. A text applies to a thread that waits in a
+function of the file.
 """
 
 _DATA_WAITING = {"server.py": "requests from ranks", "worker.py": "requests from its fetcher"}
@@ -584,8 +585,8 @@ def _parse_stack(written: str) -> list[StackFrame]:
     """Parse the stack of one thread that faulthandler has written.
 
     Returns:
-        The frames, outermost first. Empty if the text has no stack, or several, because then one of
-        them is the late response of another process.
+        The frames, outermost first. Empty if the text has no stack. Empty also if the text has
+        several stacks, because one of these is then a late response of another process.
     """
     if written.count(_STACK) != 1:
         return []

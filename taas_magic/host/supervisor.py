@@ -68,8 +68,8 @@ def main() -> int:
         The agent's exit code.
 
     Raises:
-        SystemExit: SIGTERM, the end of the lease, or a stuck agent ended the host; exit code 0. Or
-            the host's folder could not be created; exit code 1.
+        SystemExit: With exit code 0, the host was ended by SIGTERM, by the end of the lease, or
+            because the agent was stuck. With exit code 1, the host's folder could not be created.
     """
     lease_s, start_timeout_s, preload = float(sys.argv[1]) or None, float(sys.argv[2]), sys.argv[3]
     adopt_orphans()

@@ -153,7 +153,8 @@ def format_frames(error: BaseException) -> list[str]:
 def innermost_frames(thread: int) -> list[StackFrame]:
     """Return the `_INNERMOST` innermost frames of a thread, outermost first.
 
-    If none of them is in a cell, the innermost frame of a cell comes before them.
+    If none of these frames is in a cell, the result has one more frame at its beginning: the
+    innermost frame that is in a cell.
 
     Args:
         thread: Identifier of the thread.
@@ -215,7 +216,7 @@ def _stack_of(frame: FrameType | None) -> list[StackFrame]:
 def write_stack_on_signal(path: Path) -> None:
     """Make this process and its forks append the main thread's stack to a file on `SIGNAL`.
 
-    They can share the file, because the agent signals only one process at a time.
+    These processes can share the file, because the agent signals only one process at a time.
     """
     faulthandler.register(SIGNAL, file=path.open("a"), all_threads=False, chain=False)
 

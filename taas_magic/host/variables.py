@@ -162,8 +162,8 @@ def _parts(value: Any) -> list[Any] | None:
 def _size_bytes(value: Any, depth: int = 0) -> int:
     """Return the approximate size of a value in memory; 0 if the size cannot be computed.
 
-    Of a DTensor, only this rank's part counts. For a container or model, add the sizes of its first
-    `_MOST_PARTS` elements, but only of `_DEEPEST` nested levels.
+    For a DTensor, only this rank's part counts. For a container or model, the sizes of its first
+    `_MOST_PARTS` elements are added. Elements below `_DEEPEST` nested levels do not count.
     """
     try:
         if hasattr(value, "nbytes"):
@@ -199,8 +199,8 @@ def _digest(value: Any) -> str:
 def _update_hash(found: Any, value: Any, depth: int) -> None:
     """Update the hash `found` with a value.
 
-    Of an array or tensor, hashes the type, the shape and the bytes; of a DTensor, only this rank's
-    part. Of a container or model, hashes each element.
+    For an array or tensor, hashes the element type, the shape and the bytes. For a DTensor, hashes
+    only this rank's part. For a container or model, hashes each element.
 
     Raises:
         _NotComparedError: The value or one of its elements has an unknown type, is nested too deep,

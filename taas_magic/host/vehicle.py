@@ -26,7 +26,7 @@ from taas_magic.messages import AgentSettings, GetAgentKeys, send_request, to_js
 _MARK = "@"
 
 EXIT_S = 3 * HOST_END_S
-"""Maximum seconds until a vehicle's process exits, after its supervisor or its event loop ends."""
+"""Seconds that a vehicle's process may continue after its supervisor or event loop has ended."""
 
 
 def agent_name(vehicle: object) -> str:

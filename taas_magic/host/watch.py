@@ -151,7 +151,8 @@ class RankState:
 class Deadline:
     """The time at which `--timeout` ends a run.
 
-    Each pause, in which a rank waits for the user's input, moves the deadline by its length.
+    While a rank waits for the user's input, the deadline is paused. Each pause moves the deadline
+    by the length of the pause.
 
     Args:
         at: The time, in seconds of the monotonic clock; None without `--timeout`.

@@ -330,7 +330,7 @@ def _is_set(value: str) -> bool:
 def _identity_files(values: Sequence[str], tokens: Mapping[str, str]) -> tuple[str, ...]:
     """Return the paths of the identity files, with `~`, variables and tokens expanded.
 
-    The value "none" is left out. So is a file in `_USUAL_KEYS` that does not exist.
+    The result does not contain the value "none", or files in `_USUAL_KEYS` that do not exist.
     """
     found = []
     for value in filter(_is_set, values):
@@ -385,7 +385,7 @@ class KnownHosts(MissingHostKeyPolicy):
                 self._of_any_port.append((path, entry.key))
 
     def make_transport(self, sock: Any, **options: Any) -> Transport:
-        """Return paramiko's transport, set to ask first for key types that known_hosts lists.
+        """Return paramiko's transport, which prefers key types that known_hosts lists for the host.
 
         A host may have keys of several types, and known_hosts may list only one of them.
         """

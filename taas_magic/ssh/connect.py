@@ -248,8 +248,8 @@ class _Deadline:
 def _handshake_slot(deadline: _Deadline) -> Iterator[None]:
     """Wait until fewer than `_AT_ONCE` threads connect to the target's sshd; then run the block.
 
-    Otherwise, all threads that connect through the same jump host would connect to its sshd at
-    once.
+    Otherwise, all threads that connect through the same jump host would connect to the jump host's
+    sshd at once.
 
     Raises:
         ConnectStopped: The connection was cancelled.
@@ -395,10 +395,10 @@ def _dial(
 def _connect(
     sock: socket.socket, address: Any, deadline: _Deadline, limit_s: float | None = None
 ) -> int:
-    """Connect a socket without blocking, so that `deadline` can cancel it.
+    """Connect a socket in non-blocking mode, so that `deadline` can cancel the attempt.
 
     Args:
-        sock: Unconnected socket; blocking again after the call.
+        sock: Unconnected socket. After the call, the socket is in blocking mode again.
         limit_s: Maximum seconds for this address; None for no limit except `deadline`.
 
     Returns:
