@@ -425,8 +425,8 @@ def unknown_result(
 ) -> str | None:
     """Return a message if a name of `--out` cannot exist when the cell ends, else None.
 
-    The message is about the first such name. None also if the cell may set any name, for example
-    by `exec` or a star import.
+    The message is about the first such name. Also return None if the cell may set any name, for
+    example by `exec` or a star import.
 
     Args:
         names: Names in `--out`.

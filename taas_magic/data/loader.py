@@ -245,10 +245,10 @@ class RemoteLoader(DataLoader[Any]):
     def __len__(self) -> int:
         """Return the number of batches that this rank gets in an epoch.
 
-        If this number may change from epoch to epoch, the result is that of the current pass.
-        Without a current pass, this method opens the next epoch on the fetchers. In a rehearsal,
-        passes are short, and the result is the length of a short pass. So the rehearsal also runs
-        code that a cell runs only at the last batch of an epoch.
+        If this number may change from epoch to epoch, the result is the number for the current
+        pass. Without a current pass, this method opens the next epoch on the fetchers. In a
+        rehearsal, passes are short, and the result is the length of a short pass. So the rehearsal
+        also runs code that a cell runs only at the last batch of an epoch.
 
         Raises:
             TypeError: The loader has no length.

@@ -824,7 +824,8 @@ class Scheduler:
 
         Worker 0 computes orders. Any worker can prepare a sample, or a batch with given indices.
         Other batches have an assigned worker, which depends on the loader's kind. So the result is
-        LATER while the kind is not known; ranks may know the kind from another fetcher.
+        LATER while this fetcher does not know the kind. A rank may request a batch earlier than
+        that, if it knows the kind from another fetcher.
         """
         kind = request.kind
         if kind in (RequestKind.OPEN, RequestKind.ORDER):

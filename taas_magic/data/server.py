@@ -598,8 +598,8 @@ class Server:
     def _welcome(self, connection: RankConnection, proof: Proof) -> None:
         """Accept a peer that knows the run's key and requests a loader of this server.
 
-        Record the loader, and queue the server's own proof that it knows the key. The peer is also
-        rejected if too few file descriptors are left.
+        Record the loader, and queue the server's own proof that it knows the key. Other peers are
+        rejected; so is any peer if too few file descriptors are left.
 
         Raises:
             ProtocolError: The peer is rejected; a message with the reason was sent to the peer.
