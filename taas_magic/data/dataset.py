@@ -247,8 +247,8 @@ class BatchSource:
     def first_hash(self, epoch: int, slot: int) -> int:
         """Return the hash of a stream's item 0 if this worker has just skipped items of the stream.
 
-        A worker skips items if it must read the stream again from its beginning. By this hash, a
-        rank notices that the stream then gave other data than before.
+        A worker skips items if it must read the stream again from its beginning. From this hash, a
+        rank can tell that the second reading gave other data than the first.
 
         Args:
             slot: Slot of the batch that was prepared last.

@@ -6,11 +6,11 @@ into *streams*, one for each value of `get_worker_info().id`. Slot s is item s /
 s % streams. A local DataLoader with the same number of workers yields the batches in the same
 order. A slot after the end of its stream has no batch and is called *void*.
 
-The slots that are not void have the *positions* 0, 1, 2, … in order. Position p belongs to rank p %
-world_size, which gets the batch in step p // world_size. A *schedule* of one rank and one epoch
-decides which batches the rank requests, and which batch the rank gets in each step. Schedules
-depend only on their arguments and on the recorded units of the slots. So all ranks end at the same
-step without communication.
+The slots that are not void have the *positions* 0, 1, 2, … in order. In step p // world_size, rank
+p % world_size gets the batch at position p. A *schedule* of one rank and one epoch decides which
+batches the rank requests, and which batch the rank gets in each step. Schedules depend only on
+their arguments and on the recorded units of the slots. So all ranks end at the same step without
+communication.
 """
 
 import hashlib
