@@ -369,7 +369,7 @@ def _curve_parts(curves: Curves) -> Iterator[tuple[str, str]]:
     """Yield one row of the status header with the first `MAX_CURVES` metrics, if any.
 
     In HTML, the metrics are small curves of several ranks. In text, each metric is one line with
-    the values of the first rank. If there are more metrics, a last entry has their number.
+    the values of the first rank. If there are more metrics, the last entry counts the others.
     """
     if not curves:
         return
@@ -454,7 +454,7 @@ def plain(progress: str) -> str:
 
 
 def shown_notes(state: RunState) -> list[str]:
-    """Return the first `MAX_NOTES` notes; if there are more, also a line with their number."""
+    """Return the first `MAX_NOTES` notes; if there are more, also a line that counts the others."""
     notes = [cut(note, NAME_CHARS) for note in state.notes[:MAX_NOTES]]
     left_out = len(state.notes) - MAX_NOTES
     return notes if left_out <= 0 else [*notes, f"… and {left_out} more notes"]
@@ -533,7 +533,7 @@ def loader_lines(
 ) -> list[tuple[str, list[Fact]]]:
     """Return the name and the facts of each of the first `MAX_LOADERS` loaders.
 
-    If there are more loaders, the last entry has their number in place of a name, and no facts.
+    If there are more loaders, the last entry counts the others in place of a name, without facts.
 
     Args:
         run_counts: The counts that ranks and fetchers have sent about the loaders.

@@ -17,8 +17,8 @@ Row = tuple[str, ...]
 def variable_rows(ranks: "Sequence[Mapping[str, Variable]]") -> list[Row]:
     """Return the rows of the table; the first row has the column titles.
 
-    There is one row for each variable, sorted by name: type, shape, dtype, device and size on the
-    first rank that has the variable, and the result of `agreement`.
+    The other rows are sorted by variable name. Each has the variable's type, shape, dtype, device
+    and size on the first rank that has the variable, and the result of `agreement`.
 
     Args:
         ranks: The variables of each rank, by name.

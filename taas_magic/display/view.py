@@ -108,7 +108,7 @@ class NotebookScreen:
 class UrgentLines:
     """Lines that a user must see at once: new notes of the run, and the report of a hang.
 
-    They are for screens that show the status header only at the start and end of a run.
+    Screens that show the status header only at the start and end of a run write these lines.
     """
 
     def __init__(self) -> None:

@@ -566,7 +566,7 @@ class Farm:
     def _make_exception(self, job: Job, error: BaseException) -> JobFailed:
         """Return the exception of a job that failed, with its host, traceback and log path.
 
-        If Dask gave the job up because its nodes were lost, the exception says so.
+        If Dask gave the job up because each node that ran the job was lost, the exception says so.
 
         Args:
             error: Exception of the job's Dask future.

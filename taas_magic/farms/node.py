@@ -335,9 +335,10 @@ class Slot:
     async def run(self, assignment: JobAssignment, report: ReportOutput) -> JobOutcome:
         """Run a job and return its outcome.
 
-        The process of the last job runs this job only if the process is clean, both jobs have the
-        same `JobCall.settings_hash`, and this job is not `fresh`. If the process ends during the
-        job, the outcome says how, or that the job was cancelled.
+        The process of the slot's last job runs this job only in one case: the process is clean, the
+        last job and this job have the same `JobCall.settings_hash`, and this job is not `fresh`. If
+        the process ends during the job, the outcome says how the process ended, or that the job was
+        cancelled.
         """
         is_other = assignment.call.fresh or assignment.call.settings_hash != self._settings_hash
         # An idle process must send nothing. If it has sent something or has ended, replace it.

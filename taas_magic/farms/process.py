@@ -170,7 +170,7 @@ class _NodeRun:
 
 
 class NodeManager(SchedulerPlugin):
-    """Scheduler plugin that starts and ends nodes so that the farm has as many as its jobs need.
+    """Scheduler plugin that starts and ends nodes, so that the farm has as many nodes as it needs.
 
     Node states change on the scheduler's event loop. Calls that wait for a pool run in threads.
 
@@ -313,7 +313,7 @@ class NodeManager(SchedulerPlugin):
         """Return the address at which the hosts of a pool can connect to the farm's scheduler.
 
         The hosts can reach the IP address on which the pool's process listens. So the scheduler
-        also listens there.
+        also listens on this address.
         """
         host = get_address_host(connection.address)
         if host == get_address_host(self._scheduler.address):

@@ -33,8 +33,8 @@ class JobState:
         runs: Whether a node runs the job; meaningful only until the job has ended.
         took_s: Seconds that the call took; 0 until it has returned.
         outcome: The result or the exception. If several threads set the outcome, the first counts.
-        ended: The final value of `state`, cached because a table of many jobs reads `state` often.
-            None while the job has not ended; "" after the end, until `state` is first read.
+        ended: Cache of the final value of `state`, because a table of many jobs reads `state`
+            often. None until the job has ended; then "" until `state` is first read.
     """
 
     name: str

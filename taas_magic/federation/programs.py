@@ -243,7 +243,7 @@ class _HostPrograms:
         """Register a SuperNode for this host with the SuperLink, and start the SuperNode.
 
         The SuperNode gets a new key pair, and a configuration with the host's name, the rank and
-        the values of `per_host`. Also starts the SuperExec that starts the ClientApps.
+        the values of `per_host`. Also start the SuperExec, which starts the ClientApps.
 
         Args:
             superlink: The SuperLink's address.
@@ -274,7 +274,7 @@ class _HostPrograms:
     def run_server_app(self, superlink: str) -> Any:
         """Start the ServerApp, print its log until it has ended, and return its result.
 
-        Meanwhile, a thread checks that Flower's programs are running.
+        While the ServerApp runs, a thread checks that Flower's programs are running.
 
         Args:
             superlink: The SuperLink's address.

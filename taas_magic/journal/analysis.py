@@ -483,7 +483,8 @@ def _spent(last: FetcherCounts, first: FetcherCounts | None) -> FetcherCounts:
     """Return the seconds that a fetcher and its workers spent while ranks received batches.
 
     Args:
-        first: The fetcher's counts at the beginning; None if the fetcher started later.
+        last: The fetcher's counts at the ranks' last batches.
+        first: The fetcher's counts at the ranks' first batches; None if the fetcher started later.
 
     Returns:
         Counts of which only the four fields in seconds are valid.
@@ -504,8 +505,7 @@ def curves(events: Iterable[Event]) -> dict[str, list[tuple[float, Point]]]:
 
     Returns:
         For each loader, a list with one pair per interval: the middle of the interval, in seconds
-        since the run's first event; and a point with what ranks received and waited in the
-        interval.
+        since the run's first event; and a point with the sums of the ranks' counts in the interval.
     """
     run_counts, began = RunCounts(keep_points=None), None
     for event in events:

@@ -22,7 +22,7 @@ FILE = "metrics.csv"
 HEADER = ("time", "step", "rank", "name", "value")
 
 OWN_COLUMNS = ("step", "rank", "time")
-"""Columns of a run's table of metrics that are not metrics."""
+"""Columns of a run's table of metrics that contain no metric."""
 
 CURVE_POINTS = 200
 """Largest number of points of a curve in the status header."""

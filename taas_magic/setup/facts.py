@@ -128,7 +128,8 @@ def call_probe(
 def _probe_program(function: str, arguments: Mapping[str, object]) -> bytes:
     """Return a program that calls a function of `probe` and prints its result as JSON.
 
-    Every Python since 2.6 can parse it. A Python that is too old for `probe` reports its version.
+    Every Python since 2.6 can parse the program. A Python that is too old for `probe` reports its
+    version.
     """
     source = Path(probe.__file__).read_text(encoding="utf-8")
     lines = [
@@ -310,7 +311,7 @@ def _other_python(facts: HostFacts, here: KernelVersions) -> HostProblem:
 
 
 def _python(facts: HostFacts, here: KernelVersions) -> Iterator[HostProblem]:
-    """Yield errors about the operating system, another Python than CPython, torch, and modules.
+    """Yield errors: about the operating system, a Python that is not CPython, torch, or modules.
 
     torch must have the same minor version as here. `_other_python` is about Python's version.
     """
@@ -400,7 +401,7 @@ class HostCheck:
 
     Attributes:
         host: Name of the host, as shown to the user; "" if the pool has no host that is up.
-        facts: The facts of the host; None if it did not answer.
+        facts: The facts of the host; None if the host did not answer.
         findings: Problems, errors first.
     """
 

@@ -258,7 +258,8 @@ def bundle_for(packages: Sequence[RequiredPackage], facts: HostFacts) -> bytes:
 def why_unlike(facts: HostFacts) -> str:
     """Return why packages of this machine may not work on a host; "" if they should work.
 
-    They work if the processor is the same, and the host's glibc is the same or newer.
+    Packages should work if both machines have the same kind of processor, and the host's glibc is
+    the same or newer.
     """
     machine, glibc = platform.machine(), probe.glibc()
     if facts.machine != machine:

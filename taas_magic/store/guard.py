@@ -329,8 +329,8 @@ def _renew_descriptors(store: str, writable: Sequence[str]) -> None:
 
     A descriptor keeps the rights and the mount with which it was opened. So this function replaces
     the descriptors of protected files and of all folders, under the same numbers and at the same
-    offsets. A descriptor whose path cannot be read becomes a descriptor of /dev/null. At the
-    end, this process enters its working directory anew, to leave the old mount.
+    offsets. A descriptor whose path cannot be read becomes a descriptor of /dev/null. At the end,
+    this process enters its working directory anew, to leave the old mount.
     """
     for name in os.listdir("/proc/self/fd"):
         descriptor = int(name)
@@ -451,7 +451,7 @@ _TRUNCATE = 1 << 14
 
 
 def _restrict_by_landlock(folder: str, writable: Sequence[str]) -> None:
-    """Permanently refuse this process and its children every change below `folder`.
+    """Make Landlock refuse all changes below `folder`, permanently, for this process and children.
 
     Changes stay possible in `writable`, and below the siblings of `folder` and of each folder that
     contains `folder`.

@@ -132,7 +132,7 @@ class Hashes:
         return path in self._known
 
     def paths(self) -> list[str]:
-        """Return the paths of all known files and folders."""
+        """Return the paths of all files and folders in the cache."""
         return list(self._known)
 
     def hash_of(self, tree: Tree, tree_entry: TreeEntry) -> str:
@@ -165,7 +165,7 @@ class Hashes:
         Args:
             path: Path of the file or folder.
             sha256: Hash of the file, or `FOLDER`.
-            status: Status of the file at the time of the hash; None for a folder.
+            status: Status of the file when it was hashed; None for a folder.
         """
         self._known[path] = (_key(status) if status else _NO_KEY, sha256)
 

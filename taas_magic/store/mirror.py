@@ -129,7 +129,7 @@ def _remove_old_mirrors(cache: Path, before: float) -> None:
 
 
 ATTEMPTS = 3
-"""Maximum number of attempts to fetch a file that arrives damaged or changes meanwhile."""
+"""Maximum attempts to fetch a file that arrives damaged, or changes while it is copied."""
 
 _ASK_AGAIN_S = 0.05
 
@@ -340,9 +340,9 @@ class StoreUpdater:
         """Fetch and apply all changes of other hosts since the last call.
 
         First remove the paths that other hosts removed. Then make folders, and fetch the files
-        whose hash is new.
-        The user gets a note for each file that cannot be fetched or moved to its path. If a file
-        changes while it is fetched, there is no note: the next call fetches the file again.
+        whose hash is new. The user gets a note for each file that cannot be fetched or moved to its
+        path. If a file changes while it is fetched, there is no note: the next call fetches the
+        file again.
         """
         changes = self._send_request(ListChanges(self._number))
         for path in changes.removed:

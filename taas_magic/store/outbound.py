@@ -236,7 +236,8 @@ class _ChangeSender:
     def send_large(self) -> None:
         """Send the next piece of the first large file.
 
-        If the file changes meanwhile, or the store refuses it, drop the remaining pieces.
+        If the file has changed since its first piece, or the store refuses the file, drop the
+        remaining pieces.
         """
         path, pieces = next(iter(self.large.items()))
         try:
@@ -257,7 +258,8 @@ class _ChangeSender:
     def _pieces(self, path: str) -> Iterator[FilePiece]:
         """Yield the pieces of a file. A small file is a single piece.
 
-        If the file is being written or changes meanwhile, the iterator ends early.
+        The iterator ends early if a process writes the file, or if the file has changed since the
+        first piece.
 
         Raises:
             UnsafeError: The file cannot be read.
@@ -467,8 +469,8 @@ class MirrorSender:
         """Return all paths to check because of changes at `paths`, outer folders first.
 
         The result includes the parent folders of each path, because new parent folders must be sent
-        first. If the store has a folder at a changed path, the result includes all known paths
-        below this folder, because the mirror may have another folder there now.
+        first. If the store has a folder at a changed path, the result includes all paths that the
+        store has below this folder, because the mirror may have another folder there now.
         """
         hashes = self._mirror.hashes
         named = {path for path in paths if hashes.is_content(path, FOLDER)}
@@ -480,9 +482,9 @@ class MirrorSender:
     def _send_due(self) -> None:
         """Send all changes that are due, and the next piece of a large file.
 
-        Parent folders of a changed path, and known paths below a changed folder, are sent too. If
-        pieces of a file are still being sent, the next check of its path waits for the last piece.
-        After a path was sent, `QUIET_S` seconds pass before the path is checked again.
+        Changes of parent folders, and changes below a due folder, are also sent. If pieces of a
+        file are still being sent, the next check of its path waits for the last piece. After a path
+        was sent, `QUIET_S` seconds pass before the path is checked again.
         """
         now, large = time.monotonic(), self._sender.large
         due = [path for path, at in self._due.items() if at <= now and path not in large]

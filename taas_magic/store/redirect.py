@@ -275,7 +275,7 @@ class DiscardingView(StoreView):
     def path_to_write(self, store_path: str, *, needs_content: bool = False) -> str | None:
         """Return the path in the scratch folder that a call must write instead of `store_path`.
 
-        Make the missing parent folders there, and record the write.
+        Make the missing parent folders in the scratch folder, and record the write.
 
         Args:
             needs_content: Whether to first copy the existing file to the scratch folder.
@@ -303,9 +303,8 @@ class DiscardingView(StoreView):
     def path_to_change(self, store_path: str, *, folder: bool = False) -> str:
         """Return the path of the rank's own version of `store_path`, or of an empty placeholder.
 
-        A placeholder is a new file or folder that no later call sees.
         The user's call, such as `os.chmod` or `os.remove`, then acts on the returned path. The file
-        in the store stays as it is.
+        in the store stays as it is. A placeholder is a new file or folder that no later call sees.
         """
         self.record_write(store_path)
         is_folder = folder or os.path.isdir(self.common_path(store_path))

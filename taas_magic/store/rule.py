@@ -112,8 +112,9 @@ def prepare(rule: StoreRule) -> None:
 def warnings(rule: StoreRule, world_size: int) -> list[str]:
     """Return warnings for the user about the store of a run, one line each.
 
-    There are two warnings: the store is or contains the home folder; in a run with more than one
-    rank, a symbolic link in the store leads to a writable file or folder outside the store.
+    There is a warning if the store is the home folder, or contains it. In a run with several ranks,
+    there is also a warning if symbolic links in the store lead to writable files or folders outside
+    the store.
     """
     found = []
     if is_below(os.path.realpath(os.path.expanduser("~")), rule.path):
@@ -134,8 +135,8 @@ def warnings(rule: StoreRule, world_size: int) -> list[str]:
 def _links_out(store: str) -> list[str]:
     """Return symbolic links through which a rank could write outside the store.
 
-    Each has the form "LINK -> TARGET", and leads to an existing writable file or folder. The search
-    skips hidden folders, and ends after `_LOOK_S` seconds.
+    Each item has the form "LINK -> TARGET". The target is an existing writable file or folder. The
+    search skips hidden folders, and ends after `_LOOK_S` seconds.
     """
     found, folders, until = [], [store], time.monotonic() + _LOOK_S
     while folders and time.monotonic() < until:

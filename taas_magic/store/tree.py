@@ -270,7 +270,7 @@ class Tree:
         return True
 
     def remove_leftover(self, path: str) -> None:
-        """Remove a file if it is the temporary file of an `IncomingFile` of a dead process."""
+        """Remove a temporary file of an `IncomingFile` whose writer has ended; keep other files."""
         if path.rpartition("/")[2].startswith(ARRIVING):
             with suppress(OSError), self.open_file(path) as file:  # the file may be gone by now
                 if lock(file.fileno(), shared=True):
