@@ -75,9 +75,9 @@ class Peer(NamedTuple):
 class Keys:
     """The keys and certificates of one pool, which the pool's process creates when it starts.
 
-    Every method returns keyword arguments for dask's `Security`, which contain private keys. Store
-    them only in files that the user alone can read (0600), and send them only over standard input
-    or TLS.
+    Every method returns keyword arguments for dask's `Security`. The arguments contain private
+    keys: store them only in files that the user alone can read (0600), and send them only over
+    standard input or TLS.
     """
 
     def __init__(self) -> None:

@@ -279,7 +279,7 @@ class _SshHost(Host):
 
         Also opens a tunnel through which the agent reaches the pool's scheduler. Each step is
         recorded for `slow_start_note`. The supervisor gets the agent's settings, and then an empty
-        line at regular intervals; its output is logged.
+        line at regular intervals. The supervisor's output is logged.
 
         Runs in a thread.
         """

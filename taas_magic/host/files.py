@@ -358,8 +358,8 @@ class HostFiles:
 
         If the host shares the notebook's run folder, that folder is not copied. If the host does
         not share the project store, this method creates a mirror, or uses the session's mirror. It
-        then starts to copy changes between the mirror and the store. But for a session, it does not
-        start this, because each cell of the session copies its own changes.
+        then starts to copy changes between the mirror and the store. For a session, no changes are
+        copied, because each cell of the session copies its own changes.
 
         There is no receipt for fetchers, sessions, and runs that only read the store.
 

@@ -682,7 +682,7 @@ class PipeReader:
         self._wakeup.close()
 
     def _run(self) -> None:
-        """Read the pipes until `close` is called, and then the rest of the pipes.
+        """Read the pipes until `close` is called; then read what the pipes still contain.
 
         Sends the output and messages that it reads, and at the end closes all pipes and log files.
         Runs in the reader's thread, which also handles the requests of `drain` and `follow`.

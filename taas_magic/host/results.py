@@ -404,7 +404,7 @@ def _has_model(value: Any) -> bool:
 def _leaves(value: Any) -> Iterator[Any]:
     """Yield the elements of nested dicts, lists and tuples, and the parts of models in them.
 
-    The parts of a model are its modules, including itself, its parameters, and its buffers. For any
+    The parts of a model are the model itself and its submodules, parameters and buffers. For any
     other value, yield the value itself.
     """
     seen: set[int] = set()

@@ -249,9 +249,9 @@ class RankShell(InteractiveShell):
     def _call(self, work: FunctionWork) -> ExecutionResult:
         """Call the work's function, with the same IPython events and hooks as in `run_cell`.
 
-        The function's value becomes `last_value`. An exception is not raised, but stored in the
-        result and shown by `showtraceback` (except `BdbQuit`). Its traceback starts at the frame of
-        the function.
+        The function's value becomes `last_value`. An exception of the function is not raised, but
+        stored in the result, with a traceback that starts at the frame of the function. Unless the
+        exception is `BdbQuit`, `showtraceback` shows it.
         """
         info = ExecutionInfo(work.raw, False, False, True, None)
         result = ExecutionResult(info)

@@ -415,7 +415,7 @@ class StartShare(Request[int]):
 
 @dataclass(frozen=True)
 class ProcessSpec:
-    """The settings that all ranks of a host's share, or all its fetchers, have in common.
+    """The common settings of all processes of a host's share: of its ranks, or of its fetchers.
 
     Attributes:
         folder: Folder of the attempt or the fetchers, under TMPDIR, for pipes and scratch folders.

@@ -5,8 +5,8 @@ Runs in the agent, which imports neither torch nor IPython. The agent collects s
 1. A rank's heartbeat thread responds to a request with the stacks of all threads, and with the
    pending collectives of torch's flight recorder.
 2. The agent sends `SIGNAL` to a rank that does not respond, and to processes without a heartbeat:
-   children that a rank forked, fetchers, and fetchers' workers. There, faulthandler writes the main
-   thread's stack to a file (`tracebacks.write_stack_on_signal`).
+   children that a rank forked, fetchers, and fetchers' workers. In these processes, faulthandler
+   then writes the main thread's stack to a file (`tracebacks.write_stack_on_signal`).
 
 faulthandler does not wait for the interpreter's lock, so it could crash a process that runs Python
 code at that moment. So the agent signals a process without a heartbeat only while its main thread
@@ -374,8 +374,8 @@ class StackMonitor:
     def _sample(self, now: float) -> None:
         """Record progress for each rank that wrote output or used CPU time since the last sample.
 
-        CPU time of a rank's descendants counts, too. It is only measured if no rank's own process
-        has made progress, because this measurement reads all processes of the host.
+        The CPU time of a rank's descendants counts, too. The descendants are only checked if no
+        rank's own process has made progress, because this check reads all processes of the host.
         """
         passed_s, self._sampled_at = now - self._sampled_at, now
         least_s = max(_COMPUTES_LEAST_S, COMPUTES_SHARE * passed_s)
@@ -466,8 +466,8 @@ def _cells(path: Path) -> Cells:
 def sample_fetcher(pid: int, path: Path) -> StackSample:
     """Collect the stacks of a fetcher and its workers.
 
-    Each process is asked by a signal to write its stack, but only while it sleeps. The children's
-    `command` says what they do.
+    Each process that sleeps gets a signal, and then writes its stack. In the result, the `command`
+    of each child process says what the child process does.
 
     Args:
         pid: Process id of the fetcher's server.
@@ -503,7 +503,7 @@ def _add_signalled_stacks(
 
 
 def _sample_from_psutil(pid: int) -> StackSample:
-    """Return data about a process and its descendants from psutil, without stacks.
+    """Return psutil's data about a process and its descendants, without stacks.
 
     The data are the command, the state and the memory. If the process has ended, the result says
     so.

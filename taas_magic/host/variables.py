@@ -180,9 +180,8 @@ def _size_bytes(value: Any, depth: int = 0) -> int:
 def _digest(value: Any) -> str:
     """Return a digest of a value, by which the kernel compares the values of ranks.
 
-    For plain data, the digest is the `plain_digest`; for any other value, a SHA-256 hash. There is
-    no hash, and the result is "", if the value is larger than `COMPARED_BYTES`, or if it has an
-    element without a digest.
+    The digest of plain data is its `plain_digest`. The digest of any other value is a SHA-256 hash,
+    or "" if the value is larger than `COMPARED_BYTES` or has an element without a digest.
     """
     if digest := plain_digest(value):
         return digest

@@ -212,9 +212,10 @@ def decide(
        latest `INTERRUPT_GRACE_S` seconds after the interrupt.
     3. If a rank has failed, the run ends when no rank runs the cell any more, at the latest
        `SETTLE_S` seconds after the first failure. While a rank formats its traceback or sends
-       results, this limit is `REPORT_S`.
-    4. The run fails when `deadline` has passed, `LEFT_GRACE_S` seconds after a rank has left by
-       `sys.exit(0)`, or when SIGSTOP has suspended a rank for `STOPPED_S` seconds.
+       results, the limit is `REPORT_S` instead of `SETTLE_S`.
+    4. When `deadline` has passed, the run fails.
+    5. When a rank left by `sys.exit(0)` more than `LEFT_GRACE_S` seconds ago, the run fails.
+    6. When SIGSTOP has suspended a rank for `STOPPED_S` seconds, the run fails.
 
     All times are in seconds of the agent's monotonic clock.
 
@@ -497,7 +498,7 @@ def _failure_kind(state: RankState, verdict: Verdict) -> str:
     - "left": the rank left by `sys.exit(0)`.
     - "end": the process ended, and not with exit code 0, after its work had finished.
     - "signal", "exit": the process was ended by a signal, or exited.
-    - "stopped", "timeout" or "left": the process still runs; this is the cause of the verdict.
+    - "stopped", "timeout" or "left": the process still runs. The kind is the verdict's cause.
     """
     if state.etype:
         return "raised"
@@ -539,8 +540,8 @@ class Ranks:
     def record_start(self, pids: dict[int, int]) -> None:
         """Record the process of each rank. A process may have ended already.
 
-        Also records the time, as start and as first progress, and the present number of
-        out-of-memory kills.
+        The current time is recorded as each rank's start and as its first progress. The present
+        numbers of out-of-memory kills are recorded, too (`oom_kills`).
         """
         with self._lock:
             for rank, pid in pids.items():
@@ -603,11 +604,11 @@ class Ranks:
                 state.progress_at = now
 
     def record_end(self, rank: int, exitcode: int, stack: Path) -> None:
-        """Record the end of a rank's process and, unless the rank has succeeded, the reason.
+        """Record the end of a rank's process.
 
-        The reason is the stack that faulthandler has written and, after SIGKILL, whether memory ran
-        out. A rank that has not succeeded now counts as failed, if it did not count as failed
-        before.
+        Unless the rank has succeeded, also record that the rank failed, the stack that faulthandler
+        has written and, after SIGKILL, whether memory ran out. If the rank failed earlier, the time
+        of the earlier failure stays.
 
         Args:
             exitcode: Exit code of the process; negative for a signal.
