@@ -11,13 +11,12 @@ import mmap
 import reprlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
 from pickle import PickleBuffer
-from types import CodeType, FunctionType, ModuleType
+from types import CodeType, FunctionType
 from typing import Any, NamedTuple
 
 from taas_magic.capture.culprit import capture_error
-from taas_magic.capture.pickling import ValuePickler, is_importable, load_each
+from taas_magic.capture.pickling import ValuePickler, is_importable, is_mutable, load_each
 from taas_magic.capture.reducers import LruCache, notebooks_own
 
 
@@ -92,15 +91,16 @@ class ResultPickler(ValuePickler):
         name = self._kept_name(obj)
         return super().reducer_override(obj) if name is None else (notebooks_own, (name,))
 
-    def shared_ids(self) -> set[int]:
-        """Return the ids of the pickled objects and storages that other results may also contain.
+    def shared_objects(self) -> dict[int, Any]:
+        """Return the pickled objects that other results may also contain, by id.
 
-        Results that contain the same object must be in one pickle. Otherwise the notebook would get
-        two copies of the object.
+        See `ValuePickler.shared_objects`. The result also has functions that cannot be imported,
+        and closure cells. If several results contain one of these objects, they must be in one
+        pickle. Otherwise the notebook would get two copies of the object.
         """
         memo: dict[int, tuple[int, Any]] = self.memo.copy()
-        mine = {key for key, (_, held) in memo.items() if _is_shared(held)}
-        return mine | set(self._storages) | set(self.filled)
+        shared = {key: held for key, (_, held) in memo.items() if _is_shared(held)}
+        return {**super().shared_objects(), **shared, **self.filled}
 
     def _add_after_needs(self, value: Callable[[], Any], owner: str) -> None:
         """Add the cell's variables that a value needs, then add the value.
@@ -163,11 +163,7 @@ def _is_shared(value: Any) -> bool:
     """
     if isinstance(value, FunctionType | LruCache):
         return not is_importable(value)
-    if isinstance(value, type | ModuleType | Enum):
-        return False
-    if isinstance(value, dict | list | set | bytearray) or type(value).__name__ == "ndarray":
-        return True
-    return bool(type(value).__dictoffset__)
+    return is_mutable(value)
 
 
 _set_with_results: dict[str, Any] = {}

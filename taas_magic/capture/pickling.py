@@ -6,12 +6,13 @@ An archive is one file with a pickle and its out-of-band buffers.
 import functools
 import importlib
 import io
+import logging
 import mmap
 import os
 import pickle
 import struct
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
@@ -331,10 +332,15 @@ class ValuePickler(cloudpickle.Pickler):
         """Return everything that was added, without copying the memory of arrays and tensors."""
         return Pickled(self._file.getvalue(), tuple(self.buffers))
 
-    def shared_ids(self) -> set[int]:
-        """Return the ids of the pickled objects and storages that other values may also contain."""
+    def shared_objects(self) -> dict[int, Any]:
+        """Return the pickled objects and storages that other values may also contain, by id.
+
+        Some of these objects exist only because of the pickling. The caller must keep the dict
+        until it has compared the ids: a later object could get the id of a freed one.
+        """
         memo: dict[int, tuple[int, Any]] = self.memo.copy()
-        return {key for key, (_, held) in memo.items() if _is_mutable(held)} | set(self._storages)
+        mutable = {key: held for key, (_, held) in memo.items() if is_mutable(held)}
+        return {**mutable, **self._storages}
 
     def probe(self, value: Any) -> None:
         """Pickle a value on trial. Raise an exception of any class if the value cannot be sent."""
@@ -509,16 +515,39 @@ def _contents(cell: CellType) -> Iterator[Any]:
         return
 
 
-def _is_mutable(value: Any) -> bool:
+def is_mutable(value: Any) -> bool:
     """Return whether an object can change in place.
 
     Values that share such an object must be sent together, because two copies could differ later.
     """
-    if isinstance(value, type | FunctionType | ModuleType | Enum):
+    kind = type(value)
+    if isinstance(value, type | FunctionType | ModuleType | Enum | logging.Logger):
         return False
-    if isinstance(value, dict | list | set | bytearray) or type(value).__name__ == "ndarray":
+    if isinstance(value, dict | list | set | bytearray) or kind.__name__ == "ndarray":
         return True
-    return bool(type(value).__dictoffset__)
+    if not kind.__dictoffset__ or kind.__module__ == "typing":
+        return False
+    # Many values have the same constant of a library, such as `dataclasses.MISSING`.
+    may_hide_state = any("__reduce_ex__" in vars(base) for base in kind.__mro__[:-1])
+    return may_hide_state or kind.__module__ == "__main__" or bool(vars(value))
+
+
+def group_sharers(shared: Mapping[str, Collection[int]]) -> list[list[str]]:
+    """Group the names of values, so that values that share an object are in the same group.
+
+    Sharing may be indirect: `a` with `b`, and `b` with `c`.
+
+    Args:
+        shared: For each name, the ids of the objects that other values may contain, too.
+    """
+    groups: list[tuple[set[int], list[str]]] = []
+    for name, own_ids in shared.items():
+        held, names = set(own_ids), [name]
+        for group in [group for group in groups if group[0] & held]:
+            groups.remove(group)
+            held, names = held | group[0], [*group[1], *names]
+        groups.append((held, names))
+    return [names for _, names in groups]
 
 
 def _reduce_code(code: CodeType) -> tuple[Any, ...]:

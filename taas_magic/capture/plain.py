@@ -102,14 +102,14 @@ class PlainWriter:
         """The table."""
         return to_bytes(self._nodes)
 
-    def shared_ids(self) -> set[int]:
-        """Return the ids of the value's mutable objects and tensor storages.
+    def shared_objects(self) -> dict[int, Any]:
+        """Return the value's mutable objects and tensor storages, by id.
 
         Values that contain the same object must be parts of one table. Otherwise the reader would
         get two copies of the object.
         """
-        mutable = {id(it) for it in self._held if _is_mutable(it)}
-        return mutable | {key[1] for key in self._numbers if isinstance(key, tuple)}
+        mutable = {id(it): it for it in self._held if _is_mutable(it)}
+        return mutable | {key[1]: key for key in self._numbers if isinstance(key, tuple)}
 
     def _item(self, value: Any) -> Item:
         """Return the entry that stands for `value` in the node of the object that contains it.

@@ -6,6 +6,7 @@ A reducer returns what an object's `__reduce__` would return.
 import builtins
 import copy
 import ctypes
+import dataclasses
 import functools
 import io
 import os
@@ -219,6 +220,7 @@ REDUCERS: dict[type, Callable[[Any], Reduced]] = {
     typing.NewType: _reduce_new_type,
     typing.ParamSpec: _reduce_type_parameter,
 }
+REDUCERS[type(dataclasses.MISSING)] = lambda missing: (getattr, (dataclasses, "MISSING"))
 if sys.version_info >= (3, 11):
     REDUCERS[typing.TypeVarTuple] = _reduce_type_parameter
 

@@ -5,15 +5,15 @@ notebook. The kernel sends a value of the notebook again if the digest of its pi
 """
 
 import hashlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
 
 from taas_magic.capture.culprit import Destination
 from taas_magic.capture.digest import plain_digest
 from taas_magic.capture.names import THE_CELL, UsedNames, reason_used_by
-from taas_magic.capture.pickling import Pickled, ValuePickler
+from taas_magic.capture.pickling import Pickled, ValuePickler, group_sharers
 from taas_magic.errors import CaptureError
 
 _STATE = "<state of the process>"
@@ -25,11 +25,28 @@ class SentValue:
     """Record of a value that was sent to the ranks.
 
     Attributes:
-        shared: Ids of the objects in the value that other variables may also hold.
+        number: Number of the cell for which the value was sent. Values that were sent for the same
+            cell share the same objects in the ranks as in the notebook.
     """
 
     digest: bytes
-    shared: frozenset[int] = frozenset()
+    number: int
+
+
+@dataclass(frozen=True)
+class _Candidate:
+    """A pickled variable of the notebook, which the ranks may already have.
+
+    Attributes:
+        why: Reason why the variable is needed.
+        needs: Names of the variables, functions and classes that the value needs.
+        shared: Objects in the value that other variables may also contain, by id.
+    """
+
+    digest: bytes
+    why: str
+    needs: Sequence[str]
+    shared: Mapping[int, Any]
 
 
 @dataclass
@@ -39,6 +56,7 @@ class VariablesToSend:
     Attributes:
         why: Reason for each name that is sent.
         state: Process state of the notebook; empty if the ranks have it already.
+        digests: Digests of the sent values, by name, and of the process state if it is sent.
         reads: Names that the code of each function or class of the cell reads, by function or
             class.
     """
@@ -46,7 +64,7 @@ class VariablesToSend:
     why: dict[str, str] = field(default_factory=dict)
     state: dict[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
-    sent: dict[str, SentValue] = field(default_factory=dict)
+    digests: dict[str, bytes] = field(default_factory=dict)
     reads: Mapping[str, frozenset[str]] = field(default_factory=dict)
 
 
@@ -63,6 +81,9 @@ class RankVariables:
         self.owned: dict[str, str] = {}
         self._sent: dict[str, SentValue] = {}
         """Values of the notebook that the ranks have, by name."""
+
+        self._n_cells = 0
+        """Number of cells for which values were sent."""
 
         self._reads: dict[str, frozenset[str]] = {}
         """Names that each function or class of an earlier cell reads when its code runs."""
@@ -83,7 +104,7 @@ class RankVariables:
 
     def assume_state(self, state: dict[str, Any]) -> None:
         """Record that the ranks have the notebook's process state. Only changes are sent later."""
-        self._sent[_STATE] = SentValue(_digest_of(_pickled(state)))
+        self._sent[_STATE] = SentValue(_digest_of(_pickled(state)), 0)
 
     def take_over(self, variables: Mapping[str, str], code: Iterable[str]) -> None:
         """Record the variables of the ranks when this kernel takes over another kernel's session.
@@ -111,9 +132,10 @@ class RankVariables:
 
         The candidates are the variables that the cell uses, and the variables that these need. A
         candidate is sent if the ranks lack it, if its value has changed, or if it is a module or in
-        `send`. Candidates that share an object with a sent variable are sent, too, and so is a
-        changed process state. When the ranks have received the result, the caller must call
-        `record_sent`.
+        `send`. A group of candidates that share an object is sent as a whole if one of them is
+        sent, or if they were sent for different cells: the ranks then have several copies of the
+        object. A changed process state is sent, too. When the ranks have received the result, the
+        caller must call `record_sent`.
 
         Args:
             send: Names whose values are sent although cells have assigned them (`--send`).
@@ -128,15 +150,20 @@ class RankVariables:
         )
         changed = {
             name
-            for name, (sent, _) in needed.items()
-            if name in forced or not self._is_at_ranks(name, sent) or _is_module(namespace[name])
+            for name, one in needed.items()
+            if name in forced
+            or not self._is_at_ranks(name, one.digest)
+            or _is_module(namespace[name])
         }
-        changed = _with_sharers(changed, {name: sent for name, (sent, _) in needed.items()})
-        choice.why = {name: needed[name][1] for name in reversed(needed) if name in changed}
-        choice.sent = {name: needed[name][0] for name in choice.why}
-        state_sent = SentValue(_digest_of(_pickled(state)))
-        if not self._is_at_ranks(_STATE, state_sent):
-            choice.state, choice.sent[_STATE] = state, state_sent
+        for group in group_sharers(_shared_ids(needed, namespace)):
+            is_changed = not changed.isdisjoint(group)
+            if is_changed or len({self._sent[name].number for name in group}) > 1:
+                changed.update(group)
+        choice.why = {name: needed[name].why for name in reversed(needed) if name in changed}
+        choice.digests = {name: needed[name].digest for name in choice.why}
+        state_digest = _digest_of(_pickled(state))
+        if not self._is_at_ranks(_STATE, state_digest):
+            choice.state, choice.digests[_STATE] = state, state_digest
         choice.notes = self._notes(choice, kept, namespace, forced)
         return choice
 
@@ -161,7 +188,7 @@ class RankVariables:
         to: Destination,
         is_user_variable: Callable[[str], bool],
         refuse: Callable[[CaptureError], None],
-    ) -> tuple[dict[str, tuple[SentValue, str]], list[str]]:
+    ) -> tuple[dict[str, _Candidate], list[str]]:
         """Pickle the wanted variables of the notebook, and the variables that these need.
 
         Each variable is pickled on its own, only for its digest. A variable that belongs to the
@@ -171,7 +198,7 @@ class RankVariables:
             The record and the reason of each pickled variable, by name, in the order of pickling.
             And the names that belong to the ranks, but have a new value in the notebook.
         """
-        needed: dict[str, tuple[SentValue, str]] = {}
+        needed: dict[str, _Candidate] = {}
         kept: list[str] = []
         waiting = dict(wanted)
         while waiting:
@@ -184,27 +211,22 @@ class RankVariables:
                     kept.append(name)
                 continue
             try:
-                sent, needs = _pickle_value(name, namespace, to)
+                needed[name] = _pickle_value(name, namespace, to, why)
             except CaptureError as error:
                 refuse(error)
                 continue
-            needed[name] = sent, why
+            needs = needed[name].needs
             waiting |= {need: reason_used_by(name) for need in needs if need not in waiting}
         return needed, kept
 
     def record_sent(self, choice: VariablesToSend) -> None:
         """Record that all ranks have received the variables in `choice`.
 
-        These names belong to the notebook from now on. A variable sent earlier may share an object
-        with the values in `choice`. Because the ranks now have a second copy of this object, the
-        record of the earlier variable is removed.
+        These names belong to the notebook from now on.
         """
-        fresh = frozenset[int]().union(*(sent.shared for sent in choice.sent.values()))
-        for name, sent in list(self._sent.items()):
-            if name not in choice.sent and sent.shared & fresh:
-                del self._sent[name]  # the ranks have a new copy of an object in this value
-        for name, sent in choice.sent.items():
-            self._sent[name] = sent
+        self._n_cells += 1
+        for name, digest in choice.digests.items():
+            self._sent[name] = SentValue(digest, self._n_cells)
             self.owned.pop(name, None)
 
     def record_changes(
@@ -234,9 +256,9 @@ class RankVariables:
         """Record that the notebook received the ranks' values of these names (`--out`)."""
         self._returned |= {name: id(value) for name, value in values.items()}
 
-    def _is_at_ranks(self, name: str, sent: SentValue) -> bool:
+    def _is_at_ranks(self, name: str, digest: bytes) -> bool:
         known = self._sent.get(name)
-        return known is not None and known.digest == sent.digest
+        return known is not None and known.digest == digest
 
     def _must_tell_user(self, name: str, value: Any) -> bool:
         """Return whether to tell the user that the notebook's value differs from the ranks' value.
@@ -280,10 +302,11 @@ class RankVariables:
         return notes
 
 
-def _pickle_value(
-    name: str, namespace: dict[str, Any], to: Destination
-) -> tuple[SentValue, list[str]]:
-    """Pickle one variable on its own, for its digest and the names that it needs.
+def _pickle_value(name: str, namespace: dict[str, Any], to: Destination, why: str) -> _Candidate:
+    """Pickle one variable on its own, and return its record.
+
+    Args:
+        why: Reason why the variable is needed.
 
     Raises:
         CaptureError: An object in the value cannot be sent.
@@ -293,7 +316,29 @@ def _pickle_value(
     pickler.pickle_variable(name, namespace[name])
     loaders = [packed.payload for packed in pickler.replaced.values()]
     digest = _digest_of(pickler.pickled(), loaders)
-    return SentValue(digest, frozenset(pickler.shared_ids())), list(pickler.needs)
+    return _Candidate(digest, why, list(pickler.needs), pickler.shared_objects())
+
+
+def _shared_ids(
+    needed: Mapping[str, _Candidate], namespace: Mapping[str, Any]
+) -> dict[str, set[int]]:
+    """Return the ids of the objects in each candidate that other variables may also contain.
+
+    The pickle of a value includes the functions and classes that the value needs. Their objects are
+    left out: all instances of a class would share them. Instances in the ranks have one class even
+    if they were sent for different cells, because cloudpickle recognizes a class that it has sent.
+    """
+    definitions = {
+        name: set(one.shared)
+        for name, one in needed.items()
+        if isinstance(namespace[name], type | FunctionType)
+    }
+    return {
+        name: set(one.shared).difference(*(definitions.get(need, ()) for need in one.needs))
+        if name not in definitions
+        else definitions[name]
+        for name, one in needed.items()
+    }
 
 
 def _pickled(value: Any) -> Pickled:
@@ -309,21 +354,6 @@ def _digest_of(pickled: Pickled, more: Iterable[bytes] = ()) -> bytes:
     for part in more:
         found.update(part)
     return found.digest()
-
-
-def _with_sharers(names: set[str], sent: Mapping[str, SentValue]) -> set[str]:
-    """Return `names`, and the names of all values that share an object with the values of `names`.
-
-    Values are sent together so that the ranks' values share the object, too. Sharing may be
-    indirect: `a` with `b`, and `b` with `c`.
-    """
-    found = set(names)
-    while True:
-        held = frozenset[int]().union(*(sent[name].shared for name in found))
-        more = {name for name, one in sent.items() if name not in found and one.shared & held}
-        if not more:
-            return found
-        found |= more
 
 
 def _is_module(value: Any) -> bool:

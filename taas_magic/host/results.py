@@ -26,7 +26,7 @@ from msgspec import Struct
 from taas_magic.capture import home, pickling
 from taas_magic.capture.culprit import capture_error, culprit, type_name
 from taas_magic.capture.home import RankNamespace, ResultPickler
-from taas_magic.capture.pickling import Pickled
+from taas_magic.capture.pickling import Pickled, group_sharers
 from taas_magic.capture.plain import PlainWriter, read_plain
 from taas_magic.capture.work import VALUE
 from taas_magic.host.spec import HOST
@@ -313,7 +313,7 @@ class ResultWriter:
         recorded as missing. If the pool is not trusted, each value that is not plain data is also
         left out and recorded as missing.
         """
-        shared_ids: dict[str, set[int]] = {}
+        shared: dict[str, dict[int, Any]] = {}
         for name, value in values.items():
             pickler = _TorchResultPickler(self._scope)
             try:
@@ -326,8 +326,8 @@ class ResultWriter:
             except Exception as error:  # pickling runs the user's code: anything may be raised
                 self._record_missing(name, _unpicklable(name, value, pickler, error))
             else:
-                shared_ids[name] = (plain or pickler).shared_ids()
-        for names in _groups(shared_ids):
+                shared[name] = (plain or pickler).shared_objects()
+        for names in group_sharers(shared):
             self._write_group({name: values[name] for name in names})
 
     def _write_group(self, values: Mapping[str, Any]) -> None:
@@ -474,22 +474,6 @@ def _as_plain(values: dict[str, Any]) -> PlainWriter | None:
     except Exception:  # NotPlainError, or a tensor without storage: the pickler reports the latter
         return None
     return writer
-
-
-def _groups(shared_ids: Mapping[str, set[int]]) -> list[list[str]]:
-    """Group the names of values, so that values that share an object are in the same group.
-
-    Args:
-        shared_ids: For each name, the ids of the objects that other values may share.
-    """
-    groups: list[tuple[set[int], list[str]]] = []
-    for name, own_ids in shared_ids.items():
-        held, names = own_ids, [name]
-        for group in [group for group in groups if group[0] & held]:
-            groups.remove(group)
-            held, names = held | group[0], [*group[1], *names]
-        groups.append((held, names))
-    return [names for _, names in groups]
 
 
 def _listed(names: Iterable[str]) -> str:

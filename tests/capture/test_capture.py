@@ -253,10 +253,12 @@ def test_dataclass_enum_namedtuple_and_module(notebook: Notebook) -> None:
     notebook.run(DEFINITIONS)
     expected = notebook.run("y = net(torch.ones(2)).item()").namespace["y"]
     source = """
+        import dataclasses
         out = [config.double(), colour is Colour.BLUE, Config(4) == config, pair._replace(left=5)]
         out += [isinstance(net, Net), net(torch.ones(2)).item()]
+        out += [dataclasses.fields(Config)[0].default_factory is dataclasses.MISSING]
     """
-    assert notebook.in_rank(source) == [8, True, True, [5, 2], True, expected]
+    assert notebook.in_rank(source) == [8, True, True, [5, 2], True, expected, True]
 
 
 def test_notebook_classes_inside_a_dataloaders_processes(notebook: Notebook) -> None:

@@ -135,6 +135,41 @@ def test_an_edited_module_is_announced_until_the_ranks_reload_it(session: Fronte
     assert "2" in session.text(request) and "old code" not in notes(session, request)
 
 
+UNRELATED = """
+import dataclasses
+import typing
+
+class Net(torch.nn.Module):
+    scale: typing.Optional[int] = 1
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(2, 1, bias=False)
+
+net = Net()
+optimizer = torch.optim.SGD(net.parameters(), 0.1)
+
+def show(*values): print(*values)
+"""
+
+ANOTHER = (
+    "def show(*values): print(*values, 'again')",
+    "other = Net()",
+    "other = torch.nn.Linear(2, 2)",
+    "other = torch.utils.data.TensorDataset(torch.ones(2))",
+    "@dataclasses.dataclass\nclass Other:\n    size: typing.Optional[int] = None\nother = Other()",
+)
+
+
+def test_what_cells_trained_is_kept_when_other_values_change(session: Frontend) -> None:
+    session.run(f"import torch\n{UNRELATED}\nother = 0")
+    session.run("%%taas --session exp\nnet.layer.weight.data.fill_(7.)\noptimizer.seen = True")
+    for change in (*ANOTHER, *ANOTHER):
+        session.run(change)
+        look = "show(net.layer.weight.sum().item(), optimizer.seen)\nseen = type(other)"
+        [line] = printed(session, f"%%taas --session exp\n{look}")
+        assert line.startswith("14.0 True"), change
+
+
 def test_values_that_share_something_are_sent_together(session: Frontend) -> None:
     session.run("import torch\nw = torch.zeros(2)\nhalf = w[:1]\nbox = {'w': w}")
     share = "half.add_(1)\nprint(w[0].item() == box['w'][0].item() == half[0].item())"
