@@ -23,7 +23,14 @@ from taas_magic.host.host_run import Attempt, HostRun
 from taas_magic.host.spec import ShareSpec
 from taas_magic.host.system import end_all
 from taas_magic.host.watch import REPORT_S, RankState, Verdict
-from taas_magic.messages import CellOrder, Failure, Note, RanksKilled
+from taas_magic.messages import (
+    AnswerInput,
+    CellOrder,
+    Failure,
+    InputRequested,
+    Note,
+    RanksKilled,
+)
 
 CUT_AFTER_S = 1.0
 """Seconds from an interrupt to the first request that ranks cut their connections.
@@ -135,6 +142,11 @@ class CellAttempt(_AttemptOfSession):
     def close(self) -> None:
         """Interrupt the ranks that still run the cell, and wait until they are at their prompt."""
         self._end_ranks(0.0)
+
+    @property
+    def is_interrupted(self) -> bool:
+        """Whether the ranks have been interrupted."""
+        return self._interrupted_at is not None
 
     def note_if_cut(self) -> None:
         """If ranks have cut their connections, tell the user in a note how to continue."""
@@ -333,8 +345,19 @@ class HostCell(HostRun):
         self.port = session.port or 1  # not used, because the ranks need no new rendezvous
 
     def handle_message(self, rank: int, message: Any) -> None:
-        """Record or forward a rank's message. Called by the thread of the `PipeReader`."""
-        self._on_message(rank, message)
+        """Record or forward a rank's message. Called by the thread of the `PipeReader`.
+
+        A request for input from an interrupted rank is answered with the end of the input, and not
+        forwarded. Reason: `pdb` does not end by an interrupt, but requests the next line.
+        """
+        attempt = self._attempt
+        is_interrupted = isinstance(attempt, CellAttempt) and attempt.is_interrupted
+        if isinstance(message, InputRequested) and is_interrupted:
+            assert attempt is not None
+            answer = AnswerInput(self.spec.plan.run_id, rank, message.number)
+            link.answer_input(attempt.folder, answer)
+        else:
+            self._on_message(rank, message)
 
     def _start_ranks(self) -> Attempt:
         self._attempt = attempt = self._session.attempt_of(self)

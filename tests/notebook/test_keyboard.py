@@ -290,3 +290,30 @@ kept = step(rank + 2)
     assert frontend.finish(request)["status"] == "error"
     assert "alive 1" in frontend.text(frontend.run("%%taas --session exp\nprint('alive', rank)"))
     frontend.run("%taas end exp")
+
+
+@on_kernel
+@pytest.mark.parametrize("rank_0", ["breakpoint()", "raise ValueError('bad')"])
+def test_a_session_outlives_a_cell_that_ends_while_ranks_are_in_the_debugger(
+    rank_0: str, frontend_of_module: Frontend
+) -> None:
+    frontend = frontend_of_module
+    frontend.run("%%taas --gpus 2 --session exp\nimport os\nrank = int(os.environ['RANK'])")
+    cell = f"""%%taas --session exp
+for step in range(2):
+    if rank == 1:
+        breakpoint()
+    else:
+        {rank_0}
+    seen = step
+"""
+    request = frontend.send(cell, allows_input=True)
+    if rank_0.startswith("break"):
+        answer(frontend, request, "q")
+    assert frontend.finish(request)["status"] == "error"
+    shown = plain(frontend, request)
+    assert (
+        "BdbQuit: you quit" in shown if rank_0.startswith("break") else "ValueError: bad" in shown
+    )
+    assert "alive 1" in frontend.text(frontend.run("%%taas --session exp\nprint('alive', rank)"))
+    frontend.run("%taas end exp")
