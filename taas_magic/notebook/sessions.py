@@ -418,7 +418,7 @@ class Session:
         if not self.has_ended:
             return ""
         if self._is_taken:
-            return (
+            return ended_text(self.name) or (
                 f'session "{self.name}": {self.why_ended()}; `%taas attach {self.name}` takes it '
                 "back"
             )

@@ -122,8 +122,9 @@ def test_another_kernel_takes_over_a_session_whose_kernel_was_killed(
     assert all(process.is_running() for process in processes)
     done = subprocess.run(TERMINAL, stderr=subprocess.PIPE, text=True, check=False)
     assert done.returncode == 1 and "run `%taas attach exp` there" in done.stderr
-    other.run("%taas end exp")
+    subprocess.run([*TERMINAL[:-2], "end", "exp"], check=True, stdout=subprocess.DEVNULL)
     assert not left_of(processes)
+    assert 'detached session "exp" has ended' in error(other, "%%taas --session exp\npass")
 
 
 def test_a_detached_session_that_runs_no_cell_ends_without_a_kernel(
