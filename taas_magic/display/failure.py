@@ -206,11 +206,11 @@ def _notebook_line(stack: Sequence[str]) -> str:
     """Return the file, line number and code of the innermost frame in a notebook cell, as text.
 
     If no frame of the stack is in a cell, use the innermost frame. If the stack has no frames,
-    return "not in Python code yet".
+    return "position not reported yet".
     """
     frames = [i for i, line in enumerate(stack) if _FRAME.match(line)]
     if not frames:
-        return "not in Python code yet"
+        return "position not reported yet"
     at = ([i for i in frames if "Cell In[" in stack[i]] or frames)[-1]
     found = _FRAME.match(stack[at])
     assert found is not None

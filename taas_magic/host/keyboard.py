@@ -24,12 +24,12 @@ from taas_magic.host.link import AgentLink, LineReader
 from taas_magic.messages import AnswerInput, InputRequested
 
 NOBODY_CAN_TYPE = (
-    "nobody can type here, because the run is detached or the notebook runs unattended: set a "
-    "variable in an earlier cell and use it here"
+    "nobody can type here: the run is detached, the notebook runs unattended, or the script has no "
+    "terminal as its input. Set a variable before, and use it here"
 )
 NO_DEBUGGER = (
-    "the debugger cannot be used here: nobody can type, because the run is detached or the "
-    "notebook runs unattended; print what you want to see"
+    "the debugger cannot be used here: nobody can type, because the run is detached, the notebook "
+    "runs unattended, or the script has no terminal as its input; print what you want to see"
 )
 USER_QUIT = "you quit the debugger, which ends the cell; use `continue` to let the cell continue"
 _CHILD_CANNOT_ASK = "a child process of a rank cannot read input; only the rank itself can"

@@ -125,7 +125,7 @@ def test_where_ranks_stood_is_the_notebooks_line_and_folded() -> None:
         "where the ranks were:",
         "    ranks 0-1,3: Cell In[5], line 7: loss.backward()",
         "    rank 2: Cell In[5], line 8: loss.backward()",
-        "    rank 4: not in Python code yet",
+        "    rank 4: position not reported yet",
     ]
 
 
