@@ -89,7 +89,9 @@ class ResultPickler(ValuePickler):
         An object that the notebook still has becomes a reference to the notebook's variable.
         """
         name = self._kept_name(obj)
-        return super().reducer_override(obj) if name is None else (notebooks_own, (name,))
+        if name is None:
+            return super().reducer_override(obj)
+        return notebooks_own, (name, self.copy_of(obj))
 
     def shared_objects(self) -> dict[int, Any]:
         """Return the pickled objects that other results may also contain, by id.

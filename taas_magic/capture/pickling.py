@@ -29,11 +29,13 @@ from taas_magic.capture.names import code_use
 from taas_magic.capture.reducers import (
     ATTRIBUTES_MADE_BY_CONSTRUCTOR,
     REDUCERS,
+    Copy,
     LruCache,
     NotebookNamespace,
     Storages,
     fill_cell,
     fill_function,
+    is_received,
     is_single_dispatch,
     loading_into,
     make_cell,
@@ -43,6 +45,7 @@ from taas_magic.capture.reducers import (
     reduce_file,
     reduce_lru_cache,
     reduce_path,
+    reduce_received,
     reduce_single_dispatch,
     this_shell,
     torch_reducers,
@@ -420,8 +423,23 @@ class ValuePickler(cloudpickle.Pickler):
             self.classes[id(cls)] = cls
             return reduced
         self._need_by_name(cls)
-        reduced = reduce_by_value(cls, reduced, to_notebook=self._to == "notebook")
-        return reduced
+        if self._to == "notebook" and is_received(cls):
+            return reduce_received(cls, self.copy_of(cls))
+        return reduce_by_value(cls, reduced)
+
+    def copy_of(self, value: Any) -> Copy | None:
+        """Pickle an object of the notebook on its own; None if the object cannot be pickled.
+
+        The copy is for a kernel that loads the results, but does not have the object: another one
+        than the kernel that started the run.
+        """
+        pickler = ValuePickler(self._namespace, "ranks")
+        try:
+            pickler.add(value)
+        except Exception:  # pickling runs the user's code: anything may be raised
+            return None
+        pickled = pickler.pickled()
+        return pickled.data, pickled.buffers
 
     def _reduce_function(self, function: FunctionType) -> Any:
         """Reduce a function: by name if it can be imported, else by value.

@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import io
 import os
+import pickle
 import sys
 import typing
 import uuid
@@ -36,7 +37,7 @@ _classes: "weakref.WeakValueDictionary[str, type]" = weakref.WeakValueDictionary
 _received: "weakref.WeakSet[type]" = weakref.WeakSet()
 
 
-def reduce_by_value(cls: type, reduced: Reduced, to_notebook: bool) -> Reduced:
+def reduce_by_value(cls: type, reduced: Reduced) -> Reduced:
     """Reduce a class of the notebook by value, with an id.
 
     A process that has a class with this id uses its own class instead of making a copy. So objects
@@ -45,13 +46,9 @@ def reduce_by_value(cls: type, reduced: Reduced, to_notebook: bool) -> Reduced:
     Args:
         reduced: Result of cloudpickle. This function keeps the `__slots__` and the order of the
             attributes, which cloudpickle would lose. A built-in type is returned as it is.
-        to_notebook: Whether the class is sent to the notebook. If the class came from the
-            notebook, only its id and name are sent.
     """
     if len(reduced) < 6:  # NoneType and similar built-in types are looked up, not made
         return reduced
-    if to_notebook and cls in _received:
-        return _known_class, (_ids[cls], cls.__qualname__)
     class_id = _ids.setdefault(cls, uuid.uuid4().hex)
     _classes[class_id] = cls
     make, args, state, _, _, fill = reduced
@@ -87,15 +84,41 @@ def _fill_class(cls: type, given: tuple[str, Callable[[type, Any], None], Any]) 
         _received.add(cls)
 
 
-def _known_class(class_id: str, name: str) -> type:
-    """Return the class with this id, which this process has sent to the ranks."""
+Copy = tuple[bytes, Sequence[PickleBuffer]]
+"""Pickle of a class or variable of the notebook, for a kernel that does not have the object."""
+
+
+def is_received(cls: type) -> bool:
+    """Return whether a class came from the notebook to this rank."""
+    return cls in _received
+
+
+def reduce_received(cls: type, spare: Copy | None) -> Reduced:
+    """Reduce a class that came from the notebook, and that returns with a result, to its id."""
+    return _known_class, (_ids[cls], cls.__qualname__, spare)
+
+
+def _known_class(class_id: str, name: str, spare: Copy | None = None) -> type:
+    """Return the class with this id, which this process has sent to the ranks, or load its copy.
+
+    Raises:
+        CaptureError: This process does not have the class, and there is no copy.
+    """
     known = _classes.get(class_id)
-    if known is None:
+    if known is not None:
+        return known
+    if spare is None:
         raise CaptureError(
             f"the result contains `{name}`, a class of the notebook that started the run, which "
-            "this kernel does not have; load the run's payload first, or return a state_dict()"
+            "this kernel does not have; return a state_dict() or other plain data"
         )
-    return known
+    copied: type = _load_copy(spare)
+    return copied
+
+
+def _load_copy(spare: Copy) -> Any:
+    data, buffers = spare
+    return pickle.loads(data, buffers=buffers)
 
 
 def make_cell() -> CellType:
@@ -259,16 +282,20 @@ def _current_namespace() -> dict[str, Any]:
     return namespace
 
 
-def notebooks_own(name: str) -> Any:
+def notebooks_own(name: str, spare: Copy | None = None) -> Any:
     """Return the notebook's object named `name`, which a result refers to.
 
+    If the notebook does not have this variable, load the copy.
+
     Raises:
-        CaptureError: The notebook has no such variable any more.
+        CaptureError: The notebook does not have the variable, and there is no copy.
     """
     namespace = _current_namespace()
-    if name not in namespace:
+    if name in namespace:
+        return namespace[name]
+    if spare is None:
         raise CaptureError(f"the result uses `{name}`, which the notebook no longer has")
-    return namespace[name]
+    return _load_copy(spare)
 
 
 def stream_name(file: Any) -> str | None:

@@ -79,6 +79,47 @@ def test_a_detached_run_goes_on_when_its_kernel_is_killed(
         eventually(lambda: not (folder / "pool.json").exists())
 
 
+DEFINITIONS = """
+import dataclasses
+
+@dataclasses.dataclass
+class Config:
+    steps: int = 4
+    def double(self): return 2 * self.steps
+
+class Net:
+    def __init__(self): self.config, self.table = Config(), {helper: 1}
+
+def helper(x): return x + offset
+offset = 10
+"""
+RETURNS = """%%taas --gpus 1 --out net,helper,configs --name returns --detach
+net = Net()
+net.config.steps = 5
+configs = [Config(1), Config(2)]
+"""
+LOADED = """
+import taas
+out = taas.runs()[0].out
+net, helper, configs = out["net"], out["helper"], out["configs"]
+print(net.config.double(), [c.double() for c in configs], net.table[helper], type(configs[0]))
+offset = 20
+print(type(net.config) is type(configs[0]), helper(1))
+"""
+
+
+def test_values_of_the_notebooks_classes_are_loaded_in_another_kernel(
+    frontend: Frontend, tmp_path: Path
+) -> None:
+    with kernel(tmp_path / "first", TAAS_WARM="0") as first:
+        first.run(DEFINITIONS)
+        first.run(RETURNS)
+        first.run("import taas; taas.last_run.wait()")
+    with beside(tmp_path) as other:
+        text = other.text(other.run(LOADED))
+        assert text == "10 [2, 4] 1 <class '__main__.Config'>\nTrue 21\n"
+
+
 def test_attach_shows_the_traceback_of_a_detached_run(frontend: Frontend) -> None:
     frontend.run("%%taas --gpus 2 --name fails --detach\nnumber = 1\nnumber / 0")
     request = frontend.run("%taas attach fails")
