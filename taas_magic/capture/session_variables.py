@@ -325,8 +325,8 @@ def _shared_ids(
     """Return the ids of the objects in each candidate that other variables may also contain.
 
     The pickle of a value includes the functions and classes that the value needs. Their objects are
-    left out: all instances of a class would share them. Instances in the ranks have one class even
-    if they were sent for different cells, because cloudpickle recognizes a class that it has sent.
+    left out, because all instances of a class would share them. Instances in the ranks have one
+    class even if they were sent for different cells (`reducers.reduce_by_value`).
     """
     definitions = {
         name: set(one.shared)
