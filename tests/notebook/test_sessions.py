@@ -182,6 +182,8 @@ def test_values_that_share_something_are_sent_together(session: Frontend) -> Non
     session.run("half += 1")
     assert printed(session, "%%taas --session exp\nprint(half)") == ["tensor([6.])"]
     assert printed(session, f"%%taas --session exp\n{share}") == ["True"]
+    session.run("%%taas --session exp --send half\nhalf.add_(1)")  # sent without the others
+    assert printed(session, f"%%taas --session exp\n{share}") == ["True"]
 
 
 def test_definitions_of_the_notebook_are_sent_again(session: Frontend) -> None:
