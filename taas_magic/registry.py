@@ -274,9 +274,9 @@ def write_files(
 def _check_kind(loader: Any, uneven: str) -> None:
     """Raise a RegistrationError if fetchers cannot run a loader, or if `uneven` is not allowed.
 
-    Fetchers cannot run objects that are not iterable or can be iterated only once, and no
-    collections such as lists. They also cannot run a subclass of DataLoader with an `__iter__` of
-    its own.
+    Fetchers cannot run these objects: an object that is not iterable, an object that can be
+    iterated only once, a collection such as a list, and a subclass of DataLoader with an `__iter__`
+    of its own.
     """
     name = type(loader).__name__
     kind = f"{'an' if name[:1].lower() in 'aeiou' else 'a'} {name}"

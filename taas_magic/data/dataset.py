@@ -719,8 +719,8 @@ class UserErrorReport:
     def _exception(self) -> Exception:
         """Return the exception that `reraise` raises, with the original traceback in its message.
 
-        The exception is a RuntimeError in the cases that `reraise` lists. If the exception's type
-        changes the message, a note contains the traceback (from Python 3.11 on).
+        The exception is a RuntimeError in the cases that `reraise` lists. Some types of exceptions
+        change their message. For these, a note contains the traceback (from Python 3.11 on).
         """
         text = f"Caught {self.kind.__name__} {self.where}.\nOriginal {self.text}"
         if not issubclass(self.kind, Exception):

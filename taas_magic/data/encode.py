@@ -553,8 +553,8 @@ def _contents(head: bytes) -> _TableOfContents:
 def _rebuild(locations: Iterable[_TensorLocation], body: memoryview) -> list[torch.Tensor]:
     """Return the tensors of an encoded batch: views of `body` if possible, else copies.
 
-    Tensors in the same buffer share one storage. A tensor is copied if its values are dense in the
-    body, but its strides have gaps.
+    Tensors in the same buffer share one storage. If the sender's tensor had gaps between its values
+    (`stride`), the body has the values without the gaps, and they are copied to memory with gaps.
     """
     storages: dict[tuple[int, int], torch.UntypedStorage] = {}
     tensors = []

@@ -128,7 +128,7 @@ class EpochOrders:
     def _begin(self, number: int) -> tuple[Any, Any, Iterator[Any]]:
         """Seed all random generators, and start the sampler for an epoch.
 
-        The sampler is unpickled from its saved state before the epoch, and its `set_epoch` is
+        The sampler is unpickled from its state at the start of the epoch. Then its `set_epoch` is
         called. As in a local DataLoader, a base seed is drawn from the generator.
 
         Returns:

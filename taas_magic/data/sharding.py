@@ -230,10 +230,13 @@ class StaticSchedule:
             self._next += 1
 
     def record_units(self, slot: int, units: int) -> None:
-        """Check the units of a slot's batch; only 1 and UNHINTED are allowed.
+        """Check that a slot's batch has no hints, as the epoch's first batch has none.
+
+        Args:
+            units: `UNHINTED`, or 1, which a batch without hints counts.
 
         Raises:
-            ValueError: The batch has hints, and the epoch's first batch has none.
+            ValueError: The batch has hints.
         """
         if units not in (UNHINTED, 1):
             raise _mixed_hints(slot, has_hints=True)

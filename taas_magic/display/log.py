@@ -52,7 +52,7 @@ def rank_ranges(ranks: Iterable[int], max_ranges: int = 6) -> str:
 class LineMerger:
     """Merger of equal lines of several ranks; it keeps the order of lines within each rank.
 
-    Ranks whose first waiting lines are equal form a group.
+    Ranks form a group if their first waiting lines are equal.
 
     Args:
         world_size: Number of ranks whose lines are shown.

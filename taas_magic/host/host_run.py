@@ -553,7 +553,7 @@ class HostRun(HostShare):
             attempt.close()
 
     def set_address_folder(self, base: Path) -> None:
-        """Set the folder in which ranks read the fetchers' addresses, and write these addresses.
+        """Write the fetchers' addresses to a new folder, where the ranks read them from now on.
 
         Args:
             base: The folder is `service.addresses_folder(base)`.

@@ -107,9 +107,9 @@ def receive(
 ) -> Received:
     """Load the results of a run in the kernel, archive by archive.
 
-    From a rank's archive, the kernel reads only the names that `--out` requests from that rank.
-    From rank 0's archives, it also reads the value of the work. It reads all names of `--out` from
-    rank 0, because rank 0 gathers sharded models for the other ranks. Archives of earlier attempts
+    From rank 0's archives, the kernel reads all names of `--out`, because rank 0 gathers sharded
+    models for the other ranks, and the value of the work. From the archives of any other rank, the
+    kernel reads only the names that `--out` requests from that rank. Archives of earlier attempts
     are ignored.
 
     The result for `NAME@all` is a list with one value for each rank. If one rank's value did not

@@ -150,7 +150,7 @@ class TakeFetchers(Request[list[AnyEvent] | None]):
 
 
 class AllowRestarts(Request[None]):
-    """A kernel tells the pool of a session's fetchers that the session runs another cell.
+    """A kernel reports that a session runs another cell. The receiver is the fetchers' pool.
 
     During that cell, the fetchers of each earlier cell may restart once. If they have all ended
     already, they restart at once.

@@ -239,7 +239,7 @@ class PoolHosts(SchedulerPlugin):
     async def _acquire(self, count: int, preferred: Collection[str]) -> list[PoolHost]:
         """Wait until `count` hosts have joined, and return the hosts that `choose` selects.
 
-        If too few hosts join, return the pool's hosts without a run to the engine.
+        If too few hosts join, give all hosts that run nothing back to the engine.
 
         Raises:
             PoolError: The hosts did not join in time, or the engine cannot provide a host.

@@ -153,10 +153,10 @@ def decide(hosts: Collection[HostPart], now: float) -> AttemptOutcome | None:
     failure, the attempt ends when all hosts have reported, or earlier:
 
     - If a reported failure was not caused by another failure, the attempt ends `SETTLE_S` later.
-    - If other failures caused all reported failures, wait for the report of the first cause. The
-      attempt ends when each host without a report has sent a beat at least `LATE_S` after the first
-      reported failure. A host's messages arrive in order, so a report would have arrived before
-      this beat. A host that sends no beats is soon dropped, and the loss counts as its report.
+    - If each reported failure was caused by a failure that no host has reported yet, wait for that
+      report. The wait ends when each host without a report has sent a beat at least `LATE_S` after
+      the first reported failure: a host's messages arrive in order, so its report would have
+      arrived before the beat. A host that sends no beats is soon dropped, which counts as a report.
     - If hosts have reported only interrupts so far, the attempt does not end earlier, because all
       hosts were interrupted and will report.
     """

@@ -366,7 +366,7 @@ def _network(facts: HostFacts, interface: str | None) -> Iterator[HostProblem]:
 def _warnings(
     facts: HostFacts, promised: int | None, packages: Mapping[str, RequiredPackage]
 ) -> Iterator[HostProblem]:
-    """Yield findings about GPUs, the clock and package versions, which do not prevent a run.
+    """Yield findings that do not prevent a run: about GPUs, the clock and package versions.
 
     Args:
         promised: Number of CUDA devices in taas.toml; None if taas.toml has none.

@@ -206,7 +206,7 @@ class PathFileCheck:
 
     @property
     def is_checkpoint(self) -> bool:
-        """Whether the file begins as files of `torch.save` do, and has no line that Python runs."""
+        """Whether the file begins as files of `torch.save` do, and no line begins with `import`."""
         return self._begins.startswith(_TORCH_BEGINS) and not self._has_import
 
 
