@@ -353,11 +353,12 @@ def make_plan(
     max_hosts: int = 1,
     store: StoreRule | None = None,
 ) -> Plan:
-    """Make the plan of a run, for a pool whose hosts all have the same capacity.
+    """Make the plan of a run's ranks, for a pool whose hosts all have the same capacity.
 
-    Use as few hosts as possible: a host runs one rank for each GPU, or up to
-    `MAX_RANKS_PER_CPU_HOST` ranks without GPUs (the plan then has a note). A federation has one
-    rank on each host. A rehearsal uses no GPUs.
+    The plan has no fetchers yet. Use as few hosts as possible: a host runs one rank for each GPU,
+    or up to `MAX_RANKS_PER_CPU_HOST` ranks if it has no GPU. The ranks of a host share its cores
+    equally. If the hosts have no GPUs, the plan has a note about this. A federation has one rank on
+    each host. A rehearsal uses no GPUs and has no such note.
 
     Args:
         max_hosts: Number of hosts that the pool may have.

@@ -494,8 +494,9 @@ def _small_attributes(dataset: Any) -> dict[str, Any]:
 def _warn_of_own_generators(loader: Any) -> None:
     """Warn if the loader's dataset has a random generator of its own, because nothing seeds it.
 
-    There is no warning about an iterable-style dataset if the dataset has `set_epoch`, or if a
-    local loader, too, would yield the same numbers in every epoch.
+    In a run, each epoch of an iterable-style dataset begins with the same copy of the dataset, and
+    so with the same random numbers. There is no warning about this if the dataset has `set_epoch`.
+    Nor is there one if the epochs of a local loader would also have the same random numbers.
     """
     from torch.utils.data import IterableDataset
 

@@ -273,8 +273,9 @@ class UsedNames:
     def _simple(self, node: ast.stmt) -> None:
         """Record the names of a statement that contains no other statements.
 
-        Names that the statement certainly assigns become `_defined`, and no longer refer to a
-        function of the cell. Names that it deletes are no longer `_defined`.
+        Add names that the statement certainly assigns to `_defined`. If such a name was a function
+        of the cell until now, remove the records about this function. Remove names that the
+        statement deletes from `_defined`.
         """
         use = self._compiled(node)
         self.updates |= use.names & use.stores

@@ -134,7 +134,8 @@ def fill_cell(made: CellType, contents: Contents) -> None:
 
     Args:
         made: Not used, because `contents` contains the cell, too.
-        contents: A pair of the cell and its content; empty if the cell has no content.
+        contents: Sequence with one pair, the cell and its content. The sequence is empty if the
+            cell has no content.
     """
     for cell, content in contents:
         cell.cell_contents = content

@@ -168,10 +168,11 @@ class RankVariables:
         return choice
 
     def _wanted(self, used: UsedNames, forced: set[str]) -> dict[str, str]:
-        """Return the reason for each name in `--send`, and for each name that the cell reads.
+        """Return the names that the cell needs, each with the reason for the need.
 
-        The cell may call functions that earlier cells have defined in the ranks. So if the cell
-        reads any name that belongs to the ranks, also return the names that these functions read.
+        These are the names in `--send`, and the names that the cell reads. The cell may call
+        functions that earlier cells have defined in the ranks. So if the cell reads any name that
+        belongs to the ranks, also return the names that these functions read.
         """
         wanted = {**dict.fromkeys(forced, THE_CELL), **used.why}
         if any(name in self.owned for name in used.why):

@@ -73,8 +73,9 @@ class EpochOrders:
     def epoch(self, number: int) -> EpochOrder:
         """Return the order of an epoch; run the sampler if the order is not in memory.
 
-        If the sampler's state changes from epoch to epoch, first replay the earlier epochs, from
-        the latest saved state on. Only the latest `_KEEP_EPOCHS` orders and states are kept.
+        Running the sampler seeds the random generators of this process. If the sampler's state
+        changes from epoch to epoch, first replay the earlier epochs, from the latest saved state
+        on. Only the latest `_KEEP_EPOCHS` orders and states are kept.
         """
         if number not in self._epochs:
             latest = max(start for start in self._starts if start <= number)

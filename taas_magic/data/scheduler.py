@@ -350,7 +350,10 @@ class PrefetchBuffer:
         entry.waiting[who] = None
 
     def _drop_before(self, oldest: int) -> None:
-        """Drop the unrequested and sent batches of all epochs before `oldest`, and their units."""
+        """Drop what the buffer has of epochs before `oldest`, except requested batches.
+
+        These are batches that no rank has requested, batches that were sent, and numbers of units.
+        """
         for old in [old for old in self._unasked if old.epoch < oldest]:
             self._remove(old)
         for old in [old for old in self._counts if old.epoch < oldest]:

@@ -195,7 +195,7 @@ class WorkerHandle:
     def receive_replies(self) -> Iterator[Reply]:
         """Yield all replies of the worker that have arrived, without waiting for more.
 
-        Also adapt the number of commands that the worker may have queued (`_adapt_depth`).
+        Also adapt the limit on the number of commands in the worker's queue (`_adapt_depth`).
 
         Raises:
             EOFError: The worker has ended.

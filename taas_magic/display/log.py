@@ -118,9 +118,10 @@ class LineMerger:
     def _release_unmatched(self) -> list[ShownLine]:
         """Remove and return lines that no further rank is likely to print soon.
 
-        While any rank has no waiting line, keep all lines, because that rank may print a copy next.
-        Otherwise, remove a line if each waiting copy is the first line of its queue. The line of
-        the lowest rank comes first, because rank 0 usually prints more than the other ranks.
+        While any rank has no waiting line, keep all lines, because that rank may print an equal
+        line next. When every rank has a waiting line, remove a line if it is the first waiting line
+        of each rank that has it. The line of the lowest rank comes first, because rank 0 usually
+        prints more than the other ranks.
         """
         shown: list[ShownLine] = []
         while len(self._waiting) == self._world_size:

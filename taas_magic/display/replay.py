@@ -81,8 +81,9 @@ class Replay:
     def read(self, chunk: bytes) -> None:
         """Process the next chunk of the journal. It must consist of whole lines.
 
-        For speed, printed lines and counts of loaders are kept undecoded; only the newest progress
-        is kept. All other events are decoded and applied to the state at once.
+        If the plan has `log_ranks`, ignore lines that other ranks printed. For speed, keep printed
+        lines, `dropped` events and counts of loaders undecoded, and keep only the newest progress.
+        A progress bar of rank 0, and all other events, are applied to the state at once.
         """
         errs, has_bar = any(word in chunk for word in _ERROR_WORDS), b"%|" in chunk
         is_plain = chunk.startswith(_LINES) and not has_bar and not self._log_ranks

@@ -74,7 +74,7 @@ def main() -> None:
 
 
 def _import(name: str) -> None:
-    """Import a module; log the module's name if the import takes long.
+    """Import a module; log the module's name while the import takes long (`LOG_IMPORT_AFTER_S`).
 
     Errors are ignored here. The app that imports the module raises the error again.
     """

@@ -133,9 +133,10 @@ def _ignore(number: int, frame: types.FrameType | None) -> None:
 
 
 def _shut_down_sockets() -> None:
-    """Shut down the TCP connections of this process's process groups and key-value stores.
+    """Shut down all TCP connections of this process that no Python socket object owns.
 
-    C++ code opened these connections. Sockets that Python code opened stay open.
+    These are the connections of process groups and key-value stores, which C++ code opened, but
+    also those of other libraries in C, such as a database driver.
     """
     pythons = {it.fileno() for it in gc.get_objects() if issubclass(type(it), socket.socket)}
     for name in os.listdir("/proc/self/fd"):

@@ -289,7 +289,7 @@ class LoaderUse:
 
     @property
     def later(self) -> float:
-        """Like `waited`, but only for the part of the loop time after the first batches."""
+        """Like `waited`, but only for the time after the first batches have arrived."""
         return max(0.0, self.waited - self.first) / max(1e-6, 1.0 - self.first)
 
     @property

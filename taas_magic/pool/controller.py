@@ -182,7 +182,7 @@ class PoolMeter:
         self._gpu_s = self._used_gpu_s = 0.0
 
     def update(self) -> bool:
-        """Add the time since the last call to the hours of all hosts, and update idle times.
+        """Add the time since the last call to the hours of hosts and GPUs, and update idle times.
 
         Returns:
             Whether any host has been idle for `idle_timeout_s`, so that the pool must return it.
@@ -428,9 +428,9 @@ class Controller(SchedulerPlugin):
             self._tasks.start(share.refuse_input())
 
     def _relay_to(self, run: PoolRun, fetchers: PoolFetchers) -> None:
-        """Pass further events of `fetchers` on this pool to `run` instead of a kernel.
+        """From now on, send the events of this pool's `fetchers` to `run`, and not to a kernel.
 
-        Also pass the fetchers' earlier start and end events, because the kernel may not have
+        Also send the fetchers' earlier start and end events, because the kernel may not have
         forwarded them to the run.
         """
         fetchers.publish = lambda event: self._tasks.start(run.relay([event]))

@@ -675,8 +675,8 @@ def _call_on_existing(
 ) -> Any:
     """Call `real`, which reads a file, with the path of the version that exists.
 
-    If several versions of the file exist, the first of these counts: in a rehearsal, the file that
-    replaces the store's file; the store's file; the rank's own version.
+    If several versions of the file exist, use the first of them in this order: the file that
+    replaces the store's file (only in a rehearsal), the store's file, the rank's own version.
     """
     if isinstance(view, RehearsalView):
         replaced = view.resolve(view.replacement_path, path, dir_fd, follow=follow)
