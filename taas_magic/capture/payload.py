@@ -420,6 +420,7 @@ def capture(
             refuse=gathering.refuse,
         )
         gathering.only, why = choice.why, choice.why
+        pickler.at_receiver, pickler.updated = choice.at_ranks, choice.updated
     pickler.add(state if choice is None else choice.state)
     gathering.pickle_variables({**why, **dict.fromkeys(needs, THE_CALL)})
     if isinstance(work, FunctionWork):

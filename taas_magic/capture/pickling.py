@@ -3,6 +3,7 @@
 An archive is one file with a pickle and its out-of-band buffers.
 """
 
+import array
 import functools
 import importlib
 import io
@@ -12,8 +13,9 @@ import os
 import pickle
 import struct
 import sys
+from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path, PurePath
@@ -39,6 +41,7 @@ from taas_magic.capture.reducers import (
     is_single_dispatch,
     loading_into,
     make_cell,
+    notebooks_own,
     reduce_by_value,
     reduce_descriptor,
     reduce_directory_store,
@@ -235,6 +238,9 @@ class ValuePickler(cloudpickle.Pickler):
         replaced: Registered loaders among the added values, pickled for fetchers
             (`registry.PackedLoader`), by name.
         filled: Closure cells whose content is already in the pickle, by id.
+        at_receiver: Names of functions and classes that the receiver has in its namespace, by id.
+            The pickle contains only their names.
+        updated: Ids of the classes whose attributes the receiver must set again if it has them.
         coming: Values that are being added, by name. If a function reads one of these names, the
             name's value is pickled as one of the function's globals. Reason: the function may be
             called while the value is still being loaded. For example, loading a class runs the
@@ -264,6 +270,8 @@ class ValuePickler(cloudpickle.Pickler):
             self.globals_ref[id(namespace)] = NotebookNamespace()
         self._storages: Storages = {}
         self.filled: dict[int, CellType] = {}
+        self.at_receiver: Mapping[int, str] = {}
+        self.updated: Collection[int] = ()
         self._rules = self._make_rules()
         self._handlers: dict[type, Handler | None] = {}
 
@@ -417,6 +425,11 @@ class ValuePickler(cloudpickle.Pickler):
         Records an importable class in `classes`, and its module in `modules`. The name of any other
         class is added to `needs`, but only if the namespace has this class under this name.
         """
+        if (name := self.at_receiver.get(id(cls))) is not None:
+            return notebooks_own, (name,)
+        if cls.__module__ not in sys.modules:  # numpy.rec, for example, is imported late
+            with suppress(ImportError):
+                importlib.import_module(cls.__module__)
         reduced = super().reducer_override(cls)
         if reduced is NotImplemented:
             self.modules.add(cls.__module__)
@@ -425,7 +438,7 @@ class ValuePickler(cloudpickle.Pickler):
         self._need_by_name(cls)
         if self._to == "notebook" and is_received(cls):
             return reduce_received(cls, self.copy_of(cls))
-        return reduce_by_value(cls, reduced)
+        return reduce_by_value(cls, reduced, is_update=id(cls) in self.updated)
 
     def copy_of(self, value: Any) -> Copy | None:
         """Pickle an object of the notebook on its own; None if the object cannot be pickled.
@@ -448,6 +461,8 @@ class ValuePickler(cloudpickle.Pickler):
         what its code uses (`needs`, `modules`, `attributes`, `stores`). A function of
         `functools.singledispatch` has a reducer of its own.
         """
+        if (name := self.at_receiver.get(id(function))) is not None:
+            return notebooks_own, (name,)
         reduced = super().reducer_override(function)
         if reduced is NotImplemented:
             self.modules.add(function.__module__)
@@ -533,21 +548,25 @@ def _contents(cell: CellType) -> Iterator[Any]:
         return
 
 
+_CONSTANTS = (type, FunctionType, ModuleType, Enum, logging.Logger, PurePath)
+_MUTABLE = (dict, list, set, bytearray, deque, array.array)
+_MUTABLE_NAMES = frozenset({"ndarray", "Generator", "RandomState"})
+"""Names of mutable types of numpy and torch, whose modules may not be imported."""
+
+
 def is_mutable(value: Any) -> bool:
-    """Return whether an object can change in place.
+    """Return whether an object can change in place, or is a sentinel, which code compares by `is`.
 
     Values that share such an object must be sent together, because two copies could differ later.
+    Constants of Python's modules, such as `dataclasses.MISSING`, do not count.
     """
     kind = type(value)
-    if isinstance(value, type | FunctionType | ModuleType | Enum | logging.Logger):
+    if isinstance(value, _CONSTANTS) or kind.__module__ in ("typing", "dataclasses"):
         return False
-    if isinstance(value, dict | list | set | bytearray) or kind.__name__ == "ndarray":
+    if isinstance(value, _MUTABLE) or kind is object or kind.__module__ == "itertools":
         return True
-    if not kind.__dictoffset__ or kind.__module__ == "typing":
-        return False
-    # Many values have the same constant of a library, such as `dataclasses.MISSING`.
-    may_hide_state = any("__reduce_ex__" in vars(base) for base in kind.__mro__[:-1])
-    return may_hide_state or kind.__module__ == "__main__" or bool(vars(value))
+    has_slots = any(vars(base).get("__slots__") for base in kind.__mro__)
+    return has_slots or bool(kind.__dictoffset__) or kind.__name__ in _MUTABLE_NAMES
 
 
 def group_sharers(shared: Mapping[str, Collection[int]]) -> list[list[str]]:

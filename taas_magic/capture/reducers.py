@@ -16,7 +16,7 @@ import typing
 import uuid
 import warnings
 import weakref
-from collections.abc import Callable, Collection, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from enum import Enum
@@ -37,7 +37,7 @@ _classes: "weakref.WeakValueDictionary[str, type]" = weakref.WeakValueDictionary
 _received: "weakref.WeakSet[type]" = weakref.WeakSet()
 
 
-def reduce_by_value(cls: type, reduced: Reduced) -> Reduced:
+def reduce_by_value(cls: type, reduced: Reduced, *, is_update: bool) -> Reduced:
     """Reduce a class of the notebook by value, with an id.
 
     A process that has a class with this id uses its own class instead of making a copy. So objects
@@ -45,7 +45,9 @@ def reduce_by_value(cls: type, reduced: Reduced) -> Reduced:
 
     Args:
         reduced: Result of cloudpickle. This function keeps the `__slots__` and the order of the
-            attributes, which cloudpickle would lose. A built-in type is returned as it is.
+            attributes, which cloudpickle would lose. It also keeps the attributes of an Enum's
+            members. A built-in type is returned as it is.
+        is_update: Whether a process that has the class must set its attributes again.
     """
     if len(reduced) < 6:  # NoneType and similar built-in types are looked up, not made
         return reduced
@@ -57,7 +59,16 @@ def reduce_by_value(cls: type, reduced: Reduced) -> Reduced:
         args[3]["__slots__"] = vars(cls)["__slots__"]
     attributes = {name: state[0][name] for name in vars(cls) if name in state[0]}
     state = (attributes | state[0], *state[1:])  # restores the order: cloudpickle sorts by name
-    return _make_class, (class_id, make, args), (class_id, fill, state), None, None, _fill_class
+    members = {
+        name: {n: v for n, v in vars(member).items() if n not in _SET_BY_ENUM}
+        for name, member in (cls.__members__.items() if issubclass(cls, Enum) else ())
+    }
+    given = class_id, fill, state, is_update, members
+    return _make_class, (class_id, make, args), given, None, None, _fill_class
+
+
+_SET_BY_ENUM = frozenset({"_value_", "_name_", "__objclass__", "_sort_order_"})
+"""Attributes that `Enum` sets on each member."""
 
 
 def _make_class(class_id: str, make: Callable[..., type], args: tuple[Any, ...]) -> type:
@@ -69,19 +80,28 @@ def _make_class(class_id: str, make: Callable[..., type], args: tuple[Any, ...])
     return make(*args) if known is None else known
 
 
-def _fill_class(cls: type, given: tuple[str, Callable[[type, Any], None], Any]) -> None:
+def _fill_class(
+    cls: type,
+    given: tuple[str, Callable[[type, Any], None], Any, bool, Mapping[str, dict[str, Any]]],
+) -> None:
     """Set the attributes of a class that `_make_class` made; register the class by its id.
 
-    Does nothing if this process had the class already.
+    If this process had the class already, set the attributes only for an update. The members of an
+    Enum cannot be set again.
 
     Args:
-        given: Id of the class, cloudpickle's function that sets the attributes, and the attributes.
+        given: Id of the class, cloudpickle's function that sets the attributes, the attributes,
+            whether this is an update, and the attributes of an Enum's members by name.
     """
-    class_id, fill, state = given
+    class_id, fill, state, is_update, members = given
     if cls not in _ids:
         fill(cls, state)
         _ids[cls], _classes[class_id] = class_id, cls
         _received.add(cls)
+        for name, attributes in members.items():
+            vars(cls.__members__[name]).update(attributes)  # type: ignore[attr-defined]
+    elif is_update and not issubclass(cls, Enum):
+        fill(cls, state)
 
 
 Copy = tuple[bytes, Sequence[PickleBuffer]]

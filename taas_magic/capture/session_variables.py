@@ -56,6 +56,8 @@ class VariablesToSend:
     Attributes:
         why: Reason for each name that is sent.
         state: Process state of the notebook; empty if the ranks have it already.
+        at_ranks: Names of functions and classes that the ranks have and that are not sent, by id.
+        updated: Ids of the classes that are sent.
         digests: Digests of the sent values, by name, and of the process state if it is sent.
         reads: Names that the code of each function or class of the cell reads, by function or
             class.
@@ -65,6 +67,8 @@ class VariablesToSend:
     state: dict[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     digests: dict[str, bytes] = field(default_factory=dict)
+    at_ranks: dict[int, str] = field(default_factory=dict)
+    updated: set[int] = field(default_factory=set)
     reads: Mapping[str, frozenset[str]] = field(default_factory=dict)
 
 
@@ -161,6 +165,11 @@ class RankVariables:
                 changed.update(group)
         choice.why = {name: needed[name].why for name in reversed(needed) if name in changed}
         choice.digests = {name: needed[name].digest for name in choice.why}
+        for name in needed:
+            if isinstance(namespace[name], type | FunctionType) and name not in changed:
+                choice.at_ranks[id(namespace[name])] = name
+            elif isinstance(namespace[name], type):
+                choice.updated.add(id(namespace[name]))
         state_digest = _digest_of(_pickled(state))
         if not self._is_at_ranks(_STATE, state_digest):
             choice.state, choice.digests[_STATE] = state, state_digest

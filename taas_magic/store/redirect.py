@@ -530,7 +530,7 @@ def _writing_calls(view: StoreView) -> dict[str, _Call]:
         "chmod": changes,
         "chown": changes,
         "lchown": removes,  # `lchown`, like `remove`, does not follow links
-        "utime": changes,
+        "utime": partial(_write, view, partial(_path_to_set_times, view), follow=True),
         "setxattr": changes,
         "removexattr": changes,
         "truncate": partial(
@@ -766,14 +766,42 @@ def _write(
     return _call_redirected(real, path, *redirected, *args, **kw)
 
 
+def _is_gone(view: StoreView, path: Path, dir_fd: int | None) -> bool:
+    """Return whether a path in the store exists neither there nor as the rank's own version."""
+    found = view.resolve(
+        lambda store_path: view.own_path(store_path) or view.common_path(store_path), path, dir_fd
+    )
+    return found is not None and not os.path.lexists(found)
+
+
+def _path_to_set_times(view: StoreView, store_path: str) -> str | None:
+    """Return the path whose times to set instead of those of `store_path`; None for itself.
+
+    If the file does not exist, the call must fail: `Path.touch` then creates the file.
+    """
+    if view.own_path(store_path) is None and not os.path.exists(view.common_path(store_path)):
+        return None
+    return view.path_to_change(store_path)
+
+
 def _move(view: StoreView, across: _Call, real: _Call, src: Path, dst: Path, **kw: Any) -> None:
     """Call `real`, which takes two paths, with the redirected paths.
 
     If a redirected path is on another file system, call `across(source, target)` instead, which
-    moves or copies the file.
+    moves or copies the file. If another rank has moved the file already, do nothing. A file of a
+    folder that every rank may write is copied instead of moved to the scratch folder, so that the
+    store keeps it.
     """
+    is_gone = _is_gone(view, src, kw.get("src_dir_fd"))
     source, kw["src_dir_fd"] = _redirect_path(view, view.path_to_move, src, kw.get("src_dir_fd"))
     target, kw["dst_dir_fd"] = _redirect_path(view, view.path_to_write, dst, kw.get("dst_dir_fd"))
+    if source is not src and is_gone:
+        return
+    is_discarded = source is src and target is not dst and across is shutil.move
+    if is_discarded and is_below(os.path.realpath(src), view.store):
+        with view.without_redirection():
+            (shutil.copytree if os.path.isdir(source) else shutil.copy2)(source, target)
+        return
     try:
         real(source, target, **kw)
     except OSError as error:

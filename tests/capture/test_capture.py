@@ -261,6 +261,27 @@ def test_dataclass_enum_namedtuple_and_module(notebook: Notebook) -> None:
     assert notebook.in_rank(source) == [8, True, True, [5, 2], True, expected, True]
 
 
+def test_members_of_an_enum_keep_their_attributes(notebook: Notebook) -> None:
+    notebook.run(
+        """
+        import enum
+        import numpy as np
+        class Size(enum.Enum):
+            SMALL = (1, "s")
+            LARGE = (9, "l")
+            def __init__(self, width, label): self.width, self._label = width, label
+            @property
+            def label(self): return self._label
+        records = np.rec.array([(1, 2.0)], names="a,b")
+        """
+    )
+    source = """
+        out = [Size.LARGE.width, Size.SMALL.label, Size((9, "l")) is Size.LARGE]
+        out += [isinstance(records, np.recarray), int(records.a[0]), repr(records)[:9]]
+    """
+    assert notebook.in_rank(source) == [9, "s", True, True, 1, "rec.array"]
+
+
 def test_notebook_classes_inside_a_dataloaders_processes(notebook: Notebook) -> None:
     notebook.run(DEFINITIONS)
     source = """

@@ -170,6 +170,58 @@ def test_what_cells_trained_is_kept_when_other_values_change(session: Frontend) 
         assert line.startswith("14.0 True"), change
 
 
+HOLDERS = """
+import array, collections, functools, itertools
+import torch
+
+class Cfg:
+    lr = 0.1
+    def double(self): return 2 * self.lr
+
+class Agent:
+    def __init__(self, **parts): self.eps = 1.0; vars(self).update(parts)
+
+class Slotted:
+    __slots__ = ("n",)
+
+slotted = Slotted()
+slotted.n = 0
+replay, numbers, count = collections.deque(), array.array("i"), itertools.count()
+agent = Agent(replay=replay, numbers=numbers, count=count, slotted=slotted)
+weight = torch.zeros(1, requires_grad=True)
+optimizer = torch.optim.SGD([weight], 1.0)
+def loss(params=weight): return params.sum()
+conf = {"loss": loss}
+net = Agent(act=functools.partial(max, 0), seen=0)
+"""
+
+
+def test_objects_of_the_notebook_stay_what_they_are_in_a_session(session: Frontend) -> None:
+    session.run(HOLDERS)
+    begin = "replay.append(1)\nnet.seen += 1\nprint(Cfg.lr, Cfg().double(), agent.eps)"
+    assert printed(session, f"%%taas --session exp\n{begin}") == ["0.1 0.2 1.0"]
+    # a value that did not change stays, although pickling looked at its attributes
+    for seen in (2, 3):
+        cell = "%%taas --session exp\nnet.seen += 1\nprint(net.seen)"
+        assert printed(session, cell) == [str(seen)]
+    # what shares an object is sent together
+    session.run("agent.eps = 0.5")
+    same = "all(vars(agent)[n] is globals()[n] for n in ('replay', 'numbers', 'count', 'slotted'))"
+    use = "used = replay, numbers, count, slotted"
+    assert printed(session, f"%%taas --session exp\n{use}\nprint({same}, agent.eps)") == [
+        "True 0.5"
+    ]
+    # a function in a value is the ranks' function, with the objects that the ranks trained
+    step = "conf['loss']().backward()\noptimizer.step()"
+    assert printed(session, f"%%taas --session exp\n{step}\nprint(weight.item())") == ["-1.0"]
+    session.run("conf['n'] = 1")
+    again = f"optimizer.zero_grad()\n{step}\nprint(weight.item(), conf['loss'] is loss, conf['n'])"
+    assert printed(session, f"%%taas --session exp\n{again}") == ["-2.0 True 1"]
+    # changed attributes of a class arrive
+    session.run("Cfg.lr = 0.5\nCfg.double = lambda self: 3 * self.lr")
+    assert printed(session, "%%taas --session exp\nprint(Cfg.lr, Cfg().double())") == ["0.5 1.5"]
+
+
 def test_values_that_share_something_are_sent_together(session: Frontend) -> None:
     session.run("import torch\nw = torch.zeros(2)\nhalf = w[:1]\nbox = {'w': w}")
     share = "half.add_(1)\nprint(w[0].item() == box['w'][0].item() == half[0].item())"

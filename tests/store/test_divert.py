@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -47,6 +48,41 @@ def test_what_every_rank_does_fails_on_none(base: Path, rank: ProtectedProcess) 
     with pytest.raises(Raised, match="FileExistsError"):
         rank.call(os.mkdir, "folder")
     assert sorted(os.listdir(base / "store")) == ["data.bin", "folder", "numbers.bin"]
+
+
+def test_a_touched_file_exists_for_its_rank(base: Path, rank: ProtectedProcess) -> None:
+    for _ in range(2):
+        rank.call(Path.touch, Path("done"))
+        assert rank.call(os.path.exists, "done")
+    with pytest.raises(Raised, match="FileNotFoundError"):
+        rank.call(os.utime, "never")
+    rank.call(os.utime, "data.bin", (1, 1))
+    assert os.stat(base / "store" / "data.bin").st_mtime > 1
+    assert "done" not in os.listdir(base / "store")
+
+
+def test_a_folder_that_rank_0_has_moved_is_read_at_its_new_place(
+    base: Path, rank: ProtectedProcess
+) -> None:
+    (base / "store" / "new").mkdir()
+    (base / "store" / "new" / "file").touch()
+    rank.call(os.rename, "old", "new")
+    assert rank.call(os.listdir, "new") == ["file"]
+    rank.call(partial(os.makedirs, exist_ok=True), "new")
+
+
+def test_a_file_that_all_ranks_share_is_not_moved_out_of_the_store(base: Path) -> None:
+    (base / "store" / "parts").mkdir()
+    sights.saves(base / "store" / "parts" / "a.pt", 3.0)
+    setting = Setting(
+        str(base / "store"), str(base / "scratch"), StoreProtection.PYTHON, shared=("parts",)
+    )
+    with protected.protected_process(setting) as rank:
+        rank.call(os.rename, "parts/a.pt", "parts/b.pt")
+        rank.call(os.rename, "parts/b.pt", "final.pt")
+        assert rank.call(sights.loads, "final.pt") == 3.0
+    assert os.listdir(base / "store" / "parts") == ["b.pt"]
+    assert not (base / "store" / "final.pt").exists()
 
 
 def test_writing_elsewhere_is_not_redirected(base: Path, rank: ProtectedProcess) -> None:
