@@ -17,6 +17,7 @@ from taas_magic.capture.pickling import Pickled, ValuePickler, group_sharers
 from taas_magic.errors import CaptureError
 
 _STATE = "<state of the process>"
+_HASH_BYTES = hashlib.sha256().digest_size
 _LISTED = 5
 
 
@@ -164,7 +165,10 @@ class RankVariables:
             if is_changed or len({self._sent[name].number for name in group}) > 1:
                 changed.update(group)
         choice.why = {name: needed[name].why for name in reversed(needed) if name in changed}
-        choice.digests = {name: needed[name].digest for name in choice.why}
+        for name in choice.why:
+            # The first pickling may have changed the value, for example by filling a cache.
+            again = _pickle_value(name, namespace, to, "", hashes_buffers=False)
+            choice.digests[name] = again.digest[:_HASH_BYTES] + needed[name].digest[_HASH_BYTES:]
         for name in needed:
             if isinstance(namespace[name], type | FunctionType) and name not in changed:
                 choice.at_ranks[id(namespace[name])] = name
@@ -312,11 +316,19 @@ class RankVariables:
         return notes
 
 
-def _pickle_value(name: str, namespace: dict[str, Any], to: Destination, why: str) -> _Candidate:
+def _pickle_value(
+    name: str,
+    namespace: dict[str, Any],
+    to: Destination,
+    why: str,
+    *,
+    hashes_buffers: bool = True,
+) -> _Candidate:
     """Pickle one variable on its own, and return its record.
 
     Args:
         why: Reason why the variable is needed.
+        hashes_buffers: Whether the digest includes the memory of arrays and tensors.
 
     Raises:
         CaptureError: An object in the value cannot be sent.
@@ -325,7 +337,9 @@ def _pickle_value(name: str, namespace: dict[str, Any], to: Destination, why: st
     pickler.coming[name] = namespace[name]
     pickler.pickle_variable(name, namespace[name])
     loaders = [packed.payload for packed in pickler.replaced.values()]
-    digest = _digest_of(pickler.pickled(), loaders)
+    pickled = pickler.pickled()
+    buffers = pickled.buffers if hashes_buffers else ()
+    digest = _digest_of(Pickled(pickled.data, buffers), loaders)
     return _Candidate(digest, why, list(pickler.needs), pickler.shared_objects())
 
 
@@ -358,12 +372,13 @@ def _pickled(value: Any) -> Pickled:
 
 
 def _digest_of(pickled: Pickled, more: Iterable[bytes] = ()) -> bytes:
-    found = hashlib.sha256(pickled.data)
-    for buffer in pickled.buffers:
-        found.update(buffer.raw())
+    """Return two hashes of a pickle: of its data and `more`, and of its buffers."""
+    data, buffers = hashlib.sha256(pickled.data), hashlib.sha256()
     for part in more:
-        found.update(part)
-    return found.digest()
+        data.update(part)
+    for buffer in pickled.buffers:
+        buffers.update(buffer.raw())
+    return data.digest() + buffers.digest()
 
 
 def _is_module(value: Any) -> bool:
