@@ -13,6 +13,7 @@ import pytest
 
 from taas_magic.errors import UsageError
 from taas_magic.notebook import sessions
+from tests.cellfiles import cells_of
 from tests.eventually import eventually
 from tests.frontend import Frontend
 from tests.harness import below, left_of, listening_ports
@@ -170,35 +171,7 @@ def test_what_cells_trained_is_kept_when_other_values_change(session: Frontend) 
         assert line.startswith("14.0 True"), change
 
 
-HOLDERS = """
-import array, collections, functools, itertools
-import torch
-
-class Cfg:
-    lr = 0.1
-    def double(self): return 2 * self.lr
-
-class Agent:
-    def __init__(self, **parts): self.eps = 1.0; vars(self).update(parts)
-
-class Slotted:
-    __slots__ = ("n",)
-
-class Caching:
-    def __init__(self): self.n = 0
-    def __getstate__(self): self.cache = 1; return dict(vars(self))
-
-slotted = Slotted()
-slotted.n = 0
-caching = Caching()
-replay, numbers, count = collections.deque(), array.array("i"), itertools.count()
-agent = Agent(replay=replay, numbers=numbers, count=count, slotted=slotted)
-weight = torch.zeros(1, requires_grad=True)
-optimizer = torch.optim.SGD([weight], 1.0)
-def loss(params=weight): return params.sum()
-conf = {"loss": loss}
-net = Agent(act=functools.partial(max, 0), seen=0)
-"""
+[HOLDERS] = cells_of("session_values")
 
 
 def test_objects_of_the_notebook_stay_what_they_are_in_a_session(session: Frontend) -> None:
