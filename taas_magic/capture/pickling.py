@@ -427,9 +427,7 @@ class ValuePickler(cloudpickle.Pickler):
         """
         if (name := self.at_receiver.get(id(cls))) is not None:
             return notebooks_own, (name,)
-        if cls.__module__ not in sys.modules:  # numpy.rec, for example, is imported late
-            with suppress(ImportError):
-                importlib.import_module(cls.__module__)
+        _import_submodule_of(cls)
         reduced = super().reducer_override(cls)
         if reduced is NotImplemented:
             self.modules.add(cls.__module__)
@@ -546,6 +544,18 @@ def _contents(cell: CellType) -> Iterator[Any]:
         yield cell.cell_contents
     except ValueError:
         return
+
+
+def _import_submodule_of(cls: type) -> None:
+    """Import the module of a class if only its package is imported, as for `numpy.recarray`.
+
+    Otherwise, the class would not count as importable. Do nothing for a class without a module.
+    """
+    name = cls.__module__ or ""
+    package = name.rpartition(".")[0]
+    if name not in sys.modules and package in sys.modules:
+        with suppress(ImportError):
+            importlib.import_module(name)
 
 
 _CONSTANTS = (type, FunctionType, ModuleType, Enum, logging.Logger, PurePath)

@@ -261,7 +261,7 @@ def test_dataclass_enum_namedtuple_and_module(notebook: Notebook) -> None:
     assert notebook.in_rank(source) == [8, True, True, [5, 2], True, expected, True]
 
 
-def test_members_of_an_enum_keep_their_attributes(notebook: Notebook) -> None:
+def test_enums_with_attributes_record_arrays_and_a_class_without_module(notebook: Notebook) -> None:
     notebook.run(
         """
         import enum
@@ -273,13 +273,16 @@ def test_members_of_an_enum_keep_their_attributes(notebook: Notebook) -> None:
             @property
             def label(self): return self._label
         records = np.rec.array([(1, 2.0)], names="a,b")
+        Message = type("Message", (), {"__module__": None, "text": "hi"})
+        message = Message()
         """
     )
     source = """
         out = [Size.LARGE.width, Size.SMALL.label, Size((9, "l")) is Size.LARGE]
         out += [isinstance(records, np.recarray), int(records.a[0]), repr(records)[:9]]
+        out += [message.text]
     """
-    assert notebook.in_rank(source) == [9, "s", True, True, 1, "rec.array"]
+    assert notebook.in_rank(source) == [9, "s", True, True, 1, "rec.array", "hi"]
 
 
 def test_notebook_classes_inside_a_dataloaders_processes(notebook: Notebook) -> None:
