@@ -1,20 +1,27 @@
-"""Python's parser with a lock, for several threads."""
+"""Python's parser for several threads."""
 
 import ast
 import threading
+from contextlib import suppress
 
 _lock = threading.Lock()
+_TRIES = 5
 
 
 def parse(source: str, filename: str = "<unknown>") -> ast.Module:
     """Parse Python source. Any thread may call this.
 
     While another thread parses, `ast.parse` of CPython 3.11 may raise SystemError ("AST constructor
-    recursion depth mismatch"), because all threads count the depth in one variable.
+    recursion depth mismatch"), because all threads count the depth in one variable. A lock prevents
+    this between callers of this function. Other code, such as the formatting of a traceback, parses
+    without the lock, so try again after this error.
 
     Raises:
         SyntaxError: The source is not Python.
         ValueError: The source contains a null character.
     """
     with _lock:
+        for _ in range(_TRIES - 1):
+            with suppress(SystemError):
+                return ast.parse(source, filename)
         return ast.parse(source, filename)
