@@ -192,7 +192,7 @@ def digest_of_ours() -> str:
 def package_files(folder: str) -> list[tuple[str, bytes]]:
     """Return the files of a package as (relative path, content), sorted by path.
 
-    Files in subfolders count, too, except those in `__pycache__`.
+    The result also has the files of subfolders, except those in `__pycache__`.
     """
     found = []
     for root, folders, names in os.walk(folder):

@@ -170,7 +170,7 @@ class WorkerHandle:
     def send(self, oldest_epoch: int) -> None:
         """Send the queued commands, if any, with up to `_MOST_FREES` freed offsets.
 
-        The files with the requests' details are sent, too, and closed here. If the worker has
+        Also sends the files with the requests' details, and closes them here. If the worker has
         ended, this method raises nothing; `receive_replies` raises `EOFError`.
 
         Args:

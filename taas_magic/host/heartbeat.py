@@ -45,8 +45,8 @@ def send_heartbeats(
     thread also sends a note if all ranks wait at a rendezvous address that the cell has set
     (`_why_ranks_wait`).
 
-    During the block, the metrics of `taas.log` go to a buffer of this function. The scalars that
-    the program gives to TensorBoard go there, too, unless TAAS_METRICS is "0".
+    During the block, a buffer of this function collects the metrics of `taas.log` and, unless
+    TAAS_METRICS is "0", the scalars that the program gives to TensorBoard.
 
     Args:
         link: Connection to the agent.

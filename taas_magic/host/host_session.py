@@ -351,9 +351,11 @@ class HostCell(HostRun):
         forwarded. Reason: `pdb` does not end by an interrupt, but requests the next line.
         """
         attempt = self._attempt
-        is_interrupted = isinstance(attempt, CellAttempt) and attempt.is_interrupted
-        if isinstance(message, InputRequested) and is_interrupted:
-            assert attempt is not None
+        if (
+            isinstance(message, InputRequested)
+            and isinstance(attempt, CellAttempt)
+            and attempt.is_interrupted
+        ):
             answer = AnswerInput(self.spec.plan.run_id, rank, message.number)
             link.answer_input(attempt.folder, answer)
         else:

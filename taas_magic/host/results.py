@@ -107,8 +107,8 @@ def receive(
 ) -> Received:
     """Load the results of a run in the kernel, archive by archive.
 
-    From rank 0's archives, the kernel reads all names of `--out`, because rank 0 gathers sharded
-    models for the other ranks, and the value of the work. From the archives of any other rank, the
+    From rank 0's archives, the kernel reads the value of the work and all names of `--out`. Reason:
+    rank 0 also gathers sharded models for the other ranks. From the archives of any other rank, the
     kernel reads only the names that `--out` requests from that rank. Archives of earlier attempts
     are ignored.
 

@@ -111,8 +111,8 @@ def entry_code(module: str) -> str:
 
     With `-c`, Python puts the current folder first in the import path. If the notebook's folder is
     the current folder, a file random.py in it would replace Python's own module. So the code
-    removes the current folder. If PYTHONPATH contains the current folder, too, the code moves this
-    entry to the end, unless this package itself is imported from this folder.
+    removes this entry. PYTHONPATH may also contain the current folder. The code moves such an entry
+    to the end, unless this package itself is imported from the current folder.
     """
     return (
         "import os, sys; sys.path[0] or sys.path.pop(0); "

@@ -766,11 +766,14 @@ def _write(
     return _call_redirected(real, path, *redirected, *args, **kw)
 
 
+def _path_to_find(view: StoreView, store_path: str) -> str:
+    """Return the path at which a file of the store exists if it exists for this rank."""
+    return view.own_path(store_path) or view.common_path(store_path)
+
+
 def _is_gone(view: StoreView, path: Path, dir_fd: int | None) -> bool:
     """Return whether a path in the store exists neither there nor as the rank's own version."""
-    found = view.resolve(
-        lambda store_path: view.own_path(store_path) or view.common_path(store_path), path, dir_fd
-    )
+    found = view.resolve(partial(_path_to_find, view), path, dir_fd)
     return found is not None and not os.path.lexists(found)
 
 
@@ -779,9 +782,8 @@ def _path_to_set_times(view: StoreView, store_path: str) -> str | None:
 
     If the file does not exist, the call must fail: `Path.touch` then creates the file.
     """
-    if view.own_path(store_path) is None and not os.path.exists(view.common_path(store_path)):
-        return None
-    return view.path_to_change(store_path)
+    exists = os.path.exists(_path_to_find(view, store_path))
+    return view.path_to_change(store_path) if exists else None
 
 
 def _move(view: StoreView, across: _Call, real: _Call, src: Path, dst: Path, **kw: Any) -> None:
@@ -828,9 +830,7 @@ def _access(
     """
     if real(path, mode, dir_fd=dir_fd, **kw):
         return True
-    store_path = view.resolve(
-        lambda store_path: view.own_path(store_path) or view.common_path(store_path), path, dir_fd
-    )
+    store_path = view.resolve(partial(_path_to_find, view), path, dir_fd)
     return store_path is not None and bool(real(store_path, mode & ~os.W_OK))
 
 
