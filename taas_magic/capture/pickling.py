@@ -50,6 +50,7 @@ from taas_magic.capture.reducers import (
     reduce_path,
     reduce_received,
     reduce_single_dispatch,
+    reduce_to_id,
     this_shell,
     torch_reducers,
 )
@@ -240,6 +241,8 @@ class ValuePickler(cloudpickle.Pickler):
         filled: Closure cells whose content is already in the pickle, by id.
         at_receiver: Names of functions and classes that the receiver has in its namespace, by id.
             The pickle contains only their names.
+        is_digest: Whether the pickle is only for a digest. A class inside of an added value then
+            counts by its identity: a changed attribute of a class is no change of its instances.
         updated: Ids of the classes whose attributes the receiver must set again if it has them.
         coming: Values that are being added, by name. If a function reads one of these names, the
             name's value is pickled as one of the function's globals. Reason: the function may be
@@ -272,12 +275,15 @@ class ValuePickler(cloudpickle.Pickler):
         self.filled: dict[int, CellType] = {}
         self.at_receiver: Mapping[int, str] = {}
         self.updated: Collection[int] = ()
+        self.is_digest = False
+        self._value: Any = None
         self._rules = self._make_rules()
         self._handlers: dict[type, Handler | None] = {}
 
     def add(self, value: Any) -> int:
         """Pickle one more value. Return the bytes that it adds to the pickle and to the buffers."""
         at, first_buffer = self._file.tell(), len(self.buffers)
+        self._value = value
         self.dump(value)
         own = sum(buffer.raw().nbytes for buffer in self.buffers[first_buffer:])
         return self._file.tell() - at + own
@@ -436,7 +442,17 @@ class ValuePickler(cloudpickle.Pickler):
         self._need_by_name(cls)
         if self._to == "notebook" and is_received(cls):
             return reduce_received(cls, self.copy_of(cls))
+        if self.is_digest and cls is not self._value:
+            self._add_needs_of(cls)
+            return reduce_to_id(cls)
         return reduce_by_value(cls, reduced, is_update=id(cls) in self.updated)
+
+    def _add_needs_of(self, cls: type) -> None:
+        """Add the names that a class needs, unless the namespace has the class itself."""
+        if _qualname(cls).partition(".")[0] not in self.needs:
+            pickler = ValuePickler(self._namespace, self._to)
+            pickler.add(cls)
+            self.needs |= pickler.needs
 
     def copy_of(self, value: Any) -> Copy | None:
         """Pickle an object of the notebook on its own; None if the object cannot be pickled.

@@ -67,6 +67,11 @@ def reduce_by_value(cls: type, reduced: Reduced, *, is_update: bool) -> Reduced:
     return _make_class, (class_id, make, args), given, None, None, _fill_class
 
 
+def reduce_to_id(cls: type) -> Reduced:
+    """Reduce a class to its id, for a pickle that is only for a digest."""
+    return _known_class, (_ids.setdefault(cls, uuid.uuid4().hex), cls.__qualname__)
+
+
 _SET_BY_ENUM = frozenset({"_value_", "_name_", "__objclass__", "_sort_order_"})
 """Attributes that `Enum` sets on each member."""
 

@@ -334,6 +334,7 @@ def _pickle_value(
         CaptureError: An object in the value cannot be sent.
     """
     pickler = ValuePickler(namespace, to)
+    pickler.is_digest = True
     pickler.coming[name] = namespace[name]
     pickler.pickle_variable(name, namespace[name])
     loaders = [packed.payload for packed in pickler.replaced.values()]

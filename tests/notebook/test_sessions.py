@@ -199,6 +199,9 @@ def test_objects_of_the_notebook_stay_what_they_are_in_a_session(session: Fronte
     # changed attributes of a class arrive
     session.run("Cfg.lr = 0.5\nCfg.double = lambda self: 3 * self.lr")
     assert printed(session, "%%taas --session exp\nprint(Cfg.lr, Cfg().double())") == ["0.5 1.5"]
+    # and do not reset the class's instances
+    session.run("Agent.bonus = 7")
+    assert printed(session, "%%taas --session exp\nprint(net.seen + Agent.bonus)") == ["10"]
 
 
 def test_values_that_share_something_are_sent_together(session: Frontend) -> None:
