@@ -3,6 +3,7 @@
 Any process can import this module, even if torch and Dask are not installed.
 """
 
+import importlib
 import os
 import sys
 from types import SimpleNamespace
@@ -118,11 +119,25 @@ def _device_type() -> str:
     return "cuda" if probe.count_gpus() else "cpu"
 
 
+_PLACES = {
+    "Run": "taas_magic.notebook.runs:Run",
+    "compare": "taas_magic.notebook.runs:compare",
+    "farm": "taas_magic.farms.farm:farm",
+    "federation": "taas_magic.federation.federation:Federation",
+    "log": "taas_magic.host.metrics:log",
+    "run": "taas_magic.notebook.functions:run",
+    "runs": "taas_magic.notebook.runs:runs",
+    "save": "taas_magic.store.publish:save",
+    "step": "taas_magic.host.profile:step",
+}
+"""Module and name of each object that `__getattr__` imports, by its public name."""
+
+
 def __getattr__(name: str) -> Any:
     """Return the object with a public name of `taas`; import its module on first use.
 
     `last_run` is the run that this kernel started or attached last; None if there is no such run.
-    `log` and `step` are stored in this module, because loops call them often.
+    The other objects are stored in this module: loops call `log` and `step` often.
 
     The other modules are not imported together with `taas`. During the import of `taas`, the
     notebook's folder comes before the standard library on the import path. If this folder has a
@@ -133,38 +148,12 @@ def __getattr__(name: str) -> Any:
     """
     if name == "last_run":
         return getattr(sys.modules.get("taas_magic.notebook.launch"), "last_run", None)
-    if name == "log":
-        from taas_magic.host.metrics import log
-
-        globals()[name] = log  # a training loop calls it at each step
-        return log
-    if name == "step":
-        from taas_magic.host.profile import step
-
-        globals()[name] = step  # a training loop calls it at each step
-        return step
-    if name in ("Run", "compare", "runs"):
-        from taas_magic.notebook import runs
-
-        return getattr(runs, name)
-    if name == "run":
-        from taas_magic.notebook.functions import run
-
-        return run
     if name == "device_type":
         return _device_type()
-    if name == "farm":
-        from taas_magic.farms.farm import farm
-
-        return farm
-    if name == "federation":
-        from taas_magic.federation.federation import Federation
-
-        return Federation
-    if name == "save":
-        from taas_magic.store.publish import save
-
-        return save
+    if name in _PLACES:
+        module, _, attribute = _PLACES[name].partition(":")
+        globals()[name] = getattr(importlib.import_module(module), attribute)
+        return globals()[name]
     raise AttributeError(f"module 'taas' has no attribute {name!r}; it has: {', '.join(__all__)}")
 
 

@@ -42,21 +42,8 @@ if TYPE_CHECKING:
 
 _FOR_USERS = (
     *("advice", "duration_s", "error", "failed_rank", "failures", "hosts", "is_active", "log_path"),
-    *(
-        "logs",
-        "metrics",
-        "missing",
-        "name",
-        "out",
-        "path",
-        "plan",
-        "plot",
-        "pool",
-        "receipt",
-        "result",
-        "timeline",
-    ),
-    *("run_id", "started_at", "state", "wait", "waited", "world_size"),
+    *("logs", "metrics", "missing", "name", "out", "path", "plan", "plot", "pool", "receipt"),
+    *("result", "run_id", "started_at", "state", "timeline", "wait", "waited", "world_size"),
 )
 
 POLL_S = 0.2

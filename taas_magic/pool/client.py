@@ -515,7 +515,6 @@ class Pool:
         self.folder = PoolFolder(config, project)
         self._joining = threading.Lock()
         self._connection: PoolConnection | None = None
-        self._is_retired = False
 
     @property
     def name(self) -> str:
@@ -793,7 +792,6 @@ class Pool:
 
         Call when another `Pool` replaces this one, because the pool's settings have changed.
         """
-        self._is_retired = True
         if (found := self.connection) is not None:
             found.close_when_unused()
 
