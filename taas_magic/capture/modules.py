@@ -240,6 +240,19 @@ def outdated(modules: Mapping[str, ModuleSource]) -> list[str]:
     ]
 
 
+def edited_modules(modules: Mapping[str, ModuleSource]) -> list[str]:
+    """Return which of these modules have another source in their file now. Runs in the kernel.
+
+    A file that is missing or is not Python text does not count.
+    """
+    found = []
+    for name, module in modules.items():
+        with suppress(OSError, SyntaxError, UnicodeDecodeError), tokenize.open(module.path) as file:
+            if file.read() != module.source:
+                found.append(name)
+    return found
+
+
 def _shipped_loader(name: str) -> "_Loader | None":
     spec = getattr(sys.modules.get(name), "__spec__", None)
     return spec.loader if spec is not None and isinstance(spec.loader, _Loader) else None

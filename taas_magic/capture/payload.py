@@ -18,6 +18,7 @@ from taas_magic.capture.culprit import Destination, type_name
 from taas_magic.capture.modules import (
     ModuleSource,
     collect,
+    edited_modules,
     install,
     needed_modules,
     patches,
@@ -425,7 +426,10 @@ def capture(
     gathering.pickle_variables({**why, **dict.fromkeys(needs, THE_CALL)})
     if isinstance(work, FunctionWork):
         gathering.pickle_call(work)
-    modules = collect([*used.imports, *imports, *pickler.modules], project)
+    edited = edited_modules(known.modules) if known is not None else ()
+    modules = collect([*used.imports, *imports, *edited, *pickler.modules], project)
+    if choice is not None:
+        choice.modules = modules
     definitions = _definitions(pickler.filenames, source_of)
     texts = [work.raw, *(source.text for source in definitions.values())]
     payload = Payload(

@@ -12,6 +12,7 @@ from typing import Any
 
 from taas_magic.capture.culprit import Destination
 from taas_magic.capture.digest import plain_digest
+from taas_magic.capture.modules import ModuleSource
 from taas_magic.capture.names import THE_CELL, UsedNames, reason_used_by
 from taas_magic.capture.pickling import Pickled, ValuePickler, group_sharers
 from taas_magic.errors import CaptureError
@@ -62,6 +63,7 @@ class VariablesToSend:
         digests: Digests of the sent values, by name, and of the process state if it is sent.
         reads: Names that the code of each function or class of the cell reads, by function or
             class.
+        modules: Sources of the project's modules that are sent, by name.
     """
 
     why: dict[str, str] = field(default_factory=dict)
@@ -71,6 +73,7 @@ class VariablesToSend:
     at_ranks: dict[int, str] = field(default_factory=dict)
     updated: set[int] = field(default_factory=set)
     reads: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    modules: Mapping[str, ModuleSource] = field(default_factory=dict)
 
 
 class RankVariables:
@@ -80,10 +83,12 @@ class RankVariables:
         owned: Digest (`plain_digest`) of each variable that a cell assigned, by name; "" for a
             variable that is not plain. If several ranks reported the variable, the lowest rank
             counts.
+        modules: Sources of the project's modules that the ranks got from this kernel, by name.
     """
 
     def __init__(self) -> None:
         self.owned: dict[str, str] = {}
+        self.modules: dict[str, ModuleSource] = {}
         self._sent: dict[str, SentValue] = {}
         """Values of the notebook that the ranks have, by name."""
 
@@ -234,11 +239,12 @@ class RankVariables:
         return needed, kept
 
     def record_sent(self, choice: VariablesToSend) -> None:
-        """Record that all ranks have received the variables in `choice`.
+        """Record that all ranks have received the variables and modules in `choice`.
 
-        These names belong to the notebook from now on.
+        The variables' names belong to the notebook from now on.
         """
         self._n_cells += 1
+        self.modules |= choice.modules
         for name, digest in choice.digests.items():
             self._sent[name] = SentValue(digest, self._n_cells)
             self.owned.pop(name, None)

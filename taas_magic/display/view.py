@@ -23,6 +23,7 @@ from taas_magic.display.log import CELL_BYTES, NO_LIMIT_BYTES, LogText
 from taas_magic.display.replay import TAIL_BYTES, OutputPiece
 from taas_magic.display.tails import last_lines
 from taas_magic.messages import ClearOutput, Display, Event, Lines, LinesDropped, Restart
+from taas_magic.plan import Plan
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
@@ -31,6 +32,11 @@ if TYPE_CHECKING:
 class NotebookScreen:
     """A screen that shows a run in the output of the notebook cell that is executing.
 
+    Args:
+        run_id: Id of the run.
+        session: Name of the session whose ranks execute the run, so that a cell of a session can
+            update a display of an earlier cell.
+
     Attributes:
         limit_bytes: Maximum bytes of text that the view passes to `write`. After that, the view
             passes a summary to `show_rest`.
@@ -38,8 +44,8 @@ class NotebookScreen:
 
     limit_bytes = CELL_BYTES
 
-    def __init__(self, run_id: str) -> None:
-        self._run_id = run_id
+    def __init__(self, run_id: str, session: str = "") -> None:
+        self._run_id, self._ranks_id = run_id, session or run_id
         self._head: dict[str, str] = {}
         self._shows_rest = False
         self._clears_first = False
@@ -67,12 +73,12 @@ class NotebookScreen:
         self._shows_rest = True
 
     def display(self, event: Display) -> None:
-        """Show a display of a rank, under an id that is unique to its run and rank."""
+        """Show a display of a rank, under an id that is unique to its run or session, and rank."""
         if not event.update:
             self._clear_now()
         named = {}
         if event.display_id:
-            named = {"display_id": f"{self._run_id}:{event.rank}:{event.display_id}"}
+            named = {"display_id": f"{self._ranks_id}:{event.rank}:{event.display_id}"}
         publish_display_data(event.data, event.metadata or {}, transient=named, update=event.update)
 
     def clear(self, wait: bool) -> None:
@@ -133,8 +139,8 @@ class ConsoleScreen(NotebookScreen):
     limit_bytes = 16 * CELL_BYTES
     _rest = ""
 
-    def __init__(self, run_id: str) -> None:
-        super().__init__(run_id)
+    def __init__(self, run_id: str, session: str = "") -> None:
+        super().__init__(run_id, session)
         self._urgent = UrgentLines()
 
     def open(self, state: RunState, now: float) -> None:
@@ -170,8 +176,9 @@ class TerminalScreen:
         self._urgent = UrgentLines()
 
     def open(self, state: RunState, now: float) -> None:
-        """Write the status header."""
-        self.write(head.text(state, now) + "\n")
+        """Write the status header, unless the run has ended: `close` then writes it."""
+        if not state.has_ended:
+            self.write(head.text(state, now) + "\n")
         self._urgent.lines(state, now)
 
     def show(self, state: RunState, now: float) -> None:
@@ -212,8 +219,8 @@ class TerminalScreen:
 Screen = NotebookScreen | TerminalScreen
 
 
-def screen_for(shell: "InteractiveShell | None", run_id: str) -> Screen:
-    """Return a notebook's, a console's or a terminal's screen, whichever fits the shell.
+def screen_for(shell: "InteractiveShell | None", plan: Plan) -> Screen:
+    """Return a notebook's, a console's or a terminal's screen for a run, as fits the shell.
 
     A shell without a kernel writes to a terminal. A kernel's frontend is a notebook if its request
     names the cell (JupyterLab, Notebook 7, VS Code) or allows no input (nbclient). Any other
@@ -224,7 +231,8 @@ def screen_for(shell: "InteractiveShell | None", run_id: str) -> Screen:
     request: Mapping[str, Any] = getattr(shell, "get_parent", dict)()
     asks = request.get("content", {}).get("allow_stdin", False)
     is_of_console = asks and "cellId" not in request.get("metadata", {})
-    return ConsoleScreen(run_id) if is_of_console else NotebookScreen(run_id)
+    kind = ConsoleScreen if is_of_console else NotebookScreen
+    return kind(plan.run_id, plan.session)
 
 
 HEAD_GAP_S = 0.1
@@ -302,7 +310,7 @@ class View:
         plan, now = state.plan, clock()
         self._clock, self._state = clock, state
         state.began = state.began or now
-        self._screen = screen_for(shell or get_ipython(), plan.run_id)
+        self._screen = screen_for(shell or get_ipython(), plan)
         limit_bytes = self._screen.limit_bytes + (TAIL_BYTES if past else 0)
         self._clearing_rank = min(plan.log_ranks or plan.ranks or {0})
         self._log = LogText(plan, state.run_dir, limit_bytes)

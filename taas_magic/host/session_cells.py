@@ -76,9 +76,9 @@ class _SessionCells:
         try:
             loaded = payload.read(folder.payload)
             settings = loaded.load_settings()
-            if order.takes_part and (names := outdated(loaded.modules)):
-                link.send(Note(text=_outdated_note(names)))
             self._modules |= loaded.modules
+            if order.takes_part and (names := outdated(self._modules)):
+                link.send(Note(text=_outdated_note(names)))
             loaded = structs.replace(loaded, modules=self._modules)
             install(self._modules)
             self._feeds.begin_cell(order.number, folder.path, settings)

@@ -122,9 +122,12 @@ def test_whose_value_a_name_has(session: Frontend) -> None:
     assert printed(session, "%%taas --session exp\nprint(lr)") == ["7"]
 
 
-def test_an_edited_module_is_announced_until_the_ranks_reload_it(session: Frontend) -> None:
+@pytest.mark.parametrize("importer", ["%%taas --session exp\n", ""])
+def test_an_edited_module_is_announced_until_the_ranks_reload_it(
+    session: Frontend, importer: str
+) -> None:
     session.run("%%writefile edited_helpers.py\ndef answer(): return 1")
-    session.run("import edited_helpers")
+    session.run(f"{importer}import edited_helpers")
     use = "%%taas --session exp\nprint(edited_helpers.answer())"
     assert printed(session, use) == ["1"]
     session.run("%%writefile edited_helpers.py\ndef answer(): return 2  # edited")
@@ -134,6 +137,20 @@ def test_an_edited_module_is_announced_until_the_ranks_reload_it(session: Fronte
     session.run("%%taas --session exp\nimport importlib\nimportlib.reload(edited_helpers)")
     request = session.run(use)
     assert "2" in session.text(request) and "old code" not in notes(session, request)
+
+
+def test_a_cell_updates_a_display_of_an_earlier_cell(session: Frontend) -> None:
+    of_cell = "%%taas --session exp\n"
+    first = session.run(f"{of_cell}handle = display('old', display_id=True)")
+    second = session.run(f"{of_cell}handle.update('new')")
+    [shown] = [it for it in session.contents(first, "display_data") if is_of_rank(it)]
+    [update] = [it for it in session.contents(second, "update_display_data") if is_of_rank(it)]
+    assert update["data"]["text/plain"] == "'new'"
+    assert update["transient"] == shown["transient"]
+
+
+def is_of_rank(content: dict[str, Any]) -> bool:
+    return not content["transient"].get("display_id", ":head").endswith((":head", ":rest"))
 
 
 UNRELATED = """
