@@ -28,7 +28,7 @@ class MetricBuffer:
     def add(self, values: Mapping[str, Any], step: int | None, all_ranks: bool) -> None:
         """Append scalars to the buffer. On a rank other than 0, do so only if `all_ranks` is True.
 
-        In a child that the rank forked, do nothing.
+        In a child that the rank forked, append nothing. The arguments are checked in any case.
 
         Args:
             step: Step of the training. None to use the last step of the same name plus 1, or 0 for
@@ -37,12 +37,12 @@ class MetricBuffer:
         Raises:
             TypeError: A name, a value or the step has a wrong type. Nothing is recorded then.
         """
-        if (self._rank and not all_ranks) or os.getpid() != self._pid:
-            return
         now, number = time.time(), None if step is None else _checked_step(step)
-        self._waiting.extend(
-            [(now, number, _checked_name(it), _checked_copy(it, values[it])) for it in values]
-        )
+        found = [(now, number, _checked_name(it), _checked_copy(it, values[it])) for it in values]
+        # Wrong arguments raise on every rank: if only rank 0 raised, the other ranks would continue
+        # alone.
+        if (all_ranks or not self._rank) and os.getpid() == self._pid:
+            self._waiting.extend(found)
 
     def pop_scalars(self) -> list[MetricPoint]:
         """Remove all scalars from the buffer, and return them as numbers.
@@ -154,16 +154,18 @@ def log(
 
 
 def record_tensorboard() -> None:
-    """Make TensorBoard's `SummaryWriter.add_scalar` also log its scalars as `taas.log` does.
+    """Make TensorBoard's `SummaryWriter` also log its scalars as `taas.log` does.
 
-    A scalar that `taas.log` refuses is only written by TensorBoard. Lightning's TensorBoardLogger
+    The scalars are those of `add_scalar`, and those of `add_scalars` under the names `TAG/NAME`. A
+    scalar that `taas.log` refuses is only written by TensorBoard. Lightning's TensorBoardLogger
     and transformers' TensorBoardCallback call `add_scalar`. Call this function after the import of
     `torch.utils.tensorboard.writer`.
     """
     from torch.utils.tensorboard import writer
 
     kind: Any = writer.SummaryWriter
-    original: Callable[..., Any] = kind.add_scalar
+    add_one: Callable[..., Any] = kind.add_scalar
+    add_many: Callable[..., Any] = kind.add_scalars
 
     def add_scalar(
         self: Any,
@@ -173,10 +175,28 @@ def record_tensorboard() -> None:
         *rest: Any,
         **more: Any,
     ) -> Any:
-        added = original(self, tag, scalar_value, global_step, *rest, **more)
-        if not isinstance(scalar_value, str):  # a str is the name of a caffe2 blob
-            with suppress(TypeError):  # TensorBoard accepts more than `log`, such as a step of 0.5
-                log({tag: scalar_value}, step=global_step)
+        added = add_one(self, tag, scalar_value, global_step, *rest, **more)
+        _log_tensorboard({tag: scalar_value}, global_step)
         return added
 
-    kind.add_scalar = add_scalar
+    def add_scalars(
+        self: Any,
+        main_tag: str,
+        tag_scalar_dict: Mapping[str, Any],
+        global_step: int | None = None,
+        *rest: Any,
+        **more: Any,
+    ) -> Any:
+        added = add_many(self, main_tag, tag_scalar_dict, global_step, *rest, **more)
+        values = {f"{main_tag}/{name}": value for name, value in tag_scalar_dict.items()}
+        _log_tensorboard(values, global_step)
+        return added
+
+    kind.add_scalar, kind.add_scalars = add_scalar, add_scalars
+
+
+def _log_tensorboard(values: Mapping[str, Any], step: int | None) -> None:
+    for name, value in values.items():
+        if not isinstance(value, str):  # a str is the name of a caffe2 blob
+            with suppress(TypeError):  # TensorBoard accepts more than `log`, such as a step of 0.5
+                log({name: value}, step=step)

@@ -389,10 +389,13 @@ def compare(*runs: Run, metric: str | None = None) -> "Figure":
         metric: Name of the metric. None for the first metric that all runs have.
 
     Raises:
-        UsageError: No run is given, matplotlib is missing, or not all runs have the metric.
+        UsageError: No run is given, an argument is not a run, matplotlib is missing, or not all
+            runs have the metric.
     """
-    if not runs:
-        raise UsageError("taas.compare needs runs: taas.compare(*taas.runs()[:2])")
+    wrong = [run for run in runs if not isinstance(run, Run)]
+    if wrong or not runs:
+        got = f"; got a {type(wrong[0]).__name__}" if wrong else ""
+        raise UsageError(f"taas.compare needs runs, such as taas.compare(*taas.runs()[:2]){got}")
     return metrics.draw({f"{run.run_id} {run.name}".rstrip(): run.metrics for run in runs}, metric)
 
 

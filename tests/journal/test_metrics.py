@@ -19,11 +19,12 @@ from taas_magic.journal import metrics
 from taas_magic.journal.folder import RunFolder
 from taas_magic.journal.metrics import CURVE_POINTS, Curve, sparkline, svg_data_url
 from taas_magic.messages import MetricPoint, Metrics, decode_event, encode
+from taas_magic.notebook.runs import compare
 from tests.events import new_state
 from tests.harness import Notebook
 
 TRAIN = """
-import taas, torch, math
+import taas, torch, math, numpy
 for step in range(20):
     taas.log(step=step, loss=torch.tensor(1.0 / (step + 1)), rate=0.1)
     taas.log({"of each": step * (RANK + 1)}, step=step, all_ranks=True)
@@ -32,6 +33,7 @@ from torch.utils.tensorboard import SummaryWriter
 with SummaryWriter(FOLDER) as writer:
     writer.add_scalar("Accuracy/test", 0.5, 7)
     writer.add_scalar("half", 0.5, 0.5)
+    writer.add_scalars("both", {"train": 1, "test": numpy.float32(2)}, global_step=7)
 """
 
 
@@ -46,12 +48,13 @@ def test_what_ranks_log_is_in_the_runs_table_and_head(notebook: Notebook, tmp_pa
     assert of_1["of each"].tolist() == [2 * step for step in range(20)]
     assert of_1["loss"].isna().all() and math.isnan(of_0["odd"][0])
     assert of_0["Accuracy/test"][7] == 0.5 and "half" not in of_0
+    assert (of_0["both/train"][7], of_0["both/test"][7]) == (1, 2)
     shown = head.mime_bundle(state_of(outcome.run.path), 0.0)
     assert "loss: 0.05 " in shown["text/plain"]
     assert "of each: 19 " in shown["text/plain"]
     assert "20 values on each of 2 ranks" in shown["text/plain"]
     assert shown["text/html"].count("<img src='data:image/svg+xml;base64,") == 4
-    assert "… and 1 more metric: run.metrics" in shown["text/plain"]
+    assert "… and 3 more metrics: run.metrics" in shown["text/plain"]
 
 
 def state_of(folder: Path) -> head.RunState:
@@ -78,10 +81,13 @@ def test_a_value_that_is_no_number_is_refused_where_it_is_logged() -> None:
 
 @pytest.mark.parametrize("step", ["3", 0.5, math.nan, math.inf, [1]])
 def test_a_step_that_is_no_integer_is_refused_where_it_is_logged(step: Any) -> None:
-    buffer = MetricBuffer(0)
-    with pytest.raises(TypeError, match=r"taas\.log: step must be an integer; it is "):
-        buffer.add({"loss": 1.0}, step, False)
-    assert buffer.pop_scalars() == []
+    for rank in (0, 1):  # a rank that did not raise would wait for rank 0
+        buffer = MetricBuffer(rank)
+        with pytest.raises(TypeError, match=r"taas\.log: step must be an integer; it is "):
+            buffer.add({"loss": 1.0}, step, False)
+        with pytest.raises(TypeError, match=r"taas\.log: loss must be a number"):
+            buffer.add({"loss": "much"}, 0, False)
+        assert buffer.pop_scalars() == []
 
 
 def test_arrays_are_values_and_tensors_are_steps() -> None:
@@ -222,5 +228,8 @@ def test_runs_are_compared_by_a_metric_that_all_have(tmp_path: Path) -> None:
         "one",
         "two",
     ]
+    for wrong, kind in (("first", "str"), ([], "list")):
+        with pytest.raises(UsageError, match=rf"compare needs runs, such as .*; got a {kind}$"):
+            compare(wrong)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match=r'no metric "a" in common\. Metrics of all runs: loss'):
         metrics.draw({"one": one, "two": two}, "a")
