@@ -300,7 +300,7 @@ FLAGS = (
         "--gpus",
         "N",
         whole(1),
-        "a number (--gpus 2)",
+        "a number above 0 (--gpus 2)",
         "Number of ranks, one per GPU; without GPUs, CPU ranks.",
         ("8", "1", "2", "4", "16"),
     ),

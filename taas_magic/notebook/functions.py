@@ -4,6 +4,7 @@ Ranks receive the variables of an IPython shell. In a script, this module create
 variables are those of the script's `__main__` module.
 """
 
+import re
 import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -115,6 +116,9 @@ def _flags(options: Mapping[str, Any], settings: Config) -> Flags:
 
     `Flags.out` also gets an entry for the function's return value: from rank 0, or with `gather`
     from all ranks.
+
+    Raises:
+        UsageError: An option has an impossible value. The message names the option.
     """
     words: list[str] = []
     for option, value in options.items():
@@ -125,7 +129,12 @@ def _flags(options: Mapping[str, Any], settings: Config) -> Flags:
             words += [flag, value if isinstance(value, str) else ",".join(value)]
         elif option != "gather":
             words += [flag, str(value)]
-    asked = flags.parse(shlex.join(words), settings)
+    try:
+        asked = flags.parse(shlex.join(words), settings)
+    except UsageError as error:  # the text names flags, with examples in parentheses
+        text = re.sub(r" \(--[^)]*\)", "", str(error))
+        text = re.sub(r"--([a-z-]+)", lambda flag: flag[1].replace("-", "_"), text)
+        raise UsageError(f"taas.run: {text}") from None
     returned = VALUES if "gather" in options else VALUE
     return structs.replace(asked, out=(*asked.out, returned))
 

@@ -416,6 +416,7 @@ def _attach(words: Sequence[str], settings: Config) -> str:
 
     Raises:
         UsageError: The session is in this kernel already or has ended, or there is no such run.
+        RunError: In a terminal, the run did not succeed.
     """
     from IPython.core.getipython import get_ipython
 
@@ -438,6 +439,8 @@ def _attach(words: Sequence[str], settings: Config) -> str:
         run = _cell_to_watch(run)
     launch.last_run = run
     attach.attach(run)
+    if shell is None and run.state != "SUCCEEDED":
+        raise RunError(f"run {run.run_id} ended as {run.state}")
     return ""
 
 

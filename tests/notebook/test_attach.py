@@ -168,7 +168,7 @@ def test_stop_ends_a_run_of_another_project_from_a_terminal(
     assert set(pools.iterdir()) == before, "no other pool was started for it"
 
 
-def test_logs_by_tail_and_pattern_and_what_a_terminal_says_of_mistakes(frontend: Frontend) -> None:
+def test_logs_by_tail_and_pattern_and_what_a_terminal_says_of_failures(frontend: Frontend) -> None:
     frontend.run("%%taas --gpus 2\nfor i in range(100):\n    print('step', i)")
     assert frontend.text(frontend.run("%taas logs --rank 1 --tail 2")) == "step 98\nstep 99\n"
     found = frontend.text(frontend.run("%taas logs --rank 1 --grep 'p [12]0$'"))
@@ -177,6 +177,11 @@ def test_logs_by_tail_and_pattern_and_what_a_terminal_says_of_mistakes(frontend:
         "import taas; assert taas.last_run.logs(rank=1, tail=1, grep='p 1') == 'step 19\\n'"
     )
     assert "is not a valid regular expression" in frontend.fail("%taas logs --grep '('")["evalue"]
+    frontend.fail("%%taas --gpus 2 --name bad\n1 / 0")
+    command = [sys.executable, "-m", "taas_magic", "attach", "bad"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_S)
+    assert done.returncode == 1 and done.stderr.strip().endswith("ended as FAILED")
+    assert done.stdout.count("FAILED bad") == 1  # the header is shown once, below the log
     command = [sys.executable, "-m", "taas_magic", "logs", "nothing"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_S)
     assert done.returncode == 1 and done.stderr.startswith('UsageError: No run "nothing"')

@@ -124,7 +124,7 @@ def test_a_returned_value_that_cannot_be_pickled_is_an_error(notebook: Notebook)
     ) as it:
         notebook.define("taas.run(threading.Lock, gpus=1)")
     assert "<value>" not in str(it.value) and "--out" not in str(it.value)
-    with pytest.raises(UsageError, match="--out"):
+    with pytest.raises(UsageError, match="out needs names of variables"):
         notebook.define("taas.run(max, 1, gpus=1, out='<value>')")
 
 
@@ -155,8 +155,10 @@ def test_an_option_that_is_a_parameter_too_is_refused_and_a_partial_is_not(
     assert value(notebook, "run.result, run.name") == ("x", "y")
     notebook.define("run = taas.run(show, 'positional', gpus=1)")
     assert value(notebook, "run.result") == "positional"
-    with pytest.raises(UsageError, match="--gpus needs a number"):
+    with pytest.raises(UsageError, match=r'^taas\.run: gpus needs a number above 0; got "0"$'):
         notebook.define("taas.run(show, 'x', gpus=0)")
+    with pytest.raises(UsageError, match=r"^taas\.run: max_restarts needs a number; got "):
+        notebook.define("taas.run(show, 'x', gpus=1, max_restarts=-1)")
 
 
 SCRIPT = """
