@@ -6,6 +6,7 @@ iteration over the sampler.
 """
 
 import functools
+import hashlib
 import os
 import pickle
 import socket
@@ -13,16 +14,16 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, closing
+from contextlib import AbstractContextManager, closing, suppress
 from dataclasses import dataclass, field
-from types import MethodType
+from types import FunctionType, MethodType
 from typing import Any, Protocol
 
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Sampler
 
 from taas_magic.data.client import Client, Route
 from taas_magic.data.epoch import EpochIterator
-from taas_magic.data.order import load_with_dataset
+from taas_magic.data.order import dump_without_dataset, load_with_dataset
 from taas_magic.data.server import RankServers
 from taas_magic.data.service import BatchLedger, Directory, machine_id
 from taas_magic.data.sharding import EpochPosition, FetcherPart, Uneven, first_slots_to_keep
@@ -58,6 +59,11 @@ After the removal, a cell that reads such an attribute gets the value of the rea
 
 _OURS = ("_taas_loader", "_taas_path", "_taas_copy")
 """Names of `RemoteDataset`'s own attributes, which do not come from the real dataset."""
+
+_CHANGED_PARTS = (
+    'the cell has changed the sampler, generator or collate_fn of loader "{}" only in this rank; '
+    "the loader's fetchers do not see the change. Change it in the notebook, before the cell"
+)
 
 _one_route = threading.Lock()
 
@@ -199,8 +205,9 @@ class RemoteLoader(DataLoader[Any]):
         self._end_server: Any = None
         self.counts = RankCounts(workers=shape.num_workers)
         self._visible: tuple[Any, ...] | None = None
+        self._visible_digest = b""
         self._original: Any = None
-        self._is_made = self.has_warned = False
+        self.is_made = self.has_warned = False
         settings, own, path = shape.settings, vars(self), f"{shape.name}.dataset"
         if shape.iterable:
             stream = RemoteStream(self, path)
@@ -216,7 +223,7 @@ class RemoteLoader(DataLoader[Any]):
             own.pop(name, None)
         own.update(settings)
         self.multiprocessing_context = shape.context or None
-        self._is_made = True
+        self.is_made = True
 
     def __getattr__(self, name: str) -> Any:
         if name in _VISIBLE:
@@ -224,7 +231,7 @@ class RemoteLoader(DataLoader[Any]):
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in _NOT_SET and getattr(self, "_is_made", False):
+        if name in _NOT_SET and getattr(self, "is_made", False):
             raise AttributeError(
                 f'cannot set {name} of loader "{self.name}" in a rank: its fetchers run the loader '
                 "and would not see the change. Set it in the notebook, before the cell"
@@ -235,7 +242,26 @@ class RemoteLoader(DataLoader[Any]):
         """Return copies of sampler, batch sampler, generator, `collate_fn` and `worker_init_fn`."""
         if self._visible is None:
             self._visible = load_with_dataset(bytes(self.shape.shown), self.dataset)
+            self._visible_digest = self._digest_visible()
         return self._visible
+
+    def _digest_visible(self) -> bytes:
+        """Return a digest of `visible_parts()`; b"" if the parts cannot be pickled any more.
+
+        Functions are left out, because they may use large global variables.
+        """
+        parts = [part for part in self._visible or () if not isinstance(part, FunctionType)]
+        with suppress(Exception):  # pickling runs the user's code
+            return hashlib.blake2b(dump_without_dataset(parts, self.dataset)).digest()
+        return b""
+
+    def _warn_of_changed_parts(self) -> None:
+        """Warn if the cell has changed this rank's copies of the parts that only fetchers use."""
+        if self._visible is None:
+            return
+        before, self._visible_digest = self._visible_digest, self._digest_visible()
+        if self._visible_digest != before:
+            warnings.warn(_CHANGED_PARTS.format(self.name), stacklevel=3)
 
     @property
     def name(self) -> str:
@@ -274,6 +300,7 @@ class RemoteLoader(DataLoader[Any]):
         epoch, place, order = self.next_epoch, self._resume, self._resume_order
         self.next_epoch, self._resume, self._resume_order = epoch + 1, EpochPosition(), 0
         self._turn += 1
+        self._warn_of_changed_parts()
         self._current = EpochIterator(self, epoch, place, self._turn - 1, order)
         return self._current
 
@@ -565,6 +592,16 @@ class _Sampler:
         if name.startswith("__") or name == "_loader":
             raise AttributeError(name)
         return getattr(self._loader.visible_parts()[self._place], name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        loader: RemoteLoader | None = vars(self).get("_loader")
+        if loader is not None and loader.is_made:
+            raise AttributeError(
+                f'cannot set {name!r} of a sampler of loader "{loader.name}" in a rank: the '
+                "loader's fetchers run the sampler and would not see the change. Set it in the "
+                "notebook, before the cell; to choose the epoch, call set_epoch"
+            )
+        super().__setattr__(name, value)
 
 
 class RemoteSampler(_Sampler, DistributedSampler[Any]):

@@ -1,10 +1,13 @@
 """Tests that `RemoteDataset` shows the attributes of the real dataset, whatever their names."""
 
+from collections.abc import Iterator
 from operator import attrgetter
 from pathlib import Path
+from typing import Any
 
 import pytest
-from torch.utils.data import DataLoader, Dataset, Subset
+import torch
+from torch.utils.data import DataLoader, Dataset, Sampler, Subset
 
 from tests.data.data_rig import Rows, service
 
@@ -30,3 +33,48 @@ def test_private_attributes_of_a_dataset_are_the_datasets_own(
         assert found == ["a", "b", "c", "d"]
         with pytest.raises(AttributeError, match=r"cannot set '_path' of .* in the notebook"):
             shown._path = "e"
+
+
+class Weighted(Sampler[int]):
+    """A sampler whose order depends on weights that a training may change."""
+
+    def __init__(self, size: int) -> None:
+        self.weights = torch.ones(size)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(torch.multinomial(self.weights, len(self.weights), replacement=True).tolist())
+
+    def __len__(self) -> int:
+        return len(self.weights)
+
+    def update(self, index: int, weight: float) -> None:
+        self.weights[index] = weight
+
+
+class Cut:
+    """A collate function with a setting."""
+
+    length = 3
+
+    def __call__(self, samples: list[Any]) -> Any:
+        return samples[: self.length]
+
+
+def test_a_change_of_a_sampler_in_a_rank_is_not_silent(tmp_path: Path) -> None:
+    loader = DataLoader(Rows(8), 2, sampler=Weighted(8), collate_fn=Cut())
+    with service(tmp_path, loader) as running:
+        remote: Any = running.loader()
+        with pytest.raises(AttributeError, match=r"cannot set 'weights' of .* in the notebook"):
+            remote.sampler.weights = torch.zeros(8)
+        with pytest.raises(AttributeError, match=r"cannot set 'epoch' of .* call set_epoch"):
+            remote.batch_sampler.epoch = 2
+        remote.sampler.set_epoch(1)
+        assert remote.sampler.weights.sum() == 8
+        iter(remote)  # reading and set_epoch are no changes
+        remote.sampler.update(3, 0.0)
+        with pytest.warns(UserWarning, match="changed the sampler, .* in the notebook"):
+            iter(remote)
+        iter(remote)  # the same change causes no second warning
+        remote.collate_fn.length = 1
+        with pytest.warns(UserWarning, match="collate_fn .* in the notebook"):
+            iter(remote)
