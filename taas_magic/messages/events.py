@@ -201,7 +201,8 @@ class KeptOutFile(Struct):
     """A file of a rank other than 0 that was kept out of the project store.
 
     Attributes:
-        in_store: Whether rank 0 left a file with this path in the project store.
+        in_store: Whether the project store has a file with this path, or rank 0 of the same host
+            has written one and then moved or removed it.
     """
 
     rank: int

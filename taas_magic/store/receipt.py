@@ -48,7 +48,7 @@ class Receipt:
         written: Size in bytes of each file that rank 0 wrote and that still exists, by path.
         kept_out: Numbers of the ranks whose writes were kept out of the store, by path.
         missing: Paths in `kept_out` at which the store has no file, because rank 0 wrote no file
-            there.
+            there. A file that rank 0 wrote and then moved or removed is not missing.
         shared: Folders that every rank could write.
         means: Mechanism that protected the store from ranks other than 0 (value of
             `guard.StoreProtection`); "" if rank 0 was the only rank.
@@ -147,12 +147,15 @@ class ReceiptBuilder:
         mine = (path for path in sorted(sent) if not self._is_shared(path))
         written = [WrittenFile(path, sent[path]) for path in mine]
         is_complete = True
+        by_rank_0 = {path for rank, path in reported if rank == 0}
         if searches:
-            written, is_complete = self._find_written(path for rank, path in reported if rank == 0)
+            written, is_complete = self._find_written(by_rank_0)
         return StoreReceipt(
             written=written,
             kept_out=[
-                KeptOutFile(rank, self._relative_path(path), os.path.lexists(path))
+                KeptOutFile(
+                    rank, self._relative_path(path), path in by_rank_0 or os.path.lexists(path)
+                )
                 for rank, path in reported
                 if rank != 0
             ],

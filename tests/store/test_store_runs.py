@@ -169,6 +169,17 @@ def test_what_only_another_rank_wrote_is_named(notebook: Notebook) -> None:
     assert "not saved by any rank: log-1.txt from rank 1" in head_of(outcome)
 
 
+def test_a_temporary_file_that_every_rank_renamed_is_not_lost(notebook: Notebook) -> None:
+    source = """
+torch.save(model, "m.pt.tmp")
+os.replace("m.pt.tmp", "m.pt")
+"""
+    outcome = notebook.run(SAVE + source, gpus=2)
+    assert outcome.run is not None
+    assert outcome.run.receipt.missing == frozenset() and os.listdir() == ["m.pt"]
+    assert "not saved by any rank" not in head_of(outcome)
+
+
 def test_a_subprocess_of_rank_0_is_in_the_receipt(notebook: Notebook) -> None:
     outcome = notebook.run(SAVE + 'if rank == 0:\n    os.system("echo hello > by-shell.txt")')
     assert outcome.run is not None
