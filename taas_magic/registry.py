@@ -83,7 +83,8 @@ class RegisteredLoader:
         _refuse_a_loaded_state(self.name, self.loader)
         parts = parts_of(self.loader, self.start)
         payload = _pickled(self.name, parts)
-        return PackedLoader(_shape_of(self, as_data_loader(self.loader), parts), payload)
+        loader = as_data_loader(self.loader)
+        return PackedLoader(_shape_of(self, loader, parts), payload, _mutable_parts(loader))
 
 
 class PackedLoader(NamedTuple):
@@ -91,10 +92,12 @@ class PackedLoader(NamedTuple):
 
     Attributes:
         shape: Description of the loader, without its data; ranks get it instead of the loader.
+        parts: The notebook's objects of which fetchers have copies: dataset, samplers, generator.
     """
 
     shape: "LoaderShape"
     payload: bytes
+    parts: tuple[Any, ...] = ()
 
 
 _registered: dict[int, RegisteredLoader] = {}
@@ -259,7 +262,7 @@ def write_files(
             keep_first=first_slots_to_keep(plan.world_size, shape.uneven),
             ranks=plan.world_size,
         )
-        for shape, _ in loaders.values()
+        for shape, *_ in loaders.values()
     )
     certificate = service.new_certificate() if tls else None
     key = secrets.token_bytes(32)
@@ -424,6 +427,12 @@ def _shape_of(entry: RegisteredLoader, loader: Any, parts: "LoaderParts") -> "Lo
         # Not in the pickle stream of the ranks, because a sampler may hold millions of indices.
         shown=pickle.PickleBuffer(parts.pickle_visible()),
     )
+
+
+def _mutable_parts(loader: Any) -> tuple[Any, ...]:
+    """Return the objects of a DataLoader that a program may change, and that fetchers copy."""
+    parts = loader.dataset, loader.sampler, loader.batch_sampler, loader.generator
+    return tuple(part for part in parts if part is not None)
 
 
 def _batches(parts: "LoaderParts") -> int | None:

@@ -56,10 +56,12 @@ class ChangeDetector:
     Args:
         values: The notebook's values by name, small values first.
         out: Variables listed in `--out`. Their values return to the notebook, so they are not
-            compared.
+            compared. Only classes are compared, because the notebook keeps its own class.
         stores: Names that the cell, or a captured function, sets or deletes.
         updates: Names in `stores` whose new value the cell computes from the old value
             (`total += 1`), or that a captured function sets.
+        parts: Name of the registered loader for each variable whose value is a part of a loader,
+            such as its dataset or its sampler.
     """
 
     def __init__(
@@ -68,7 +70,10 @@ class ChangeDetector:
         out: Collection[str],
         stores: Collection[str],
         updates: Collection[str],
+        parts: Mapping[str, str] | None = None,
     ) -> None:
+        self._parts = parts or {}
+        out = [name for name in out if not isinstance(values.get(name), type)]
         self._known = {id(part) for name in out for part in _tensors_of(values.get(name))}
         self._before: dict[str, bytes] = {}
         self._held: dict[str, Callable[[], Any]] = {}
@@ -89,12 +94,15 @@ class ChangeDetector:
         """Return a list with one note that names the changed values; empty if none changed.
 
         For ordinary values, the note suggests `--out`. For classes, the note tells the user to set
-        the changed attributes in the notebook.
+        the changed attributes in the notebook. For a part of a registered loader, the note says
+        that the loader's batches do not change.
         """
         names = self._changed(namespace)
         classes = [name for name in names if isinstance(namespace[name], type)]
-        values = [name for name in names if name not in classes]
+        fed = [name for name in names if name in self._parts]
+        values = [name for name in names if name not in classes and name not in fed]
         parts = [_sentence(values)] if values else []
+        parts += [_sentence_of_part(name, self._parts[name]) for name in fed[:_LISTED]]
         if classes:
             listed = ", ".join(classes[:_LISTED])
             parts.append(
@@ -130,6 +138,14 @@ def _sentence(names: list[str]) -> str:
     return (
         f"{', '.join(shown)}{more} {was} changed in the ranks, not in the notebook; "
         f"--out {','.join(shown)} returns {them}"
+    )
+
+
+def _sentence_of_part(name: str, loader: str) -> str:
+    return (
+        f"{name} was changed in the ranks, but not in the fetchers of loader {loader}: its batches "
+        f"stay the same. Change {name} in the notebook, before the cell. To set the epoch, call "
+        f"{loader}.sampler.set_epoch or {loader}.dataset.set_epoch"
     )
 
 

@@ -238,6 +238,8 @@ class PayloadDescription(Struct, frozen=True, kw_only=True):
         stores: Names that the work, or a captured function, sets or deletes.
         updates: Names in `stores` whose new value the cell computes from the old value
             (`total += 1`), or that a captured function sets.
+        parts: Name of the registered loader for each captured variable whose value is a part of a
+            loader, such as its dataset or its sampler.
     """
 
     work: CellWork | CallShape
@@ -247,6 +249,7 @@ class PayloadDescription(Struct, frozen=True, kw_only=True):
     modules: dict[str, ModuleSource]
     definitions: dict[str, CellSource]
     submodules: tuple[str, ...]
+    parts: dict[str, str] = {}
 
     @property
     def sources(self) -> dict[str, CellSource]:
@@ -357,7 +360,7 @@ class LoadedPayload(PayloadDescription, frozen=True, kw_only=True):
         """
         by_size = sorted(self.captured, key=lambda captured: captured.size_bytes)
         values = {captured.name: namespace[captured.name] for captured in by_size}
-        return ChangeDetector(values, out, self.stores, self.updates)
+        return ChangeDetector(values, out, self.stores, self.updates, self.parts)
 
 
 def cell_number(shell: "InteractiveShell", filename: str) -> int | None:
@@ -440,6 +443,7 @@ def capture(
         modules=modules,
         definitions=definitions,
         submodules=_submodules(gathering.modules, used.attributes),
+        parts=_parts_of_loaders(gathering.captured, pickler.replaced, namespace),
         requires=needed_modules(shape.python, pickler.modules, modules, texts),
         loaders=pickler.replaced,
         notes=_notes(work, gathering, used, namespace, state),
@@ -461,6 +465,22 @@ def _used_by(work: Work) -> UsedNames:
     if not isinstance(work, CellWork):
         return UsedNames(frozenset())
     return used_names(work.python, work.filename)
+
+
+def _parts_of_loaders(
+    captured: Iterable[CapturedVariable], loaders: Mapping[str, Any], namespace: Mapping[str, Any]
+) -> dict[str, str]:
+    """Return the loader's name for each captured variable that is a part of a registered loader.
+
+    Args:
+        loaders: `PackedLoader` of each registered loader that the work uses, by name.
+    """
+    return {
+        variable.name: loader
+        for variable in captured
+        for loader, packed in loaders.items()
+        if any(namespace[variable.name] is part for part in packed.parts)
+    }
 
 
 def _definitions(

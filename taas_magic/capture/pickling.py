@@ -42,6 +42,7 @@ from taas_magic.capture.reducers import (
     loading_into,
     make_cell,
     notebooks_own,
+    reduce_array,
     reduce_by_value,
     reduce_descriptor,
     reduce_directory_store,
@@ -417,6 +418,8 @@ class ValuePickler(cloudpickle.Pickler):
         }
         if (kind := getattr(sys.modules.get("zarr.storage"), "DirectoryStore", None)) is not None:
             rules[kind] = reduce_directory_store
+        if "numpy" in sys.modules:
+            rules[sys.modules["numpy"].ndarray] = reduce_array
         if "torch" in sys.modules:
             rules |= torch_reducers(self._storages)
         if "IPython" in sys.modules:

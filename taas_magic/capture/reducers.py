@@ -382,17 +382,27 @@ def _reduce_typed(storage: "torch.TypedStorage", storages: Storages) -> Reduced:
 
 
 def _reduce_tensor(tensor: "torch.Tensor") -> Any:
-    """Reduce a tensor with one of torch's newer dtypes (uint16 …). Leave other tensors to torch.
+    """Reduce a tensor with one of torch's newer dtypes (uint16 …), or a user's kind of parameter.
 
-    Torch pickles a tensor of these dtypes with an untyped storage. But torch can rebuild the tensor
-    only from a typed storage.
+    Other tensors are left to torch. Torch pickles a tensor of the newer dtypes with an untyped
+    storage. But torch can rebuild the tensor only from a typed storage. An instance of a subclass
+    of `torch.nn.Parameter` would become a plain parameter.
     """
     import torch
 
+    kind, own = type(tensor), torch.nn.Parameter
     rebuild, args, *_ = tensor.__reduce_ex__(5)  # type: ignore[no-untyped-call]
+    if issubclass(kind, own) and kind is not own and kind.__reduce_ex__ is own.__reduce_ex__:
+        return _rebuild_parameter, (kind, rebuild, args)
     if not args or not isinstance(args[0], torch.UntypedStorage):
         return NotImplemented
     return rebuild, (rebuild_typed(args[0], torch.uint8), *args[1:])
+
+
+def _rebuild_parameter(kind: type, rebuild: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    made = rebuild(*args)
+    made.__class__ = kind
+    return made
 
 
 def rebuild_untyped(buffer: Any, device: str) -> "torch.UntypedStorage":
@@ -451,6 +461,30 @@ def reduce_loader(loader: Any) -> Any:
     reduced: Reduced = loader.__reduce_ex__(5)
     state = {**reduced[2], "_iterator": None}
     return (*reduced[:2], state, *reduced[3:])
+
+
+def reduce_array(array: Any) -> Any:
+    """Reduce an array of a user's subclass of `numpy.ndarray`, and keep the array's attributes.
+
+    numpy's own `__reduce__` would lose the attributes. Other arrays, and arrays whose class has a
+    `__reduce__` of its own, are left to numpy.
+    """
+    import numpy
+
+    kind: Any = type(array)
+    plain: Any = numpy.ndarray
+    is_numpys = kind.__reduce__ is plain.__reduce__ and kind.__reduce_ex__ is plain.__reduce_ex__
+    attributes = getattr(array, "__dict__", None)
+    if not attributes or not is_numpys or isinstance(array, numpy.memmap):
+        return NotImplemented
+    make, args, state = array.__reduce_ex__(5)
+    return make, args, (state, attributes), None, None, _fill_array
+
+
+def _fill_array(array: Any, given: tuple[Any, dict[str, Any]]) -> None:
+    state, attributes = given
+    array.__setstate__(state)
+    vars(array).update(attributes)
 
 
 def _reduce_torch_name(value: Any) -> Reduced:

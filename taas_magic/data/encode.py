@@ -179,8 +179,10 @@ def _reduce(tensor: torch.Tensor) -> Any:
             tensor.requires_grad,
             dict(tensor.__dict__),
         )
-    if tensor.is_conj() or tensor.is_neg():
-        return torch.Tensor.detach, (tensor.resolve_conj().resolve_neg(),)
+    if tensor.is_conj():
+        return torch.conj, (tensor.conj(),)
+    if tensor.is_neg():
+        return torch.Tensor.detach, (tensor.resolve_neg(),)
     if tensor.is_nested and tensor.layout is torch.strided:
         return torch.nested.as_nested_tensor, ([*tensor.unbind()],)
     # Do not use torch's own reduction of sparse tensors: unpickling keeps them in a list forever.

@@ -128,11 +128,21 @@ def test_an_optimizer_of_a_model_that_comes_back_is_named() -> None:
     assert note.startswith("optimizer was changed")
 
 
-def test_changes_of_a_class_do_not_come_back() -> None:
+@pytest.mark.parametrize("out", [(), ["value"]])
+def test_changes_of_a_class_do_not_come_back(out: list[str]) -> None:
+    Meter.total = 0
     assert "class attributes of value were changed in the ranks and stay there" in said(
-        Meter, lambda it: setattr(it, "total", 1)
+        Meter, lambda it: setattr(it, "total", 1), out=out
     )
     Meter.total = 0
+
+
+def test_a_changed_part_of_a_registered_loader_is_said_not_to_change_the_batches() -> None:
+    note = said(Meter(), lambda it: it.add(1), parts={"value": "train"})
+    assert note.startswith(
+        "value was changed in the ranks, but not in the fetchers of loader train"
+    )
+    assert "--out" not in note
 
 
 def test_what_is_large_or_raises_costs_nothing_and_says_nothing() -> None:

@@ -92,6 +92,24 @@ def test_parameters_and_views_keep_one_storage(path: Path) -> None:
     assert len(pickled.buffers) == len(net.state_dict()) + 1
 
 
+class Scaled(torch.nn.Parameter):
+    """A parameter of the user's own kind."""
+
+
+class Info(np.ndarray[Any, np.dtype[Any]]):
+    """An array with attributes, as numpy's guide to subclasses shows."""
+
+
+def test_users_kinds_of_parameters_and_arrays_keep_class_and_attributes(path: Path) -> None:
+    weight, picture = Scaled(torch.ones(2)), np.arange(6.0).reshape(2, 3).view(Info)
+    vars(weight)["rate"], vars(picture)["unit"] = 0.5, "cm"
+    [back, again], shown, part = through_a_file([[weight, weight], picture, picture.T], path)
+    assert type(back) is Scaled and back.requires_grad and back is again
+    assert type(shown) is Info and shown.tolist() == picture.tolist()
+    assert (vars(back), vars(shown)) == ({"rate": 0.5}, {"unit": "cm"})
+    assert type(part) is Info and part.tolist() == picture.T.tolist()
+
+
 def test_large_data_is_no_part_of_the_pickle() -> None:
     values = {"tensor": torch.ones(1 << 18), "array": np.ones(1 << 18)}
     pickled = pickling.dump(values)

@@ -99,3 +99,14 @@ def test_a_limit_on_file_sizes_bounds_batches_and_no_more(notebook: Notebook) ->
     outcome = notebook.run(LIMITED, "--cpus 0", gpus=1)
     assert outcome.lines[0] == ["40"]
     assert "files can have at most 67 MB here (ulimit -f)" in outcome.shown
+
+
+def test_a_dataset_that_only_the_ranks_change_is_named(notebook: Notebook) -> None:
+    notebook.define(LOADER)
+    notebook.define("numbers = Numbers(8); loader = taas.register(DataLoader(numbers, 2))")
+    outcome = notebook.run("numbers.stage = 2\nfor batch in loader: pass", gpus=2)
+    assert outcome.error is None and outcome.run is not None
+    [note] = [note for note in outcome.run.head.notes if "changed" in note]
+    assert note.startswith(
+        "numbers was changed in the ranks, but not in the fetchers of loader loader"
+    )

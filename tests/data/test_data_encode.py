@@ -244,7 +244,11 @@ def test_attributes_gradients_and_lazy_bits() -> None:
     result = there_and_back(tensor)
     assert result.requires_grad
     assert result.hints == {"units": 5}
-    assert torch.equal(there_and_back(torch.tensor([1 + 2j]).conj()), torch.tensor([1 - 2j]))
+    values = torch.tensor([1 + 2j])
+    whole, conjugate, negative = there_and_back((values, values.conj(), values.conj().imag))
+    assert conjugate.is_conj() and torch.equal(conjugate, torch.tensor([1 - 2j]))
+    assert conjugate.data_ptr() == whole.data_ptr()  # they share memory, as in the dataset
+    assert torch.equal(negative, torch.tensor([-2.0]))
 
 
 def test_numpy_strings_and_custom_types() -> None:
