@@ -326,7 +326,8 @@ class Farm:
         except KeyboardInterrupt:
             left = [job for job in jobs if not job.done()]
             self.cancel(left)
-            raise interrupted(f"Stopped by you; {len(left)} jobs were cancelled.") from None
+            jobs_were = "1 job was" if len(left) == 1 else f"{len(left)} jobs were"
+            raise interrupted(f"Stopped by you; {jobs_were} cancelled.") from None
 
     def close(self) -> None:
         """Cancel the jobs that have not ended, release the hosts and end the farm's process.
@@ -374,7 +375,8 @@ class Farm:
 
         First store the large parts of payloads and arguments in the farm's process. Then send all
         jobs in one message. If the arguments of several jobs use the same notebook variables and
-        modules, the function is captured once for these jobs.
+        modules, the function is captured once for these jobs. If an exception such as an interrupt
+        ends the call, none of the jobs stays in the farm.
         """
         from taas_magic.farms.worker import run_job
 
@@ -392,25 +394,38 @@ class Farm:
             if key not in functions:
                 functions[key] = self._pack_function(function, call)
         title = getattr(function, "__name__", "job").strip("<>")
-        jobs, job_calls, parts = [], [], []
-        for call in packed:
-            work, (captured, settings_hash) = call.work, functions[call.needs, call.modules]
-            name = f"{title}-{next(self._numbers)}"
-            jobs.append(Job(self, name, work.args, dict(work.kwargs), self.folder / "jobs" / name))
-            job_calls.append(JobCall(name, work.shape, fresh, settings_hash))
-            shared = self._stored_parts.part(captured, is_shared=len(packed) > 1)
-            parts.append([shared, *map(self._stored_parts.part, call.parts)])
-        names = [job.name for job in jobs]
-        for job in jobs:
-            self.state.add(job)
-        with self._lock, warnings.catch_warnings():
-            # Ignore Dask's advice to scatter large arguments: `_StoredParts` already does so.
-            warnings.filterwarnings("ignore", message="Sending large graph")
-            # Send all jobs in one message: for Dask, submitting one costs as much as running it.
-            futures = self._client.map(
-                run_job, job_calls, parts, key=names, retries=retries, pure=False
-            )
-            self._jobs.update(zip(names, zip(jobs, futures, parts, strict=True), strict=True))
+        jobs: list[Job] = []
+        job_calls: list[JobCall] = []
+        parts: list[list[Part]] = []
+        try:
+            for call in packed:
+                work, (captured, settings_hash) = call.work, functions[call.needs, call.modules]
+                name = f"{title}-{next(self._numbers)}"
+                folder = self.folder / "jobs" / name
+                jobs.append(Job(self, name, work.args, dict(work.kwargs), folder))
+                job_calls.append(JobCall(name, work.shape, fresh, settings_hash))
+                parts.append([])
+                parts[-1].append(self._stored_parts.part(captured, is_shared=len(packed) > 1))
+                for part in call.parts:
+                    parts[-1].append(self._stored_parts.part(part))
+            names = [job.name for job in jobs]
+            for job in jobs:
+                self.state.add(job)
+            with self._lock, warnings.catch_warnings():
+                # Ignore Dask's advice to scatter large arguments: `_StoredParts` already does so.
+                warnings.filterwarnings("ignore", message="Sending large graph")
+                # Send all jobs in one message: for Dask, submitting one costs as much as running
+                # it.
+                futures = self._client.map(
+                    run_job, job_calls, parts, key=names, retries=retries, pure=False
+                )
+                self._jobs.update(zip(names, zip(jobs, futures, parts, strict=True), strict=True))
+        except BaseException:  # such as an interrupt by the user
+            for job, stored in zip(jobs, parts, strict=False):
+                if job.name not in self._jobs:
+                    self._stored_parts.drop(stored)
+                job.cancel()
+            raise
         if self._why_over:  # the farm ended meanwhile
             self._end_unfinished_jobs(self._why_over)
         return jobs
@@ -646,7 +661,12 @@ class _StoredParts:
                 # Use a new name each time, because the request to remove an earlier copy of the
                 # same part may still be on its way.
                 name = f"{mark}-{next(self._numbers)}"
-                self._call(PUT_PART, name=name, data=to_serialize(bytes(data))).result()
+                putting = self._call(PUT_PART, name=name, data=to_serialize(bytes(data)))
+                try:
+                    putting.result()
+                except BaseException:  # such as an interrupt by the user
+                    putting.add_done_callback(lambda _: self._call(DROP_PART, name=name))
+                    raise
                 self._known[mark] = name
             self._users[mark] += 1
             return self._known[mark]

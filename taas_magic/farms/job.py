@@ -171,7 +171,7 @@ def _run(assignment: JobAssignment) -> tuple[JobOutcome, list[memoryview]]:
     os.environ[SAVES_FOLDER_VARIABLE] = assignment.saves
     process = os.getpid()
     try:
-        result = pickling.dump(_make_call(assignment), name="the job's result")
+        result = _pickle_result_of(assignment)
     except BaseException as error:  # even SystemExit ends only the job, not this process
         if os.getpid() != process:  # a child that the job forked: it ends as usual in Python
             raise
@@ -180,10 +180,26 @@ def _run(assignment: JobAssignment) -> tuple[JobOutcome, list[memoryview]]:
     return JobOutcome(), parts
 
 
-def _make_call(assignment: JobAssignment) -> Any:
-    """Make the job's call in a fresh `__main__`, and return the function's result.
+def _pickle_result_of(assignment: JobAssignment) -> pickling.Pickled:
+    """Make the job's call, and return the function's result as a pickle.
+
+    In the notebook, a function in the result uses the notebook's variables. A variable that the job
+    has set is pickled with the function, for a notebook that has no such variable.
+    """
+    result, namespace, names = _make_call(assignment)
+    pickler = pickling.ValuePickler(namespace, "notebook")
+    pickler.coming = {name: namespace[name] for name in names}
+    pickler.pickle_variable("the job's result", result)
+    return pickler.pickled()
+
+
+def _make_call(assignment: JobAssignment) -> tuple[Any, dict[str, Any], list[str]]:
+    """Make the job's call in a fresh `__main__`.
 
     First seed the random generators of Python, torch and numpy anew, because forks inherit them.
+
+    Returns:
+        The function's result, the namespace of `__main__`, and the names that the job has set.
     """
     main = sys.modules["__main__"] = sys.modules["__mp_main__"] = ModuleType("__main__")
     main.__spec__ = ModuleSpec(cell_main.__name__, None)  # spawned children import it
@@ -202,7 +218,11 @@ def _make_call(assignment: JobAssignment) -> Any:
     data, *buffers = [memoryview(_open_part(part)) for part in assignment.arguments]
     given = pickling.load_each(io.BytesIO(data), buffers, main.__dict__)
     work = assignment.call.shape.filled(captured.function, given)
-    return work.function(*work.args, **work.kwargs)
+    before = dict(main.__dict__)
+    result = work.function(*work.args, **work.kwargs)
+    missing = object()
+    names = [n for n, value in vars(main).items() if before.get(n, missing) is not value]
+    return result, vars(main), names
 
 
 def _open_part(part: bytes | str) -> memoryview | bytearray:

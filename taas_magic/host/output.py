@@ -713,12 +713,13 @@ class PipeReader:
         """
         self._read_all(self._streams())
         for rank, old in list(self._logs.items()):
-            was_open = old.is_open
             old.end_run()
             self._flush_stream(old)
-            if rank in logs and was_open:
+            if rank in logs and old.is_open:
                 self._logs[rank] = logs[rank]
                 self._selector.modify(old.fd, selectors.EVENT_READ, logs[rank])
+            elif rank in logs:  # the rank's pipe has ended since `follow` was called
+                logs[rank].end_run()
         self._sink = sink
 
     def _streams(self) -> list[_LogStream | _MessageStream]:

@@ -1,5 +1,6 @@
 """A farm of jobs: cells of a notebook, with a pool of three hosts on this machine."""
 
+import concurrent.futures
 import functools
 import os
 import queue
@@ -180,6 +181,55 @@ def test_what_cannot_travel_is_refused_before_anything_is_submitted(
     train = names["train"]
     with pytest.raises(CaptureError, match=r"`more\['lock'\]` is a _thread.lock"):
         farm.submit(train, 1, more={"lock": threading.Lock()})
+
+
+def test_an_interrupt_of_a_submit_leaves_nothing_in_the_farm(
+    farm: Farm, names: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The interrupt comes while the second large argument is on its way to the farm's process."""
+    stored, calls = farm._stored_parts, []
+    send = stored._call
+
+    class Interrupted(concurrent.futures.Future[Any]):
+        def result(self, timeout: float | None = None) -> Any:
+            raise KeyboardInterrupt
+
+    def call(op: str, **arguments: Any) -> Any:
+        calls.append((op, arguments["name"]))
+        sent = send(op, **arguments)
+        if len(calls) != 2:
+            return sent
+        interrupted = Interrupted()
+        sent.add_done_callback(lambda sent: interrupted.set_result(sent.result()))
+        return interrupted
+
+    known = set(farm.state.jobs)
+    monkeypatch.setattr(stored, "_call", call)
+    with pytest.raises(KeyboardInterrupt):
+        farm.submit(names["train"], torch.rand(1 << 15), more=torch.rand(1 << 15))
+    assert not stored._known and not stored._users
+    eventually(lambda: len(calls) == 4)
+    put = {name for op, name in calls if op == farm_module.PUT_PART}
+    assert put == {name for op, name in calls if op == farm_module.DROP_PART} and len(put) == 2
+    assert set(farm.state.jobs) == known
+    monkeypatch.undo()
+    assert farm.submit(names["train"], 1).result().value == 3
+
+
+def test_a_function_that_a_job_returns_uses_the_notebooks_variables(
+    planted: Notebook, names: dict[str, Any]
+) -> None:
+    planted.define("""
+factor = 2
+def make_multiplier(n):
+    global set_by_the_job
+    set_by_the_job = 5
+    return lambda x: factor * n * x + set_by_the_job
+multiply = farm.submit(make_multiplier, 3).result()
+first, factor = multiply(1), 10
+second = multiply(1)
+""")
+    assert (names["first"], names["second"]) == (2 * 3 + 5, 10 * 3 + 5)
 
 
 def test_short_jobs_share_a_process_and_fresh_ones_have_their_own(
