@@ -433,7 +433,14 @@ def _pool(name: str, table: object, source: Path) -> PoolConfig:
     where = f'{source}: [pools."{name}"]'
     if not re.fullmatch(r"[A-Za-z][\w.-]*", name):
         raise UsageError(f"{where}: a pool's name is letters, digits, '.', '_' and '-'")
-    pool, given = _read(table, PoolConfig, where, name=name), _table(table, where)
+    given = _table(table, where)
+    for key, value in given.items():
+        if isinstance(value, dict) and key != "options":  # such as [pools.g2.8] without quotes
+            raise UsageError(
+                f'{source}: [pools.{name}.{key}] is a table below pool "{name}". If the pool is '
+                f'called "{name}.{key}", write [pools."{name}.{key}"]'
+            )
+    pool = _read(table, PoolConfig, where, name=name)
     if not re.fullmatch(r"local|ssh|\w+(\.\w+)+", pool.engine):
         raise UsageError(f"{where} engine needs {_field_meta(_Engine)}; got {pool.engine!r}")
     if name == LOCAL and pool.engine != "local":
@@ -444,6 +451,8 @@ def _pool(name: str, table: object, source: Path) -> PoolConfig:
         raise UsageError(f'{where}: engine "ssh" needs hosts = ["host1", …]')
     if pool.hosts and pool.engine != "ssh":
         raise UsageError(f'{where}: hosts needs engine = "ssh"; got engine {pool.engine!r}')
+    if pool.engine == "ssh":
+        _refuse_unknown(pool.options, ["ssh_config"], f"{where} options")
     if pool.hosts and "max_hosts" not in given:
         pool = structs.replace(pool, max_hosts=len(pool.hosts))
     if pool.engine != "local" and "idle_timeout_s" not in given:

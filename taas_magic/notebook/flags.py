@@ -546,7 +546,7 @@ def parse(line: str, config: Config) -> Flags:
         found["gpus"] = 0  # 0 means: as many ranks as the session has
     if "gpus" not in found:
         raise UsageError(
-            "--gpus is missing: give the number of ranks, %%taas --gpus 2 "
+            "--gpus is missing: give the number of ranks, such as --gpus 2 "
             "(as a comment: #pragma taas --gpus 2)"
         )
     flags = Flags(**found)

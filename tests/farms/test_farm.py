@@ -23,7 +23,14 @@ from taas_magic.capture import pickling
 from taas_magic.errors import CaptureError, JobFailed, PoolError, ProtocolError, UsageError
 from taas_magic.farms import farm as farm_module
 from taas_magic.farms.farm import Farm, Job
-from taas_magic.farms.messages import FarmAddress, JobOutcome, JobUpdate, NodeUpdate
+from taas_magic.farms.messages import (
+    DROP_PART,
+    PUT_PART,
+    FarmAddress,
+    JobOutcome,
+    JobUpdate,
+    NodeUpdate,
+)
 from taas_magic.farms.table import FarmState, JobState, mime_bundle
 from taas_magic.host.spec import Origin
 from taas_magic.notebook import launch
@@ -209,8 +216,8 @@ def test_an_interrupt_of_a_submit_leaves_nothing_in_the_farm(
         farm.submit(names["train"], torch.rand(1 << 15), more=torch.rand(1 << 15))
     assert not stored._known and not stored._users
     eventually(lambda: len(calls) == 4)
-    put = {name for op, name in calls if op == farm_module.PUT_PART}
-    assert put == {name for op, name in calls if op == farm_module.DROP_PART} and len(put) == 2
+    put = {name for op, name in calls if op == PUT_PART}
+    assert put == {name for op, name in calls if op == DROP_PART} and len(put) == 2
     assert set(farm.state.jobs) == known
     monkeypatch.undo()
     assert farm.submit(names["train"], 1).result().value == 3

@@ -81,7 +81,7 @@ def test_all_keys(home: Path) -> None:
     lease_s = 5
     start_timeout_s = 30.5
     [pools."g2.8".options]
-    user = "me"
+    ssh_config = "hosts"
     [pools.batch]
     engine = "dask_jobqueue.SLURMCluster"
     max_hosts = 4
@@ -106,7 +106,7 @@ def test_all_keys(home: Path) -> None:
         idle_timeout_s=60,
         lease_s=5,
         start_timeout_s=30.5,
-        options={"user": "me"},
+        options={"ssh_config": "hosts"},
     )
     batch = found.pools["batch"]
     assert (batch.max_hosts, batch.role, batch.idle_timeout_s) == (4, "ranks", 600)
@@ -124,6 +124,11 @@ def test_local_may_be_set_otherwise(home: Path) -> None:
         ("[pool.x]", 'no key "pool" (did you mean "pools"?). The keys are: store, capture'),
         ("hang_s = 10", 'no key "hang_s" (it belongs below "[runs]"). The keys are: store'),
         ("[pools.x]\ngpu = 1", 'no key "gpu" (did you mean "gpus"?). The keys are: engine'),
+        ("[pools.g2.8]\nengine = 'ssh'", 'called "g2.8", write [pools."g2.8"]'),
+        (
+            "[pools.x]\nengine = 'ssh'\nhosts = ['a']\noptions = { ssh_conf = 'file' }",
+            'options has no key "ssh_conf" (did you mean "ssh_config"?)',
+        ),
         ("[pools.x]\nengine = 'shh'", 'engine needs "local", "ssh", or a Dask'),
         ("[pools.x]\nengine = 'ssh'", 'engine "ssh" needs hosts = ["host1", …]'),
         ("[pools.x]\nhosts = ['a']", "hosts needs engine = \"ssh\"; got engine 'local'"),
