@@ -76,6 +76,9 @@ MAX_RANKS = 8
 MAX_FILES = 8
 MAX_GROUPS = 10
 MAX_CURVES = 4
+CURVES_GAP_S = 1.0
+"""Shortest time in seconds between two changes of an active run's curves."""
+
 STALE_S = 30
 """Seconds without an update after which an active run's header says that it is out of date.
 
@@ -115,6 +118,8 @@ class RunState:
         left: Title that replaces the state after the notebook has stopped following the run; ""
             while the notebook follows the run.
         tails: The last log lines of ranks, by rank. Empty until the view is closed.
+        curve_rows: Row of the status header with the curves, as text and HTML; [] if there is none.
+        curves_drawn_at: Time at which `curve_rows` was drawn, on the caller's clock.
     """
 
     plan: Plan
@@ -147,6 +152,8 @@ class RunState:
     last_attempt: int = 0
     left: str = ""
     tails: dict[int, list[str]] = field(default_factory=dict)
+    curve_rows: list[tuple[str, str]] = field(default_factory=list)
+    curves_drawn_at: float = -math.inf
 
     def __post_init__(self) -> None:
         self.notes = list(self.plan.notes)
@@ -315,7 +322,7 @@ def _parts(state: RunState, now: float) -> Iterator[tuple[str, str]]:
         name = cut(name, NAME_CHARS)
         words = f"{name}: {_join_facts([], found)}".rstrip(": ")
         yield words, _row(f"<b>{escape(name)}</b> {_facts_html(found)}")
-    yield from _curve_parts(state.curves)
+    yield from _curve_rows(state, now)
     if state.hang:
         title, *table = hang_lines(state.hang, now)
         rows = _row(escape(title), f"color:{COLOURS['INTERRUPTED']}") + as_html("\n".join(table))
@@ -363,6 +370,18 @@ def _tails_html(state: RunState) -> str:
     summary = f"last lines of each rank (%taas logs {state.plan.run_id} --rank R has all)"
     inside = f"<details><summary>{escape(summary)}</summary>{''.join(shown)}</details>"
     return _row(inside, "font-size:12px")
+
+
+def _curve_rows(state: RunState, now: float) -> list[tuple[str, str]]:
+    """Return the row with the metrics, if any. Draw it again only if `CURVES_GAP_S` has passed.
+
+    Several ranks may send metrics many times a second, and the row is the largest part of the
+    status header. After the run's end, the row always has all values.
+    """
+    is_last = state.has_ended or state.left
+    if is_last or not state.curve_rows or now - state.curves_drawn_at >= CURVES_GAP_S:
+        state.curve_rows, state.curves_drawn_at = list(_curve_parts(state.curves)), now
+    return state.curve_rows
 
 
 def _curve_parts(curves: Curves) -> Iterator[tuple[str, str]]:

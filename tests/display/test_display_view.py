@@ -2,6 +2,7 @@
 
 import os
 import pty
+import re
 import subprocess
 import sys
 import textwrap
@@ -119,6 +120,25 @@ def test_a_head_that_would_look_the_same_is_not_sent_again(execute: Execute) -> 
             stage.play(event("note", text="the same"), seconds=0.2)
     """)
     assert len(contents(messages, "update_display_data")) == 1
+
+
+def test_curves_change_once_a_second_at_most_and_have_all_values_at_the_end(
+    execute: Execute,
+) -> None:
+    messages = execute("""
+        stage = Stage()
+        for step in range(20):
+            points = [["loss", step, step, 0.0]]
+            progress = event("progress", rank=0, text=f"{step}")
+            stage.play(event("metrics", rank=0, points=points), progress, seconds=0.2)
+        stage.end(ended())
+    """)
+    heads = contents(messages, "update_display_data")
+    found = [re.search("loss: .*", head["data"]["text/plain"]) for head in heads]
+    shown = list(dict.fromkeys(curve[0] for curve in found if curve))
+    assert 4 <= len(shown) <= 5 and shown[-1].endswith("20 values")
+    pictures = [re.search("<img src='[^']*'", head["data"]["text/html"]) for head in heads]
+    assert len({picture[0] for picture in pictures if picture}) == len(shown)
 
 
 def test_elapsed_time_goes_on_while_nothing_happens(execute: Execute) -> None:
