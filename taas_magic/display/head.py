@@ -761,20 +761,25 @@ def stacks_text(found: RunStacks, labels: Mapping[str, str]) -> str:
     return "\n\n".join([*shown, *found.silent]) or "no rank runs"
 
 
-_RANKS_HEAD = ("rank", "host", "pid", "CPU", "memory", "batches", "waited", "at")
+_RANKS_HEAD = (
+    *("rank", "host", "pid", "CPU", "memory", "batches", "per second", "waited"),
+    *("in collectives", "step", "at"),
+)
 
 
-def ranks_text(found: RunStacks, run_counts: RunCounts) -> str:
+def ranks_text(found: RunStacks, state: RunState) -> str:
     """Return the output of `%taas ranks`: a table with a row for each rank."""
-    rows = [_rank_cells(row, run_counts) for row in sorted(found.ranks, key=lambda row: row.rank)]
+    rows = [_rank_cells(row, state) for row in sorted(found.ranks, key=lambda row: row.rank)]
     table = columns([_RANKS_HEAD, *rows]) if rows else []
     return "\n".join([*table, *found.silent]) or "no rank runs"
 
 
-def _rank_cells(row: RankStack, run_counts: RunCounts) -> tuple[str, ...]:
-    loaders = [loader for loader in run_counts.loaders.values() if row.rank in loader.ranks]
+def _rank_cells(row: RankStack, state: RunState) -> tuple[str, ...]:
+    loaders = [it for it in state.run_counts.loaders.values() if row.rank in it.ranks]
     batches = sum(loader.ranks[row.rank].batches for loader in loaders)
+    span_s = sum(loader.ranks[row.rank].span_s for loader in loaders)
     shares = [loader.shares[row.rank] for loader in loaders if row.rank in loader.shares]
+    steps = [of[row.rank].last_step for of in state.curves.values() if row.rank in of]
     return (
         str(row.rank),
         row.host,
@@ -782,7 +787,10 @@ def _rank_cells(row: RankStack, run_counts: RunCounts) -> tuple[str, ...]:
         f"{100 * row.cpus:.0f} %",
         size_text(_memory(row)),
         f"{batches:,}" if loaders else "-",
+        _number(batches / span_s) if span_s else "-",
         f"{100 * sum(shares):.0f} %" if shares else "-",
+        f"{100 * row.in_collectives:.0f} %",
+        f"{max(steps):,}" if steps else "-",
         cut(" ".join((row.place or row.waits_for).split()), CELL_CHARS),
     )
 

@@ -343,7 +343,11 @@ class StackMonitor:
         now = time.monotonic()
         return [
             sample.report(
-                RankStack, rank=state.rank, quiet_s=now - state.progress_at, cpus=sample.cpus
+                RankStack,
+                rank=state.rank,
+                quiet_s=now - state.progress_at,
+                cpus=sample.cpus,
+                in_collectives=state.collective_fraction,
             )
             for state, sample in found
         ]

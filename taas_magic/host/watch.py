@@ -108,6 +108,9 @@ class RankState:
     beat: RankBeat = field(default_factory=RankBeat)
     """The rank's last heartbeat."""
     beat_at: float = 0.0
+    n_beats: int = 0
+    n_collective_beats: int = 0
+    """Number of heartbeats at which a collective had begun and not ended."""
     sample: RankStackSample | None = None
     """The rank's last stack report.
 
@@ -127,6 +130,11 @@ class RankState:
     """Result of `oom_kills` at the rank's start: earlier kills in the rank's cgroups."""
     batches: dict[str, int] = field(default_factory=dict)
     """Number of batches that the rank received from each loader, as last reported."""
+
+    @property
+    def collective_fraction(self) -> float:
+        """Fraction of the rank's time in collectives, from 0 to 1, estimated from heartbeats."""
+        return self.n_collective_beats / max(1, self.n_beats)
 
     @property
     def ended(self) -> bool:
@@ -595,6 +603,10 @@ class Ranks:
                     if message.collectives != state.beat.collectives:
                         state.progress_at = now
                     state.beat, state.beat_at = message, now
+                    state.n_beats += 1
+                    state.n_collective_beats += any(
+                        begun > ended for begun, ended in message.collectives
+                    )
                 case RankReport():
                     batches = {name: counts.batches for name, counts in message.loaders.items()}
                     if batches == state.batches:

@@ -38,16 +38,21 @@ class Curve:
 
     Each point is the mean of `_width` consecutive values. When there are too many points, each pair
     of neighbours becomes one point.
+
+    Attributes:
+        last: The last value.
+        last_step: The step of the last value.
+        count: Number of values.
     """
 
     def __init__(self) -> None:
-        self.last, self.count = math.nan, 0
+        self.last, self.last_step, self.count = math.nan, 0, 0
         self._means: list[float] = []
         self._width, self._open = 1, list[float]()
 
-    def add(self, value: float) -> None:
-        """Add the next value."""
-        self.last = value
+    def add(self, value: float, step: int = 0) -> None:
+        """Add the next value, which the rank logged at `step`."""
+        self.last, self.last_step = value, step
         self.count += 1
         self._open.append(value)
         if len(self._open) == self._width:
@@ -77,7 +82,7 @@ def add_points(curves: Curves, event: Metrics) -> None:
     """Add the points of an event to the curves of its rank."""
     for point in event.points:
         of_metric = curves.setdefault(point.name, {})
-        of_metric.setdefault(event.rank, Curve()).add(number(point))
+        of_metric.setdefault(event.rank, Curve()).add(number(point), point.step)
 
 
 def number(point: MetricPoint) -> float:

@@ -86,6 +86,8 @@ class RankStack(ProcessStack, kw_only=True):
             the report. That process sets this field.
         cpus: Mean number of processors that the rank and its descendants used while the report was
             made.
+        in_collectives: Fraction of the rank's heartbeats, from 0 to 1, at which a collective was
+            running.
     """
 
     rank: int
@@ -93,6 +95,7 @@ class RankStack(ProcessStack, kw_only=True):
     host: str = ""
     since: float = 0.0
     cpus: float = 0.0
+    in_collectives: float = 0.0
 
 
 class FetcherStack(ProcessStack, kw_only=True):

@@ -519,7 +519,7 @@ def _ranks(words: Sequence[str], settings: Config) -> str:
     from taas_magic.notebook import pools, runs
 
     run = runs.active(_optional_word("ranks", words))
-    return ranks_text(pools.stacks(run, settings), run.head.run_counts)
+    return ranks_text(pools.stacks(run, settings), run.head)
 
 
 def _pools(words: Sequence[str], settings: Config) -> str:

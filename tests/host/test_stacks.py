@@ -596,13 +596,17 @@ def test_ranks_shows_what_each_rank_uses(
         "numbers = DataLoader(range(40), 2)\ntaas.register(numbers)"
     )
     source = """
-import os, threading
+import os, threading, torch
+import torch.distributed as dist
+dist.init_process_group("gloo")
 batches = iter(numbers)
 for number in range(3):
     next(batches)
 print("up", flush=True)
 while os.environ["RANK"] == "1":
     pass
+taas.log(step=7, loss=1)
+work = dist.all_reduce(torch.ones(1), async_op=True)
 threading.Event().wait()
 """
     table: list[list[str]] = []
@@ -613,12 +617,12 @@ threading.Event().wait()
     def is_known() -> bool:
         lines = str(run_command("ranks", Config())).splitlines()
         table[:] = [re.split(r"  +", line) for line in lines]
-        if [len(row) for row in table] != [8, 8, 8]:
+        if [len(row) for row in table] != [11, 11, 11]:
             return False
         _, idle, busy = table
-        has_counts = idle[5] == busy[5] == "3"
-        are_there = "Event().wait()" in idle[7] and re.search(r"line [78]: ", busy[7]) is not None
-        return has_counts and are_there and cpu(busy) > cpu(idle)
+        has_counts = idle[5] == busy[5] == "3" and idle[9] == "7" and idle[8] != "0 %"
+        are_there = "Event().wait()" in idle[10] and re.search(r"line (9|10): ", busy[10])
+        return has_counts and are_there is not None and cpu(busy) > cpu(idle)
 
     def look(run: RunDriver) -> None:
         with contextlib.suppress(AssertionError):  # the assertions name what is missing
@@ -632,9 +636,12 @@ threading.Event().wait()
         notebook.define("taas.unregister(numbers)")
     assert isinstance(outcome.error, KeyboardInterrupt)
     head, idle, busy = table
-    assert head == ["rank", "host", "pid", "CPU", "memory", "batches", "waited", "at"]
+    rates = ["batches", "per second", "waited", "in collectives", "step"]
+    assert head == ["rank", "host", "pid", "CPU", "memory", *rates, "at"]
     assert idle[0] == "0" and busy[0] == "1" and idle[2] != busy[2]
     assert cpu(busy) > cpu(idle)
     assert idle[4].endswith("MB") and idle[5] == busy[5] == "3", table
-    assert "threading.Event().wait()" in idle[7]
-    assert re.search(r"Cell In\[\d+\], line [78]: ", busy[7])
+    assert float(idle[6]) > 0 and float(busy[6]) > 0
+    assert idle[8] != "0 %" == busy[8] and (idle[9], busy[9]) == ("7", "-")
+    assert "threading.Event().wait()" in idle[10]
+    assert re.search(r"Cell In\[\d+\], line (9|10): ", busy[10])
