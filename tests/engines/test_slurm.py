@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 import psutil
 import pytest
@@ -21,8 +22,11 @@ from taas_magic.errors import PoolError, RunLost
 from taas_magic.host.system import RUN_TOKEN
 from taas_magic.notebook import pools
 from taas_magic.pool.client import Pool
+from tests.frontend import environment
 from tests.harness import Notebook, Outcome
+from tests.notebook.test_detach import check_killed_kernels
 from tests.rig.slurm import CORES, PATH, Slurm, slurm_up
+from tests.store.travel_rig import STARTED_WITHIN_S
 
 pytestmark = [pytest.mark.network, pytest.mark.timeout(300)]
 
@@ -231,3 +235,15 @@ def test_what_slurm_says_of_a_job_that_it_refuses_is_shown(hpc: Hpc) -> None:
     outcome = hpc.run(MEET, gpus=2)
     assert isinstance(outcome.error, PoolError)
     assert "invalid partition specified: nosuch" in outcome.shown
+
+
+@pytest.mark.timeout(800)
+def test_a_detached_run_on_nodes_goes_on_when_its_kernel_is_killed(
+    hpc: Hpc, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    project = tmp_path / "project"
+    project.mkdir()
+    shutil.copy(hpc.notebook.project / "taas.toml", project)
+    for name, value in environment(tmp_path).items():
+        monkeypatch.setenv(name, value)
+    check_killed_kernels(project, tmp_path, "hpc", STARTED_WITHIN_S)

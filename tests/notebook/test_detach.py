@@ -61,22 +61,36 @@ def check_attached(other: Frontend, run_id: str) -> None:
     other.run(f"import taas\nassert taas.last_run.wait() == {{'total': {TOTAL}}}")
 
 
-def test_a_detached_run_goes_on_when_its_kernel_is_killed(
-    frontend: Frontend, tmp_path: Path
-) -> None:
-    with beside(tmp_path) as other:
+def check_killed_kernels(project: Path, folder: Path, pool: str, start_s: float = WAIT_S) -> None:
+    """Three times, kill the kernel of a detached run, and check the run in another kernel.
+
+    Then check that the pool ends, because it has no kernel left.
+
+    Args:
+        project: Folder of the notebook, whose kernel is killed.
+        folder: Folder for the project of the other kernel.
+        pool: Pool of the run.
+        start_s: Maximum seconds until the ranks have started.
+    """
+    with beside(folder) as other:
         for _ in range(3):
-            with kernel(tmp_path / "killed", TAAS_WARM="0") as killed:
-                cell = killed.run(COUNTS)
+            with kernel(project, TAAS_WARM="0") as killed:
+                cell = killed.send(COUNTS.replace("--name", f"--pool {pool} --name"))
+                reply = killed.finish(cell, start_s)
+                assert reply["status"] == "ok", reply
                 assert head(killed, cell).startswith("DETACHED counts")
                 run = next(runs.newest())
                 assert run.state == "RUNNING"
                 time.sleep(random.uniform(0.0, 1.0))
                 kill(killed)
             check_attached(other, run.run_id)
-        # the pool ends, because it has no kernel left
-        folder = Path(run.context.pool_folder)
-        eventually(lambda: not (folder / "pool.json").exists())
+        eventually(lambda: not (Path(run.context.pool_folder) / "pool.json").exists())
+
+
+def test_a_detached_run_goes_on_when_its_kernel_is_killed(
+    frontend: Frontend, tmp_path: Path
+) -> None:
+    check_killed_kernels(tmp_path / "killed", tmp_path, "local")
 
 
 DEFINITIONS = """

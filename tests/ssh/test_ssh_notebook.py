@@ -12,6 +12,7 @@ from nbclient import NotebookClient
 from nbformat import NotebookNode
 
 from tests.frontend import environment, kernel
+from tests.notebook.test_detach import check_killed_kernels
 from tests.rig.hosts import Hosts, hosts_up
 from tests.store.travel_rig import STARTED_WITHIN_S
 
@@ -116,6 +117,15 @@ def test_a_killed_kernel_leaves_clean_hosts(folder: tuple[Path, Hosts]) -> None:
         assert hosts.processes(1)
         frontend.process.kill()
         assert not hosts.left(1)
+
+
+@pytest.mark.network
+@pytest.mark.timeout(800)
+def test_a_detached_run_on_hosts_goes_on_when_its_kernel_is_killed(
+    folder: tuple[Path, Hosts], tmp_path: Path
+) -> None:
+    path, _ = folder
+    check_killed_kernels(path, tmp_path, "lab", STARTED_WITHIN_S)
 
 
 def test_it_is_stored_with_its_outputs() -> None:
