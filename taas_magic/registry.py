@@ -13,6 +13,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from numbers import Integral
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -129,8 +130,9 @@ def register(
 
     Raises:
         RegistrationError: The loader is not iterable, or divides its data between ranks itself. Or
-            an object in the loader cannot be pickled. Or `uneven` is not `pad`, `drop` or `keep`.
-            This exception is also a TypeError and a ValueError.
+            an object in the loader cannot be pickled. Or `name` is no string, `seed` no integer, or
+            `uneven` none of `pad`, `drop` and `keep`. This exception is also a TypeError and a
+            ValueError.
         UsageError: The name is too long.
         RuntimeError: The caller is a rank.
     """
@@ -143,6 +145,10 @@ def register(
             "variable"
         )
     _check_kind(loader, uneven)
+    if not isinstance(name, str | None) or not isinstance(seed, Integral | None):
+        raise RegistrationError(
+            f"register: name needs a string, and seed an integer; got name={name!r}, seed={seed!r}"
+        )
     if name is not None and not _is_short(name):
         raise UsageError(
             f"register: a loader's name has at most {_NAME_BYTES} bytes; {name[:20]!r}… has "
@@ -155,7 +161,8 @@ def register(
     for key in [key for key, entry in _registered.items() if is_named and entry.name == name]:
         del _registered[key]
     held = _reference(loader, is_named)
-    _registered[id(loader)] = RegisteredLoader(name or "", held, seed, uneven, is_named, start)
+    number = None if seed is None else int(seed)
+    _registered[id(loader)] = RegisteredLoader(name or "", held, number, uneven, is_named, start)
     _name_by_variables()
     pickling.LOADER_REDUCERS[type(loader)] = reduce_loader
     _warn_of_own_generators(loader)
@@ -281,6 +288,10 @@ def _check_kind(loader: Any, uneven: str) -> None:
     iterated only once, a collection such as a list, and a subclass of DataLoader with an `__iter__`
     of its own.
     """
+    if isinstance(loader, type):
+        raise RegistrationError(
+            f"register: {loader.__name__} is a class; give it an object ({loader.__name__}(...))"
+        )
     name = type(loader).__name__
     kind = f"{'an' if name[:1].lower() in 'aeiou' else 'a'} {name}"
     if not hasattr(loader, "__iter__"):

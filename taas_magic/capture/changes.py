@@ -81,7 +81,8 @@ class ChangeDetector:
         for name, value in values.items():
             if name in out or name.startswith("_") or issubclass(type(value), types.ModuleType):
                 continue
-            is_set_anew = name in stores and not (name in updates and type(value) in _PLAIN)
+            is_data = type(value) in _PLAIN or _is_array(value)
+            is_set_anew = name in stores and not (name in updates and is_data)
             if is_set_anew:  # the name will get another object: keep a reference to `value`
                 with suppress(TypeError):  # a list, for example, allows no weak reference
                     self._held[name] = weakref.ref(value)
@@ -129,6 +130,11 @@ class ChangeDetector:
             if after is not None and after != before and not (held and value is None):
                 found.append(name)
         return found
+
+
+def _is_array(value: Any) -> bool:
+    """Return whether a value is a plain tensor or a numpy array."""
+    return f"{type(value).__module__}.{type(value).__name__}" in ("torch.Tensor", "numpy.ndarray")
 
 
 def _sentence(names: list[str]) -> str:

@@ -346,13 +346,16 @@ A registered loader must not use them: fetchers already divide its batches among
 _WIDGETS = {"ipywidgets": {"Widget"}}
 _RUNNING_CLASSES = {
     **_WIDGETS,
-    "threading": {"Thread"},
+    "threading": {"Barrier", "Condition", "Event", "Semaphore", "Thread"},
     "multiprocessing": {"BaseProcess"},
     "subprocess": {"Popen"},
+    "queue": {"Queue"},
+    "concurrent": {"Executor", "Future"},
+    "asyncio": {"AbstractEventLoop", "Future"},
 }
-"""Classes of running objects, by top-level package.
+"""Classes of running objects, and of objects that threads share, by top-level package.
 
-An error message names the running object, not the part of it that cannot be pickled.
+An error message names such an object, not the part of it that cannot be pickled.
 """
 
 _SHARD_MARKERS = {"datasets": {"DistributedConfig"}}

@@ -39,14 +39,11 @@ SETTINGS = (
 """Attributes of a DataLoader that a remote loader copies from the registered loader."""
 
 _VISIBLE = ("generator", "collate_fn", "worker_init_fn")
-_NOT_SET = {*_VISIBLE, *SETTINGS, "multiprocessing_context"} - {
-    *("batch_size", "drop_last", "persistent_workers")
-}
-"""Attributes that `RemoteLoader` does not let a cell set.
+_FIXED = {"batch_size", "drop_last", "persistent_workers", "dataset", "sampler", "batch_sampler"}
+"""Attributes that no DataLoader lets a program set after its construction (ValueError)."""
 
-DataLoader itself rejects changes to `batch_size`, `drop_last`, `persistent_workers`, `dataset`,
-`sampler` and `batch_sampler`.
-"""
+_NOT_SET = {*_VISIBLE, *SETTINGS, *_FIXED, "multiprocessing_context"}
+"""Attributes that `RemoteLoader` does not let a cell set."""
 
 _OWN_BUFFER_BYTES = 256 << 20
 """Memory limit for the prepared batches of each worker of a rank, in a run without fetchers."""
@@ -232,7 +229,8 @@ class RemoteLoader(DataLoader[Any]):
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in _NOT_SET and getattr(self, "is_made", False):
-            raise AttributeError(
+            error = ValueError if name in _FIXED else AttributeError
+            raise error(
                 f'cannot set {name} of loader "{self.name}" in a rank: its fetchers run the loader '
                 "and would not see the change. Set it in the notebook, before the cell"
             )

@@ -749,15 +749,20 @@ def farm(
             None: as many as the jobs need, up to all hosts of the pools.
 
     Raises:
-        UsageError: `gpus`, `cpus` or `nodes` does not fit the hosts of the pools, a pool is not
-            trusted, or there is no notebook.
+        UsageError: `gpus`, `cpus` or `nodes` does not fit the hosts of the pools, an argument has a
+            wrong type, a pool is not trusted, or there is no notebook.
         PoolError: The farm's process did not start.
     """
     shell = get_ipython()
     if shell is None:
         raise UsageError("taas.farm needs a notebook: run it in a Jupyter kernel or in IPython")
     config = load_config(Path.cwd())
-    names = [pool] if isinstance(pool, str) else list(pool)
+    names = [pool] if isinstance(pool, str) else pool
+    if not isinstance(names, Sequence) or not isinstance(gpus, int) or not isinstance(cpus, int):
+        raise UsageError(
+            "taas.farm: pool needs the name of a pool, or a list of names; gpus and cpus need "
+            f"integers; got pool={pool!r}, gpus={gpus!r}, cpus={cpus!r}"
+        )
     most = sum(config.pool(name).max_hosts for name in names)
     least, most = _node_limits(nodes, most)
     for name in names:
@@ -793,13 +798,19 @@ def _node_limits(nodes: tuple[int, int] | int | None, hosts: int) -> tuple[int, 
     Raises:
         UsageError: The numbers contradict each other, or exceed `hosts`.
     """
-    least, most = (
-        (0, hosts) if nodes is None else (nodes, nodes) if isinstance(nodes, int) else nodes
-    )
+    match nodes:
+        case None:
+            least, most = 0, hosts
+        case int():
+            least = most = nodes
+        case (int(least), int(most)):
+            pass
+        case _:
+            least = most = -1
     if not 0 <= least <= most or not 1 <= most <= hosts:
         raise UsageError(
             f"nodes must be (least, most) with 0 <= least <= most <= {hosts}, the number of "
-            f"hosts; got {nodes}"
+            f"hosts; got {nodes!r}"
         )
     return least, most
 

@@ -108,6 +108,17 @@ def test_a_variable_that_is_set_from_itself_is_named_and_one_that_is_set_anew_is
         assert [note[:17] for note in changes.notes(namespace)] == expected
 
 
+@pytest.mark.parametrize("value", [torch.zeros(2), np.zeros(2)])
+def test_a_tensor_that_is_set_from_itself_is_named_if_its_content_changed(value: Any) -> None:
+    said = []
+    for update in (0, 1):
+        namespace = {"value": value}
+        changes = ChangeDetector(namespace, (), {"value"}, {"value"})
+        namespace["value"] = value + update
+        said.append(len(changes.notes(namespace)))
+    assert said == [0, 1]
+
+
 def test_a_model_that_the_cell_wraps_is_watched_all_the_same() -> None:
     namespace: dict[str, Any] = {"model": torch.nn.Linear(100, 2)}
     for steps in (0, 1):

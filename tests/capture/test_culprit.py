@@ -1,8 +1,10 @@
 """The path in an error message to the object that cannot be pickled."""
 
 import collections
+import concurrent.futures
 import functools
 import pickle
+import queue
 import subprocess
 import threading
 from typing import Any, NamedTuple
@@ -185,6 +187,20 @@ def test_a_result_is_not_told_to_be_made_in_the_cell(value: Any, advice: str) ->
     assert str(captured.value).startswith(advice.format("ranks"))
     assert "inside the cell" not in str(result.value)
     assert "inside the cell" in str(captured.value)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        queue.Queue(),
+        threading.Event(),
+        threading.Semaphore(),
+        concurrent.futures.ThreadPoolExecutor(),
+    ],
+)
+def test_what_threads_share_is_named_as_a_whole(value: Any) -> None:
+    with pytest.raises(CaptureError, match=r"^`v\['x'\]` is an? "):
+        dump({"x": value}, name="v", namespace={})
 
 
 def test_a_thread_a_process_and_a_widget_are_named_as_such() -> None:

@@ -2,7 +2,9 @@
 
 import gc
 import threading
+from typing import Any
 
+import numpy as np
 import pytest
 from torch.utils.data import DataLoader
 
@@ -53,6 +55,7 @@ class Locked(Rows):
     ("value", "error", "says"),
     [
         (3, TypeError, "an int is not iterable"),
+        (DataLoader, TypeError, r"DataLoader is a class; give it an object \(DataLoader\(...\)\)"),
         (iter([1]), TypeError, "only once"),
         (DataLoader(Locked()), TypeError, r"train\.dataset\.state\['lock'\]"),
     ],
@@ -65,6 +68,15 @@ def test_what_cannot_be_registered(value: object, error: type[Exception], says: 
     [line] = shown.value._render_traceback_()  # one line, without a traceback
     assert line.startswith("RegistrationError: register: ") and "\n" not in line
     assert taas.registered() == {}
+
+
+@pytest.mark.parametrize("wrong", [{"name": 3}, {"seed": "a"}, {"seed": 1.5}])
+def test_a_name_is_text_and_a_seed_is_an_integer(wrong: dict[str, Any]) -> None:
+    with pytest.raises(RegistrationError, match="name needs a string, and seed an integer; got "):
+        taas.register(DataLoader(Rows(4)), **wrong)
+    loader = taas.register(DataLoader(Rows(4)), seed=np.int64(3))  # type: ignore[arg-type]
+    [entry] = taas.registered().values()
+    assert entry.loader is loader and type(entry.seed) is int
 
 
 def test_a_name_has_at_most_100_bytes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -588,6 +588,10 @@ job = gives_up.submit(len, Slow())
 def test_bounds_that_a_pool_cannot_keep_are_refused(several: Notebook) -> None:
     with pytest.raises(UsageError, match=r"0 <= least <= most <= 3"):
         taas.farm("many", nodes=(1, 9))
+    with pytest.raises(UsageError, match=r"0 <= least <= most <= 3.*; got 'x'"):
+        taas.farm("many", nodes="x")  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match=r"pool needs the name of a pool.*; got pool=2, "):
+        taas.farm(2)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match=r"gpus must be 0 to 2"):
         taas.farm("many", gpus=3)
 
