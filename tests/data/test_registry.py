@@ -74,7 +74,7 @@ def test_what_cannot_be_registered(value: object, error: type[Exception], says: 
 def test_a_name_is_text_and_a_seed_is_an_integer(wrong: dict[str, Any]) -> None:
     with pytest.raises(RegistrationError, match="name needs a string, and seed an integer; got "):
         taas.register(DataLoader(Rows(4)), **wrong)
-    loader = taas.register(DataLoader(Rows(4)), seed=np.int64(3))  # type: ignore[arg-type]
+    loader = taas.register(DataLoader(Rows(4)), seed=np.int64(3))
     [entry] = taas.registered().values()
     assert entry.loader is loader and type(entry.seed) is int
 
