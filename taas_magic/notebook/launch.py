@@ -209,10 +209,13 @@ def _run_in_session(
 ) -> None:
     """Run a cell on a session's ranks. For the session's first cell, start the ranks.
 
+    First, the view shows the lines that threads of the ranks printed since the last cell.
     Afterwards, even after an error, update the session's names of variables and its failed rank. If
     the session has ended, print why.
     """
     driver.listener = session.record_event
+    for event in session.pop_output():
+        driver.put(event)
     try:
         carry_out(driver, spec, pool, config, session=session)
     finally:

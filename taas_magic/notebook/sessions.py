@@ -9,6 +9,7 @@ ended, and checks the flags of the session's cells.
 import re
 import threading
 import time
+from collections import deque
 from collections.abc import Collection, Iterator
 from contextlib import suppress
 from functools import partial
@@ -30,6 +31,8 @@ from taas_magic.messages import (
     Detached,
     Event,
     ForwardEvents,
+    Lines,
+    LinesDropped,
     Note,
     RanksKilled,
     Request,
@@ -68,6 +71,7 @@ _FLAGS_FILE = "session.json"
 """File in the folder of a session's own run that has the flags of the session's first cell."""
 
 _LISTED = 12
+_KEPT_OUTPUT = 1_000
 _END_POLL_S = 0.2
 _sessions: dict[str, "Session"] = {}
 
@@ -94,6 +98,9 @@ class Session:
         self._loaded: set[int] = set()
         self._changes: list[CellNames] = []
         self._notes: list[str] = []
+        self._output: deque[Lines | LinesDropped] = deque(maxlen=_KEPT_OUTPUT)
+        """Lines that threads of the ranks printed since the last cell."""
+
         self._ended: RunEnded | None = None
         self._over = threading.Event()
         self._is_wanted, self._is_taken = True, False
@@ -307,6 +314,11 @@ class Session:
         self._cells, self._n_fetchers = state.cells, state.fetchers
         return state.cell
 
+    def pop_output(self) -> Iterator[Lines | LinesDropped]:
+        """Remove and yield what threads of the ranks printed between the last cell and now."""
+        while self._output:
+            yield self._output.popleft()
+
     def number_fetchers(self, data: DataPlan | None) -> DataPlan | None:
         """Renumber the fetchers in a cell's plan, so that each number is unique in the session.
 
@@ -455,13 +467,15 @@ class Session:
         return self._over.wait(timeout_s)
 
     def _on_run_event(self, event: Event) -> None:
-        """Record notes and the end of the session's own run. Called in the Dask client's thread.
+        """Record output, notes and the end of the session's own run. Called in the client's thread.
 
         If the run has ended, or if another kernel has taken the session over, end the session in
         this kernel. The fetchers then end, or are left to the other kernel.
         """
         if isinstance(event, Note):
             self._notes.append(event.text)
+        elif isinstance(event, Lines | LinesDropped):
+            self._output.append(event)
         elif isinstance(event, RunEnded | Detached):
             self._is_taken = isinstance(event, Detached)
             self._ended = RunEnded(state="LOST") if isinstance(event, Detached) else event

@@ -5,6 +5,7 @@ import re
 import signal
 from collections.abc import Iterator
 from contextlib import suppress
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -147,6 +148,31 @@ def test_a_cell_updates_a_display_of_an_earlier_cell(session: Frontend) -> None:
     [update] = [it for it in session.contents(second, "update_display_data") if is_of_rank(it)]
     assert update["data"]["text/plain"] == "'new'"
     assert update["transient"] == shown["transient"]
+
+
+def test_what_a_thread_prints_between_cells_is_shown_by_the_next_cell(
+    session: Frontend, tmp_path: Path
+) -> None:
+    go, done = tmp_path / "go", tmp_path / "done"
+    session.run(f"""%%taas --session exp
+import pathlib, threading, time
+def print_later():
+    while not os.path.exists({str(go)!r}):
+        time.sleep(0.01)
+    print("late", flush=True)
+    pathlib.Path({str(done)!r}).touch()
+if rank == 1:
+    threading.Thread(target=print_later).start()""")
+    go.touch()
+    eventually(done.exists)
+    shown: list[str] = []
+
+    def has_shown() -> bool:
+        shown.append(session.text(session.run("%%taas --session exp\npass")))
+        return "[1] late" in shown[-1]
+
+    eventually(has_shown)
+    assert "".join(shown).count("late") == 1
 
 
 def is_of_rank(content: dict[str, Any]) -> bool:
