@@ -78,7 +78,7 @@ def play(project: Path, token: str, after_s: float) -> None:
         time.sleep(after_s)
         kill(frontend)
     attached = subprocess.run(
-        [sys.executable, "-m", "taas_magic", "attach", run.run_id],
+        [sys.executable, "-m", "taas_magic", "attach", run.id],
         capture_output=True,
         text=True,
         timeout=WAIT_S,
@@ -99,9 +99,9 @@ def check(run: Run, shown: str) -> None:
     """Check the log and the result of a run; `shown` is the output of `attach`."""
     for rank in (0, 1):
         steps = re.findall(rf"step (\d+) of rank {rank}\b", shown)
-        assert [*map(int, steps)] == [*range(STEPS)], f"{run.run_id}: rank {rank}: {steps}"
+        assert [*map(int, steps)] == [*range(STEPS)], f"{run.id}: rank {rank}: {steps}"
     out = Run(run.path).wait(WAIT_S)
-    assert out == {"total": sum(range(STEPS))}, f"{run.run_id}: {out}"
+    assert out == {"total": sum(range(STEPS))}, f"{run.id}: {out}"
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ from taas_magic.registry import is_registered, register, registered, unregister
 
 if TYPE_CHECKING:
     from taas_magic.farms.farm import farm
-    from taas_magic.federation.federation import Federation as federation
+    from taas_magic.federation.federation import federation
     from taas_magic.host.metrics import log
     from taas_magic.host.profile import step
     from taas_magic.notebook.functions import run
@@ -123,7 +123,7 @@ _PLACES = {
     "Run": "taas_magic.notebook.runs:Run",
     "compare": "taas_magic.notebook.runs:compare",
     "farm": "taas_magic.farms.farm:farm",
-    "federation": "taas_magic.federation.federation:Federation",
+    "federation": "taas_magic.federation.federation:federation",
     "log": "taas_magic.host.metrics:log",
     "run": "taas_magic.notebook.functions:run",
     "runs": "taas_magic.notebook.runs:runs",

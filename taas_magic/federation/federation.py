@@ -7,7 +7,7 @@ import contextlib
 import secrets
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from IPython.core.getipython import get_ipython
@@ -22,11 +22,16 @@ from taas_magic.notebook.magic import TaasMagics
 from taas_magic.plan import Flags
 
 
-@dataclass(frozen=True)
-class Federation:
-    """Hosts that train a model together, each on its own data.
+def federation(
+    pool: str = "local",
+    *,
+    per_host: Mapping[str, Mapping[str, Any]] | None = None,
+    hosts: int = 0,
+    store: str = "",
+) -> "Federation":
+    """Return a federation of a pool's hosts. Start nothing; `Federation.run` starts a run.
 
-    Attributes:
+    Args:
         pool: Name of the pool whose hosts take part.
         per_host: The `context.node_config` of the ClientApp on each host, by the host's name.
             Values are strings, numbers and booleans, such as the path of the host's data.
@@ -35,18 +40,27 @@ class Federation:
             that does not share this folder receives a copy. "" for an empty temporary folder, which
             is removed after the run.
     """
+    return Federation(pool, per_host or {}, hosts, store)
 
-    pool: str = "local"
-    per_host: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    hosts: int = 0
-    store: str = ""
+
+@dataclass(frozen=True)
+class Federation:
+    """Hosts that train a model together, each on its own data. `federation` creates the object.
+
+    The function `federation` describes the attributes.
+    """
+
+    pool: str
+    per_host: Mapping[str, Mapping[str, Any]]
+    hosts: int
+    store: str
 
     def run(
         self,
         server_app: Any,
         client_app: Any,
         config: Mapping[str, Any] | None = None,
-        timeout_s: float | None = None,
+        timeout: float | None = None,
     ) -> Any:
         """Run a ServerApp and a ClientApp of the notebook, and show the run like a cell's run.
 
@@ -58,7 +72,7 @@ class Federation:
                 such as `min_available_nodes`, decide whether the training continues.
             client_app: A Flower `ClientApp`, which runs on every host.
             config: The `context.run_config` of both apps.
-            timeout_s: Seconds after which taas-magic ends the run; None for no limit.
+            timeout: Seconds after which taas-magic ends the run; None for no limit.
 
         Returns:
             The return value of the ServerApp's main function, such as Flower's `Result`.
@@ -94,7 +108,7 @@ class Federation:
                 pool=self.pool,
                 out=(VALUE,),
                 name="federation",
-                timeout_s=timeout_s,
+                timeout_s=timeout,
                 store=store,
                 federated=True,
             )

@@ -44,7 +44,7 @@ def attach(run: Run) -> None:
     with Interrupts() as interrupts:
         state = _show(run, interrupts)
     if not state.has_ended:
-        raise interrupted(still_active_message(run.run_id))
+        raise interrupted(still_active_message(run.id))
     heads.forget(run)
     first = with_labels(state.first, run.context.labels)
     if first is not None and first.how != "timeout":

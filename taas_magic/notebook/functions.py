@@ -150,12 +150,14 @@ def run_script(words: Sequence[str]) -> None:
         words: Flags of `%%taas`, then the path of the script, then the script's own arguments.
 
     Raises:
-        UsageError: No word ends with `.py`, or the first such word is not the path of a file.
+        UsageError: No word ends with `.py`, or the first such word is not the path of a file. Or no
+            flags come before the script.
         Exception: All errors of `run`.
     """
     at = next((at for at, word in enumerate(words) if word.endswith(".py")), None)
-    if at is None or not Path(words[at]).is_file():
+    if not at or not Path(words[at]).is_file():
         what = "the script is missing" if at is None else f"there is no file {words[at]}"
+        what = "the flags must come before the script" if at == 0 else what
         raise UsageError(f"{what}: python -m taas_magic run --gpus 2 script.py [arguments]")
     shell, settings = _shell(), load_config(working_folder())
     asked = flags.parse(shlex.join(words[:at]), settings)

@@ -32,19 +32,19 @@ def close_view(run: Run, view: View, state: RunState, title: str) -> None:
     state.left = title
     view.close()
     if view.can_update:
-        _left[run.run_id] = run
+        _left[run.id] = run
 
 
 def forget(run: Run) -> None:
     """Do not update a run's status header again, because the header already shows the run's end."""
-    _left.pop(run.run_id, None)
+    _left.pop(run.id, None)
 
 
 def update_ended_headers() -> None:
     """Update the status headers of runs that have ended since their views were closed."""
     for run in [run for run in _left.values() if not run.is_active]:
         forget(run)
-        name = {"display_id": f"{run.run_id}:head"}
+        name = {"display_id": f"{run.id}:head"}
         publish_display_data(head.mime_bundle(run.head, time.time()), transient=name, update=True)
 
 

@@ -378,7 +378,7 @@ def _status(words: Sequence[str], settings: Config) -> str:
     for run in islice(runs.newest(), _SHOWN_RUNS):
         # The format is that of the run's status header.
         elapsed = duration(run.duration_s, decimals=int(not run.is_active))
-        rows.append((run.run_id, run.state, str(run.world_size), run.pool, elapsed, run.name))
+        rows.append((run.id, run.state, str(run.world_size), run.pool, elapsed, run.name))
     return "\n".join(columns(rows)) if rows[1:] else "no runs"
 
 
@@ -404,7 +404,7 @@ def _logs(words: Sequence[str], settings: Config) -> str:
         shown = end_of_text(run.logs(rank, given.tail, given.grep or ""), run.log_path(rank))
     if not shown:
         found = "wrote nothing" if given.grep is None else f'wrote no line with "{given.grep}"'
-        return f"rank {rank} of run {run.run_id} {found}"
+        return f"rank {rank} of run {run.id} {found}"
     return shown if asked is not None or not rank else f"rank {rank}, which failed first:\n{shown}"
 
 
@@ -440,7 +440,7 @@ def _attach(words: Sequence[str], settings: Config) -> str:
     launch.last_run = run
     attach.attach(run)
     if shell is None and run.state != "SUCCEEDED":
-        raise RunError(f"run {run.run_id} ended as {run.state}")
+        raise RunError(f"run {run.id} ended as {run.state}")
     return ""
 
 
@@ -492,7 +492,7 @@ def _detach(words: Sequence[str], settings: Config) -> str:
             )
     run = runs.active(name)
     pools.detach(run, settings)
-    return f"Run {run.run_id} continues without its kernel: `%taas attach {run.run_id}` shows it."
+    return f"Run {run.id} continues without its kernel: `%taas attach {run.id}` shows it."
 
 
 def _stop(words: Sequence[str], settings: Config) -> str:
@@ -500,7 +500,7 @@ def _stop(words: Sequence[str], settings: Config) -> str:
 
     run = runs.active(_optional_word("stop", words))
     pools.stop(run, settings)
-    return f"stopping run {run.run_id}"
+    return f"stopping run {run.id}"
 
 
 def _stacks(words: Sequence[str], settings: Config) -> str:
@@ -687,7 +687,7 @@ def _report(words: Sequence[str], settings: Config) -> str:
 
     run_id = _optional_word("report", words)
     run = runs.find(run_id) if run_id else next(runs.newest(), None)
-    name = f"taas-report-{run.run_id}.txt" if run else "taas-report.txt"
+    name = f"taas-report-{run.id}.txt" if run else "taas-report.txt"
     path = write_report(settings, run.path if run else None, Path(name))
     return (
         f"Wrote {path.resolve()}. It holds neither the cell nor variables, but error messages and "

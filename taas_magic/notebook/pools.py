@@ -117,7 +117,7 @@ def stop(run: Run, config: Config) -> None:
     Raises:
         PoolError: The pool's process has ended, or does not answer.
     """
-    _send_request(run.context.pool_folder, run.pool, config, Halt(run.run_id, "interrupt"))
+    _send_request(run.context.pool_folder, run.pool, config, Halt(run.id, "interrupt"))
 
 
 def detach(run: Run, config: Config) -> None:
@@ -126,8 +126,8 @@ def detach(run: Run, config: Config) -> None:
     Raises:
         PoolError: The pool's process has ended, does not answer, or cannot take the run over.
     """
-    if why := _send_request(run.context.pool_folder, run.pool, config, Detach(run.run_id)):
-        raise PoolError(f"run {run.run_id} cannot be detached: {why}")
+    if why := _send_request(run.context.pool_folder, run.pool, config, Detach(run.id)):
+        raise PoolError(f"run {run.id} cannot be detached: {why}")
 
 
 def stacks(run: Run, config: Config) -> RunStacks:
@@ -136,9 +136,9 @@ def stacks(run: Run, config: Config) -> RunStacks:
     Raises:
         PoolError: The pool's process has ended, or does not answer.
     """
-    found = _send_request(run.context.pool_folder, run.pool, config, GetStacks(run.run_id))
+    found = _send_request(run.context.pool_folder, run.pool, config, GetStacks(run.id))
     if data := RunFolder(run.path).plan().data:
-        request = GetStacks(fetchers_share_id(run.run_id))
+        request = GetStacks(fetchers_share_id(run.id))
         of_data = _send_request(run.context.data_folder, data.pool, config, request)
         found.fetchers, found.silent = of_data.fetchers, [*found.silent, *of_data.silent]
     return found

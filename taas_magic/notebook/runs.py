@@ -40,11 +40,8 @@ from taas_magic.store.receipt import Receipt
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-_FOR_USERS = (
-    *("advice", "duration_s", "error", "failed_rank", "failures", "hosts", "is_active", "log_path"),
-    *("logs", "metrics", "missing", "name", "out", "path", "plan", "plot", "pool", "receipt"),
-    *("result", "run_id", "started_at", "state", "timeline", "wait", "waited", "world_size"),
-)
+_FOR_OUR_CODE = ("context", "head", "new_state", "raise_failure", "result_notes", "unrecorded_end")
+"""Attributes of `Run` that Tab completion does not offer, because only our own code uses them."""
 
 POLL_S = 0.2
 """Seconds between checks whether a run has ended."""
@@ -61,7 +58,6 @@ class Run:
     """
 
     def __init__(self, path: Path, live: RunState | None = None) -> None:
-        self.path = path
         self.live = live
         self._folder = RunFolder(path)
         self._reader = JournalReader(self._folder.events)
@@ -69,7 +65,12 @@ class Run:
         self._received: returned.Received | None = None
 
     @property
-    def run_id(self) -> str:
+    def path(self) -> Path:
+        """The run's folder."""
+        return self._folder.path
+
+    @property
+    def id(self) -> str:
         """The run's id."""
         return self._folder.run_id
 
@@ -231,7 +232,7 @@ class Run:
         Raises:
             UsageError: matplotlib is missing, or the run used no registered loader.
         """
-        return draw(self._folder.read_events(), f"{self.run_id} {self.name}".rstrip())
+        return draw(self._folder.read_events(), f"{self.id} {self.name}".rstrip())
 
     def timeline(self) -> timeline.Timeline:
         """Return how each rank spent the steps that `--profile` recorded.
@@ -266,7 +267,7 @@ class Run:
         rank = rank if rank is not None else self.failed_rank or 0
         if not 0 <= rank < self.world_size:
             last = self.world_size - 1
-            raise UsageError(f"run {self.run_id} has ranks 0 to {last}; got {rank}")
+            raise UsageError(f"run {self.id} has ranks 0 to {last}; got {rank}")
         return self._folder.log(rank)
 
     def wait(self, timeout: float | None = None) -> dict[str, Any]:
@@ -289,10 +290,10 @@ class Run:
         try:
             while self.is_active:
                 if deadline is not None and time.monotonic() >= deadline:
-                    raise TimeoutError(f"run {self.run_id} has not ended after {timeout:g} s")
+                    raise TimeoutError(f"run {self.id} has not ended after {timeout:g} s")
                 time.sleep(POLL_S)
         except KeyboardInterrupt:
-            raise interrupted(still_active_message(self.run_id)) from None
+            raise interrupted(still_active_message(self.id)) from None
         self.raise_failure()
         return self.out
 
@@ -326,7 +327,7 @@ class Run:
                 what = "the value of the function could not be returned"
             shown = {"run.result" if name == VALUE else name: why for name, why in missing.items()}
             lines = [f"    {name}: {why}" for name, why in shown.items()]
-            raise ResultError(f"run {self.run_id} succeeded, but {what}{came}\n" + "\n".join(lines))
+            raise ResultError(f"run {self.id} succeeded, but {what}{came}\n" + "\n".join(lines))
 
     def unrecorded_end(self) -> RunEnded | None:
         """Return the end of a run whose owner disappeared without recording the end, else None."""
@@ -343,10 +344,11 @@ class Run:
 
     def __dir__(self) -> list[str]:
         """Return the names of the attributes that users need, for Tab completion."""
-        return sorted(_FOR_USERS)
+        names = (name for name in vars(Run) if not name.startswith("_"))
+        return sorted(name for name in names if name not in _FOR_OUR_CODE)
 
     def __repr__(self) -> str:
-        return f"<Run {self.run_id} {self.name}: {self.state}, {self.path}>"
+        return f"<Run {self.id} {self.name}: {self.state}, {self.path}>"
 
     def _repr_html_(self) -> str:
         """Return a table with this run."""
@@ -396,7 +398,7 @@ def compare(*runs: Run, metric: str | None = None) -> "Figure":
     if wrong or not runs:
         got = f"; got a {type(wrong[0]).__name__}" if wrong else ""
         raise UsageError(f"taas.compare needs runs, such as taas.compare(*taas.runs()[:2]){got}")
-    return metrics.draw({f"{run.run_id} {run.name}".rstrip(): run.metrics for run in runs}, metric)
+    return metrics.draw({f"{run.id} {run.name}".rstrip(): run.metrics for run in runs}, metric)
 
 
 def _names_of_notebook() -> dict[str, Any]:
@@ -431,7 +433,7 @@ def row_of(run: Run) -> tuple[str, ...]:
     took = duration(run.duration_s, decimals=int(not is_active))
     error = " ".join(run.error.split())[:_ERROR_CHARS]
     ranks = f"{run.world_size:,}"
-    return (run.run_id, run.name, state, started, took, ranks, run.pool, error)
+    return (run.id, run.name, state, started, took, ranks, run.pool, error)
 
 
 def table_of(runs: Sequence[Run]) -> str:
@@ -469,7 +471,7 @@ def find(asked: str | None) -> Run:
         UsageError: There is no such run. The message lists the newest runs.
     """
     for run in newest():
-        if asked is None or run.run_id.startswith(asked) or run.name == asked:
+        if asked is None or run.id.startswith(asked) or run.name == asked:
             return run
     listed = ", ".join(islice(journal.run_ids(), 5))
     if not listed:
@@ -490,7 +492,7 @@ def active(asked: str | None) -> Run:
         if run.is_active:
             return run
         if asked is not None:
-            raise UsageError(f"run {run.run_id} is not running: {run.state}")
+            raise UsageError(f"run {run.id} is not running: {run.state}")
     raise UsageError("No run is running. %taas status lists the newest.")
 
 

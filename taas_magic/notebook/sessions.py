@@ -309,7 +309,7 @@ class Session:
         Raises:
             PoolError: The session has ended or is not detached, or the pool does not respond.
         """
-        state = connection.take_session(run.run_id, self._on_run_event)
+        state = connection.take_session(run.id, self._on_run_event)
         self.plan, self._connection, self.has_unknown_names = run.plan, connection, True
         self._cells, self._n_fetchers = state.cells, state.fetchers
         return state.cell
@@ -593,7 +593,7 @@ def detached_sessions() -> Iterator[tuple[Run, Flags]]:
     own = {session.run_id for session in live()}
     for run in runs.newest():
         flags = flags_of(run)
-        if flags is not None and flags.detach and run.run_id not in own and run.is_active:
+        if flags is not None and flags.detach and run.id not in own and run.is_active:
             yield run, flags
 
 
@@ -623,7 +623,7 @@ def running(name: str) -> Run | None:
     own = {session.run_id for session in live()}
     for run in runs.newest():
         flags = flags_of(run)
-        if flags is not None and flags.session == name and run.run_id not in own and run.is_active:
+        if flags is not None and flags.session == name and run.id not in own and run.is_active:
             return run
     return None
 
@@ -654,7 +654,7 @@ def running_cell(session: Run) -> Run | None:
     """
     name, pool_folder = session.plan.session, session.context.pool_folder
     for run in runs.newest():
-        is_other = run.is_active and run.run_id != session.run_id
+        is_other = run.is_active and run.id != session.id
         if is_other and run.plan.session == name and run.context.pool_folder == pool_folder:
             return run
     return None
@@ -668,7 +668,7 @@ def is_hidden_from_attach(run: Run) -> bool:
     flags = flags_of(run)
     if flags is None:
         return False
-    return not flags.detach or any(session.run_id == run.run_id for session in live())
+    return not flags.detach or any(session.run_id == run.id for session in live())
 
 
 def take_over(run: Run, connection: PoolConnection) -> tuple[Session, str]:

@@ -75,7 +75,7 @@ def test_slow_storage_is_seen_and_advice_given(notebook: Notebook) -> None:
     assert outcome.error is None and outcome.run is not None
     assert "for 'loader': its storage is slow; --cpus " in outcome.run.advice
     assert isinstance(outcome.run.plot(), Figure)
-    old = runs.find(outcome.run.run_id)
+    old = runs.find(outcome.run.id)
     assert old.advice == outcome.run.advice
     assert 0.1 < outcome.run.waited["loader"] == old.waited["loader"] <= 1.0
     assert isinstance(old.plot(), Figure)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from taas_magic.errors import RankFailed, UsageError
-from taas_magic.federation.federation import Federation
+from taas_magic.federation.federation import federation
 from taas_magic.federation.flower import RESULT, _with_saved_result
 from taas_magic.notebook import launch
 from taas_magic.notebook.runs import Run
@@ -57,9 +57,9 @@ def test_an_address_that_this_machine_lacks_is_an_error_and_no_endless_search() 
 
 def test_a_value_that_flower_does_not_pass_on_is_refused() -> None:
     with pytest.raises(UsageError, match=r"got a PosixPath for 'data'"):
-        Federation(per_host={"north": {"data": Path("/srv")}}).run(None, None)
+        federation(per_host={"north": {"data": Path("/srv")}}).run(None, None)
     with pytest.raises(UsageError, match=r"got a list for 'rates'"):
-        Federation().run(None, None, {"rates": [1, 2]})
+        federation().run(None, None, {"rates": [1, 2]})
 
 
 @pytest.fixture(scope="module")
@@ -153,7 +153,7 @@ def read_data(app):
         raise OSError("the data of this host is broken")
     return app
 federation = taas.federation(pool="sites")
-federation.run(server_app, ReadsItsData(), {"rounds": 1, "timeout": 60}, timeout_s=100)
+federation.run(server_app, ReadsItsData(), {"rounds": 1, "timeout": 60}, timeout=100)
 """
 
 

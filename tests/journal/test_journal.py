@@ -60,7 +60,7 @@ def test_records_tell_how_runs_stand() -> None:
     make_run("r1", event("state", state="RUNNING"), event("ended", state="FAILED"))
     writer = write(make_run("r2", name="second"), event("state", state="RUNNING"))
     newest, oldest = runs.runs()
-    assert (newest.run_id, newest.state) == ("r2", "RUNNING")
+    assert (newest.id, newest.state) == ("r2", "RUNNING")
     assert (oldest.state, oldest.world_size) == ("FAILED", 2)
     writer.close()
 
@@ -139,9 +139,9 @@ def test_a_line_that_is_being_written_is_left_out() -> None:
 def test_runs_are_found_by_id_prefix_and_name() -> None:
     make_run("20260101-1")
     make_run("20260202-2", name="second")
-    assert runs.find(None).run_id == "20260202-2"
-    assert runs.find("20260101").run_id == "20260101-1"
-    assert runs.find("second").run_id == "20260202-2"
+    assert runs.find(None).id == "20260202-2"
+    assert runs.find("20260101").id == "20260101-1"
+    assert runs.find("second").id == "20260202-2"
     with pytest.raises(UsageError, match=r'No run "x". The newest are: 20260202-2'):
         runs.find("x")
 
@@ -152,11 +152,11 @@ def test_what_is_attached_where_no_run_is_named() -> None:
         make_run(f"r{number}", ended).write_context(RunContext(project="/here"))
     make_run("r3", ended).write_context(RunContext(project="/there"))
     writer = write(make_run("r0"), event("state", state="RUNNING"))
-    assert runs.find_to_attach(None, Path("/here")).run_id == "r2"
-    assert runs.find_to_attach(None, Path("/nowhere")).run_id == "r0"
+    assert runs.find_to_attach(None, Path("/here")).id == "r2"
+    assert runs.find_to_attach(None, Path("/nowhere")).id == "r0"
     writer.folder.write_context(RunContext(project="/here"))
-    assert runs.find_to_attach(None, Path("/here")).run_id == "r0"
-    assert runs.find_to_attach("r1", Path("/here")).run_id == "r1"
+    assert runs.find_to_attach(None, Path("/here")).id == "r0"
+    assert runs.find_to_attach("r1", Path("/here")).id == "r1"
     writer.close()
 
 
@@ -176,7 +176,7 @@ def test_pruning_keeps_the_newest_and_what_runs() -> None:
     for run_id in ("r2", "r3", "r4"):
         make_run(run_id, ended)
     journal.prune(keep_runs=2, keep_bytes=1 << 30)
-    assert [seen.run_id for seen in runs.runs()] == ["r4", "r3", "r1"]
+    assert [seen.id for seen in runs.runs()] == ["r4", "r3", "r1"]
     writer.close()
 
 
@@ -184,7 +184,7 @@ def test_pruning_bounds_the_size() -> None:
     for run_id in ("r1", "r2"):
         make_run(run_id, event("ended", state="SUCCEEDED")).log(0).write_bytes(bytes(1000))
     journal.prune(keep_runs=10, keep_bytes=1500)
-    assert [seen.run_id for seen in runs.runs()] == ["r2"]
+    assert [seen.id for seen in runs.runs()] == ["r2"]
 
 
 def test_a_full_disk_is_said_once_and_stops_nobody() -> None:
@@ -241,7 +241,7 @@ def test_what_is_torn_is_read_as_far_as_it_goes() -> None:
     assert runs.find("r1").state == "FAILED"
     make_run("r2", event("state", state="RUNNING"))
     (RunFolder(journal.state_dir() / "runs" / "r2").path / "plan.json").write_bytes(NESTED)
-    assert [seen.run_id for seen in runs.runs()] == ["r1"]
+    assert [seen.id for seen in runs.runs()] == ["r1"]
 
 
 def test_a_run_whose_kernel_died_before_the_launch_is_lost_and_pruned() -> None:
@@ -250,7 +250,7 @@ def test_a_run_whose_kernel_died_before_the_launch_is_lost_and_pruned() -> None:
     with held.lock_for_launch():
         assert [seen.state for seen in runs.runs()] == ["LOST", "STARTING"]
         journal.prune(keep_runs=0, keep_bytes=0)
-        assert [seen.run_id for seen in runs.runs()] == ["r1"]
+        assert [seen.id for seen in runs.runs()] == ["r1"]
 
 
 def test_two_kernels_prune_at_once() -> None:
@@ -260,7 +260,7 @@ def test_two_kernels_prune_at_once() -> None:
     prune = "from taas_magic.journal.folder import prune; prune(keep_runs=1, keep_bytes=1 << 30)"
     kernels = [subprocess.Popen([sys.executable, "-c", prune]) for _ in range(3)]
     assert [kernel.wait(100) for kernel in kernels] == [0, 0, 0]
-    assert [seen.run_id for seen in runs.runs()] == ["r099"]
+    assert [seen.id for seen in runs.runs()] == ["r099"]
 
 
 def test_texts_that_no_codec_takes_are_escaped() -> None:

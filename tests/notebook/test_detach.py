@@ -83,7 +83,7 @@ def check_killed_kernels(project: Path, folder: Path, pool: str, start_s: float 
                 assert run.state == "RUNNING"
                 time.sleep(random.uniform(0.0, 1.0))
                 kill(killed)
-            check_attached(other, run.run_id)
+            check_attached(other, run.id)
         eventually(lambda: not (Path(run.context.pool_folder) / "pool.json").exists())
 
 
@@ -220,7 +220,7 @@ def test_fetchers_of_a_detached_run_go_on_in_whatever_pool(
     told = project / "told"
     eventually(told.exists)
     eventually(lambda: "DURATION" in told.read_text())
-    assert f"TAAS_RUN_ID={run.run_id}\n" in told.read_text()
+    assert f"TAAS_RUN_ID={run.id}\n" in told.read_text()
     assert "TAAS_RUN_STATE=SUCCEEDED\n" in told.read_text()
     places = [Path(it) / "pool.json" for it in (run.context.pool_folder, run.context.data_folder)]
     eventually(lambda: not any(place.exists() for place in places))

@@ -240,3 +240,5 @@ def test_a_script_runs_on_ranks(scene: Scene) -> None:
     assert dry.returncode == 0 and "rank 0 has" not in dry.stdout and "SUCCEEDED" not in dry.stdout
     missing = python(scene, "-m", "taas_magic", "run", "--gpus", "1", "nowhere.py")
     assert missing.returncode == 1 and "there is no file nowhere.py" in missing.stderr
+    late = python(scene, "-m", "taas_magic", "run", "plain.py", "--gpus", "1")
+    assert late.returncode == 1 and "the flags must come before the script" in late.stderr

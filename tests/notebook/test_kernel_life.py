@@ -82,7 +82,7 @@ def test_a_restarted_kernel_waits_for_its_old_run_and_a_killed_one_leaves_no_pro
     frontend.process.kill()
     assert not left_of(ranks)
     assert not left_of(processes)
-    states = [run.state for run in sorted(runs.runs(), key=lambda run: run.run_id)]
+    states = [run.state for run in sorted(runs.runs(), key=lambda run: run.id)]
     assert states == ["INTERRUPTED", "SUCCEEDED", "INTERRUPTED"]
 
 
@@ -425,8 +425,8 @@ def test_a_second_kernel_reads_the_runs_of_the_first(
     frontend: Frontend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     frontend.run("%%taas --gpus 2 --name shared\nimport os\nprint('I am', os.environ['RANK'])")
-    frontend.run("import os, taas; print(os.environ['TAAS_STATE_DIR'], taas.last_run.run_id)")
-    request = frontend.run("print(os.environ['TAAS_STATE_DIR'], taas.last_run.run_id)")
+    frontend.run("import os, taas; print(os.environ['TAAS_STATE_DIR'], taas.last_run.id)")
+    request = frontend.run("print(os.environ['TAAS_STATE_DIR'], taas.last_run.id)")
     state_dir, run_id = frontend.text(request).split()
     for name, value in environment(tmp_path).items():
         monkeypatch.setenv(name, value)

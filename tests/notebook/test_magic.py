@@ -47,7 +47,7 @@ class FakeLaunch(ModuleType):
         return f"{flags.gpus} ranks"
 
     def stop(self, run: Run, config: Config) -> None:
-        self.asked.append(("stop", run.run_id))
+        self.asked.append(("stop", run.id))
 
     def rows(self, config: Config) -> list[PoolRow]:
         here = HostStatus(

@@ -11,6 +11,7 @@ from msgspec import Struct
 
 import taas_magic.api
 from taas_magic.messages import Event, Failure, FetcherCounts, RankCounts, leaf_subclasses
+from taas_magic.notebook.runs import Run
 
 ROOT = Path(__file__).parents[2]
 
@@ -94,6 +95,13 @@ def test_the_site_builds_without_a_broken_link(tmp_path: Path) -> None:
 def test_the_reference_has_every_public_name() -> None:
     page = (ROOT / "docs" / "api.md").read_text()
     assert [name for name in taas_magic.api.__all__ if f"taas.{name}" not in page] == []
+
+
+def test_tab_offers_the_attributes_of_a_run_that_the_docs_list() -> None:
+    page = (ROOT / "docs" / "magic.md").read_text()
+    table = page.partition("| attribute | content |")[2].partition("\n\n")[0]
+    listed = re.findall(r"`\.(\w+)", "".join(re.findall(r"^\| (.*?) \|", table, re.MULTILINE)))
+    assert dir(Run(Path("no-run"))) == sorted(listed)
 
 
 def test_the_readme_is_short() -> None:
