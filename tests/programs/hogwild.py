@@ -29,12 +29,15 @@ def quadrants_dataset():
 def train(worker, seed, model, dataset):
     torch.manual_seed(seed + worker)
     loader = DataLoader(dataset, batch_size=32, shuffle=True)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.5)
+    parameters = list(model.parameters())
     for _ in range(6):
         for data, target in loader:
-            optimizer.zero_grad()
-            nn.functional.nll_loss(model(data), target).backward()
-            optimizer.step()
+            loss = nn.functional.nll_loss(model(data), target)
+            gradients = torch.autograd.grad(loss, parameters)
+            # A step of torch.optim.SGD would import torch._dynamo in each process: 1.2 s.
+            with torch.no_grad():
+                for parameter, gradient in zip(parameters, gradients, strict=True):
+                    parameter -= 0.4 * gradient
 
 
 @torch.no_grad()

@@ -128,4 +128,4 @@ def main(args):
 
 # %% taas
 if __name__ == "__main__":
-    main(parser.parse_args(["--multiprocessing-distributed", "--workers", "1", "--epochs", "2"]))
+    main(parser.parse_args(["--multiprocessing-distributed", "--workers", "1", "--epochs", "1"]))
