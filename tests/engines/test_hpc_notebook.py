@@ -10,6 +10,7 @@ import pytest
 from nbclient import NotebookClient
 from nbformat import NotebookNode
 
+from tests.rig.pools import PRELOAD_FOR_TRAINING
 from tests.rig.slurm import CORES, PATH, Slurm, slurm_up
 
 ROOT = Path(__file__).parents[2]
@@ -23,6 +24,7 @@ engine = "dask_jobqueue.SLURMCluster"
 gpus = 2
 cores = 2
 max_hosts = 2
+{preload}
 
 [pools.hpc.options]
 queue = "debug"
@@ -54,7 +56,9 @@ def folder(
     with slurm_up(2, share=(tmp_path,)) as slurm:
         assert slurm.hosts is not None
         monkeypatch.setenv("SLURM_CONF", str(slurm.conf))
-        (copy / "taas.toml").write_text(TOML.format(cores=CORES, head=slurm.hosts.caller))
+        head = slurm.hosts.caller
+        settings = TOML.format(cores=CORES, head=head, preload=PRELOAD_FOR_TRAINING)
+        (copy / "taas.toml").write_text(settings)
         yield copy, slurm
         slurm.wait_until_empty()
 

@@ -13,6 +13,7 @@ from tests.frontend import ROOT, Frontend
 from tests.harness import ANSI, Notebook
 from tests.rig.hosts import SCRIPT, Hosts, hosts_up
 from tests.rig.pbs import Pbs, pbs_up
+from tests.rig.pools import PRELOAD_FOR_TRAINING
 
 pytestmark = [pytest.mark.network, pytest.mark.timeout(300)]
 
@@ -109,6 +110,7 @@ def test_the_pages_program_goes_on_after_its_job_was_deleted(
     """Run docs/pbs.md as it is, except for a pause in which its second job is deleted."""
     frontend = kernel_of_its_own
     settings = TOML.format(head=hosts.caller, start_timeout_s=100)
+    settings = settings.replace("gpus = 2", f"gpus = 2\n{PRELOAD_FOR_TRAINING}")
     (tmp_path / "project" / "taas.toml").write_text(settings)
     page = (ROOT / "docs" / "pbs.md").read_text()
     define, train, compare = re.findall(r"```python\n(.*?)```", page, re.DOTALL)

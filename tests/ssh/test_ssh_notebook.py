@@ -14,6 +14,7 @@ from nbformat import NotebookNode
 from tests.frontend import environment, kernel
 from tests.notebook.test_detach import check_killed_kernels
 from tests.rig.hosts import Hosts, hosts_up
+from tests.rig.pools import PRELOAD_FOR_TRAINING
 from tests.store.travel_rig import STARTED_WITHIN_S
 
 ROOT = Path(__file__).parents[2]
@@ -96,6 +97,9 @@ def check(notebook: NotebookNode) -> None:
 @pytest.mark.timeout(400)
 def test_it_trains_on_hosts_that_share_nothing(folder: tuple[Path, Hosts]) -> None:
     path, _ = folder
+    settings = path / "taas.toml"
+    text = settings.read_text()
+    settings.write_text(text.replace("gpus = 2", f"gpus = 2\n{PRELOAD_FOR_TRAINING}"))
     notebook = nbformat.read(path / "ssh.ipynb", as_version=4)
     resources = {"metadata": {"path": str(path)}}
     NotebookClient(notebook, kernel_name="taas", timeout=300, resources=resources).execute()
