@@ -271,7 +271,8 @@ class LogSummary:
         size = size_text(self._bytes)
         s = "s" * (self._lines != 1)
         first = f"… {self._lines:,} line{s} more ({size}): %taas logs {self._run_id}"
-        errors = ["errors among them:", *self._errors, "the last lines:"] if self._errors else []
+        title = f"errors among them (the first {ERRORS[1]} at most):"
+        errors = [title, *self._errors, "the last lines:"] if self._errors else []
         return "\n".join([first, *errors, *self._last])
 
 

@@ -314,7 +314,8 @@ class _PastOutput:
             f"… the lines between are not shown; {where}",
         ]
         if errors := _errors_of(erring, first, last):
-            pieces += ["those of them that look like errors:", *errors]
+            title = f"those of them that look like errors (the first {ERRORS[1]:,} at most):"
+            pieces += [title, *errors]
         pieces += [event for _, event in self._kept]
         return [*pieces, f"the last {END_LINES} lines:", *(event for _, event in last)]
 
