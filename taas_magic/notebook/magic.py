@@ -605,7 +605,7 @@ def _sessions(words: Sequence[str], settings: Config) -> str:
         about = (session.plan.pool, str(session.plan.world_size), hosts, rss, gpu)
         rows.append((session.name, *about, duration(session.idle_s)))
     for run, first in sessions.detached_sessions():
-        about = (run.pool, str(run.world_size), "?", "?", "?")
+        about = (run.pool, str(run.world_size), ", ".join(run.hosts), "?", "?")
         rows.append((first.session, *about, f"%taas attach {first.session} takes it over"))
     return "\n".join(columns(rows)) if rows[1:] else "no sessions"
 

@@ -72,7 +72,8 @@ def test_another_kernel_takes_over_a_session_whose_kernel_was_killed(
     assert 'A detached session "exp" is running' in error(other, "%%taas --session exp\npass")
     said = error(other, "%%taas --gpus 2 --session exp\npass")
     assert 'a detached session "exp" of this notebook' in said
-    assert "%taas attach exp takes it over" in other.text(other.run("%taas sessions"))
+    listed = other.text(other.run("%taas sessions"))
+    assert re.search(r"exp +local +2 +\w+ +\? +\? +%taas attach exp takes it over", listed), listed
 
     assert {"exp"} == set(completions(other.client, "%taas attach e"))
     assert {"exp"} == set(completions(other.client, "%taas end e"))
