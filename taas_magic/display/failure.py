@@ -12,7 +12,7 @@ from typing import Any
 from msgspec import structs
 
 from taas_magic.display.log import rank_ranges
-from taas_magic.errors import RankFailed, RunLost, RunTimeout, StoreError
+from taas_magic.errors import PoolError, RankFailed, RunError, RunLost, RunTimeout, StoreError
 from taas_magic.messages import Failure, RunEnded
 
 MESSAGE_CHARS = 4096
@@ -242,12 +242,13 @@ def with_labels(failure: Failure | None, labels: Mapping[str, str]) -> Failure |
     return structs.replace(failure, message=labelled(failure.message, labels), **lines)
 
 
-def to_exception(ended: RunEnded) -> RankFailed | RunTimeout | RunLost | StoreError:
+def to_exception(ended: RunEnded) -> RunError | PoolError | StoreError:
     """Return the exception to raise for a run that did not succeed.
 
     Returns:
         StoreError if a host could not receive the project store. RunLost if a host or the whole run
-        was lost. RunTimeout if `--timeout` ended the run. Otherwise RankFailed.
+        was lost. PoolError if no rank failed, for example because no rank started. RunTimeout if
+        `--timeout` ended the run. Otherwise RankFailed.
     """
     first, failures = ended.first, ended.failures
     why = cut(ended.why, HEADLINE_CHARS)
@@ -261,13 +262,10 @@ def to_exception(ended: RunEnded) -> RankFailed | RunTimeout | RunLost | StoreEr
         return StoreError("\n".join([words, *lines]))
     if ended.state == "LOST" or (first and first.how == "host"):
         return RunLost("\n".join([words, *lines]))
+    if first is None:
+        return PoolError("\n".join([words, *lines]))
     error = RunTimeout if is_timeout else RankFailed
-    return error(
-        words,
-        lines,
-        rank=first.rank if first else None,
-        etype=first.etype if first else "",
-    )
+    return error(words, lines, rank=first.rank, etype=first.etype)
 
 
 def cause_of(failure: Failure | None, notebook: Mapping[str, object]) -> BaseException | None:

@@ -29,6 +29,7 @@ from taas_magic.messages import (
 )
 from taas_magic.notebook.run import BackgroundCall, Interrupts
 from taas_magic.notebook.runs import Run
+from taas_magic.pool.address import read_address
 from taas_magic.pool.client import Pool, PoolConnection, PoolWait, ask_pool
 from taas_magic.setup import facts
 from taas_magic.setup.facts import (
@@ -216,7 +217,8 @@ def rows(config: Config) -> list[PoolRow]:
 
     - "ready": this kernel is connected, and the pool's process sends beats.
     - "silent": this kernel is connected, but the process sends no beats.
-    - "starting": a process runs or is being started, but this kernel is not connected to it.
+    - "starting": a process of the pool is being started.
+    - "running": a process runs, but this kernel is not connected to it.
     - "down": no process of the pool runs.
     """
     found = []
@@ -226,7 +228,9 @@ def rows(config: Config) -> list[PoolRow]:
         with suppress(PoolError):
             if connection is not None and connection.is_ready:
                 status = connection.status()
-        state = "starting" if pool.folder.is_locked else "down"
+        state = "down"
+        if pool.folder.is_locked:
+            state = "running" if read_address(pool.folder.path) else "starting"
         if connection is not None and not connection.is_over:
             state = "ready" if connection.is_ready else "silent"
         found.append(PoolRow(name, settings.engine, state, status))

@@ -16,7 +16,7 @@ from taas_magic.display.failure import (
     rank_positions,
     to_exception,
 )
-from taas_magic.errors import RankFailed, RunLost, RunTimeout
+from taas_magic.errors import PoolError, RankFailed, RunLost, RunTimeout
 from taas_magic.messages import Failure, RunEnded, cleaned
 from tests import events
 
@@ -39,9 +39,9 @@ def failure(rank: int | None = 3, how: str = "raised", **values: Any) -> Failure
     return events.failure(**(event | values))
 
 
-def ended(first: Failure | None, *rest: Failure, state: str = "FAILED") -> RunEnded:
+def ended(first: Failure | None, *rest: Failure, state: str = "FAILED", why: str = "") -> RunEnded:
     failures = [first, *rest] if first else list(rest)
-    return RunEnded(state=state, first=first, failures=failures, elapsed_s=1.0)
+    return RunEnded(state=state, first=first, failures=failures, why=why, elapsed_s=1.0)
 
 
 @pytest.mark.parametrize(
@@ -166,7 +166,9 @@ def test_timeout_loss_and_a_run_that_only_ended() -> None:
     lost = to_exception(ended(failure(None, "host", message="no heartbeat"), state="LOST"))
     assert type(lost) is RunLost
     assert "host gpu1: lost: no heartbeat" in str(lost)
-    assert str(to_exception(ended(None, state="INTERRUPTED"))) == "the run ended as INTERRUPTED"
+    refused = to_exception(ended(None, state="FAILED", why="no host"))
+    assert type(refused) is PoolError
+    assert str(refused) == "the run ended as FAILED: no host"
 
 
 @pytest.mark.parametrize(

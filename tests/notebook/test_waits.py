@@ -109,6 +109,15 @@ def process_of(pool: Pool) -> psutil.Process:
     return psutil.Process(pool.connect().process.pid)
 
 
+def test_a_pool_that_another_kernel_uses_is_listed_as_running(
+    own_pool: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own_pool.connect()
+    assert pools.rows(OWN)[0].state == "ready"
+    monkeypatch.setattr(pools, "_pools", {})  # this process is now like another kernel
+    assert pools.rows(OWN)[0].state == "running"
+
+
 def test_a_stopped_pool_is_told_and_down_ends_it(
     own_pool: Pool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
