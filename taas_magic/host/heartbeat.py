@@ -3,6 +3,7 @@
 import json
 import os
 import threading
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -83,7 +84,7 @@ def send_heartbeats(
                 continue
             if asked:
                 link.send(RankStackSample(tracebacks.sample_threads(main), _pending_collectives()))
-                if why := _why_ranks_wait(run_address):
+                if why := _why_ranks_wait(run_address, main):
                     link.send(Note(text=why))
             else:
                 begun, spins = collective_progress()
@@ -103,7 +104,7 @@ def send_heartbeats(
         use_buffer(None)
 
 
-def _why_ranks_wait(run_address: Mapping[str, str]) -> str:
+def _why_ranks_wait(run_address: Mapping[str, str], thread: int) -> str:
     """Return a message for the user if all ranks wait at a rendezvous address set by the cell.
 
     While torchrun's variable TORCHELASTIC_USE_AGENT_STORE is set, every rank connects to the
@@ -112,19 +113,35 @@ def _why_ranks_wait(run_address: Mapping[str, str]) -> str:
 
     Args:
         run_address: `MASTER_ADDR` and `MASTER_PORT` as the run set them.
+        thread: Identifier of the thread that runs the cell.
 
     Returns:
         The message; "" if the address is unchanged or the variable is not set.
     """
-    changed = [name for name, value in run_address.items() if os.environ.get(name) != value]
-    if not changed or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True):
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True):
         return ""
-    names = " and ".join(changed)
+    changed = [name for name, value in run_address.items() if os.environ.get(name) != value]
+    method = _init_method(thread)
+    if method.startswith("tcp://") and not method.endswith(f":{run_address['MASTER_PORT']}"):
+        set_by, remedy = f"passed init_method={method!r}", "Leave out init_method"
+    elif changed:
+        names = " and ".join(changed)
+        set_by, remedy = f"changed {names}", f"Leave {names} unchanged"
+    else:
+        return ""
     return (
-        f"the program changed {names} while TORCHELASTIC_USE_AGENT_STORE is set, so that no rank "
-        f"listens at this address and all ranks wait. Leave {names} unchanged, or delete "
-        "TORCHELASTIC_USE_AGENT_STORE from os.environ first"
+        f"the program {set_by} while TORCHELASTIC_USE_AGENT_STORE is set, so that no rank listens "
+        f"at this address and all ranks wait. {remedy}, or delete TORCHELASTIC_USE_AGENT_STORE "
+        "from os.environ first"
     )
+
+
+def _init_method(thread: int) -> str:
+    """Return the `init_method` of the `init_process_group` that a thread calls now; "" if none."""
+    for frame, _ in traceback.walk_stack(tracebacks.current_frames().get(thread)):
+        if frame.f_code.co_name == "init_process_group" and frame.f_locals.get("init_method"):
+            return str(frame.f_locals["init_method"])
+    return ""
 
 
 def collective_progress() -> tuple[list[tuple[int, int]], bool]:

@@ -221,10 +221,16 @@ def why_refused(error: BaseException) -> str:
         path = os.path.realpath(os.fsdecode(error.filename)) if error.filename else ""
         is_refused = error.errno in errors and is_below(path, store)
     else:
-        is_refused = _REFUSED.search(str(error)) is not None
+        is_refused = _REFUSED.search(f"{error} {_captured_stderr(error)}") is not None
     if not is_refused or "project store" in str(error):
         return ""
     return f" ({_refusal_reasons[-1].format(store)})"
+
+
+def _captured_stderr(error: BaseException) -> str:
+    """Return the stderr of a failed subprocess if the program has captured it; else ""."""
+    stderr = error.stderr if isinstance(error, subprocess.CalledProcessError) else None
+    return stderr.decode(errors="replace") if isinstance(stderr, bytes) else str(stderr or "")
 
 
 _CACHE_VARIABLES = (

@@ -5,6 +5,7 @@ import importlib
 import os
 import pathlib
 import shutil
+import subprocess
 from typing import Any
 
 import numpy
@@ -127,6 +128,17 @@ def saves_with_libraries() -> None:
     assert dataset.dataset("dataset").count_rows() == 1
     feather.write_feather(table, "out/table.feather")
     assert feather.read_table("out/table.feather").num_rows == 1
+
+
+def is_refused_in_a_subprocess() -> str:
+    """Copy a file into the store by a program. Return the message that users see."""
+    from taas_magic.host.tracebacks import message_of
+
+    try:
+        subprocess.run(["cp", "/proc/version", "version"], check=True, capture_output=True)
+    except subprocess.CalledProcessError as error:
+        return message_of(error)
+    return ""
 
 
 def is_refused_by_the_system() -> list[str]:

@@ -569,18 +569,28 @@ def test_a_host_that_was_lost_need_not_say_that_it_hangs() -> None:
     assert "hosts 2 (gpu1, gpu3)" in text(state, 100.0)
 
 
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        ('os.environ["MASTER_PORT"] = "29517"; dist.init_process_group("gloo")', "MASTER_PORT"),
+        (
+            'dist.init_process_group("gloo", "tcp://127.0.0.1:29517", rank=rank, world_size=2)',
+            "init_method='tcp://127.0.0.1:29517'",
+        ),
+    ],
+)
 def test_ranks_that_wait_where_nobody_listens_are_told_why(
-    notebook: Notebook, monkeypatch: pytest.MonkeyPatch
+    notebook: Notebook, monkeypatch: pytest.MonkeyPatch, call: str, said: str
 ) -> None:
-    """The cell sets MASTER_PORT, as `initDist` of a guide for PBS does."""
+    """The cell sets its own address, as `initDist` of a guide for PBS does."""
 
     def says_why(event: Line) -> bool:
-        return event["kind"] == "note" and "changed MASTER_PORT" in event["text"]
+        return event["kind"] == "note" and said in event["text"]
 
-    source = """
+    source = f"""
 import os, torch.distributed as dist
-os.environ["MASTER_PORT"] = "29517"
-dist.init_process_group("gloo")
+rank = int(os.environ["RANK"])
+{call}
 """
     with on_event(monkeypatch, says_why, stop) as seen:
         outcome = notebook.run(source, HANG)

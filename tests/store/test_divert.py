@@ -116,6 +116,18 @@ def test_what_the_system_refuses_says_the_rule(base: Path) -> None:
         assert "`if rank == 0:`" in told and "--shared-writes" in told
 
 
+def test_a_program_that_the_mount_refuses_says_the_rule(base: Path) -> None:
+    protection = strongest_protection()
+    if protection not in (StoreProtection.MOUNT, StoreProtection.USER_MOUNT):
+        pytest.skip("no mount protects the store here")
+    with protected.protected_process(
+        Setting(str(base / "store"), str(base / "scratch"), protection)
+    ) as process:
+        told = process.call(sights.is_refused_in_a_subprocess)
+    assert "returned non-zero exit status 1" in told
+    assert "only rank 0 writes to the project store" in told
+
+
 def test_a_path_is_noted_once(base: Path, rank: ProtectedProcess) -> None:
     for value in range(3):
         rank.call(sights.saves, "m.pt", value)
