@@ -20,6 +20,7 @@ from taas_magic.errors import CaptureError
 _STATE = "<state of the process>"
 _HASH_BYTES = hashlib.sha256().digest_size
 _LISTED = 5
+_DELETED = object()
 
 
 @dataclass(frozen=True)
@@ -99,7 +100,7 @@ class RankVariables:
         """Names that each function or class of an earlier cell reads when its code runs."""
 
         self._announced: dict[str, object] = {}
-        """Digest or id of each notebook value that a line for the user has named, by name."""
+        """Digest or id of each notebook value that a note has named, or `_DELETED`, by name."""
 
         self._returned: dict[str, int] = {}
         """Id of the notebook's object for each name that `--out` returned."""
@@ -155,9 +156,8 @@ class RankVariables:
         """
         choice = VariablesToSend(reads=used.definitions)
         forced = set(send)
-        needed, kept = self._pickle_needed(
-            self._wanted(used, forced), forced, namespace, to, is_user_variable, refuse
-        )
+        wanted = self._wanted(used, forced)
+        needed, kept = self._pickle_needed(wanted, forced, namespace, to, is_user_variable, refuse)
         changed = {
             name
             for name, one in needed.items()
@@ -182,7 +182,8 @@ class RankVariables:
         state_digest = _digest_of(_pickled(state))
         if not self._is_at_ranks(_STATE, state_digest):
             choice.state, choice.digests[_STATE] = state, state_digest
-        choice.notes = self._notes(choice, kept, namespace, forced)
+        deleted = self._deleted(wanted, namespace)
+        choice.notes = self._notes(choice, kept, deleted, namespace, forced)
         return choice
 
     def _wanted(self, used: UsedNames, forced: set[str]) -> dict[str, str]:
@@ -248,6 +249,7 @@ class RankVariables:
         for name, digest in choice.digests.items():
             self._sent[name] = SentValue(digest, self._n_cells)
             self.owned.pop(name, None)
+            self._announced.pop(name, None)
 
     def record_changes(
         self,
@@ -280,6 +282,21 @@ class RankVariables:
         known = self._sent.get(name)
         return known is not None and known.digest == digest
 
+    def _deleted(self, wanted: Iterable[str], namespace: Mapping[str, Any]) -> list[str]:
+        """Return the wanted names that were sent and that the notebook has deleted since.
+
+        Later calls do not return a name again until its value has been sent again.
+        """
+        found = [
+            name
+            for name in wanted
+            if name in self._sent
+            and name not in namespace
+            and self._announced.get(name) is not _DELETED
+        ]
+        self._announced |= dict.fromkeys(found, _DELETED)
+        return found
+
     def _must_tell_user(self, name: str, value: Any) -> bool:
         """Return whether to tell the user that the notebook's value differs from the ranks' value.
 
@@ -297,12 +314,18 @@ class RankVariables:
         return is_news
 
     def _notes(
-        self, choice: VariablesToSend, kept: list[str], namespace: dict[str, Any], forced: set[str]
+        self,
+        choice: VariablesToSend,
+        kept: list[str],
+        deleted: list[str],
+        namespace: dict[str, Any],
+        forced: set[str],
     ) -> list[str]:
         """Return notes for the user about variables that are not sent, or are sent again.
 
         Args:
             kept: Names that belong to the ranks, but have a new value in the notebook.
+            deleted: Names that the notebook has deleted, but that the ranks have.
             forced: Names in `--send`; there are no notes about them.
         """
         notes = []
@@ -311,6 +334,12 @@ class RankVariables:
             notes.append(
                 f"cells of this session assigned {_listed(kept)}, so the ranks keep {values}; "
                 f"`--send {','.join(kept)}` sends the notebook's"
+            )
+        if deleted:
+            them = "it" if len(deleted) == 1 else "them"
+            notes.append(
+                f"deleted in the notebook, but not in the ranks: {_listed(deleted)}; "
+                f"`del {', '.join(deleted)}` in a cell of this session deletes {them} there, too"
             )
         again = [
             name

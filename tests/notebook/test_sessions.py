@@ -123,6 +123,21 @@ def test_whose_value_a_name_has(session: Frontend) -> None:
     assert printed(session, "%%taas --session exp\nprint(lr)") == ["7"]
 
 
+def test_a_name_that_the_notebook_deleted_is_announced_once(session: Frontend) -> None:
+    use = "%%taas --session exp\nprint(sum([1, 2]))"
+    session.run("def sum(values): return 'mine'")
+    assert printed(session, use) == ["mine"]
+    session.run("del sum")
+    request = session.run(use)
+    assert "mine" in session.text(request)
+    assert "deleted in the notebook, but not in the ranks: `sum`; `del sum`" in notes(
+        session, request
+    )
+    assert "deleted" not in notes(session, session.run(use))
+    session.run("%%taas --session exp\ndel sum")
+    assert printed(session, use) == ["3"]
+
+
 @pytest.mark.parametrize("importer", ["%%taas --session exp\n", ""])
 def test_an_edited_module_is_announced_until_the_ranks_reload_it(
     session: Frontend, importer: str
