@@ -4,8 +4,6 @@ import gc
 import os
 import secrets
 import signal
-import threading
-import time
 from collections.abc import Iterator
 from multiprocessing.forkserver import ensure_running
 from pathlib import Path
@@ -14,6 +12,7 @@ import hypothesis
 import psutil
 import pytest
 
+from tests.eventually import left_after
 from tests.rig.main_module import end_forkserver
 
 TOKEN = "TAAS_TEST_TOKEN"
@@ -69,9 +68,8 @@ def no_leftovers(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     monkeypatch.setenv(TOKEN, token)
     ports, files = listening(), set(SHARED_MEMORY.iterdir())
     yield token
-    deadline = time.monotonic() + GONE_WITHIN_S
-    while (found := left_behind(token, ports, files)) and time.monotonic() < deadline:
-        threading.Event().wait(0.25)  # `left_behind` reads all processes of the machine
+    # `left_behind` reads all processes of the machine, so it is not called often.
+    found = left_after(lambda: left_behind(token, ports, files), GONE_WITHIN_S, every_s=0.25)
     for process in carriers(token):
         end(process)
     assert not found, "left behind: " + "; ".join(sorted(found))

@@ -1,10 +1,13 @@
-"""`eventually`, with which tests wait for a condition."""
+"""Functions with which tests wait for a condition."""
 
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from typing import TypeVar
 
 WITHIN_S = 100.0
+
+T = TypeVar("T")
 
 
 def eventually(
@@ -28,3 +31,17 @@ def eventually(
                 return
         assert time.monotonic() < deadline, f"{otherwise} after {within_s:g} s"
         time.sleep(every_s)
+
+
+def left_after(left: Callable[[], T], within_s: float = WITHIN_S, every_s: float = 0.1) -> T:
+    """Wait until `left()` returns nothing, or until the time is over; return its last value.
+
+    Args:
+        left: Returns what is still there, such as a list of processes.
+        within_s: Maximum seconds to wait.
+        every_s: Seconds between two calls.
+    """
+    deadline = time.monotonic() + within_s
+    while (found := left()) and time.monotonic() < deadline:
+        time.sleep(every_s)
+    return found

@@ -8,8 +8,6 @@ import gc
 import os
 import secrets
 import sys
-import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,6 +21,7 @@ from taas_magic.journal import folder as journal
 from taas_magic.notebook import pools
 from taas_magic.notebook import run as notebook_run
 from tests.conftest import GONE_WITHIN_S, TOKEN, carriers, describe
+from tests.eventually import left_after
 from tests.frontend import WAIT_S, Frontend, environment, kernel
 from tests.harness import (
     FORKSERVER,
@@ -121,10 +120,7 @@ def notebook(warm_notebook: Notebook, monkeypatch: pytest.MonkeyPatch) -> Iterat
     files = shared_memory()
     of_others = set(_left_behind(files))
     yield warm_notebook
-    deadline = time.monotonic() + GONE_WITHIN_S
-    while (left := set(_left_behind(files)) - of_others) and time.monotonic() < deadline:
-        threading.Event().wait(0.1)
-    assert not left
+    assert not left_after(lambda: set(_left_behind(files)) - of_others, GONE_WITHIN_S)
 
 
 def _empty(shell: InteractiveShell) -> None:
@@ -172,9 +168,7 @@ def frontend_of_module(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fro
         with kernel(folder / "project") as started:
             started.run("%%taas --gpus 1\npass")  # so that no test sees messages about the warm-up
             yield started
-        deadline = time.monotonic() + GONE_WITHIN_S
-        while (left := carriers(token)) and time.monotonic() < deadline:
-            threading.Event().wait(0.1)
+        left = left_after(lambda: carriers(token), GONE_WITHIN_S)
         assert not [describe(process) for process in left]
 
 

@@ -18,9 +18,9 @@ from pathlib import Path
 
 import psutil
 
-from tests.chaos.tree import NOT_OURS, is_over, left_after
+from tests.chaos.tree import NOT_OURS, is_over
 from tests.conftest import TOKEN, abandoned, carriers, describe, end
-from tests.eventually import eventually
+from tests.eventually import eventually, left_after
 from tests.frontend import WAIT_S, Frontend, Scene, kernel
 from tests.harness import words
 

@@ -18,6 +18,7 @@ from pathlib import Path
 import psutil
 
 from tests.conftest import GONE_WITHIN_S, TOKEN, abandoned, carriers, describe, end
+from tests.eventually import left_after
 from tests.frontend import WAIT_S, Frontend, Scene
 from tests.harness import FORKSERVER, words
 
@@ -325,14 +326,6 @@ class Chaos:
         return found + [f"file {path}" for path in (*files, *kept)]
 
 
-def left_after(left: Callable[[], list[str]], within_s: float) -> list[str]:
-    """Return the leftovers; if there are any, look again until none is left or the time is over."""
-    deadline = time.monotonic() + within_s
-    while (found := left()) and time.monotonic() < deadline:
-        time.sleep(0.2)
-    return found
-
-
 def is_over(process: psutil.Process) -> bool:
     """Return whether a process has ended."""
     try:
@@ -382,10 +375,7 @@ def grown(
             if any(now - then >= more for now, then in zip(seen[1:], before[name][1:], strict=True))
         }
 
-    deadline = time.monotonic() + GONE_WITHIN_S
-    while (seen := found()) and time.monotonic() < deadline:
-        time.sleep(0.2)
-    return seen
+    return left_after(found, GONE_WITHIN_S)
 
 
 def memory_of(frontend: Frontend) -> dict[str, tuple[int, int, int]]:

@@ -165,7 +165,7 @@ def taken(remote: RemoteLoader, gate: Path) -> tuple[list[object], float]:
 
 
 @pytest.mark.fault(68)
-@pytest.mark.parametrize("fetchers, workers", [(1, 2), (3, 1)])
+@pytest.mark.parametrize("fetchers, workers", [(1, 8), (3, 1)])
 def test_the_run_is_lost_when_all_fetchers_are_stopped(
     tmp_path: Path, fetchers: int, workers: int
 ) -> None:

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from taas_magic.notebook.run import RunDriver
 from taas_magic.pool.client import ConnectionEnded, PoolConnection
 from tests.data import ledger
 from tests.events import Line
+from tests.eventually import left_after
 from tests.harness import Notebook, Outcome, below, on_event
 from tests.rig.pools import enter, given_back, settings_in
 
@@ -95,10 +95,7 @@ def two_pools(
     enter(warm_notebook, settings, monkeypatch)
     warm_notebook.define(LOADERS)
     yield warm_notebook
-    deadline = time.monotonic() + 100
-    while (left := running_in_data_pool()) and time.monotonic() < deadline:
-        threading.Event().wait(0.1)
-    assert not left
+    assert not left_after(running_in_data_pool)
 
 
 def running_in_data_pool() -> list[str]:

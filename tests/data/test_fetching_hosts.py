@@ -2,7 +2,6 @@
 
 import contextlib
 import threading
-import time
 from collections.abc import Callable, Iterator
 
 import psutil
@@ -12,6 +11,7 @@ from taas_magic.config import load_config
 from taas_magic.notebook import pools
 from tests.data import ledger
 from tests.events import Line
+from tests.eventually import left_after
 from tests.harness import Notebook, Outcome, on_event
 from tests.rig.hosts import Hosts, hosts_up
 from tests.rig.pools import ssh_pool
@@ -95,10 +95,7 @@ def remote(
     monkeypatch.chdir(warm_notebook.project)
     warm_notebook.define(LOADERS)
     yield warm_notebook
-    deadline = time.monotonic() + GONE_WITHIN_S
-    while (left := fetchers_on(hosts)) and time.monotonic() < deadline:
-        threading.Event().wait(0.2)
-    assert not left
+    assert not left_after(lambda: fetchers_on(hosts), GONE_WITHIN_S)
 
 
 def fetchers_on(hosts: Hosts) -> list[psutil.Process]:

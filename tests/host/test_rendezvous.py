@@ -2,7 +2,6 @@
 
 import socket
 import tempfile
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -20,6 +19,7 @@ from taas_magic.host.rendezvous import Rendezvous
 from taas_magic.host.spec import HostAddress, Origin, RunSpec, ShareSpec, torchrun_variables
 from taas_magic.messages import from_json, to_json
 from taas_magic.plan import Flags, HostCapacity, make_plan
+from tests.eventually import eventually
 
 ADDRESS = "127.0.0.1"
 WAIT_S = 100.0
@@ -87,10 +87,7 @@ def test_it_listens_on_its_address_only_and_is_gone_with_its_attempt(meeting: Re
     bound = [c.laddr for c in psutil.net_connections("tcp") if c.status == psutil.CONN_LISTEN]
     assert [place.ip for place in bound if place and place.port == meeting.port] == [ADDRESS]
     meeting.close()
-    deadline = time.monotonic() + WAIT_S
-    while (answers := is_answered(meeting.port)) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert not answers
+    eventually(lambda: not is_answered(meeting.port))
 
 
 def is_answered(port: int) -> bool:

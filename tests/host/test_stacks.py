@@ -74,7 +74,7 @@ def hung(notebook: Notebook, source: str, patch: pytest.MonkeyPatch, gpus: int =
     return sorted(rows, key=lambda row: row["rank"])
 
 
-@pytest.mark.fault(60)
+@pytest.mark.fault(6, 60)
 def test_a_missing_collective_is_told_with_its_number(
     notebook: Notebook, monkeypatch: pytest.MonkeyPatch
 ) -> None:

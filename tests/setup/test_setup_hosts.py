@@ -65,8 +65,9 @@ options = {{ ssh_config = "{hosts.ssh_config}" }}
 """
 
 
+@pytest.mark.fault(29)
 def test_a_cell_runs_on_a_host_that_had_nothing_of_ours(remote: Notebook, hosts: Hosts) -> None:
-    """Also fault 29 of docs/faults.md: missing packages are named before anything runs."""
+    """Also, missing packages are named before anything runs."""
     assert ".cache" not in hosts.exec(1, "ls", "-a", "/root").split()
     remote.define("import psutil")
     cell = "import sys, taas_magic\nprint(taas_magic.__file__, sys.executable, psutil.__name__)"
@@ -77,7 +78,7 @@ def test_a_cell_runs_on_a_host_that_had_nothing_of_ours(remote: Notebook, hosts:
     sites = hosts.exec(1, "ls", "/root/.cache/taas/site").split()
     assert [name.partition("-")[0] for name in sites] == ["deps", "taas"]
 
-    outcome = remote.run("import sklearn.svm\nprint('ran')", "--pool bare")  # docs/faults.md 29
+    outcome = remote.run("import sklearn.svm\nprint('ran')", "--pool bare")
     assert isinstance(outcome.error, PoolError)
     assert f"host {hosts.name(1)}: module sklearn that the cell imports" in outcome.shown
     assert "bare/bin/python -m pip install sklearn" in outcome.shown
@@ -91,8 +92,8 @@ def test_a_cell_runs_on_a_host_that_had_nothing_of_ours(remote: Notebook, hosts:
     assert remote.run(optional, "--pool bare").lines[0] == ["without"]
 
 
+@pytest.mark.fault(30)
 def test_another_torch_is_refused_with_both_versions(remote: Notebook, hosts: Hosts) -> None:
-    """Fault 30 of docs/faults.md."""
     outcome = remote.run("print('ran')", "--pool other")
     assert isinstance(outcome.error, PoolError)
     kernel = this_kernel()
@@ -100,8 +101,8 @@ def test_another_torch_is_refused_with_both_versions(remote: Notebook, hosts: Ho
     assert expected in outcome.shown and "ran" not in outcome.shown
 
 
+@pytest.mark.fault(30)
 def test_the_check_shows_all_hosts_with_what_to_do(remote: Notebook, hosts: Hosts) -> None:
-    """Fault 30 of docs/faults.md, found by `pools.check`."""
     report = pools.check(load_config(remote.project), ["bare", "other"])
     text = str(report)
     lines = text.splitlines()
@@ -116,9 +117,9 @@ def test_the_check_shows_all_hosts_with_what_to_do(remote: Notebook, hosts: Host
     assert "torch 1.13.1 there" in report._repr_html_()
 
 
+@pytest.mark.fault(30)
 @pytest.mark.skipif(not old_pythons(), reason="no Python older than 3.8 on this machine")
 def test_another_python_is_refused_with_both_versions(remote: Notebook, hosts: Hosts) -> None:
-    """Fault 30 of docs/faults.md."""
     text = str(pools.check(load_config(remote.project), ["old"]))
     assert f"there, {this_kernel().python} in this kernel" in text
     assert f"Name a Python {major_minor(this_kernel().python)} of that host" in text
