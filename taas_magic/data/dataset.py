@@ -101,13 +101,24 @@ class LoaderParts:
 
 
 class IterableAsDataset(IterableDataset[Any]):
-    """Dataset for a registered iterable that is not a DataLoader; its items are the batches."""
+    """Dataset for a registered iterable that is not a DataLoader; its items are the batches.
+
+    The length and the attributes, such as `set_epoch`, are those of the iterable.
+    """
 
     def __init__(self, iterable: Iterable[Any]) -> None:
         self.iterable = iterable
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self.iterable)
+
+    def __len__(self) -> int:
+        return len(self.iterable)  # type: ignore[arg-type]  # TypeError if it has no length
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "iterable":
+            raise AttributeError(name)
+        return getattr(self.iterable, name)
 
 
 def unchanged_batch(batch: Any) -> Any:
@@ -653,7 +664,8 @@ class Snapshots:
 
 
 def _ints_of(dataset: Any) -> dict[str, int]:
-    attributes = getattr(dataset, "__dict__", {})
+    counted = dataset.iterable if isinstance(dataset, IterableAsDataset) else dataset
+    attributes = getattr(counted, "__dict__", {})
     return {name: value for name, value in attributes.items() if type(value) is int}
 
 

@@ -2,6 +2,7 @@
 
 import gc
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -148,16 +149,33 @@ def test_a_loader_that_the_notebook_has_no_more_is_forgotten() -> None:
     assert [entry.loader for entry in taas.registered().values()] == [loaders["train"]]
 
 
+class Feed:
+    """An iterable of batches that depend on the epoch."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter([[1, self.epoch], [3]])
+
+    def __len__(self) -> int:
+        return 2
+
+
 @pytest.mark.process
 def test_any_iterable_is_a_loader() -> None:
-    batches = [[1, 2], [3]]
-    travelling = RegisteredLoader("plain", lambda: batches).pack()
+    travelling = RegisteredLoader("plain", Feed).pack()
     own = RankServers(b"", lambda served: travelling.payload)
     remote = RemoteLoader(
         travelling.shape, RankFeed(0, 1, lambda name: travelling.payload, own=own)
     )
     try:
-        assert list(remote) == batches
+        assert list(remote) == [[1, 0], [3]] and len(remote) == 2
+        assert list(remote) == [[1, 1], [3]]
+        remote.set_epoch(7)
+        assert list(remote) == [[1, 7], [3]]
     finally:
         own.close()
 
