@@ -540,7 +540,37 @@ def torch_reducers(storages: Storages) -> dict[type, Callable[[Any], Any] | None
         torch.qscheme: _reduce_torch_name,
         torch.jit.ScriptModule: _reduce_script,
         torch.jit.ScriptFunction: _reduce_script,
+        torch.nn.Module: _reduce_module,
     }
+
+
+def _reduce_module(module: Any) -> Any:
+    """Reduce a module with parametrizations, such as weight norm. Leave other modules to torch.
+
+    Torch gives each module with parametrizations a class of its own, which refuses to be pickled.
+    """
+    from torch.nn.utils import parametrize
+
+    if not parametrize.is_parametrized(module):
+        return NotImplemented
+    kind = parametrize.type_before_parametrizations(module)
+    given = dict(vars(module)), list(module.parametrizations)
+    return kind.__new__, (kind,), given, None, None, _fill_parametrized
+
+
+def _fill_parametrized(module: Any, given: tuple[dict[str, Any], list[str]]) -> None:
+    """Set the state of a module, and give the module its parametrizations again."""
+    import torch
+    from torch.nn.utils import parametrize
+
+    own, names = given
+    vars(module).update(own)
+    parametrizations = module.parametrizations
+    del module.parametrizations
+    for name in names:  # makes the class and its properties; the empty parameters are replaced
+        module.register_parameter(name, torch.nn.Parameter(torch.empty(0)))
+        parametrize.register_parametrization(module, name, torch.nn.Identity(), unsafe=True)
+    module.parametrizations = parametrizations
 
 
 def _reduce_scheduler(scheduler: Any) -> Any:

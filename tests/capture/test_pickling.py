@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 import torch.backends.cudnn as cudnn
+from torch.nn.utils import parametrizations, parametrize
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
@@ -108,6 +109,40 @@ def test_users_kinds_of_parameters_and_arrays_keep_class_and_attributes(path: Pa
     assert type(shown) is Info and shown.tolist() == picture.tolist()
     assert (vars(back), vars(shown)) == ({"rate": 0.5}, {"unit": "cm"})
     assert type(part) is Info and part.tolist() == picture.T.tolist()
+
+
+class Symmetric(torch.nn.Module):
+    """A parametrization whose results are symmetric matrices."""
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        return values.triu() + values.triu(1).T
+
+
+def test_modules_with_parametrizations(path: Path) -> None:
+    lines = torch.nn.Linear(3, 3), torch.nn.Linear(3, 3), torch.nn.Linear(3, 3)
+    net = torch.nn.Sequential(*lines, torch.nn.Conv1d(3, 2, 1))
+    parametrizations.weight_norm(net[0])
+    parametrizations.orthogonal(net[1])
+    parametrize.register_parametrization(net[2], "weight", Symmetric())
+    parametrize.register_parametrization(net[2], "weight", torch.nn.Identity())
+    parametrizations.spectral_norm(net[3])
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    back, first, stepping = through_a_file([net, net[0], optimizer], path)
+    assert first is back[0] and isinstance(first, torch.nn.Linear) and str(back) == str(net)
+    assert list(back.state_dict()) == list(net.state_dict())
+    names, parameters = zip(*back.named_parameters(), strict=True)
+    assert list(names) == [name for name, _ in net.named_parameters()]
+    assert list(map(id, stepping.param_groups[0]["params"])) == list(map(id, parameters))
+    values = torch.rand(3, 3)
+    for one in (net, back):
+        one.eval()
+        one(values).sum().backward()
+    stepping.step()
+    optimizer.step()
+    assert torch.equal(net(values), back(values))
+    parametrize.remove_parametrizations(back[2], "weight")
+    expected: Any = net[2].weight
+    assert type(back[2]) is torch.nn.Linear and torch.equal(back[2].weight, expected)
 
 
 def test_large_data_is_no_part_of_the_pickle() -> None:
