@@ -39,8 +39,18 @@ def federation(
         store: Path of the run's project store: the folder to which the ServerApp writes. A host
             that does not share this folder receives a copy. "" for an empty temporary folder, which
             is removed after the run.
+
+    Raises:
+        UsageError: An argument has a wrong type.
     """
-    return Federation(pool, per_host or {}, hosts, store)
+    given = per_host or {}
+    is_by_host = isinstance(given, Mapping) and all(isinstance(v, Mapping) for v in given.values())
+    if not isinstance(pool, str) or not isinstance(hosts, int) or not is_by_host:
+        raise UsageError(
+            "taas.federation: pool needs the name of a pool, hosts a number, and per_host a dict "
+            f"for each host's name; got pool={pool!r}, hosts={hosts!r}, per_host={per_host!r}"
+        )
+    return Federation(pool, given, hosts, store)
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ import secrets
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -53,6 +54,12 @@ def test_an_address_that_this_machine_lacks_is_an_error_and_no_endless_search() 
     with pytest.raises(RuntimeError, match=r"cannot listen on 192\.0\.2\.1: .*assign requested"):
         _free_port("192.0.2.1")
     assert _free_port("127.0.0.1") > 0
+
+
+@pytest.mark.parametrize("wrong", [{"pool": 3}, {"hosts": "x"}, {"per_host": {"north": "/srv"}}])
+def test_an_argument_of_a_wrong_type_is_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(UsageError, match="per_host a dict for each host's name; got pool="):
+        federation(**wrong)
 
 
 def test_a_value_that_flower_does_not_pass_on_is_refused() -> None:
