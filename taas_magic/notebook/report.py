@@ -31,6 +31,9 @@ PACKAGES = (
 FIRST_EVENTS = 200
 """Maximum number of journal events in the report. Events with output of ranks are left out."""
 
+_HIDDEN = "…"
+"""Text in place of a setting that may contain a secret."""
+
 _OUTPUT = (messages.Lines, messages.Display, messages.Progress, messages.ClearOutput)
 
 
@@ -75,15 +78,17 @@ def _system() -> Iterator[str]:
 
 def _settings(config: Config) -> Iterator[str]:
     yield f"\n## Settings ({config.source or 'there is no taas.toml'})"
-    for table in ("store", "capture", "runs", "data"):
-        yield f"[{table}] {_text(getattr(config, table))}"
+    runs = msgspec.structs.replace(config.runs, notify=config.runs.notify and _HIDDEN)
+    tables = {"store": config.store, "capture": config.capture, "runs": runs, "data": config.data}
+    for name, table in tables.items():
+        yield f"[{name}] {_text(table)}"
     for name, pool in config.pools.items():
         yield f'[pools."{name}"] {_text(_without_secrets(pool))}'
 
 
 def _without_secrets(pool: PoolConfig) -> PoolConfig:
     """Return a pool's settings without the values of its `options`, which may be secrets."""
-    return msgspec.structs.replace(pool, options=dict.fromkeys(pool.options, "…"))
+    return msgspec.structs.replace(pool, options=dict.fromkeys(pool.options, _HIDDEN))
 
 
 def _text(settings: msgspec.Struct) -> str:

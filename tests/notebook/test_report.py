@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from taas_magic.config import Config, PoolConfig
+from taas_magic.config import Config, PoolConfig, RunsConfig
 from taas_magic.errors import RankFailed, UsageError
 from taas_magic.notebook.report import write_report
 from tests.harness import Notebook
@@ -26,7 +26,8 @@ def test_the_report_of_a_failed_run(notebook: Notebook) -> None:
 @pytest.mark.process
 def test_the_report_has_no_secrets_and_is_the_users_own(tmp_path: Path) -> None:
     pool = PoolConfig("hpc", engine="dask_jobqueue.SLURMCluster", options={"token": "hunter2"})
-    path = write_report(Config(pools={"hpc": pool}), None, tmp_path / "report.txt")
+    runs = RunsConfig(notify="curl https://example.org/?key=hunter2")
+    path = write_report(Config(pools={"hpc": pool}, runs=runs), None, tmp_path / "report.txt")
     assert "hunter2" not in path.read_text() and '"token"' in path.read_text()
     assert path.stat().st_mode & 0o777 == 0o600
 
