@@ -237,11 +237,18 @@ def reduce_loader(loader: Any, used: dict[str, PackedLoader]) -> Any:
     if not is_registered(loader):
         return NotImplemented
     entry = next(entry for entry in registered().values() if entry.loader is loader)
-    from taas_magic.data.loader import make_remote_loader
+    from taas_magic.data import loader as remote
 
+    remote.find_registered = _find_registered
     if entry.name not in used:
         used[entry.name] = entry.pack()
-    return make_remote_loader, (used[entry.name].shape,)
+    return remote.make_remote_loader, (used[entry.name].shape,)
+
+
+def _find_registered(name: str) -> Any:
+    """Return the registered loader with this name; None if there is none."""
+    entry = registered().get(name)
+    return None if entry is None else entry.loader
 
 
 def write_files(

@@ -29,6 +29,7 @@ from taas_magic.data.service import BatchLedger, Directory, machine_id
 from taas_magic.data.sharding import EpochPosition, FetcherPart, Uneven, first_slots_to_keep
 from taas_magic.data.sharding import steps as steps_of
 from taas_magic.data.worker import ServedLoader
+from taas_magic.errors import CaptureError
 from taas_magic.leases import FetchLease
 from taas_magic.messages import Address, LoaderAddresses, RankCounts
 
@@ -540,6 +541,28 @@ def make_remote_loader(shape: LoaderShape) -> DataLoader[Any]:
     loader = RemoteLoader(shape, _feed)
     _feed.remote_loaders.append(weakref.ref(loader))
     return loader
+
+
+find_registered: Callable[[str], Any] | None = None
+"""Function of the kernel that returns the registered loader with a name, else None.
+
+None in any other process, and before the kernel has sent a registered loader to ranks.
+"""
+
+
+def notebooks_loader(name: str) -> Any:
+    """Return the kernel's registered loader; a remote loader in a result is pickled as this call.
+
+    Raises:
+        CaptureError: This process has no registered loader with this name.
+    """
+    found = None if find_registered is None else find_registered(name)
+    if found is None:
+        raise CaptureError(
+            f'the result contains the registered loader "{name}", which this kernel does not have; '
+            "return a state_dict() or other plain data"
+        )
+    return found
 
 
 class _UnusableLoader(DataLoader[Any]):

@@ -191,6 +191,7 @@ def _load(
 class _TorchResultPickler(ResultPickler):
     """A pickler for results. Replaces a DistributedDataParallel by the model that it wraps.
 
+    A remote loader becomes the notebook's registered loader.
     Raises TypeError for a sharded tensor or model, because this rank has only a part of it.
 
     Attributes:
@@ -210,6 +211,9 @@ class _TorchResultPickler(ResultPickler):
         if torch is not None and isinstance(obj, torch.nn.parallel.DistributedDataParallel):
             self.unwrapped = True
             return _itself, (obj.module,)
+        loaders = sys.modules.get("taas_magic.data.loader")
+        if loaders is not None and isinstance(obj, loaders.RemoteLoader):
+            return loaders.notebooks_loader, (obj.name,)
         if isinstance(obj, self._sharded):
             raise TypeError(f"this rank has only a part of the {type(obj).__name__}")
         return super().reducer_override(obj)

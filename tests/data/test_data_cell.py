@@ -110,3 +110,12 @@ def test_a_dataset_that_only_the_ranks_change_is_named(notebook: Notebook) -> No
     assert note.startswith(
         "numbers was changed in the ranks, but not in the fetchers of loader loader"
     )
+
+
+def test_a_result_that_contains_a_loader_has_the_notebooks_loader(notebook: Notebook) -> None:
+    notebook.define(LOADER)
+    notebook.define("class Trainer: pass\ntrainer = Trainer(); trainer.loader = loader")
+    outcome = notebook.run("trainer.seen = len([*trainer.loader])", "--out trainer")
+    assert outcome.error is None, outcome.shown
+    trainer = notebook.shell.user_ns["trainer"]
+    assert trainer.loader is notebook.shell.user_ns["loader"] and trainer.seen > 0
