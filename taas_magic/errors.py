@@ -140,6 +140,12 @@ def reason_of(error: OSError) -> str:
     return reasons.get(error.errno or 0, str(error.strerror))
 
 
+def listed(names: Sequence[str], most: int) -> str:
+    """Return the first names as text for a message, such as "a, b and 5 more"."""
+    more = len(names) - most
+    return ", ".join(names[:most]) + f" and {more:,} more" * (more > 0)
+
+
 def signal_name(exitcode: int) -> str:
     """Return the name of the signal that ended a process (`SIGSEGV` for exit code -11), else ""."""
     if exitcode >= 0:

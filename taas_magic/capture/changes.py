@@ -17,6 +17,7 @@ from typing import Any
 
 from taas_magic.capture.modules import is_shipped
 from taas_magic.capture.reducers import LruCache
+from taas_magic.errors import listed
 
 _BUDGET = 10_000
 """Limit on the total cost of digesting all values once.
@@ -105,9 +106,9 @@ class ChangeDetector:
         parts = [_sentence(values)] if values else []
         parts += [_sentence_of_part(name, self._parts[name]) for name in fed[:_LISTED]]
         if classes:
-            listed = ", ".join(classes[:_LISTED])
+            named = ", ".join(classes[:_LISTED])
             parts.append(
-                f"class attributes of {listed} were changed in the ranks and stay there: set them "
+                f"class attributes of {named} were changed in the ranks and stay there: set them "
                 "in the notebook"
             )
         return ["; ".join(parts)] if parts else []
@@ -138,12 +139,10 @@ def _is_array(value: Any) -> bool:
 
 
 def _sentence(names: list[str]) -> str:
-    more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
     was, them = ("was", "it") if len(names) == 1 else ("were", "them")
-    shown = names[:_LISTED]
     return (
-        f"{', '.join(shown)}{more} {was} changed in the ranks, not in the notebook; "
-        f"--out {','.join(shown)} returns {them}"
+        f"{listed(names, _LISTED)} {was} changed in the ranks, not in the notebook; "
+        f"--out {','.join(names[:_LISTED])} returns {them}"
     )
 
 

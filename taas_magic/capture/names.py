@@ -17,6 +17,7 @@ from types import CodeType, FunctionType
 from typing import Any
 
 from taas_magic.capture.syntax import parse
+from taas_magic.errors import listed
 
 _READS = {
     "LOAD_NAME",
@@ -454,8 +455,7 @@ def _unknown(name: str, has: Collection[str], is_in_notebook: bool) -> str:
         possible = f"did you mean {' or '.join(near)}?"
     else:
         shown = sorted(each for each in has if not each.startswith("_"))
-        more = f" and {len(shown) - _LISTED} more" if len(shown) > _LISTED else ""
-        possible = f"it has: {', '.join(shown[:_LISTED]) or 'none'}{more}"
+        possible = f"it has: {listed(shown, _LISTED) or 'none'}"
     why = "the cell sets no such variable"
     if is_in_notebook:
         why = "the cell neither sets nor uses it, so no rank has it"

@@ -15,7 +15,7 @@ from taas_magic.capture.digest import plain_digest
 from taas_magic.capture.modules import ModuleSource
 from taas_magic.capture.names import THE_CELL, UsedNames, reason_used_by
 from taas_magic.capture.pickling import Pickled, ValuePickler, group_sharers
-from taas_magic.errors import CaptureError
+from taas_magic.errors import CaptureError, listed
 
 _STATE = "<state of the process>"
 _HASH_BYTES = hashlib.sha256().digest_size
@@ -331,8 +331,9 @@ class RankVariables:
         notes = []
         if kept:
             values = "its value" if len(kept) == 1 else "their values"
+            named = listed([f"`{name}`" for name in kept], _LISTED)
             notes.append(
-                f"cells of this session assigned {_listed(kept)}, so the ranks keep {values}; "
+                f"cells of this session assigned {named}, so the ranks keep {values}; "
                 f"`--send {','.join(kept)}` sends the notebook's"
             )
         if deleted:
@@ -342,12 +343,12 @@ class RankVariables:
                 f"`del {', '.join(deleted)}` in a cell of this session deletes {them} there, too"
             )
         again = [
-            name
+            f"`{name}`"
             for name in choice.why
             if name in self._sent and name not in forced and not _is_module(namespace[name])
         ]
         if again:
-            notes.append(f"changed in the notebook and sent again: {_listed(again)}")
+            notes.append(f"changed in the notebook and sent again: {listed(again, _LISTED)}")
         return notes
 
 
@@ -419,8 +420,3 @@ def _digest_of(pickled: Pickled, more: Iterable[bytes] = ()) -> bytes:
 
 def _is_module(value: Any) -> bool:
     return isinstance(value, ModuleType)
-
-
-def _listed(names: list[str]) -> str:
-    more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
-    return ", ".join(f"`{name}`" for name in names[:_LISTED]) + more

@@ -19,6 +19,7 @@ from msgspec import structs
 from taas_magic.config import size_text
 from taas_magic.display.failure import cut, headline, labelled, other_failures_text
 from taas_magic.display.log import rank_ranges
+from taas_magic.errors import listed
 from taas_magic.journal.analysis import LoaderCounts, RunCounts, advice_for_run
 from taas_magic.journal.folder import ENDED_STATES
 from taas_magic.journal.metrics import Curve, Curves, add_points, sparkline, svg_data_url
@@ -651,11 +652,7 @@ def receipt_lines(receipt: Receipt | None) -> list[Fact]:
         ("not copied to the store", [f"{p} ({why})" for p, why in receipt.not_sent.items()]),
         ("open to all ranks", list(receipt.shared)),
     ]
-    shown = []
-    for label, items in named:
-        more = f" and {len(items) - MAX_FILES:,} more" if len(items) > MAX_FILES else ""
-        if items:
-            shown.append((label, ", ".join(items[:MAX_FILES]) + more))
+    shown = [(label, listed(items, MAX_FILES)) for label, items in named if items]
     if kept and receipt.means:
         shown.append(("protected by", receipt.means))
     if not receipt.complete:

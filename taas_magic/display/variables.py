@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from taas_magic.config import size_text
+from taas_magic.errors import listed
 
 if TYPE_CHECKING:
     from taas_magic.host.variables import Variable
@@ -79,6 +80,4 @@ def _describe_odd_ranks(texts: Mapping[int, str]) -> str:
 
 
 def _ranks(ranks: Sequence[int]) -> str:
-    more = f" and {len(ranks) - _LISTED} more" if len(ranks) > _LISTED else ""
-    listed = ", ".join(str(rank) for rank in ranks[:_LISTED])
-    return f"rank{'s' * (len(ranks) > 1)} {listed}{more}"
+    return f"rank{'s' * (len(ranks) > 1)} {listed([str(rank) for rank in ranks], _LISTED)}"

@@ -18,7 +18,7 @@ from msgspec import structs
 
 from taas_magic import probe
 from taas_magic.capture.reducers import copy_environ
-from taas_magic.errors import PoolError
+from taas_magic.errors import PoolError, listed
 from taas_magic.host.spec import EventSink, HostAddress, LocalShare, RunSpec, ShareSpec
 from taas_magic.journal import timeline
 from taas_magic.journal.folder import RunFolder
@@ -307,10 +307,8 @@ class StoreCopy:
 def _report_skipped(manifest: Manifest, note: Callable[[str], None]) -> None:
     """If files of the project store were not copied to this host, send a note with the reasons."""
     if manifest.skipped:
-        named = [f"{path} ({why})" for path, why in list(manifest.skipped.items())[:_NAMED_AT_MOST]]
-        more = len(manifest.skipped) - len(named)
-        more_text = f" and {more:,} more" if more else ""
-        note(f"not copied from the project store: {', '.join(named)}{more_text}")
+        skipped = [f"{path} ({why})" for path, why in manifest.skipped.items()]
+        note(f"not copied from the project store: {listed(skipped, _NAMED_AT_MOST)}")
 
 
 def _folders_to_send(spec: ShareSpec) -> Sequence[str] | None:

@@ -17,7 +17,7 @@ from taas_magic.capture.payload import CapturedVariable, Payload
 from taas_magic.capture.work import Work
 from taas_magic.config import LOCAL, Config, PoolConfig, size_text
 from taas_magic.display.head import duration
-from taas_magic.errors import CaptureError, PoolError, StoreError, UsageError
+from taas_magic.errors import CaptureError, PoolError, StoreError, UsageError, listed
 from taas_magic.journal.analysis import LoaderCounts
 from taas_magic.messages import Event, Rehearsed, WrittenFile
 from taas_magic.notebook import launch, pools
@@ -84,7 +84,7 @@ class RehearsalFindings:
                 if finding.level == ERROR:
                     hosts[str(finding)].append(row.host)
         of_hosts = [
-            f"host{'s' * (len(names) > 1)} {_listed(names)}: {what}"
+            f"host{'s' * (len(names) > 1)} {listed(names, _MAX_LISTED)}: {what}"
             for what, names in hosts.items()
         ]
         return [*self.problems, *of_hosts]
@@ -313,7 +313,7 @@ def _loader_rows(found: RehearsalFindings) -> Iterable[tuple[str, str]]:
         if value.type_name.endswith(".DataLoader") and value.name not in found.loader_bytes
     ]
     if plain:
-        which = f"{_listed(plain)}, because it is not registered (taas.register)"
+        which = f"{listed(plain, _MAX_LISTED)}, because it is not registered (taas.register)"
     elif not found.loader_bytes:
         which = "loops of the cell, because it uses no registered loader"
     else:
@@ -388,14 +388,9 @@ def _merged(reports: Iterable[Iterable[WrittenFile]]) -> dict[str, int]:
 
 
 def _files(sizes: Mapping[str, int]) -> str:
-    listed = _listed([f"{path} ({size_text(size, 1024)})" for path, size in sizes.items()])
+    named = [f"{path} ({size_text(size, 1024)})" for path, size in sizes.items()]
     whole = f"{len(sizes):,} files, {size_text(sum(sizes.values()), 1024)}: "
-    return whole * (len(sizes) > _MAX_LISTED) + listed
-
-
-def _listed(names: Sequence[str]) -> str:
-    more = len(names) - _MAX_LISTED
-    return ", ".join(names[:_MAX_LISTED]) + f" and {more} more" * (more > 0)
+    return whole * (len(sizes) > _MAX_LISTED) + listed(named, _MAX_LISTED)
 
 
 def _one_line(text: str) -> str:

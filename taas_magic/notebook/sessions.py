@@ -21,7 +21,7 @@ from taas_magic.capture.payload import Payload
 from taas_magic.capture.session_variables import RankVariables, VariablesToSend
 from taas_magic.config import did_you_mean, working_folder
 from taas_magic.display.failure import headline
-from taas_magic.errors import PoolError, UsageError
+from taas_magic.errors import PoolError, UsageError, listed
 from taas_magic.host.spec import Origin, RunSpec
 from taas_magic.journal.folder import RunContext, RunFolder, state_dir
 from taas_magic.messages import (
@@ -165,8 +165,7 @@ class Session:
     def lost_names(self) -> str:
         """Return the names of the variables that the ended ranks had, as text for a message."""
         names = sorted(name for name in self.names.owned if not name.startswith("_"))
-        more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
-        return f"{', '.join(names[:_LISTED])}{more}" if names else "none"
+        return listed(names, _LISTED) or "none"
 
     def with_session_flags(self, flags: Flags) -> Flags:
         """Add the session's flags to a cell's flags, and return the result.
