@@ -21,7 +21,6 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -51,6 +50,7 @@ from taas_magic import certificate
 from taas_magic.errors import UsageError
 from taas_magic.federation.executor import IMPORTS, needed_modules
 from taas_magic.federation.flower import KEY_FILE, RESULT, FederationSettings
+from taas_magic.host import rendezvous
 from taas_magic.host.activity import IdleTimer
 from taas_magic.host.cell_main import PAYLOAD
 from taas_magic.host.shell import RankShell
@@ -107,12 +107,7 @@ def run_programs(settings: FederationSettings, server_app: Any, client_app: Any)
     for app, kind in ((server_app, ServerApp), (client_app, ClientApp)):
         if not isinstance(app, kind):
             raise TypeError(f"run(server_app, client_app): {app!r} is not a Flower {kind.__name__}")
-    tcp_store = TCPStore(
-        os.environ["MASTER_ADDR"],
-        int(os.environ["MASTER_PORT"]),
-        is_master=False,
-        timeout=timedelta(seconds=STORE_CONNECT_S),
-    )
+    tcp_store = rendezvous.connect(os.environ, STORE_CONNECT_S)
     tcp_store.set(_HOST + os.environ["RANK"], os.environ[HOST])
     folder = tempfile.TemporaryDirectory(prefix="taas-flower-")
     with folder as path, _HostPrograms(Path(path), settings) as host:

@@ -262,13 +262,3 @@ def _link(file: Path, copy: Path) -> None:
         copy.hardlink_to(file)
     except OSError:
         shutil.copyfile(file, copy)
-
-
-@contextmanager
-def session_loaders(spec: ProcessSpec, rank: int) -> Iterator[SessionLoaders]:
-    """Create the `SessionLoaders` of a rank; end the rank's data servers after the block."""
-    feeds = SessionLoaders(spec, rank)
-    try:
-        yield feeds
-    finally:
-        feeds.close()

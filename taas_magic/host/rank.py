@@ -20,7 +20,7 @@ import threading
 import traceback
 import types
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ from taas_magic.capture.home import RankNamespace
 from taas_magic.capture.modules import claim_taas, install
 from taas_magic.data.loader import RankFeed
 from taas_magic.host import cell_main, rendezvous, tracebacks
-from taas_magic.host.feeding import SessionLoaders, run_feed, session_loaders
+from taas_magic.host.feeding import SessionLoaders, run_feed
 from taas_magic.host.heartbeat import send_heartbeats
 from taas_magic.host.keyboard import Keyboard
 from taas_magic.host.link import OTHERS_END_S, AgentLink, flush_output, rank_file
@@ -100,7 +100,7 @@ def rank_main(spec: ProcessSpec, environ: Mapping[str, str]) -> None:
     rank = int(environ["RANK"])
     link = _become_a_rank(spec, environ, rank)
     is_session = spec.share.run.is_session
-    with session_loaders(spec, rank) if is_session else run_feed(spec.share, rank) as fed:
+    with closing(SessionLoaders(spec, rank)) if is_session else run_feed(spec.share, rank) as fed:
         # `set_num_threads` starts the OpenMP threads. `OMP_NUM_THREADS` may list one number for
         # each nesting level; the first one applies to the rank.
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"].partition(",")[0]))

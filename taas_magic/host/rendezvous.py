@@ -94,6 +94,24 @@ def reach(address: str, port: int) -> None:
         ) from error
 
 
+def connect(environ: Mapping[str, str], timeout_s: float) -> Any:
+    """Return a rank's connection to the store; a torch TCPStore.
+
+    Args:
+        environ: torchrun's variables of the rank.
+        timeout_s: Maximum seconds to wait for the connection, and later for a value of the store.
+    """
+    import torch.distributed as dist
+
+    return dist.TCPStore(  # type: ignore[attr-defined]
+        environ["MASTER_ADDR"],
+        int(environ["MASTER_PORT"]),
+        is_master=False,
+        timeout=timedelta(seconds=timeout_s),
+        wait_for_workers=False,
+    )
+
+
 def await_all(environ: Mapping[str, str], limit_s: float) -> None:
     """Report to the other ranks that this rank is ending, and wait until all ranks are ending.
 
@@ -103,17 +121,9 @@ def await_all(environ: Mapping[str, str], limit_s: float) -> None:
         environ: torchrun's variables of this rank.
         limit_s: Maximum seconds to wait for the other ranks.
     """
-    import torch.distributed as dist
-
     until = time.monotonic() + limit_s
     with suppress(RuntimeError):  # the store has ended with its host
-        store = dist.TCPStore(  # type: ignore[attr-defined]
-            environ["MASTER_ADDR"],
-            int(environ["MASTER_PORT"]),
-            is_master=False,
-            timeout=timedelta(seconds=_ANSWER_S),
-            wait_for_workers=False,
-        )
+        store = connect(environ, _ANSWER_S)
         if store.add(_ENDING_KEY, 1) == int(environ["WORLD_SIZE"]):
             store.set(_ALL_END_KEY, "")
         # Not `store.wait`, because torch logs warnings when it times out.
@@ -132,7 +142,7 @@ class LoaderAgreement:
     """
 
     def __init__(self, environ: Mapping[str, str], run: str) -> None:
-        self._address, self._port = environ["MASTER_ADDR"], int(environ["MASTER_PORT"])
+        self._environ = dict(environ)
         self._prefix = f"taas/loaders/{run}/"
         self._lock = threading.Lock()
         self._pid, self._store = 0, cast(Any, None)
@@ -159,16 +169,9 @@ class LoaderAgreement:
 
     def _client(self) -> Any:
         """Return this process's connection to the store. The first call in a process opens it."""
-        import torch.distributed as dist
-
         with self._lock:
             if self._pid != os.getpid():
-                self._store = dist.TCPStore(  # type: ignore[attr-defined]
-                    *(self._address, self._port),
-                    is_master=False,
-                    timeout=timedelta(seconds=_AGREE_S),
-                    wait_for_workers=False,
-                )
+                self._store = connect(self._environ, _AGREE_S)
                 self._pid = os.getpid()
             return self._store
 
@@ -237,15 +240,7 @@ def query_horovod(environ: Mapping[str, str], note: Callable[[str], None]) -> di
     Raises:
         RuntimeError: The first host has not reported the result within `_HOROVOD_ANSWER_S` seconds.
     """
-    import torch.distributed as dist
-
-    store = dist.TCPStore(  # type: ignore[attr-defined]
-        environ["MASTER_ADDR"],
-        int(environ["MASTER_PORT"]),
-        is_master=False,
-        timeout=timedelta(seconds=_HOROVOD_ANSWER_S),
-    )
-    said = store.get(_HOROVOD_KEY).decode()
+    said = connect(environ, _HOROVOD_ANSWER_S).get(_HOROVOD_KEY).decode()
     if said.isdigit():
         return horovod_variables(environ, said)
     note(f"{said}: horovod's ranks will not find each other")
