@@ -28,18 +28,21 @@ def last_lines(run_dir: Path, world_size: int, failed_rank: int | None) -> dict[
     folder, found = RunFolder(run_dir), dict[int, list[str]]()
     for rank in ranks[:MOST_RANKS]:
         try:
-            lines = _end_of(folder.log(rank))
+            lines, _ = lines_at_end(folder.log(rank), _READ_BYTES)
         except OSError:
             continue
         if lines:
-            found[rank] = lines
+            found[rank] = [without_controls(line) for line in lines[-TAIL_LINES:]]
     return found
 
 
-def _end_of(path: Path) -> list[str]:
+def lines_at_end(path: Path, n_bytes: int) -> tuple[list[str], int]:
+    """Return the lines in the last `n_bytes` bytes of a log, and the size of the log in bytes.
+
+    The lines are as a terminal would show them. The first line may be incomplete.
+    """
     with path.open("rb") as file:
         size = file.seek(0, os.SEEK_END)
-        file.seek(max(0, size - _READ_BYTES))
+        file.seek(max(0, size - n_bytes))
         assembler = LineAssembler()
-        lines = [*assembler.feed(file.read()), *assembler.flush()]
-    return [without_controls(line) for line in lines[-TAIL_LINES:]]
+        return [*assembler.feed(file.read()), *assembler.flush()], size

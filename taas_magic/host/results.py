@@ -402,7 +402,7 @@ def is_sharded(value: Any) -> bool:
 
 
 def _has_model(value: Any) -> bool:
-    return any(map(_is_module, _leaves(value)))
+    return any(map(is_model, _leaves(value)))
 
 
 def _leaves(value: Any) -> Iterator[Any]:
@@ -415,7 +415,7 @@ def _leaves(value: Any) -> Iterator[Any]:
     waiting = [value]
     while waiting:
         each = waiting.pop()
-        if _is_module(each):
+        if is_model(each):
             yield from (*each.modules(), *each.parameters(), *each.buffers())
         elif not isinstance(each, dict | list | tuple):
             yield each
@@ -445,7 +445,7 @@ def _gather(value: Any, keeps: bool) -> Any:
     if isinstance(value, list | tuple):
         make = getattr(value, "_make", type(value))  # the constructor of a named tuple
         return make([_gather(each, keeps) for each in value])
-    if not _is_module(value):
+    if not is_model(value):
         with torch.no_grad():
             whole = value.full_tensor()
         return whole.detach().cpu() if keeps else None
@@ -465,7 +465,8 @@ def _sharded_types() -> tuple[type, ...]:
     return tuple(kind for kind in found if kind is not None)
 
 
-def _is_module(value: Any) -> bool:
+def is_model(value: Any) -> bool:
+    """Return whether a value is a torch module."""
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(value, torch.nn.Module)
 

@@ -16,6 +16,7 @@ from msgspec import Struct
 
 from taas_magic.capture.digest import plain_digest
 from taas_magic.host.prompt import users_names
+from taas_magic.host.results import is_model
 from taas_magic.host.spec import HOST
 
 COMPARED_BYTES = 256 << 20
@@ -126,7 +127,7 @@ def _described(value: Any) -> Variable:
             _size_bytes(value),
             _digest(value),
         )
-    if _is_model(value):
+    if is_model(value):
         parameters = list(value.parameters())
         return Variable(
             kind,
@@ -140,11 +141,6 @@ def _described(value: Any) -> Variable:
     return Variable(kind, shape, size_bytes=_size_bytes(value), digest=_digest(value))
 
 
-def _is_model(value: Any) -> bool:
-    torch = sys.modules.get("torch")
-    return torch is not None and isinstance(value, torch.nn.Module)
-
-
 def _local(value: Any) -> Any:
     """Return this rank's part of a DTensor as a tensor. Return any other value unchanged."""
     return value.to_local() if hasattr(value, "to_local") else value
@@ -152,7 +148,7 @@ def _local(value: Any) -> Any:
 
 def _parts(value: Any) -> list[Any] | None:
     """Return the elements of a container, or the tensors of a model; None for other values."""
-    if _is_model(value):
+    if is_model(value):
         return [*value.parameters(), *value.buffers()]
     if isinstance(value, dict):
         return [*value.keys(), *value.values()]

@@ -343,11 +343,9 @@ def _cause_and_remedy(load: LoaderUse) -> str:
         return f"its storage is slow; {_advise_more_fetchers(unlimited, math.inf)}"
     # on shared hosts, the free cores limit the speed-up of the fetchers
     free = math.inf if load.own_hosts else 1.0 / max(load.cores, 1e-6)
-    more = (
-        _advise_more_fetchers(load, free)
-        if free >= _WORTH
-        else _on_other_hosts(load, _CORES_IN_USE)
-    )
+    more = _on_other_hosts(load, _CORES_IN_USE)
+    if free >= _WORTH:
+        more = _advise_more_fetchers(load, free)
     return f"preparing it takes CPU time; {more}"
 
 

@@ -1,6 +1,5 @@
 """Read a rank's log file: all of it, its end, or the lines that match a pattern."""
 
-import os
 import re
 from collections import deque
 from collections.abc import Iterator
@@ -8,6 +7,7 @@ from itertools import accumulate
 from pathlib import Path
 
 from taas_magic.config import size_text
+from taas_magic.display.tails import lines_at_end
 from taas_magic.errors import UsageError
 from taas_magic.host.output import LineAssembler
 from taas_magic.messages import block_without_controls, without_controls
@@ -47,11 +47,7 @@ def end_of_log(path: Path) -> str:
     """
     if not path.exists():
         return ""
-    with path.open("rb") as file:
-        size = file.seek(0, os.SEEK_END)
-        file.seek(max(0, size - READ_BYTES))
-        assembler = LineAssembler()
-        lines = [*assembler.feed(file.read()), *assembler.flush()]
+    lines, size = lines_at_end(path, READ_BYTES)
     lengths = accumulate(len(line) + 1 for line in reversed(lines))
     fit = sum(length <= SHOWN_CHARS for length in lengths)
     text = "\n".join(without_controls(line) for line in lines[len(lines) - max(1, fit) :])

@@ -157,7 +157,7 @@ def _send_request(folder: str, name: str, config: Config, request: Request[_T]) 
         PoolError: The process has ended, or does not answer.
     """
     if not folder:
-        return _connection_to(name, config).call(request)
+        return _process_of(named(name, config)).call(request)
     with _lock:
         own = [pool.connection for pool in _pools.values() if str(pool.folder.path) == folder]
     for connection in own:
@@ -166,12 +166,8 @@ def _send_request(folder: str, name: str, config: Config, request: Request[_T]) 
     return ask_pool(Path(folder), request)
 
 
-def _connection_to(name: str, config: Config) -> PoolConnection:
-    """Return a connection to the running process of a pool, or raise PoolError if there is none."""
-    return _process_of(named(name, config))
-
-
 def _process_of(pool: Pool) -> PoolConnection:
+    """Return a connection to the running process of a pool, or raise PoolError if there is none."""
     found = pool.join()
     if found is None:
         raise PoolError(f'pool "{pool.name}" has no process, so its runs have ended')
@@ -309,7 +305,7 @@ def ask_hosts(
         if pool.name not in known and up[pool.name]:
             # The engine of such a pool can reach only allocated hosts, so ask their agents.
             question = GetHostFacts(packages=list(packages), modules=list(modules), mark=mark)
-            agents = _connection_to(pool.name, config).call(question)
+            agents = _process_of(named(pool.name, config)).call(question)
             found += [facts.check_facts(pool, each, here, packages) for each in agents]
         elif pool.name not in known:
             todo = f"%taas warm {pool.name} requests one now"

@@ -301,11 +301,9 @@ def _loader_rows(found: RehearsalFindings) -> Iterable[tuple[str, str]]:
     """
     for name, size in found.loader_bytes.items():
         loader_counts = found.counts_by_loader.get(name)
-        speed = (
-            estimate(loader_counts, found.flags.gpus)
-            if loader_counts is not None
-            else "no batch was prepared"
-        )
+        speed = "no batch was prepared"
+        if loader_counts is not None:
+            speed = estimate(loader_counts, found.flags.gpus)
         yield f"loader {name}", f"{size_text(size, 1024)} to each fetcher; {speed}"
     plain = [
         value.name

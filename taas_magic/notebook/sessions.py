@@ -245,8 +245,6 @@ class Session:
             PoolError: The pool has no hosts for the ranks.
             KeyboardInterrupt: The user interrupted the wait twice.
         """
-        if self.is_started:
-            return
         assert self.plan is not None
         folder = RunFolder.create(self.run_id, self.plan, cell)
         with folder.discard_on_error():
@@ -583,8 +581,8 @@ def _write_flags(folder: RunFolder, flags: Flags) -> None:
         file.write(to_json(flags))
 
 
-def detached_sessions() -> Iterator[tuple[Run, Flags]]:
-    """Yield each running detached session that does not belong to this kernel.
+def _sessions_of_others() -> Iterator[tuple[Run, Flags]]:
+    """Yield each running session that does not belong to this kernel, the newest first.
 
     Yields:
         The session's own run, and the flags of its first cell.
@@ -592,8 +590,17 @@ def detached_sessions() -> Iterator[tuple[Run, Flags]]:
     own = {session.run_id for session in live()}
     for run in runs.newest():
         flags = flags_of(run)
-        if flags is not None and flags.detach and run.id not in own and run.is_active:
+        if flags is not None and run.id not in own and run.is_active:
             yield run, flags
+
+
+def detached_sessions() -> Iterator[tuple[Run, Flags]]:
+    """Yield each running detached session that does not belong to this kernel.
+
+    Yields:
+        The session's own run, and the flags of its first cell.
+    """
+    return (found for found in _sessions_of_others() if found[1].detach)
 
 
 def detached_session(name: str, project: Path | None = None) -> Run | None:
@@ -619,12 +626,7 @@ def running(name: str) -> Run | None:
     """
     if (left := detached_session(name)) is not None:
         return left
-    own = {session.run_id for session in live()}
-    for run in runs.newest():
-        flags = flags_of(run)
-        if flags is not None and flags.session == name and run.id not in own and run.is_active:
-            return run
-    return None
+    return next((run for run, flags in _sessions_of_others() if flags.session == name), None)
 
 
 def ended_text(name: str) -> str:

@@ -535,16 +535,6 @@ class Pool:
         found = self._connection
         return None if found is None or found.is_over else found
 
-    @property
-    def is_ready(self) -> bool:
-        """Whether this kernel is connected to a process that sends beats."""
-        return (found := self.connection) is not None and found.is_ready
-
-    @property
-    def is_silent(self) -> bool:
-        """Whether this kernel is connected to a process that is stopped or hangs."""
-        return (found := self.connection) is not None and found.is_silent
-
     def connection_with(self, hosts: int) -> PoolConnection | None:
         """Return the connection if `hosts` hosts or more can start ranks, else None."""
         found = self.connection

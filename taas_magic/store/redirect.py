@@ -178,13 +178,9 @@ class StoreView:
             store_path = os.path.realpath(name)
         else:
             store_path = os.path.join(os.path.realpath(parent), last)
-        if not is_below(store_path, self.store):
+        if any(is_below(store_path, shared) for shared in self._open_folders):
             return None
-        return (
-            None
-            if any(is_below(store_path, shared) for shared in self._open_folders)
-            else store_path
-        )
+        return store_path if is_below(store_path, self.store) else None
 
     def record_write(self, store_path: str) -> None:
         """Report a path that the rank wrote, or would have written without redirection.
@@ -432,11 +428,9 @@ class RehearsalView(DiscardingView):
 
     def redirected_path(self, store_path: str) -> str:
         """See `DiscardingView.redirected_path`."""
-        return (
-            self._rehearsal_path(store_path)
-            if self._writes_to_rehearsal(store_path)
-            else super().redirected_path(store_path)
-        )
+        if self._writes_to_rehearsal(store_path):
+            return self._rehearsal_path(store_path)
+        return super().redirected_path(store_path)
 
     def _rehearsal_path(self, store_path: str) -> str:
         return os.path.join(self._folder, os.path.relpath(store_path, self.store))
@@ -708,11 +702,9 @@ def path_to_open(view: StoreView, store_path: str, *, needs_content: bool = Fals
 
     The result is None for a folder, so that the caller's `open` fails as usual.
     """
-    return (
-        None
-        if os.path.isdir(store_path)
-        else view.path_to_write(store_path, needs_content=needs_content)
-    )
+    if os.path.isdir(store_path):
+        return None
+    return view.path_to_write(store_path, needs_content=needs_content)
 
 
 def _open(view: StoreView, real: _Call, file: Path, mode: str = "r", *args: Any, **kw: Any) -> Any:
@@ -993,11 +985,8 @@ def _is_common_file(view: StoreView, file: Any) -> bool:
     """Return whether `file` is in the store, and this rank has no version of its own."""
 
     def common_path(store_path: str) -> str | None:
-        return (
-            store_path
-            if os.path.exists(view.common_path(store_path)) and not view.own_path(store_path)
-            else None
-        )
+        is_common = os.path.exists(view.common_path(store_path)) and not view.own_path(store_path)
+        return store_path if is_common else None
 
     return isinstance(file, (str, os.PathLike)) and view.resolve(common_path, file) is not None
 

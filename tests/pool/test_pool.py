@@ -140,7 +140,7 @@ from pathlib import Path
 from taas_magic.config import Config
 from taas_magic.notebook.pools import named
 pool = named("local", Config())
-assert pool.folder.is_locked and not pool.is_ready
+assert pool.folder.is_locked and pool.connection is None
 connection = pool.open()
 print(len(connection.status().hosts), connection.address)
 pool.close()
@@ -230,7 +230,7 @@ def test_a_pool_that_is_just_ending_is_followed_by_a_new_one_for_all_that_wait(
     with ThreadPoolExecutor() as threads:
         for waiting in [threads.submit(pool.open) for _ in range(3)]:
             waiting.result()
-    assert pool.is_ready and pool.connection_with(hosts=1)
+    assert pool.connection_with(hosts=1)
     pool.down()
 
 
@@ -245,7 +245,7 @@ def test_a_kernel_that_comes_while_its_pool_ends_gets_a_new_one(tmp_path: Path) 
     while (first.folder.path / "pool.json").exists():
         threading.Event().wait(0.001)
     assert late.open().process.pid != ending.process.pid
-    assert late.is_ready and ending.is_over
+    assert connection_of(late).is_ready and ending.is_over
     first.close()
     late.down()
 
@@ -268,7 +268,7 @@ def test_a_pool_whose_settings_have_changed_is_left_after_its_runs_and_ends_by_i
     assert len(tree) >= 4
     connection_of(pool)._listeners["busy"] = print
     assert pools.named("brief", after) is not pool
-    assert pool.is_ready, "a run is on it"
+    assert connection_of(pool).is_ready, "a run is on it"
     connection_of(pool).stop_events("busy")
     while not pool.is_unused():
         threading.Event().wait(0.05)
