@@ -80,4 +80,5 @@ def _describe_odd_ranks(texts: Mapping[int, str]) -> str:
 
 
 def _ranks(ranks: Sequence[int]) -> str:
-    return f"rank{'s' * (len(ranks) > 1)} {listed([str(rank) for rank in ranks], _LISTED)}"
+    numbers = [str(rank) for rank in ranks]
+    return f"rank{'s' * (len(ranks) > 1)} {listed(numbers, _LISTED)}"
