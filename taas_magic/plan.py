@@ -272,9 +272,9 @@ class Plan(RunOptions, frozen=True, kw_only=True):
 
     def shows_displays(self, rank: int) -> bool:
         """Return whether the notebook shows the displays of a rank."""
-        return (
-            rank == min(self.ranks, default=0) if self.log_ranks is None else self.shows_lines(rank)
-        )
+        if self.log_ranks is None:
+            return rank == min(self.ranks, default=0)
+        return self.shows_lines(rank)
 
 
 LAST = -1

@@ -16,7 +16,7 @@ from taas_magic.config import PoolConfig
 from taas_magic.engines.base import LOG, Host, HostsEngine, log_tail
 from taas_magic.errors import PoolError
 from taas_magic.host.activity import IdleTimer
-from taas_magic.host.system import LOOPBACK, spawn_command, supervisor_arguments
+from taas_magic.host.system import LOOPBACK, spawn_command, supervisor_arguments, wait_or_kill
 from taas_magic.leases import HOST_END_S
 from taas_magic.messages import AgentSettings, to_json
 from taas_magic.plan import HostCapacity
@@ -146,11 +146,7 @@ class _LocalHost(Host):
         with contextlib.suppress(BrokenPipeError):  # the supervisor ended before it read settings
             supervisor.stdin.close()
         supervisor.send_signal(signal.SIGCONT)  # a stopped supervisor would not notice the close
-        try:
-            await asyncio.to_thread(supervisor.wait, HOST_END_S)
-        except subprocess.TimeoutExpired:
-            supervisor.kill()
-            supervisor.wait()
+        await asyncio.to_thread(wait_or_kill, supervisor, HOST_END_S)
 
     async def why_lost(self) -> str:
         """End the host and return "", because the reason is unknown; see `Host.why_lost`.

@@ -53,7 +53,7 @@ from taas_magic.farms.messages import (
 )
 from taas_magic.farms.table import FarmState, JobState
 from taas_magic.host.activity import wait_for_start
-from taas_magic.host.system import spawn_command
+from taas_magic.host.system import spawn_command, wait_or_kill
 from taas_magic.journal.folder import state_dir
 from taas_magic.messages import cleaned
 from taas_magic.notebook import launch, pools
@@ -347,11 +347,7 @@ class Farm:
             # the kernel may have the pipe open.
             self._process.stdin.write(b"\n")
             self._process.stdin.close()
-        try:
-            self._process.wait(END_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        wait_or_kill(self._process, END_S)
         self.state.close()
         self._show()
 

@@ -55,7 +55,7 @@ from taas_magic.host.activity import IdleTimer
 from taas_magic.host.cell_main import PAYLOAD
 from taas_magic.host.shell import RankShell
 from taas_magic.host.spec import HOST
-from taas_magic.host.system import LOOPBACK, spawn_command
+from taas_magic.host.system import LOOPBACK, spawn_command, wait_or_kill
 from taas_magic.leases import START_TIMEOUT_S
 from taas_magic.messages import FederationStarted
 
@@ -189,11 +189,7 @@ class _HostPrograms:
             program.terminate()
         until = time.monotonic() + END_S
         for program in self._programs.values():
-            try:
-                program.wait(max(0.0, until - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                program.kill()
-                program.wait()
+            wait_or_kill(program, max(0.0, until - time.monotonic()))
 
     def check_host_names(self, names: Sequence[str]) -> None:
         """Raise UsageError unless `per_host` is empty or names exactly the hosts in `names`."""

@@ -46,6 +46,7 @@ from taas_magic.host.system import (
     is_tracker,
     kill_all,
     spawn_command,
+    wait_or_kill,
 )
 from taas_magic.shared_files import is_unlocked, take_lock
 
@@ -195,11 +196,7 @@ def _end_below(agent: subprocess.Popen[bytes]) -> None:
 def _end_agent(agent: subprocess.Popen[bytes]) -> None:
     agent.terminate()
     agent.send_signal(signal.SIGCONT)  # a stopped agent would not handle SIGTERM
-    try:
-        agent.wait(GRACE_S)
-    except subprocess.TimeoutExpired:
-        agent.kill()
-        agent.wait()
+    wait_or_kill(agent, GRACE_S)
 
 
 @contextmanager

@@ -9,6 +9,7 @@ import ctypes
 import os
 import signal
 import socket
+import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -192,6 +193,17 @@ def _send_signal(process: psutil.Process, number: int) -> bool:
     except psutil.NoSuchProcess:
         return True
     except psutil.AccessDenied:
+        return False
+    return True
+
+
+def wait_or_kill(process: "subprocess.Popen[bytes]", limit_s: float) -> bool:
+    """Wait until a child process has ended. Kill it after `limit_s` seconds, and return False."""
+    try:
+        process.wait(limit_s)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
         return False
     return True
 

@@ -50,9 +50,7 @@ def block_without_controls(text: str) -> str:
 
 
 def _harmless_word(text: str) -> str:
-    return (
-        text if text.isprintable() else _COLOURS.sub("", without_controls(text.replace("\n", " ")))
-    )
+    return text if text.isprintable() else _COLOURS.sub("", _harmless_line(text))
 
 
 def _harmless_line(text: str) -> str:

@@ -10,6 +10,7 @@ from distributed import Client, Security
 
 from taas_magic.errors import PoolError
 from taas_magic.host.spec import topic
+from taas_magic.host.system import wait_or_kill
 from taas_magic.journal.folder import RunFolder
 from taas_magic.messages import Event, Halt, RunEnded, TakeFetchers, decode_event, send_request
 from taas_magic.pool.address import read_address
@@ -107,9 +108,5 @@ def notify(folder: RunFolder, ended: RunEnded) -> None:
             stderr=log,
             start_new_session=True,
         )
-        try:
-            process.wait(NOTIFY_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
+        if not wait_or_kill(process, NOTIFY_S):
             log.write(f"taas: it had not ended after {NOTIFY_S:.0f} s and was killed\n".encode())
-            process.wait()

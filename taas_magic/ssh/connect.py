@@ -24,7 +24,7 @@ from paramiko import Channel, SSHClient, SSHException
 from paramiko.auth_strategy import AuthFailure
 
 from taas_magic.errors import PoolError
-from taas_magic.host.system import LOOPBACK
+from taas_magic.host.system import LOOPBACK, wait_or_kill
 from taas_magic.setup.facts import CommandResult, python_word
 from taas_magic.ssh.config import (
     CONNECT_TIMEOUT_S,
@@ -352,11 +352,7 @@ def _start_proxy_command(command: str, undo: ExitStack) -> socket.socket:
 def _end(program: "subprocess.Popen[bytes]") -> None:
     """Send SIGTERM to a ProxyCommand, and SIGKILL if it does not exit within `_END_S` seconds."""
     program.terminate()
-    try:
-        program.wait(_END_S)
-    except subprocess.TimeoutExpired:
-        program.kill()
-        program.wait()
+    wait_or_kill(program, _END_S)
 
 
 def _dial(
