@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
+from contextlib import AbstractContextManager, asynccontextmanager, closing, contextmanager
 from typing import Any, TypeVar
 
 from taas_magic.config import PoolConfig
@@ -183,10 +183,8 @@ def _shell(host: str, config_file: str | None, stop: threading.Event) -> Iterato
         if note := unread_config(config_file):
             raise PoolError(f"{error}\n{note}") from error
         raise
-    try:
+    with closing(connection):
         yield connection
-    finally:
-        connection.close()
 
 
 class _SshHost(Host):

@@ -404,10 +404,8 @@ class _HostPrograms:
             root_certificates=self._settings.certificate.encode(),
             interceptors=[_KeyInterceptor(key or self._settings.key)],
         )
-        try:
+        with contextlib.closing(client):
             yield client
-        finally:
-            client.close()
 
     def _write(self, name: str, text: str) -> Path:
         path = self._folder / name

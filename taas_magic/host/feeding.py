@@ -33,7 +33,7 @@ from taas_magic.journal.folder import RunFolder
 from taas_magic.late_imports import when_imported
 from taas_magic.leases import FetchLease
 from taas_magic.messages import RankCounts
-from taas_magic.shared_files import take_lock
+from taas_magic.shared_files import locked
 
 _SETTINGS = "settings"
 
@@ -244,16 +244,12 @@ class SessionLoaders:
         """
         kept = self._folder / str(number)
         service.folder_of(kept).mkdir(mode=0o700, parents=True, exist_ok=True)
-        lock = take_lock(kept / "lock", wait=True)
-        assert lock is not None
-        try:
+        with locked(kept / "lock", wait=True):
             if not (kept / _SETTINGS).exists():
                 for name in names:
                     file, copy = (service.payload_file(at, name) for at in (run_dir, kept))
                     _link(file, copy)
                 (kept / _SETTINGS).write_bytes(cloudpickle.dumps(self._settings))
-        finally:
-            os.close(lock)
         return kept
 
 
