@@ -331,24 +331,23 @@ class RankVariables:
         notes = []
         if kept:
             values = "its value" if len(kept) == 1 else "their values"
-            named = listed([f"`{name}`" for name in kept], _LISTED)
             notes.append(
-                f"cells of this session assigned {named}, so the ranks keep {values}; "
+                f"cells of this session assigned {_quoted(kept)}, so the ranks keep {values}; "
                 f"`--send {','.join(kept)}` sends the notebook's"
             )
         if deleted:
             them = "it" if len(deleted) == 1 else "them"
             notes.append(
-                f"deleted in the notebook, but not in the ranks: {_listed(deleted)}; "
+                f"deleted in the notebook, but not in the ranks: {_quoted(deleted)}; "
                 f"`del {', '.join(deleted)}` in a cell of this session deletes {them} there, too"
             )
         again = [
-            f"`{name}`"
+            name
             for name in choice.why
             if name in self._sent and name not in forced and not _is_module(namespace[name])
         ]
         if again:
-            notes.append(f"changed in the notebook and sent again: {listed(again, _LISTED)}")
+            notes.append(f"changed in the notebook and sent again: {_quoted(again)}")
         return notes
 
 
@@ -420,3 +419,7 @@ def _digest_of(pickled: Pickled, more: Iterable[bytes] = ()) -> bytes:
 
 def _is_module(value: Any) -> bool:
     return isinstance(value, ModuleType)
+
+
+def _quoted(names: Sequence[str]) -> str:
+    return listed([f"`{name}`" for name in names], _LISTED)
