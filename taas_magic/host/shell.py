@@ -95,7 +95,7 @@ class _LinkDisplayHook(DisplayHook):
         shell = RankShell.instance()
         shell.last_value = result
         data, metadata = self.compute_format_data(result)
-        if shell.shows:
+        if shell.shows and data:  # without data, a `__repr__` has raised an exception
             shell.publish(data, metadata)
         self.update_user_ns(result)
 

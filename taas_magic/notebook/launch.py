@@ -216,9 +216,11 @@ def _run_in_session(
     driver.listener = session.record_event
     for event in session.pop_output():
         driver.put(event)
+    session.running_cell = driver.plan.run_id
     try:
         carry_out(driver, spec, pool, config, session=session)
     finally:
+        session.running_cell = ""
         session.end_cell(captured)
         if (failed := driver.run.failed_rank) is not None:
             session.failed_rank = failed

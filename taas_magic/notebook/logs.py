@@ -28,8 +28,10 @@ def log_text(path: Path, tail: int | None = None, grep: str = "") -> str:
         grep: Regular expression. Lines without a match are left out. "" keeps all lines.
 
     Raises:
-        UsageError: `grep` is not a valid regular expression.
+        UsageError: `tail` is negative, or `grep` is not a valid regular expression.
     """
+    if tail is not None and tail < 0:
+        raise UsageError(f"tail must be a number of lines, 0 or more; got {tail}")
     if not path.exists():
         return ""
     if tail is None and not grep:

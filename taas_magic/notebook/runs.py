@@ -251,7 +251,8 @@ class Run:
             grep: Regular expression. Only lines that contain a match are returned.
 
         Raises:
-            UsageError: The run has no such rank, or `grep` is not a valid regular expression.
+            UsageError: The run has no such rank, `tail` is negative, or `grep` is not a valid
+                regular expression.
         """
         return log_text(self.log_path(rank), tail, grep)
 

@@ -84,6 +84,7 @@ class Session:
         names: Record of the variables that the session's ranks have.
         failed_rank: The rank that failed first in the last failed cell; None if no cell has failed.
         plan: Plan of the session's own run, which starts the ranks; None before the first cell.
+        running_cell: Run id of the cell that this kernel runs in the session now; "" for none.
         has_unknown_names: Whether this kernel has taken the session over and does not know yet
             which variables the ranks have.
     """
@@ -92,6 +93,7 @@ class Session:
         self.name, self.flags, self.names = flags.session, flags, RankVariables()
         self.plan: Plan | None = None
         self.failed_rank: int | None = None
+        self.running_cell = ""
         self.has_unknown_names = False
         self._connection: PoolConnection | None = None
         self._cells = self._n_fetchers = 0
@@ -196,7 +198,15 @@ class Session:
         The first cell's plan also becomes the plan of the session's own run, without the options
         that concern only the cell. For a later cell, this method also discards what the ranks
         reported about the last cell, and allows the session's fetchers one restart.
+
+        Raises:
+            PoolError: The session is running a cell, which another thread of the kernel started.
         """
+        if self.running_cell:
+            raise PoolError(
+                f'session "{self.name}" is running a cell. Wait until the cell has ended, or end '
+                f"it: %taas stop {self.running_cell}"
+            )
         self._loaded, self._changes = set(), []
         if self._n_fetchers:
             self._allow_restarts()

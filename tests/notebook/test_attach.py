@@ -177,6 +177,7 @@ def test_logs_by_tail_and_pattern_and_what_a_terminal_says_of_failures(frontend:
         "import taas; assert taas.last_run.logs(rank=1, tail=1, grep='p 1') == 'step 19\\n'"
     )
     assert "is not a valid regular expression" in frontend.fail("%taas logs --grep '('")["evalue"]
+    assert frontend.fail("taas.last_run.logs(tail=-1)")["ename"] == "UsageError"
     frontend.fail("%%taas --gpus 2 --name bad\n1 / 0")
     command = [sys.executable, "-m", "taas_magic", "attach", "bad"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_S)

@@ -190,6 +190,31 @@ if rank == 1:
     assert "".join(shown).count("late") == 1
 
 
+def test_a_session_runs_one_cell_at_a_time(session: Frontend, tmp_path: Path) -> None:
+    go, subshell = tmp_path / "go", session.new_subshell()
+    cell = f"print('runs')\nwhile not os.path.exists({str(go)!r}): pass\nkept = rank"
+    running = session.send(f"%%taas --session exp\nimport os\n{cell}")
+    session.wait(lambda: "runs" in session.text(running))
+    others = ("%%taas --session exp\nprint(rank)", "%taas vars exp", "%taas debug exp --rank 0")
+    replies = [session.finish(session.send(code, subshell)) for code in others]
+    go.touch()
+    assert [reply["ename"] for reply in replies] == ["PoolError"] * 3
+    assert all("is running a cell" in reply["evalue"] for reply in replies)
+    assert session.finish(running)["status"] == "ok"
+    assert printed(session, "%%taas --session exp\nprint(kept == rank)") == ["True"]
+
+
+def test_a_value_that_cannot_be_shown_shows_its_error_only(session: Frontend) -> None:
+    of_cell = "%%taas --session exp\n"
+    session.run(
+        f"{of_cell}class Odd:\n    def __repr__(self): raise ValueError('odd')\nodd = Odd()"
+    )
+    request = session.send(f"{of_cell}odd")
+    assert session.finish(request)["ename"] == "RankFailed"
+    assert "ValueError" in session.text(request)
+    assert all(it["data"] for it in session.contents(request, "display_data"))  # no empty display
+
+
 def is_of_rank(content: dict[str, Any]) -> bool:
     return not content["transient"].get("display_id", ":head").endswith((":head", ":rest"))
 
