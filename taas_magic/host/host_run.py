@@ -594,6 +594,8 @@ class HostRun(HostShare):
         while self._next is None and not self._is_over:
             connection.wait([*attempt.sentinels, self.wakeup.fileno()], POLL_S)
             self.wakeup.clear()
+            if self._rendezvous is not None:
+                self._rendezvous.kill_if_stopped()
             if attempt.ended is None and self._checks_ranks():
                 self._check(attempt)
 

@@ -297,8 +297,14 @@ class HostSession(HostRun):
         return attempt
 
     def _checks_ranks(self) -> bool:
-        """Return True between cells, and while the session is being ended."""
-        return self._cell is None or self.stopped_at is not None
+        """Return True between cells, while the session is being ended, and after the store's end.
+
+        Without the store, `init_process_group` in a cell would wait until torch's timeout.
+        """
+        return self._cell is None or self.stopped_at is not None or bool(self._why_store_ended())
+
+    def _why_store_ended(self) -> str:
+        return self._rendezvous.why_ended() if self._rendezvous is not None else ""
 
     def _check(self, attempt: Attempt) -> None:
         """Check the ranks, and the process that serves their key-value store.
@@ -306,7 +312,7 @@ class HostSession(HostRun):
         Raises:
             PoolError: The store's process has ended.
         """
-        why = self._rendezvous.why_ended() if self._rendezvous is not None else ""
+        why = self._why_store_ended()
         if why and self.stopped_at is None:
             raise PoolError(f"{why}, so the ranks cannot form another process group")
         super()._check(attempt)

@@ -21,8 +21,11 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import Any, cast
 
+import psutil
+
 from taas_magic.errors import PoolError, signal_name
 from taas_magic.host import forkserver
+from taas_magic.leases import STOPPED_S
 
 STORE_TIMEOUT_S = 300.0
 """Timeout, in seconds, with which the store's process creates torch's TCPStore."""
@@ -56,11 +59,36 @@ class Rendezvous:
         self._listener = socket.create_server((address, 0), family=family, backlog=_BACKLOG)
         self.port: int = self._listener.getsockname()[1]
         self._server: Any = None
+        self._stopped_at: float | None = None
+        self._was_stopped = False
 
     def start(self) -> None:
         """Start the process that serves the store. Until then, ranks that have connected wait."""
         self._server = forkserver.start_process(f"{__name__}.serve", self._listener, self._address)
         self._listener.close()
+
+    def kill_if_stopped(self) -> None:
+        """Kill the process that serves the store if it has been suspended for `STOPPED_S`.
+
+        Ranks would wait forever for a suspended process. After its end, their calls raise errors.
+        Call this method often, so that it notices when SIGSTOP has suspended the process.
+        """
+        if not self._is_stopped():
+            self._stopped_at = None
+            return
+        now = time.monotonic()
+        self._stopped_at = now if self._stopped_at is None else self._stopped_at
+        if now - self._stopped_at >= STOPPED_S:
+            self._was_stopped = True
+            self._server.kill()
+
+    def _is_stopped(self) -> bool:
+        """Return whether SIGSTOP has suspended the process that serves the store."""
+        try:
+            status = psutil.Process(self._server.pid).status() if self._server is not None else ""
+        except psutil.NoSuchProcess:
+            return False
+        return bool(status == psutil.STATUS_STOPPED)
 
     def why_ended(self) -> str:
         """Return how the store's process has ended, as text; "" if it has not ended."""
@@ -68,6 +96,8 @@ class Rendezvous:
         if code is None:
             return ""
         how = f"was killed by {signal_name(code)}" if code < 0 else f"exited with code {code}"
+        if self._was_stopped:
+            how = f"was stopped (SIGSTOP) for {STOPPED_S:.0f} s and killed"
         return f"process {self._server.pid}, which serves the ranks' key-value store, {how}"
 
     def close(self) -> None:

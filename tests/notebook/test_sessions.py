@@ -551,14 +551,28 @@ def test_a_rank_that_dies_between_cells_ends_the_session(session: Frontend) -> N
     assert printed(session, "%%taas --session exp\nprint(rank)") == ["0", "1"]
 
 
-def test_a_session_whose_key_value_store_dies_ends(session: Frontend) -> None:
-    ranks = ranks_of(session)
-    session.run(
+def key_value_store(frontend: Frontend) -> psutil.Process:
+    """Destroy the process group of session `exp`; return the process of the key-value store."""
+    frontend.run(
         "%%taas --session exp --out port\nport = int(os.environ['MASTER_PORT'])\n"
         "dist.destroy_process_group()"
     )
-    port = value(session, "port")
-    store = next(it for it in below(os.getpid()) if port in listening_ports([it]))
+    port = value(frontend, "port")
+    return next(it for it in below(os.getpid()) if port in listening_ports([it]))
+
+
+def test_a_session_whose_key_value_store_is_stopped_ends(session: Frontend) -> None:
+    ranks, store = ranks_of(session), key_value_store(session)
+    store.send_signal(signal.SIGSTOP)
+    error(session, "%%taas --session exp\ndist.init_process_group('gloo')")
+    assert not left_of(ranks)
+    said = error(session, "%%taas --session exp\npass")
+    assert f"process {store.pid}, which serves the ranks' key-value store" in said
+    assert "was stopped (SIGSTOP) for 5 s" in said
+
+
+def test_a_session_whose_key_value_store_dies_ends(session: Frontend) -> None:
+    ranks, store = ranks_of(session), key_value_store(session)
     store.send_signal(signal.SIGINT)  # has no effect
     session.run("%%taas --session exp\ndist.init_process_group('gloo')")
     store.kill()
