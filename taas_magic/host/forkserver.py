@@ -543,8 +543,8 @@ def _preload() -> None:
     """Import all modules except `DEFERRED_MODULES`, and prepare the forkserver for forks.
 
     Also makes the system kill the forkserver when the agent ends, makes standard input empty, and
-    installs `_import_rest` as the handler of SIGUSR1. At the end, writes an empty name to the
-    imports file. The agent sees by this name that the imports are over.
+    installs `_import_rest` as the handler of SIGUSR1. At the end, empties the imports file. The
+    agent then knows that the imports are over.
 
     No import may create a CUDA context or a thread, because forks cannot use them.
 
@@ -567,7 +567,7 @@ def _preload() -> None:
         _failure = f"the forkserver could not import {imports_file.read_text()}: {what}"
     _prepare_for_forks()
     signal.signal(signal.SIGUSR1, _import_rest)
-    _write_import_name(imports_file, "")
+    _empty(imports_file)
 
 
 def _import_modules(imports_file: Path) -> None:
@@ -603,8 +603,8 @@ def _close_input() -> None:
 def _import_rest(number: int, frame: FrameType | None) -> None:
     """Import `DEFERRED_MODULES`. The forkserver's handler of SIGUSR1, which the agent sends.
 
-    Before each import, writes the module's name to the imports file. At the end, writes an empty
-    name; the agent sees by this name that the import is over. Errors of an import are ignored.
+    Before each import, writes the module's name to the imports file. At the end, empties the file.
+    The agent then knows that the import is over. Errors of an import are ignored.
     """
     gc.disable()
     imports_file = Path(os.environ[_IMPORTS])
@@ -613,7 +613,13 @@ def _import_rest(number: int, frame: FrameType | None) -> None:
             _write_import_name(imports_file, name)
             importlib.import_module(name)
     _prepare_for_forks()
-    _write_import_name(imports_file, "")
+    _empty(imports_file)
+
+
+def _empty(imports_file: Path) -> None:
+    """Empty the imports file; a missing file counts as empty. Needs no space, on a full disk."""
+    with suppress(OSError):
+        os.truncate(imports_file, 0)
 
 
 def _prepare_for_forks() -> None:

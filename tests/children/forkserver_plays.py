@@ -51,6 +51,20 @@ def start_while_importing(gate: str, folder: str) -> None:
     assert forkserver.exitcode(last) == 255
 
 
+def import_with_a_full_disk(gate: str, folder: str) -> None:
+    """Let the imports file become unwritable while the forkserver imports torch._dynamo."""
+    tempfile.tempdir = folder
+    forkserver.start_forkserver([])
+    assert forkserver.warm_up() == []
+    forkserver.start_importing_rest()
+    eventually(lambda: forkserver.importing()[0] == "torch._dynamo")
+    forkserver._imports_file.with_suffix(".new").mkdir()  # as on a full disk, no file is written
+    Path(gate).touch()
+    eventually(lambda: forkserver._has_rest)
+    assert exitcode_of("import sys; assert 'torch._dynamo' in sys.modules") == 0
+    assert forkserver.is_alive()
+
+
 def exitcode_of(code: str) -> Any:
     """Run code in a process of the forkserver; return its exit code."""
     process = forkserver.start_process("builtins.exec", code)

@@ -52,6 +52,10 @@ def test_processes_start_while_the_forkserver_imports_the_rest(tmp_path: Path) -
     play(tmp_path, "start_while_importing", pause_s=0.01)
 
 
+def test_a_disk_that_is_full_during_the_import_does_not_end_the_forkserver(tmp_path: Path) -> None:
+    play(tmp_path, "import_with_a_full_disk", pause_s=0.01)
+
+
 def test_an_import_that_does_nothing_is_given_up_by_name(tmp_path: Path) -> None:
     play(tmp_path, "give_up_an_import", pause_s=600)
 
