@@ -6,6 +6,8 @@ from contextlib import suppress
 from typing import TypeVar
 
 WITHIN_S = 100.0
+LONGEST_PAUSE_S = 0.5
+"""Maximum seconds between two checks, however long a check takes."""
 
 T = TypeVar("T")
 
@@ -18,19 +20,35 @@ def eventually(
 ) -> None:
     """Wait until `holds()` returns a true value. An OSError counts as false.
 
+    A check that lists all processes, or starts one, is made less often (`pause_s`).
+
     Args:
         holds: The condition.
         otherwise: The message of the AssertionError if the time is over.
         within_s: Seconds after which the test fails.
-        every_s: Seconds between two checks.
+        every_s: Minimum seconds between two checks.
     """
     deadline = time.monotonic() + within_s
     while True:
+        began = time.monotonic()
         with suppress(OSError):
             if holds():
                 return
-        assert time.monotonic() < deadline, f"{otherwise} after {within_s:g} s"
-        time.sleep(every_s)
+        now = time.monotonic()
+        assert now < deadline, f"{otherwise} after {within_s:g} s"
+        time.sleep(pause_s(now - began, every_s))
+
+
+def pause_s(took_s: float, every_s: float) -> float:
+    """Return the seconds to the next check: four times as long as the last check took.
+
+    So checks leave the processor to what they wait for.
+
+    Args:
+        took_s: Seconds that the last check took.
+        every_s: Minimum seconds between two checks.
+    """
+    return max(every_s, min(4 * took_s, LONGEST_PAUSE_S))
 
 
 def left_after(left: Callable[[], T], within_s: float = WITHIN_S, every_s: float = 0.1) -> T:

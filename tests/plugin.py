@@ -211,6 +211,15 @@ def several(
 
 
 @pytest.fixture
+def without_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let kernels not start the pool `local` by themselves, for a test that does not use it.
+
+    A test requests this fixture by `usefixtures`, so that pytest sets it up before the kernel.
+    """
+    monkeypatch.setenv("TAAS_WARM", "0")
+
+
+@pytest.fixture
 def kernel_of_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_leftovers: str
 ) -> Iterator[Frontend]:

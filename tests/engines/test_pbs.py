@@ -103,6 +103,7 @@ WAITS_TO_BE_ENDED = """
 """
 
 
+@pytest.mark.usefixtures("without_warm_up")
 @pytest.mark.timeout(600)
 def test_the_pages_program_goes_on_after_its_job_was_deleted(
     queue: Pbs, hosts: Hosts, kernel_of_its_own: Frontend, tmp_path: Path

@@ -747,6 +747,7 @@ def test_the_table_is_read_while_it_changes() -> None:
         assert len(state.ready) <= 1 and state.eta_s() is None and state.counts()
 
 
+@pytest.mark.usefixtures("without_warm_up")
 def test_each_slot_has_a_gpu_of_its_own_and_a_farm_ends_with_its_kernel(
     kernel_of_its_own: Frontend, tmp_path: Path, no_leftovers: str
 ) -> None:

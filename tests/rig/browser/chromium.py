@@ -18,6 +18,8 @@ from typing import Any
 
 import websocket
 
+from tests.eventually import pause_s
+
 WAIT_S = 90.0
 NAMES = ("chromium", "chromium-browser", "google-chrome")
 KEYS = {"Tab": 9, "Enter": 13, "Escape": 27, "End": 35}
@@ -74,10 +76,13 @@ class Page:
     def wait_for(self, expression: str) -> Any:
         """Wait until an expression is true; return its value."""
         deadline = time.monotonic() + WAIT_S
-        while not (value := self.evaluate(expression)):
-            assert time.monotonic() < deadline, f"never true: {expression}; {self.text()[-3000:]}"
-            time.sleep(0.05)
-        return value
+        while True:
+            began = time.monotonic()
+            if value := self.evaluate(expression):
+                return value
+            now = time.monotonic()
+            assert now < deadline, f"never true: {expression}; {self.text()[-3000:]}"
+            time.sleep(pause_s(now - began, 0.05))
 
     def text(self) -> str:
         """Return the text that the page shows."""
