@@ -12,11 +12,10 @@ import hypothesis
 import psutil
 import pytest
 
-from tests.eventually import left_after
+from tests.eventually import HUNG_S, left_after
 from tests.rig.main_module import end_forkserver
 
 TOKEN = "TAAS_TEST_TOKEN"
-GONE_WITHIN_S = 60.0
 SHARED_MEMORY = Path("/dev/shm")
 ROOT = Path(__file__).parents[1]
 
@@ -69,7 +68,7 @@ def no_leftovers(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     ports, files = listening(), set(SHARED_MEMORY.iterdir())
     yield token
     # `left_behind` reads all processes of the machine, so it is not called often.
-    found = left_after(lambda: left_behind(token, ports, files), GONE_WITHIN_S, every_s=0.25)
+    found = left_after(lambda: left_behind(token, ports, files), HUNG_S, every_s=0.25)
     for process in carriers(token):
         end(process)
     assert not found, "left behind: " + "; ".join(sorted(found))

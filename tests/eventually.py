@@ -5,7 +5,9 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import TypeVar
 
-WITHIN_S = 100.0
+HUNG_S = 600.0
+"""Seconds of waiting after which a test counts as hung; a slow machine needs much less."""
+
 LONGEST_PAUSE_S = 0.5
 """Maximum seconds between two checks, however long a check takes."""
 
@@ -15,7 +17,7 @@ T = TypeVar("T")
 def eventually(
     holds: Callable[[], object],
     otherwise: str = "the condition does not hold",
-    within_s: float = WITHIN_S,
+    within_s: float = HUNG_S,
     every_s: float = 0.02,
 ) -> None:
     """Wait until `holds()` returns a true value. An OSError counts as false.
@@ -51,7 +53,7 @@ def pause_s(took_s: float, every_s: float) -> float:
     return max(every_s, min(4 * took_s, LONGEST_PAUSE_S))
 
 
-def left_after(left: Callable[[], T], within_s: float = WITHIN_S, every_s: float = 0.1) -> T:
+def left_after(left: Callable[[], T], within_s: float = HUNG_S, every_s: float = 0.1) -> T:
     """Wait until `left()` returns nothing, or until the time is over; return its last value.
 
     Args:

@@ -18,9 +18,9 @@ from jupyter_client.connect import LocalPortCache
 from jupyter_client.manager import KernelManager, start_new_kernel
 from jupyter_client.provisioning.local_provisioner import LocalProvisioner
 
-ROOT = Path(__file__).parent.parent
-WAIT_S = 100.0
+from tests.eventually import HUNG_S
 
+ROOT = Path(__file__).parent.parent
 HOLD = "from tests.frontend import HeldPorts\nHeldPorts.instance()\n"
 """Text of a `jupyter_config.py` for programs that start kernels; with it, they use `HeldPorts`."""
 
@@ -113,10 +113,10 @@ class Frontend:
         """Create a subshell of the kernel, which runs cells while the main thread is busy."""
         message = self.client.session.msg("create_subshell_request")
         self.client.control_channel.send(message)
-        found: str = self.client.get_control_msg(timeout=WAIT_S)["content"]["subshell_id"]
+        found: str = self.client.get_control_msg(timeout=HUNG_S)["content"]["subshell_id"]
         return found
 
-    def asked(self, request: str, wait_s: float = WAIT_S) -> Message:
+    def asked(self, request: str, wait_s: float = HUNG_S) -> Message:
         """Wait until the input box opens; return its prompt, and whether it hides what is typed."""
         found: list[Message] = []
 
@@ -133,7 +133,7 @@ class Frontend:
         """Type a line into the open input box."""
         self.client.input(line)
 
-    def wait(self, condition: Callable[[], bool], wait_s: float = WAIT_S) -> None:
+    def wait(self, condition: Callable[[], bool], wait_s: float = HUNG_S) -> None:
         """Receive messages until a condition holds."""
         deadline = time.monotonic() + wait_s
         while not condition():
@@ -141,7 +141,7 @@ class Frontend:
             self._take(self.client.get_shell_msg, 0.01, self._replied)
             self._take(self.client.get_iopub_msg, 0.1, self._shown)
 
-    def finish(self, request: str, wait_s: float = WAIT_S) -> dict[str, Any]:
+    def finish(self, request: str, wait_s: float = HUNG_S) -> dict[str, Any]:
         """Wait for a cell's reply and all its output; return the reply."""
         self.wait(lambda: request in self.replies and self._is_idle(request), wait_s)
         return self.replies[request]
@@ -160,9 +160,9 @@ class Frontend:
         return reply
 
     def be_patient(self) -> None:
-        """Raise the kernel's time limit for ending an interrupted run to `WAIT_S` seconds."""
+        """Raise the kernel's time limit for ending an interrupted run to `HUNG_S` seconds."""
         module = "__import__('taas_magic.notebook.run', fromlist=['Run'])"
-        self.run(f"{module}.KILL_WAIT_S = {WAIT_S}")
+        self.run(f"{module}.KILL_WAIT_S = {HUNG_S}")
 
     def contents(self, request: str, kind: str) -> list[dict[str, Any]]:
         """Return the messages of one kind that belong to a request."""
@@ -209,7 +209,7 @@ def kernel(project: Path, **environ: str) -> Iterator[Frontend]:
     """Run a kernel in a folder until the block ends; then end its pool `local` and the kernel."""
     project.mkdir(exist_ok=True)
     manager, client = start_new_kernel(
-        startup_timeout=WAIT_S,
+        startup_timeout=HUNG_S,
         kernel_name="taas",
         cwd=str(project),
         env={**os.environ, **environ},
@@ -253,7 +253,7 @@ class Scene:
 
     def close(self) -> None:
         """Remove TMPDIR. Retry, because a process that is ending may remove its files there too."""
-        deadline = time.monotonic() + WAIT_S
+        deadline = time.monotonic() + HUNG_S
         while self.tmp.exists():
             assert time.monotonic() < deadline, f"left: {list(self.tmp.iterdir())}"
             shutil.rmtree(self.tmp, ignore_errors=True)

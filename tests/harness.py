@@ -21,8 +21,8 @@ from taas_magic.messages import Event
 from taas_magic.notebook import launch
 from taas_magic.notebook.run import RunDriver
 from taas_magic.notebook.runs import Run
-from tests.conftest import GONE_WITHIN_S
 from tests.events import Line, line_of
+from tests.eventually import HUNG_S
 
 ANSI = re.compile(r"\x1b\[[0-9;]*m")
 
@@ -148,13 +148,13 @@ def left_of(ending: Iterable[psutil.Process]) -> list[psutil.Process]:
 
     Zombies count as ended.
     """
-    _, alive = psutil.wait_procs(list(ending), timeout=GONE_WITHIN_S)
+    _, alive = psutil.wait_procs(list(ending), timeout=HUNG_S)
     return [process for process in alive if status_of(process) not in ("", psutil.STATUS_ZOMBIE)]
 
 
 def remove_cgroup(folder: Path) -> None:
     """Remove a cgroup. Retry, because it may still list a process that has ended."""
-    deadline = time.monotonic() + GONE_WITHIN_S
+    deadline = time.monotonic() + HUNG_S
     while folder.exists():
         try:
             folder.rmdir()

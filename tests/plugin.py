@@ -20,9 +20,9 @@ from taas_magic.config import Config
 from taas_magic.journal import folder as journal
 from taas_magic.notebook import pools
 from taas_magic.notebook import run as notebook_run
-from tests.conftest import GONE_WITHIN_S, TOKEN, carriers, describe
-from tests.eventually import left_after
-from tests.frontend import WAIT_S, Frontend, environment, kernel
+from tests.conftest import TOKEN, carriers, describe
+from tests.eventually import HUNG_S, left_after
+from tests.frontend import Frontend, environment, kernel
 from tests.harness import (
     FORKSERVER,
     Notebook,
@@ -113,14 +113,14 @@ def notebook(warm_notebook: Notebook, monkeypatch: pytest.MonkeyPatch) -> Iterat
     """
     monkeypatch.setenv("TAAS_STATE_DIR", str(warm_notebook.state_dir))
     monkeypatch.chdir(warm_notebook.project)
-    monkeypatch.setattr(notebook_run, "KILL_WAIT_S", WAIT_S)
+    monkeypatch.setattr(notebook_run, "KILL_WAIT_S", HUNG_S)
     _empty(warm_notebook.shell)
     if "torch" in sys.modules:  # else ranks would get the seed of an earlier test
         sys.modules["torch"].seed()
     files = shared_memory()
     of_others = set(_left_behind(files))
     yield warm_notebook
-    assert not left_after(lambda: set(_left_behind(files)) - of_others, GONE_WITHIN_S)
+    assert not left_after(lambda: set(_left_behind(files)) - of_others, HUNG_S)
 
 
 def _empty(shell: InteractiveShell) -> None:
@@ -168,7 +168,7 @@ def frontend_of_module(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fro
         with kernel(folder / "project") as started:
             started.run("%%taas --gpus 1\npass")  # so that no test sees messages about the warm-up
             yield started
-        left = left_after(lambda: carriers(token), GONE_WITHIN_S)
+        left = left_after(lambda: carriers(token), HUNG_S)
         assert not [describe(process) for process in left]
 
 

@@ -9,7 +9,6 @@ from tests.cellfiles import cells_of
 from tests.frontend import Frontend
 
 pytestmark = [
-    pytest.mark.timeout(240),
     pytest.mark.filterwarnings("ignore::ResourceWarning"),
 ]
 

@@ -20,8 +20,8 @@ import psutil
 
 from tests.chaos.tree import NOT_OURS, is_over
 from tests.conftest import TOKEN, abandoned, carriers, describe, end
-from tests.eventually import eventually, left_after
-from tests.frontend import WAIT_S, Frontend, Scene, kernel
+from tests.eventually import HUNG_S, eventually, left_after
+from tests.frontend import Frontend, Scene, kernel
 from tests.harness import words
 
 CELLS = (
@@ -124,7 +124,7 @@ class FirstCells:
             is_without_cells = done_at and deed in ("restart kernel", "kill kernel")
             return bool(is_without_cells) or len(ended) == len(requests)
 
-        frontend.wait(is_over, 5 * WAIT_S)
+        frontend.wait(is_over, HUNG_S)
         told = f"{deed} {delay_s:.1f} s after phase {phase}"
         if not done_at:
             self.result.deeds["nothing in time"] += 1
@@ -135,7 +135,7 @@ class FirstCells:
             return told
         if deed == "restart kernel":
             frontend.manager.restart_kernel()
-            frontend.client.wait_for_ready(timeout=WAIT_S)
+            frontend.client.wait_for_ready(timeout=HUNG_S)
             requests, ended, done_at = [self._send(frontend, CELLS[0])], {}, time.monotonic()
         errors = [self._outcome(frontend, request) for request in requests]
         began = 0.0
@@ -190,7 +190,7 @@ class FirstCells:
 
     def _outcome(self, frontend: Frontend, request: str) -> str:
         """Return the error of a cell; "" if the cell succeeded."""
-        reply = frontend.finish(request, 5 * WAIT_S)
+        reply = frontend.finish(request, HUNG_S)
         if reply["status"] == "error":
             return f"{reply['ename']}: {reply['evalue']}"
         return "" if reply["status"] == "ok" else str(reply["status"])

@@ -13,6 +13,5 @@ FAULTS = int(os.environ.get("TAAS_CHAOS_FAULTS", "20"))
 SEED = int(os.environ.get("TAAS_CHAOS_SEED", "1"))
 
 
-@pytest.mark.timeout(600)
 def test_the_result_is_that_of_an_undisturbed_run(tmp_path: Path) -> None:
     assert len(play(tmp_path, SEED, FAULTS)) >= FAULTS

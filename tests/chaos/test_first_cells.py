@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.chaos.first_cells import FirstCells
-from tests.conftest import GONE_WITHIN_S
+from tests.eventually import HUNG_S
 from tests.frontend import Scene
 
 ROUNDS = int(os.environ.get("TAAS_KILL_ROUNDS", "3"))
@@ -26,8 +26,7 @@ def scene(tmp_path: Path) -> Iterator[Scene]:
 
 
 @pytest.mark.fault(61)
-@pytest.mark.timeout(600)
 def test_the_first_cells_end_with_the_pools_process(scene: Scene) -> None:
-    cells = FirstCells(scene, SEED, ("kill pool", "down"), END_S, GONE_WITHIN_S)
+    cells = FirstCells(scene, SEED, ("kill pool", "down"), END_S, HUNG_S)
     result = cells.play(ROUNDS, print)
     assert not result.wrong, f"seed {SEED}: {result}: {result.wrong}"

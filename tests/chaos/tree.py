@@ -17,9 +17,9 @@ from pathlib import Path
 
 import psutil
 
-from tests.conftest import GONE_WITHIN_S, TOKEN, abandoned, carriers, describe, end
-from tests.eventually import left_after
-from tests.frontend import WAIT_S, Frontend, Scene
+from tests.conftest import TOKEN, abandoned, carriers, describe, end
+from tests.eventually import HUNG_S, left_after
+from tests.frontend import Frontend, Scene
 from tests.harness import FORKSERVER, words
 
 COLD = 0.2
@@ -236,7 +236,7 @@ class Chaos:
         """Wait until the cell has ended. If it is late, interrupt it twice, as a user would."""
         if harm == "kill kernel":
             frontend.manager.restart_kernel(now=True)
-            frontend.client.wait_for_ready(timeout=WAIT_S)
+            frontend.client.wait_for_ready(timeout=HUNG_S)
             if not self._program.back:
                 self._run(frontend, self._program.start)
             elif (error := self._try(frontend, self._program.back)) is not None:
@@ -375,7 +375,7 @@ def grown(
             if any(now - then >= more for now, then in zip(seen[1:], before[name][1:], strict=True))
         }
 
-    return left_after(found, GONE_WITHIN_S)
+    return left_after(found, HUNG_S)
 
 
 def memory_of(frontend: Frontend) -> dict[str, tuple[int, int, int]]:

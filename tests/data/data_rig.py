@@ -46,14 +46,13 @@ from taas_magic.messages import Address, FetcherStarted, LoaderAddresses, decode
 from taas_magic.plan import FetcherPlan
 from taas_magic.registry import RegisteredLoader
 from tests.data.ledger import Handed, read_ledgers
+from tests.eventually import HUNG_S
 from tests.rig.main_module import CONTEXT, plain_main
 
 MOST_RANKS = 4
 """Maximum world size for which fetchers keep the batches that padding repeats."""
 
 SEED = 7
-WAIT_S = 100.0
-"""Seconds to wait for operations that take no time on an idle machine."""
 
 
 class Rows(Dataset[object]):
@@ -229,7 +228,7 @@ class Service:
             None if local else self.directory,
             key=self.key,
             seed=SEED,
-            lease=FetchLease(fetch_s=WAIT_S, start_s=WAIT_S),
+            lease=FetchLease(fetch_s=HUNG_S, start_s=HUNG_S),
             own=own,
         )
         if not changes.pop("direct", True) and feed.directory is not None:
@@ -250,7 +249,7 @@ class Service:
             with contextlib.suppress(OSError):
                 control.send("end")  # workers of local loaders keep the pipe open after close()
             control.close()
-            process.join(WAIT_S)
+            process.join(HUNG_S)
             if process.is_alive():
                 process.kill()
                 process.join()
@@ -298,7 +297,7 @@ def address_of(running: Service) -> Address:
 def over_tcp(running: Service) -> socket.socket:
     """Open a TCP connection to the first fetcher without a handshake, as a stranger would."""
     address = address_of(running)
-    return socket.create_connection((address.host, address.port), WAIT_S)
+    return socket.create_connection((address.host, address.port), HUNG_S)
 
 
 def is_dropped(sock: socket.socket) -> bool:
@@ -319,7 +318,7 @@ def linked(
     """Connect to the first fetcher with long timeouts, for a busy machine."""
     address = address or address_of(running)
     whom = address if direct else address._replace(machine=""), "train", key or running.key
-    return FetcherLink(*whom, tls, connect_s=WAIT_S, patience_s=WAIT_S)
+    return FetcherLink(*whom, tls, connect_s=HUNG_S, patience_s=HUNG_S)
 
 
 def heard(link: FetcherLink) -> tuple[FromServer, memoryview]:

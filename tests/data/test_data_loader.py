@@ -22,7 +22,6 @@ from taas_magic.data.sharding import Uneven, seed_of
 from taas_magic.messages import LoaderAddresses
 from tests.data.data_rig import (
     SEED,
-    WAIT_S,
     Lines,
     Noise,
     Remembering,
@@ -34,6 +33,7 @@ from tests.data.data_rig import (
     workers_of,
 )
 from tests.data.ledger import audit, missing
+from tests.eventually import HUNG_S
 
 pytestmark = pytest.mark.usefixtures("forkserver")
 
@@ -176,7 +176,7 @@ def test_a_rank_prepares_its_own_share_in_workers_of_its_own(tmp_path: Path) -> 
         while len(workers := parent.children()) < 2:
             time.sleep(0.01)
         assert len(workers) == 2
-    assert psutil.wait_procs([starter, server, parent, *workers], WAIT_S)[1] == []
+    assert psutil.wait_procs([starter, server, parent, *workers], HUNG_S)[1] == []
 
 
 def test_units_bound_all_ranks_over_epochs(tmp_path: Path) -> None:

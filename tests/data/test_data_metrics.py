@@ -12,6 +12,7 @@ from taas_magic.host import heartbeat
 from taas_magic.host.link import AgentLink
 from taas_magic.messages import Event, RankCounts, RankMessage, RankReport, StoreMessage
 from tests.data import ledger
+from tests.eventually import HUNG_S
 
 
 def line(
@@ -100,7 +101,7 @@ def test_the_last_that_a_rank_says_is_all_that_it_was_handed(
         monkeypatch.setenv(name, "0")
     handed, busy = Handed(0, 1, lambda name: b""), Busy()
     with heartbeat.send_heartbeats(busy, handed):
-        assert busy.began.wait(100)
+        assert busy.began.wait(HUNG_S)
         handed.batches = 7
     for thread in threading.enumerate():
         if thread.name == "taas-heartbeat":

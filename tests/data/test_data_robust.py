@@ -41,7 +41,6 @@ from taas_magic.leases import FetchLease
 from taas_magic.messages import FetcherCounts, FetcherReport, decode_fetcher_message
 from tests.data.data_rig import (
     PROOF,
-    WAIT_S,
     Noise,
     Rows,
     Service,
@@ -57,11 +56,12 @@ from tests.data.data_rig import (
     workers_of,
 )
 from tests.data.data_rig import service as data_service
+from tests.eventually import HUNG_S
 
 pytestmark = pytest.mark.usefixtures("forkserver")
 
-SHORT = FetchLease(fetch_s=4.0, start_s=WAIT_S)
-PATIENT = FetchLease(fetch_s=10.0, start_s=WAIT_S)
+SHORT = FetchLease(fetch_s=4.0, start_s=HUNG_S)
+PATIENT = FetchLease(fetch_s=10.0, start_s=HUNG_S)
 LONG_S = 12.0
 LARGE = 64 << 10
 NOBODY = 65534
@@ -261,7 +261,7 @@ def test_a_server_refuses_a_unix_peer_of_another_user(tmp_path: Path) -> None:
 
         def read() -> bytes:
             with socket.socket(socket.AF_UNIX) as sock:
-                sock.settimeout(WAIT_S)
+                sock.settimeout(HUNG_S)
                 sock.connect("\0" + address.unix)
                 return sock.recv(1000)
 
@@ -426,7 +426,7 @@ class Streams(IterableDataset[torch.Tensor]):
 
 def test_what_one_stream_prepared_ahead_keeps_no_other_from_being_prepared(tmp_path: Path) -> None:
     gate = tmp_path / "gate"
-    loader = DataLoader(Streams(gate, 40), None, num_workers=2, timeout=WAIT_S)
+    loader = DataLoader(Streams(gate, 40), None, num_workers=2, timeout=HUNG_S)
     with data_service(tmp_path / "run", loader, buffer_bytes=8 * LARGE) as running:
         stats(running, lambda said: said.idle and said.ready_bytes >= 5 * LARGE)
         gate.touch()

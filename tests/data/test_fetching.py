@@ -21,7 +21,7 @@ from taas_magic.notebook.run import RunDriver
 from taas_magic.pool.client import ConnectionEnded, PoolConnection
 from tests.data import ledger
 from tests.events import Line
-from tests.eventually import left_after
+from tests.eventually import HUNG_S, left_after
 from tests.harness import Notebook, Outcome, below, on_event
 from tests.rig.pools import enter, given_back, settings_in
 
@@ -311,5 +311,5 @@ def test_an_interrupt_while_fetchers_come_up_leaves_none(two_pools: Notebook) ->
         patch = stack.enter_context(pytest.MonkeyPatch.context())
         patch.setattr(pool, "open", interrupted)
         outcome = two_pools.run(TRAIN, "--cpus 1")
-    assert over.wait(100)
+    assert over.wait(HUNG_S)
     assert isinstance(outcome.error, KeyboardInterrupt)

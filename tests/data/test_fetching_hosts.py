@@ -11,14 +11,13 @@ from taas_magic.config import load_config
 from taas_magic.notebook import pools
 from tests.data import ledger
 from tests.events import Line
-from tests.eventually import left_after
+from tests.eventually import HUNG_S, left_after
 from tests.harness import Notebook, Outcome, on_event
 from tests.rig.hosts import Hosts, hosts_up
 from tests.rig.pools import ssh_pool
 
-pytestmark = [pytest.mark.network, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.network]
 
-GONE_WITHIN_S = 60.0
 BUFFER_KIB = 64
 BATCH_BYTES = 2 * 2_000 * 4
 FETCHERS = (2, 3)
@@ -74,7 +73,7 @@ def far_pools(warm_notebook: Notebook, hosts: Hosts) -> Iterator[None]:
         for name in ("g", "c"):
             pools.down(name, config)
     for number in range(1, hosts.count + 1):
-        _, left = psutil.wait_procs(processes_of(hosts, number), timeout=GONE_WITHIN_S)
+        _, left = psutil.wait_procs(processes_of(hosts, number), timeout=HUNG_S)
         assert not left
 
 
@@ -95,7 +94,7 @@ def remote(
     monkeypatch.chdir(warm_notebook.project)
     warm_notebook.define(LOADERS)
     yield warm_notebook
-    assert not left_after(lambda: fetchers_on(hosts), GONE_WITHIN_S)
+    assert not left_after(lambda: fetchers_on(hosts), HUNG_S)
 
 
 def fetchers_on(hosts: Hosts) -> list[psutil.Process]:

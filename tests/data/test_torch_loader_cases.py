@@ -8,7 +8,6 @@ from tests.data.loaders import collate, datasets, details, endless, errors, runn
 from tests.data.loaders.rig import Part, Seen, all_parts, differences, parameters
 from tests.harness import Notebook
 
-pytestmark = pytest.mark.timeout(600)
 """Timeout in seconds. One cell iterates up to 16 loaders, and each may have own workers."""
 
 

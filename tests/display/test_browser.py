@@ -14,9 +14,9 @@ import pytest
 from nbformat.v4 import new_code_cell, new_notebook
 
 pytest.importorskip("websocket", reason="websocket-client is missing")
-from tests.eventually import eventually
+from tests.eventually import HUNG_S, eventually
 from tests.frontend import environment
-from tests.rig.browser.chromium import WAIT_S, Page, find, open_page
+from tests.rig.browser.chromium import Page, find, open_page
 from tests.rig.browser.lab import (
     Lab,
     command,
@@ -33,7 +33,6 @@ pytestmark = [
     pytest.mark.browser,
     pytest.mark.skipif(not BROWSER, reason="no chromium is installed"),
     pytest.mark.skipif(find_spec("jupyterlab") is None, reason="jupyterlab is missing"),
-    pytest.mark.timeout(300),
     pytest.mark.filterwarnings("ignore::ResourceWarning"),
 ]
 
@@ -179,11 +178,11 @@ def test_a_detached_run_is_seen_again_after_a_reload_in_a_new_tab_and_in_a_termi
         sees_steps(page, 6)
         run_cell(page, 2)
         page.wait_for(f"!!document.querySelectorAll('{SHOWN}')[2].querySelector('img')")
-        assert terminal.wait(WAIT_S) == 0
+        assert terminal.wait(HUNG_S) == 0
         assert STEP.findall(printed.read_text()) == STEP.findall(page.evaluate(output(1)))
     finally:
         terminal.kill()
-        terminal.wait(WAIT_S)
+        terminal.wait(HUNG_S)
 
 
 def take_steps(project: Path, number: int) -> None:

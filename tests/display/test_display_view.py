@@ -14,7 +14,7 @@ from jupyter_client.blocking.client import BlockingKernelClient
 from jupyter_client.manager import start_new_kernel
 
 from tests.cellfiles import cells_of
-from tests.frontend import WAIT_S
+from tests.eventually import HUNG_S
 
 Message = dict[str, Any]
 Execute = Callable[[str], list[Message]]
@@ -24,7 +24,7 @@ Execute = Callable[[str], list[Message]]
 
 @pytest.fixture(scope="module")
 def client() -> Iterator[BlockingKernelClient]:
-    manager, client = start_new_kernel(WAIT_S, kernel_name="python3")
+    manager, client = start_new_kernel(HUNG_S, kernel_name="python3")
     try:
         yield client
     finally:
@@ -41,7 +41,7 @@ def execute(client: BlockingKernelClient) -> Execute:
 def run_in(client: BlockingKernelClient, code: str, **how: Any) -> list[Message]:
     messages: list[Message] = []
     reply = client.execute_interactive(
-        PRELUDE + textwrap.dedent(code), timeout=WAIT_S, output_hook=messages.append, **how
+        PRELUDE + textwrap.dedent(code), timeout=HUNG_S, output_hook=messages.append, **how
     )
     assert reply["content"]["status"] == "ok", reply["content"].get("traceback")
     kinds = ("status", "execute_input")
@@ -322,7 +322,7 @@ def test_what_cannot_wait_is_written_where_a_head_cannot_change(
         [sys.executable, "-c", PRELUDE + URGENT],
         capture_output=True,
         text=True,
-        timeout=WAIT_S,
+        timeout=HUNG_S,
         check=True,
     )
     assert urgent(done.stdout.partition("log: ")[2]) == NOTES
@@ -348,7 +348,7 @@ def test_without_a_front_end(command: list[str], tmp_path: Any) -> None:
         [sys.executable, *command, TERMINAL_RUN],
         capture_output=True,
         text=True,
-        timeout=WAIT_S,
+        timeout=HUNG_S,
         env={**os.environ, "IPYTHONDIR": str(tmp_path)},
         check=True,
     )
@@ -363,7 +363,7 @@ def test_without_a_front_end(command: list[str], tmp_path: Any) -> None:
 def test_a_terminal_redraws_the_progress_bar(tmp_path: Any) -> None:
     primary, secondary = pty.openpty()
     subprocess.run(
-        [sys.executable, "-c", TERMINAL_RUN], stdout=secondary, timeout=WAIT_S, check=True
+        [sys.executable, "-c", TERMINAL_RUN], stdout=secondary, timeout=HUNG_S, check=True
     )
     os.close(secondary)
     shown = b""

@@ -17,7 +17,7 @@ from taas_magic.errors import PoolError, UsageError
 from taas_magic.pool.gate import PoolScheduler
 from taas_magic.pool.hosts import PoolHosts
 
-pytestmark = [pytest.mark.usefixtures("no_leftovers"), pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.usefixtures("no_leftovers")]
 
 
 class Watching(SchedulerPlugin):

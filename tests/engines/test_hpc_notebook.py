@@ -10,6 +10,7 @@ import pytest
 from nbclient import NotebookClient
 from nbformat import NotebookNode
 
+from tests.eventually import HUNG_S
 from tests.rig.pools import PRELOAD_FOR_TRAINING
 from tests.rig.slurm import CORES, PATH, Slurm, slurm_up
 
@@ -81,13 +82,12 @@ def check(notebook: NotebookNode) -> None:
 
 
 @pytest.mark.network
-@pytest.mark.timeout(400)
 def test_it_trains_on_two_hosts(folder: tuple[Path, Slurm]) -> None:
     path, _ = folder
     notebook = nbformat.read(path / "hpc.ipynb", as_version=4)
     notebook.cells.append(nbformat.v4.new_code_cell("%taas down hpc\n%taas down"))
     resources = {"metadata": {"path": str(path)}}
-    NotebookClient(notebook, kernel_name="taas", timeout=300, resources=resources).execute()
+    NotebookClient(notebook, kernel_name="taas", timeout=HUNG_S, resources=resources).execute()
     check(notebook)
     assert {file.name for file in path.iterdir()} <= {"hpc.ipynb", "taas.toml"}
 

@@ -16,7 +16,7 @@ from tests.harness import Notebook, Outcome, on_event, words
 from tests.rig.hosts import Hosts, hosts_up
 from tests.rig.pools import enter, given_back, settings_in, ssh_pool
 
-pytestmark = [pytest.mark.network, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.network]
 
 MEET = """
 import os, time, torch, torch.distributed as dist

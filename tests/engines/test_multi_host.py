@@ -3,13 +3,10 @@
 from pathlib import Path
 
 import psutil
-import pytest
 
 from taas_magic.errors import RankFailed, RunLost
 from tests.data.test_data_hosts import check_batches_come_from_host_to_host
 from tests.harness import Notebook, Outcome, left_of, processes
-
-pytestmark = pytest.mark.timeout(300)
 
 ALL_REDUCE = """
 import os, sys, time, torch, torch.distributed as dist

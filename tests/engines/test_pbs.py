@@ -15,7 +15,7 @@ from tests.rig.hosts import SCRIPT, Hosts, hosts_up
 from tests.rig.pbs import Pbs, pbs_up
 from tests.rig.pools import PRELOAD_FOR_TRAINING
 
-pytestmark = [pytest.mark.network, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.network]
 
 TOML = """
 [pools.hpc]
@@ -104,7 +104,6 @@ WAITS_TO_BE_ENDED = """
 
 
 @pytest.mark.usefixtures("without_warm_up")
-@pytest.mark.timeout(600)
 def test_the_pages_program_goes_on_after_its_job_was_deleted(
     queue: Pbs, hosts: Hosts, kernel_of_its_own: Frontend, tmp_path: Path
 ) -> None:

@@ -36,17 +36,12 @@ from taas_magic.host.spec import Origin
 from taas_magic.notebook import launch
 from tests.cellfiles import cells_of
 from tests.conftest import carriers
-from tests.eventually import eventually
+from tests.eventually import HUNG_S, eventually
 from tests.frontend import Frontend
 from tests.harness import Notebook, below, without_pytests_filter, words
 from tests.rig.pools import enter
 
-pytestmark = pytest.mark.timeout(300)
-
 [FUNCTIONS] = cells_of("farm_jobs")
-
-
-WAIT_S = 100.0
 
 
 def programs(name: str) -> set[psutil.Process]:
@@ -344,7 +339,7 @@ def test_a_node_that_hangs_at_its_start_is_given_up_and_another_is_asked_for(
             eventually(lambda came=came: all(it.state != "ready" for it in came))  # type: ignore[misc]
     assert "the farm's node did not start: it did nothing for" in ended[0].why
     eventually(lambda: nodes_of(hanging)[-1] is not ended[0])
-    _, alive = psutil.wait_procs([node], timeout=WAIT_S)
+    _, alive = psutil.wait_procs([node], timeout=HUNG_S)
     assert not alive
     several.define("hanging.close()")
 
@@ -367,7 +362,7 @@ def test_jobs_fail_when_no_node_comes(
     several.define("never = taas.farm('many')")
     never, train = names["never"], names["train"]
     assert isinstance(never, Farm)
-    error = never.submit(train, 1).exception(WAIT_S)
+    error = never.submit(train, 1).exception(HUNG_S)
     assert isinstance(error, PoolError)
     assert "3 nodes did not start, so no more are requested: " in str(error)
     assert "the farm's node ended with exit code 1; its log says why" in str(error)
@@ -437,7 +432,7 @@ def test_children_of_a_job_find_the_notebooks_names(
     farm: Farm, names: dict[str, Any], method: str
 ) -> None:
     """If they did not, a Pool would restart its workers endlessly."""
-    assert farm.submit(names["in_a_pool"], method).result(WAIT_S) == 6
+    assert farm.submit(names["in_a_pool"], method).result(HUNG_S) == 6
 
 
 def test_files_of_an_attempt_that_failed_do_not_come_with_the_next_one(
@@ -510,7 +505,7 @@ def test_a_job_is_like_a_future(farm: Farm, names: dict[str, Any]) -> None:
     job = farm.submit(names["train"], 2)
     ended: queue.SimpleQueue[object] = queue.SimpleQueue()
     job.add_done_callback(ended.put)
-    assert ended.get(timeout=100) is job
+    assert ended.get(timeout=HUNG_S) is job
     assert job.done() and not job.running() and not job.cancelled()
     assert job.result(timeout=0).value == 6 and job.exception(timeout=0) is None
     assert not job.cancel() and not job.cancelled()
@@ -581,7 +576,7 @@ gives_up = taas.farm("many")
 first = gives_up.submit(max, 1, 2)
 job = gives_up.submit(len, Slow())
 """)
-    assert isinstance(names["job"].exception(WAIT_S), PoolError)
+    assert isinstance(names["job"].exception(HUNG_S), PoolError)
     names["gives_up"].close()
 
 

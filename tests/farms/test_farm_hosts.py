@@ -11,19 +11,15 @@ import pytest
 
 from taas_magic.farms.farm import Farm, Job
 from tests.cellfiles import cells_of
-from tests.eventually import eventually
+from tests.eventually import HUNG_S, eventually
 from tests.harness import Notebook, without_pytests_filter
 from tests.rig.hosts import SCRIPT, Hosts, hosts_up
 from tests.rig.pbs import Pbs, pbs_up
 from tests.rig.pools import enter, give_back, settings_in, ssh_pool
 from tests.rig.slurm import CORES, PATH, Slurm, slurm_up
 
-pytestmark = [pytest.mark.network, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.network]
 
-NODES_S = 300.0
-"""Seconds for nodes to start on hosts of a busy machine."""
-
-GONE_WITHIN_S = 60.0
 ARRAY_BYTES = 32 << 20
 
 HERE = """
@@ -61,7 +57,7 @@ def settings(
     yield folder
     give_back(warm_notebook, folder, "cluster", "here")
     for number in (1, 2):
-        _, left = psutil.wait_procs(processes_of(hosts, number), timeout=GONE_WITHIN_S)
+        _, left = psutil.wait_procs(processes_of(hosts, number), timeout=HUNG_S)
         assert not left
 
 
@@ -121,13 +117,13 @@ def received(hosts: Hosts, number: int) -> int:
 def test_a_farm_on_hosts_that_share_nothing(user: Notebook, hosts: Hosts) -> None:
     """The checks share one farm, one after the other."""
     with farm_of(user, "taas.farm('cluster', nodes=2)") as farm:
-        eventually(lambda: len(farm.status().ready) == 2, within_s=NODES_S)
+        eventually(lambda: len(farm.status().ready) == 2, within_s=HUNG_S)
         assert {node.host for node in farm.status().ready} == set(hosts.names)
         jobs_find_the_project_and_bring_their_files_home(user, hosts)
         a_large_argument_goes_to_each_host_once(user, hosts)
-        eventually(lambda: ways_are(hosts, 2), within_s=NODES_S)  # one to the pool, one to the farm
+        eventually(lambda: ways_are(hosts, 2), within_s=HUNG_S)  # one to the pool, one to the farm
     # the connection to the farm ends with the node
-    eventually(lambda: ways_are(hosts, 1), within_s=NODES_S)
+    eventually(lambda: ways_are(hosts, 1), within_s=HUNG_S)
 
 
 def jobs_find_the_project_and_bring_their_files_home(user: Notebook, hosts: Hosts) -> None:
@@ -153,7 +149,7 @@ def a_large_argument_goes_to_each_host_once(user: Notebook, hosts: Hosts) -> Non
     user.define("jobs = farm.map(total, [data] * 10, go='/tmp/go')")
     jobs = user.shell.user_ns["jobs"]
     eventually(
-        lambda: {job.host for job in jobs if begun(job)} == set(hosts.names), within_s=NODES_S
+        lambda: {job.host for job in jobs if begun(job)} == set(hosts.names), within_s=HUNG_S
     )
     for number in (1, 2):
         hosts.exec(number, "touch", "/tmp/go")
@@ -179,7 +175,7 @@ def keyless(hosts: Hosts, number: int) -> list[str]:
 
 def test_nodes_of_several_pools_share_the_jobs(user: Notebook, hosts: Hosts) -> None:
     with farm_of(user, "taas.farm(pool=('here', 'cluster'), nodes=2)") as farm:
-        eventually(lambda: len(farm.status().ready) == 2, within_s=NODES_S)
+        eventually(lambda: len(farm.status().ready) == 2, within_s=HUNG_S)
         [far] = {node.host for node in farm.status().ready} & set(hosts.names)
         user.define("met = {job.result() for job in farm.map(meet, range(12))}")
         assert user.shell.user_ns["met"] == {far, socket.gethostname()}
@@ -189,12 +185,12 @@ def test_a_host_that_is_powered_off_while_it_works_has_its_job_done_elsewhere(
     user: Notebook, hosts: Hosts
 ) -> None:
     with farm_of(user, "taas.farm('cluster', nodes=1)") as farm:
-        eventually(lambda: farm.status().ready, within_s=NODES_S)
+        eventually(lambda: farm.status().ready, within_s=HUNG_S)
         first = farm.status().ready[0].host
         user.define("done = farm.submit(train, 1)\ndone.result()")
         user.define(f"job = farm.submit(wait_while, 'TAAS_HOST', {first!r})")
         job, done = user.shell.user_ns["job"], user.shell.user_ns["done"]
-        eventually(lambda: begun(job), within_s=NODES_S)
+        eventually(lambda: begun(job), within_s=HUNG_S)
         hosts.kill(1 + hosts.names.index(first))
         [other] = set(hosts.names) - {first}
         assert job.result() == job.host == other
@@ -237,7 +233,7 @@ def test_jobs_run_in_slurm_jobs_and_a_farm_that_is_closed_leaves_the_queue_empty
     with farm_of(batch, f"taas.farm('hpc', cpus={CORES}, nodes=3)") as farm:
         eventually(
             lambda: len(farm.status().ready) == 2 and "PENDING" in slurm.jobs().values(),
-            within_s=NODES_S,
+            within_s=HUNG_S,
         )
         assert {node.host for node in farm.status().ready} == set(slurm.hosts.names)
         batch.define("jobs = farm.map(train, range(6))")
@@ -266,11 +262,11 @@ def a_slurm_job_that_is_cancelled_has_its_work_done_in_another(
     batch.define("jobs = farm.map(wait_while, ['SLURM_JOB_ID'] * 2, [first] * 2)")
     first, jobs = batch.shell.user_ns["first"], farm_jobs(batch)
     eventually(
-        lambda: any(map(begun, jobs)) and any(job.state == "done" for job in jobs), within_s=NODES_S
+        lambda: any(map(begun, jobs)) and any(job.state == "done" for job in jobs), within_s=HUNG_S
     )
     slurm.run("scancel", first)
     assert {job.result() for job in jobs} <= set(slurm.jobs()) - {first}
-    eventually(lambda: "PENDING" in slurm.jobs().values(), within_s=NODES_S)
+    eventually(lambda: "PENDING" in slurm.jobs().values(), within_s=HUNG_S)
 
 
 @pytest.fixture

@@ -114,7 +114,6 @@ def holding(hosts: Hosts, number: int, text: str) -> list[str]:
 
 
 @pytest.mark.network
-@pytest.mark.timeout(400)
 def test_data_stays_where_it_is_and_what_was_learned_comes_back(
     sites: Notebook, hosts: Hosts
 ) -> None:
@@ -143,7 +142,6 @@ def test_data_stays_where_it_is_and_what_was_learned_comes_back(
 
 
 @pytest.mark.network
-@pytest.mark.timeout(200)
 def test_a_host_without_a_word_in_per_host_is_named(sites: Notebook, hosts: Hosts) -> None:
     listed = f'the hosts of pool "sites" are {", ".join(hosts.names)}'
     with pytest.raises(UsageError, match=f"per_host names elsewhere; {listed}"):
@@ -165,7 +163,6 @@ federation.run(server_app, ReadsItsData(), {"rounds": 1, "timeout": 60}, timeout
 
 
 @pytest.mark.network
-@pytest.mark.timeout(400)
 def test_a_host_that_fails_before_it_takes_part_ends_the_run(sites: Notebook) -> None:
     """The host fails when its rank loads the apps. The first host waits for it."""
     with without_pytests_filter(), pytest.raises(RankFailed, match="data of this host is broken"):
@@ -175,7 +172,6 @@ def test_a_host_that_fails_before_it_takes_part_ends_the_run(sites: Notebook) ->
 
 
 @pytest.mark.network
-@pytest.mark.timeout(400)
 def test_the_others_go_on_without_a_client_that_is_lost(
     sites: Notebook, hosts: Hosts, monkeypatch: pytest.MonkeyPatch
 ) -> None:

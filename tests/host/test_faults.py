@@ -251,7 +251,6 @@ print(subprocess.Popen(["setsid", "sleep", "600"], start_new_session=True).pid)
 
 
 @pytest.mark.fault(55)
-@pytest.mark.timeout(60)
 def test_a_program_that_writes_on_and_on_keeps_no_run_from_its_end(notebook: Notebook) -> None:
     source = "import subprocess\npid = subprocess.Popen(['yes']).pid"
     outcome = notebook.run(source, "--out pid", gpus=1)

@@ -23,6 +23,7 @@ from taas_magic.messages import (
     StoreMessage,
     encode,
 )
+from tests.eventually import HUNG_S
 
 RAISED = RankRaised("ValueError", "bad", ["Traceback", "ValueError: bad"])
 
@@ -59,7 +60,7 @@ class Rank:
     def heard_all(self, count: int) -> None:
         """Wait until `count` messages have arrived."""
         while len(self.messages) < count:
-            assert self.heard.wait(100)
+            assert self.heard.wait(HUNG_S)
             self.heard.clear()
 
     def close(self) -> None:
@@ -92,7 +93,7 @@ def test_a_traceback_comes_into_the_log_of_a_rank_that_has_closed_it(rank: Rank)
     rank.reader.drain(0)
     rank.output = os.dup(rank.message_pipe)
     rank.say(RAISED)
-    assert rank.heard.wait(100)
+    assert rank.heard.wait(HUNG_S)
     assert rank.log.read_text() == "before\nTraceback\nValueError: bad\n"
 
 

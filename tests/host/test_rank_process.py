@@ -11,7 +11,6 @@ from tests.eventually import eventually
 from tests.harness import Notebook
 
 
-@pytest.mark.timeout(240)
 def test_spawned_children_know_the_notebook_and_start_no_training(notebook: Notebook) -> None:
     square, cell = cells_of("spawned_children")
     notebook.define(square)
@@ -19,7 +18,6 @@ def test_spawned_children_know_the_notebook_and_start_no_training(notebook: Note
     assert outcome.lines == {0: ["the cell runs", "None MainProcess", "[6, 9]", "[0, 0]"]}
 
 
-@pytest.mark.timeout(240)
 def test_a_cell_with_a_guard_is_imported_whole_by_its_children(notebook: Notebook) -> None:
     source = """
 import os
@@ -144,7 +142,6 @@ else:
     assert outcome.lines[0].count("ValueError: of a child") == 1
 
 
-@pytest.mark.timeout(60)
 def test_displays_of_forked_children_arrive_whole(notebook: Notebook) -> None:
     source = """
 import multiprocessing

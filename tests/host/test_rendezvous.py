@@ -19,10 +19,9 @@ from taas_magic.host.rendezvous import Rendezvous
 from taas_magic.host.spec import HostAddress, Origin, RunSpec, ShareSpec, torchrun_variables
 from taas_magic.messages import from_json, to_json
 from taas_magic.plan import Flags, HostCapacity, make_plan
-from tests.eventually import eventually
+from tests.eventually import HUNG_S, eventually
 
 ADDRESS = "127.0.0.1"
-WAIT_S = 100.0
 
 
 def run(ranks: int = 2) -> RunSpec:
@@ -46,7 +45,7 @@ def meeting() -> Iterator[Rendezvous]:
 
 
 def store_at(port: int) -> TCPStore:
-    return TCPStore(ADDRESS, port, is_master=False, timeout=timedelta(seconds=WAIT_S))
+    return TCPStore(ADDRESS, port, is_master=False, timeout=timedelta(seconds=HUNG_S))
 
 
 @pytest.mark.process
@@ -74,11 +73,11 @@ def test_ranks_that_end_wait_for_one_another(meeting: Rendezvous) -> None:
     """Each rank waits until the last one ends, or until its time limit."""
     environ = {"MASTER_ADDR": ADDRESS, "MASTER_PORT": str(meeting.port), "WORLD_SIZE": "2"}
     with ThreadPoolExecutor() as ranks:
-        first = ranks.submit(rendezvous.await_all, environ, WAIT_S)
-        store_at(meeting.port).wait(["taas/ending"], timedelta(seconds=WAIT_S))
+        first = ranks.submit(rendezvous.await_all, environ, HUNG_S)
+        store_at(meeting.port).wait(["taas/ending"], timedelta(seconds=HUNG_S))
         assert not first.done()
-        rendezvous.await_all(environ, WAIT_S)
-        first.result(WAIT_S)
+        rendezvous.await_all(environ, HUNG_S)
+        first.result(HUNG_S)
     rendezvous.await_all({**environ, "WORLD_SIZE": "9"}, 0.1)
 
 

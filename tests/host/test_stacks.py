@@ -40,11 +40,10 @@ from taas_magic.notebook.magic import run_command
 from taas_magic.notebook.run import RunDriver
 from taas_magic.plan import Flags, HostCapacity, make_plan
 from tests.events import Line, failure, new_state
-from tests.eventually import eventually
+from tests.eventually import HUNG_S, eventually
 from tests.harness import AFTER_BEATS, Notebook, on_event
 
 pytestmark = [
-    pytest.mark.timeout(240),
     pytest.mark.filterwarnings("ignore::ResourceWarning"),
 ]
 
@@ -452,7 +451,7 @@ def test_a_host_that_stood_still_or_a_rank_that_waits_for_the_user_blames_no_ran
         for second in range(3, 63, 3):
             monitor.check(woke + second)
         sleeping.kill()
-    assert said.wait(100)
+    assert said.wait(HUNG_S)
 
 
 def test_stacks_of_a_rank_that_is_stopped(

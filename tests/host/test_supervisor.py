@@ -12,15 +12,15 @@ import psutil
 import pytest
 
 from taas_magic.host.system import spawn_command, supervisor_arguments
+from tests.eventually import HUNG_S
 
 pytestmark = pytest.mark.usefixtures("no_leftovers")
 
 
 LEASE_S = 2.0
-WITHIN_S = 100.0
 
 
-def supervisor_command(lease_s: float | None, start_timeout_s: float = WITHIN_S) -> list[str]:
+def supervisor_command(lease_s: float | None, start_timeout_s: float = HUNG_S) -> list[str]:
     command = spawn_command("taas_magic.host.supervisor")
     return [*command, *supervisor_arguments(lease_s, start_timeout_s, [])]
 
@@ -62,26 +62,26 @@ def test_an_agent_that_is_stuck_in_an_import_ends_it(tmp_path: Path) -> None:
     ) as process:
         assert process.stdin is not None and process.stderr is not None
         process.stdin.write(b"settings\n")
-        process.wait(WITHIN_S)
+        process.wait(HUNG_S)
         assert b"start_timeout_s = 2 before it had joined the pool" in process.stderr.read()
 
 
 def test_the_end_of_its_lease_ends_all(supervisor: subprocess.Popen[bytes]) -> None:
     assert supervisor.stdin is not None
     supervisor.stdin.close()
-    supervisor.wait(WITHIN_S)
+    supervisor.wait(HUNG_S)
 
 
 def test_the_end_of_the_agent_ends_it(supervisor: subprocess.Popen[bytes]) -> None:
     psutil.Process(supervisor.pid).children()[0].kill()
-    assert supervisor.wait(WITHIN_S) != 0
+    assert supervisor.wait(HUNG_S) != 0
 
 
 def test_its_own_end_ends_the_agent(supervisor: subprocess.Popen[bytes]) -> None:
     below = psutil.Process(supervisor.pid).children(recursive=True)
     supervisor.kill()
     supervisor.wait()
-    _, alive = psutil.wait_procs(below, timeout=WITHIN_S)
+    _, alive = psutil.wait_procs(below, timeout=HUNG_S)
     assert not alive
 
 
@@ -89,7 +89,7 @@ def test_an_interrupt_does_not_reach_it(supervisor: subprocess.Popen[bytes]) -> 
     supervisor.send_signal(2)
     assert supervisor.stdin is not None
     supervisor.stdin.write(b"not JSON\n")
-    assert supervisor.wait(WITHIN_S) != 0
+    assert supervisor.wait(HUNG_S) != 0
 
 
 def longest_pause(supervisor: subprocess.Popen[bytes], for_s: float) -> float:
@@ -120,7 +120,7 @@ def test_silence_of_the_network_ends_all_and_bytes_prolong_it() -> None:
         ) as supervisor:
             pause_s = longest_pause(supervisor, 2 * LEASE_S)
             lived = supervisor.poll() is None
-            supervisor.wait(WITHIN_S)
+            supervisor.wait(HUNG_S)
             assert supervisor.stderr is not None
             assert "no message from the pool for 2.0 s" in supervisor.stderr.read().decode()
     assert lived
@@ -132,7 +132,7 @@ def test_only_the_first_line_reaches_the_agent(supervisor: subprocess.Popen[byte
     for data in (b"not ", b"JSON\n\n", b"\n"):
         with suppress(BrokenPipeError):  # the agent may end before the last write
             supervisor.stdin.write(data)
-    assert agent.wait(WITHIN_S) != 0
+    assert agent.wait(HUNG_S) != 0
 
 
 ORPHAN = """
@@ -150,7 +150,7 @@ forkserver.call("builtins.print", "nobody ends this")
 
 def test_what_a_forkserver_forked_just_before_it_was_killed_ends_too() -> None:
     command = [sys.executable, "-c", ORPHAN]
-    said = subprocess.run(command, stdout=subprocess.PIPE, check=True, timeout=WITHIN_S)
+    said = subprocess.run(command, stdout=subprocess.PIPE, check=True, timeout=HUNG_S)
     assert said.stdout == b""
 
 
@@ -160,4 +160,4 @@ def test_what_was_started_just_before_its_parent_was_killed_ends_at_once(module:
     assert others is not None
     command = [*spawn_command(module), str(others.pid), "", ""]
     with subprocess.Popen(command, stdin=subprocess.PIPE) as process:  # stdin stays open
-        assert process.wait(WITHIN_S) == 1
+        assert process.wait(HUNG_S) == 1

@@ -23,7 +23,7 @@ from taas_magic.messages import Display, Event, decode_event, encode
 from taas_magic.notebook import pools, runs
 from taas_magic.notebook.magic import run_command
 from tests.events import event, line_of, new_state
-from tests.eventually import eventually
+from tests.eventually import HUNG_S, eventually
 
 PLAN = PlanHead("r1", "first", "local", 2)
 
@@ -209,7 +209,7 @@ def test_a_disk_that_hangs_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> N
     writer.append(event("ended", state="SUCCEEDED"))
     writer.close()
     lines = folder.events.read_bytes().splitlines()  # the disk responds again
-    assert said.wait(100)
+    assert said.wait(HUNG_S)
     assert 50 < len(lines) < 100
     assert json.loads(lines[-1])["kind"] == "ended"
 
@@ -259,7 +259,7 @@ def test_two_kernels_prune_at_once() -> None:
         folder.log(0).write_text("a log")
     prune = "from taas_magic.journal.folder import prune; prune(keep_runs=1, keep_bytes=1 << 30)"
     kernels = [subprocess.Popen([sys.executable, "-c", prune]) for _ in range(3)]
-    assert [kernel.wait(100) for kernel in kernels] == [0, 0, 0]
+    assert [kernel.wait(HUNG_S) for kernel in kernels] == [0, 0, 0]
     assert [seen.id for seen in runs.runs()] == ["r099"]
 
 

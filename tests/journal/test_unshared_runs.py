@@ -14,7 +14,7 @@ from tests.harness import Notebook, without_pytests_filter
 from tests.rig.hosts import Hosts, hosts_up
 from tests.rig.pools import enter, give_back, settings_in, ssh_pool
 
-pytestmark = [pytest.mark.network, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.network]
 
 MEET, FORGES = cells_of("forged_results")
 
@@ -149,7 +149,6 @@ os.uname().nodename, seen, twice
 """
 
 
-@pytest.mark.timeout(400)
 def test_a_lazy_cube_of_the_project_is_read_where_nothing_is_shared(far: Notebook) -> None:
     pytest.importorskip("xbatcher")
     with without_pytests_filter():

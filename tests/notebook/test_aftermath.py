@@ -22,14 +22,13 @@ from IPython.core.interactiveshell import InteractiveShell
 from taas_magic.config import PoolConfig
 from taas_magic.journal.folder import ENDED_STATES, RunFolder, summary
 from taas_magic.store.rule import user_name
-from tests.eventually import eventually
+from tests.eventually import HUNG_S, eventually
 from tests.frontend import Frontend, Scene, environment
 from tests.harness import forkservers, left_of, processes, remove_cgroup, words
 from tests.rig.pools import settings_in
 
-pytestmark = [pytest.mark.timeout(300), pytest.mark.usefixtures("no_leftovers")]
+pytestmark = [pytest.mark.usefixtures("no_leftovers")]
 
-WITHIN_S = 100.0
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="takes root")
 
 NEXT = "%%taas --gpus 1\nprint('next')"
@@ -202,7 +201,7 @@ shell.run_line_magic("taas", "down")
         capture_output=True,
         text=True,
         cwd=scene.project,
-        timeout=250,
+        timeout=HUNG_S,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("[0] 124.0") == 2
@@ -535,7 +534,7 @@ shell.run_line_magic("taas", "down")
         capture_output=True,
         text=True,
         cwd=scene.project,
-        timeout=250,
+        timeout=HUNG_S,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "[0] next" in done.stdout

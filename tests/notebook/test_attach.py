@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.frontend import WAIT_S, Frontend, kernel
+from tests.eventually import HUNG_S
+from tests.frontend import Frontend, kernel
 from tests.notebook.test_kernel_life import ANSI
 
 pytestmark = [
-    pytest.mark.timeout(240),
     pytest.mark.filterwarnings("ignore::ResourceWarning"),
 ]
 
@@ -88,7 +88,7 @@ def test_a_run_is_seen_again_from_another_kernel_and_a_terminal(
         assert head(other, again).startswith("SUCCEEDED slow")
         html = other.contents(again, "update_display_data")[-1]["data"]["text/html"]
         assert "<summary>rank 1</summary>" in html and ">before 1\nafter 1</div>" in html
-        assert process.wait(WAIT_S) == 0
+        assert process.wait(HUNG_S) == 0
         with open(terminal, "rb", closefd=True) as rest:
             printed += _all_of(rest.fileno())
         shown = ANSI.sub("", printed.decode())
@@ -161,7 +161,7 @@ def test_stop_ends_a_run_of_another_project_from_a_terminal(
     before = set(pools.iterdir())
     command = [sys.executable, "-m", "taas_magic", "stop"]
     done = subprocess.run(
-        command, cwd=tmp_path / "elsewhere", capture_output=True, text=True, timeout=WAIT_S
+        command, cwd=tmp_path / "elsewhere", capture_output=True, text=True, timeout=HUNG_S
     )
     assert (done.returncode, done.stderr) == (0, "") and done.stdout.startswith("stopping run ")
     assert frontend.finish(run)["ename"] == "KeyboardInterrupt"
@@ -180,9 +180,9 @@ def test_logs_by_tail_and_pattern_and_what_a_terminal_says_of_failures(frontend:
     assert frontend.fail("taas.last_run.logs(tail=-1)")["ename"] == "UsageError"
     frontend.fail("%%taas --gpus 2 --name bad\n1 / 0")
     command = [sys.executable, "-m", "taas_magic", "attach", "bad"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_S)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=HUNG_S)
     assert done.returncode == 1 and done.stderr.strip().endswith("ended as FAILED")
     assert done.stdout.count("FAILED bad") == 1  # the header is shown once, below the log
     command = [sys.executable, "-m", "taas_magic", "logs", "nothing"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_S)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=HUNG_S)
     assert done.returncode == 1 and done.stderr.startswith('UsageError: No run "nothing"')

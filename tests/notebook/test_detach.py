@@ -11,13 +11,12 @@ import pytest
 
 from taas_magic.notebook import runs
 from taas_magic.notebook.runs import Run
-from tests.eventually import eventually
-from tests.frontend import WAIT_S, Frontend, kernel
+from tests.eventually import HUNG_S, eventually
+from tests.frontend import Frontend, kernel
 from tests.notebook.test_attach import WAITS, beside, head
 from tests.notebook.test_kernel_life import ANSI
 
 pytestmark = [
-    pytest.mark.timeout(300),
     pytest.mark.filterwarnings("ignore::ResourceWarning"),
 ]
 
@@ -61,7 +60,7 @@ def check_attached(other: Frontend, run_id: str) -> None:
     other.run(f"import taas\nassert taas.last_run.wait() == {{'total': {TOTAL}}}")
 
 
-def check_killed_kernels(project: Path, folder: Path, pool: str, start_s: float = WAIT_S) -> None:
+def check_killed_kernels(project: Path, folder: Path, pool: str, start_s: float = HUNG_S) -> None:
     """Three times, kill the kernel of a detached run, and check the run in another kernel.
 
     Then check that the pool ends, because it has no kernel left.
@@ -216,7 +215,7 @@ def test_fetchers_of_a_detached_run_go_on_in_whatever_pool(
         [fetcher] = run.head.run_counts.fetchers.values()
         os.kill(fetcher.pid, signal.SIGKILL)  # its pool starts another one
         kill(killed)
-    assert run.wait(WAIT_S) == {"seen": list(range(60))}
+    assert run.wait(HUNG_S) == {"seen": list(range(60))}
     told = project / "told"
     eventually(told.exists)
     eventually(lambda: "DURATION" in told.read_text())

@@ -22,7 +22,7 @@ from tests.notebook.test_sessions import (
     value,
 )
 
-pytestmark = [pytest.mark.timeout(300), pytest.mark.filterwarnings("ignore::ResourceWarning")]
+pytestmark = [pytest.mark.filterwarnings("ignore::ResourceWarning")]
 
 START = """%%taas --gpus 2 --session exp --detach
 import os

@@ -13,8 +13,6 @@ from taas_magic.errors import RankFailed, ResultError, UsageError
 from tests.frontend import Scene
 from tests.harness import ANSI, Notebook
 
-pytestmark = pytest.mark.timeout(300)
-
 TRAIN = """
 import functools, os, torch, taas
 import torch.distributed as dist

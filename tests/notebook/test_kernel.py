@@ -13,7 +13,7 @@ from jupyter_client.blocking.client import BlockingKernelClient
 from jupyter_client.connect import write_connection_file
 from jupyter_client.manager import KernelManager, start_new_kernel
 
-from tests.frontend import WAIT_S
+from tests.eventually import HUNG_S
 
 ROOT = Path(__file__).parents[2]
 KERNELSPEC = ROOT / "kernels" / "taas"
@@ -39,7 +39,7 @@ def manager(
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.setenv("TAAS_WARM", "0")
-    manager, client = start_new_kernel(WAIT_S, kernel_name="taas", cwd=str(project))
+    manager, client = start_new_kernel(HUNG_S, kernel_name="taas", cwd=str(project))
     yield manager, client
     client.stop_channels()
     manager.shutdown_kernel(now=True)
@@ -59,14 +59,14 @@ def output_of(client: BlockingKernelClient, code: str) -> tuple[str, str]:
         content = message["content"]
         texts.append(content.get("text") or "\n".join(content.get("traceback", ())))
 
-    reply = client.execute_interactive(code, output_hook=take, timeout=WAIT_S)
+    reply = client.execute_interactive(code, output_hook=take, timeout=HUNG_S)
     return reply["content"]["status"], "".join(texts)
 
 
 def completions(client: BlockingKernelClient, code: str, cursor: int | None = None) -> list[str]:
     """Return the completions that Tab offers at `cursor` (default: the end of the code)."""
     position = len(code) if cursor is None else cursor
-    content = client.complete(code, position, reply=True, timeout=WAIT_S)["content"]
+    content = client.complete(code, position, reply=True, timeout=HUNG_S)["content"]
     assert content["cursor_end"] == position
     matches: list[str] = content["matches"]
     return matches
@@ -87,7 +87,7 @@ def test_an_ipykernel_that_cannot_encrypt_says_so_instead_of_not_answering(tmp_p
     public, secret = zmq.curve_keypair()
     write_connection_file(str(connection), curve_publickey=public, curve_secretkey=secret)
     command = [sys.executable, "-c", OLDER, "-f", str(connection)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=WAIT_S)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=HUNG_S)
     assert done.returncode == 1
     assert "ipykernel 6.29.0 cannot read: install ipykernel 7.3 or newer" in done.stderr
 

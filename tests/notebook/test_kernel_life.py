@@ -16,12 +16,12 @@ from taas_magic.host.system import status_of
 from taas_magic.notebook import runs
 from tests.chaos.tree import NEXT, grown, memory_of
 from tests.conftest import carriers
-from tests.frontend import ROOT, WAIT_S, Frontend, before_start, environment, kernel
+from tests.eventually import HUNG_S
+from tests.frontend import ROOT, Frontend, before_start, environment, kernel
 from tests.harness import AGENT, left_of, words
 from tests.host.test_stacks import HANG, MEET
 
 pytestmark = [
-    pytest.mark.timeout(240),
     pytest.mark.filterwarnings("ignore::ResourceWarning"),
 ]
 
@@ -73,7 +73,7 @@ def test_a_restarted_kernel_waits_for_its_old_run_and_a_killed_one_leaves_no_pro
     ignoring = "import signal, time\nsignal.signal(signal.SIGINT, signal.SIG_IGN)"
     rank_processes(frontend, frontend.send(ENDLESS.replace("import time", ignoring)))
     frontend.manager.restart_kernel(now=True)
-    frontend.client.wait_for_ready(timeout=WAIT_S)
+    frontend.client.wait_for_ready(timeout=HUNG_S)
     frontend.run("%%taas --gpus 2\nprint('again')")
 
     ranks = rank_processes(frontend, frontend.send(ENDLESS))
@@ -414,7 +414,7 @@ def test_a_console_shows_the_end_of_a_run(frontend: Frontend) -> None:
         while mark not in shown:
             shown += os.read(primary, 65536)
         os.write(primary, typed.encode())
-    console.wait(WAIT_S)
+    console.wait(HUNG_S)
     os.close(primary)
     text = shown.decode()
     assert re.search(r"STARTING.*\[[01][^]]*\] 42.*SUCCEEDED · ranks 2 · ", text, re.DOTALL)
@@ -488,5 +488,5 @@ def in_terminal(command: list[str]) -> str:
     except OSError:  # Linux raises it when the other end is closed.
         pass
     os.close(primary)
-    process.wait(timeout=WAIT_S)
+    process.wait(timeout=HUNG_S)
     return shown.decode().replace("\r\n", "\n")

@@ -12,7 +12,6 @@ from taas_magic.plan import Flags, HostCapacity, Plan, make_plan
 from tests.frontend import Frontend
 from tests.harness import words
 
-pytestmark = [pytest.mark.timeout(300)]
 on_kernel = pytest.mark.usefixtures("no_leftovers")
 
 QUESTIONS = """%%taas --gpus 2

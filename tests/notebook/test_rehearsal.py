@@ -10,7 +10,7 @@ import pytest
 from tests.cellfiles import cells_of
 from tests.frontend import Frontend
 
-pytestmark = [pytest.mark.timeout(300), pytest.mark.usefixtures("no_leftovers")]
+pytestmark = [pytest.mark.usefixtures("no_leftovers")]
 
 DEFINE, TRAIN, FILES = cells_of("rehearsed_training")
 

@@ -19,7 +19,7 @@ from tests.eventually import eventually
 from tests.frontend import Frontend
 from tests.harness import below, left_of, listening_ports
 
-pytestmark = [pytest.mark.timeout(300), pytest.mark.usefixtures("no_leftovers")]
+pytestmark = [pytest.mark.usefixtures("no_leftovers")]
 
 START = """%%taas --gpus 2 --session exp
 import os

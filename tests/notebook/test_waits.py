@@ -23,8 +23,8 @@ from taas_magic.pool.client import ConnectionEnded, Pool, PoolWait
 from taas_magic.pool.process import PoolFolder
 from tests.conftest import carriers
 from tests.events import event, new_state
-from tests.eventually import eventually
-from tests.frontend import WAIT_S, Frontend, before_start
+from tests.eventually import HUNG_S, eventually
+from tests.frontend import Frontend, before_start
 from tests.harness import (
     AGENT,
     Notebook,
@@ -35,7 +35,6 @@ from tests.harness import (
 )
 
 pytestmark = [
-    pytest.mark.timeout(280),
     pytest.mark.filterwarnings("ignore::ResourceWarning"),
 ]
 
@@ -147,7 +146,7 @@ def test_a_kernel_that_comes_to_a_stopped_pool_replaces_it(
         patch.setattr("taas_magic.pool.client.ANSWER_S", 3.0)
         joining = threading.Thread(target=other.connect, args=(told.extend,))
         joining.start()
-        process.wait(WAIT_S)
+        process.wait(HUNG_S)
         patch.undo()  # the new process may need longer
         joining.join()
     assert 'pool "own" did not answer: its process is replaced' in told
@@ -166,7 +165,7 @@ def test_waits_end_with_the_process_that_is_killed_and_the_next_one_starts_anoth
         process.kill()
         for opened in opening:
             with pytest.raises(ConnectionEnded, match=rf"its process {process.pid} ") as ended:
-                opened.result(WAIT_S)
+                opened.result(HUNG_S)
             assert "ConnectionPool" not in str(ended.value) and "hangs" not in str(ended.value)
     assert "was killed by SIGKILL" in own_killed.why
     assert len(own_pool.open().status().hosts) == 1
@@ -200,7 +199,7 @@ def test_a_wait_says_that_another_kernel_ended_the_pool(own_pool: Pool, tmp_path
             host.suspend()  # so that it cannot join before the pool ends
         ending = threads.submit(other.down)
         with pytest.raises(PoolError, match=r"a kernel ended the pool \(`%taas down`\)"):
-            opening.result(WAIT_S)
+            opening.result(HUNG_S)
         for host in hosts:
             with contextlib.suppress(psutil.NoSuchProcess):
                 host.resume()
@@ -237,7 +236,7 @@ def test_a_run_ends_with_its_pools_process_though_another_has_taken_its_place(
         replaced.set()
 
     def check_late(run: RunDriver, *args: Any) -> None:
-        assert replaced.wait(WAIT_S)
+        assert replaced.wait(HUNG_S)
         check(run, *args)
 
     monkeypatch.setattr(RunDriver, "_check", check_late)

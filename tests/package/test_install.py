@@ -18,7 +18,6 @@ import pytest
 ROOT = Path(__file__).parents[2]
 SOURCES = ("taas_magic", "taas.py", "kernels", "pyproject.toml", "README.md", "LICENSE")
 
-pytestmark = pytest.mark.timeout(300)
 
 pytest.importorskip("hatchling", reason="builds need hatchling, which `.[test]` installs")
 

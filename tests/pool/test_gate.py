@@ -64,7 +64,7 @@ from taas_magic.store.requests import (
     WriteFiles,
 )
 from tests.events import Line
-from tests.frontend import WAIT_S
+from tests.eventually import HUNG_S
 from tests.rig.pools import PoolHere, pool_here
 
 pytestmark = pytest.mark.usefixtures("no_leftovers")
@@ -81,7 +81,7 @@ class Pool(PoolHere):
 
     async def connect(self, security: dict[str, Any], role: str = "worker") -> Any:
         arguments = Security(**security).get_connection_args(role)
-        return await connect(self.scheduler.address, timeout=WAIT_S, **arguments)
+        return await connect(self.scheduler.address, timeout=HUNG_S, **arguments)
 
     async def bad_host(self, name: str = "bad") -> Any:
         """Connect with the keys of a host; return the connection."""
@@ -367,7 +367,7 @@ def test_a_connection_that_drips_is_ended(
 
 def _read_end(visitor: socket.socket) -> None:
     """Read until the other side has closed the connection."""
-    visitor.settimeout(WAIT_S)
+    visitor.settimeout(HUNG_S)
     try:
         while visitor.recv(4096):
             pass

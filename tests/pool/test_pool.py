@@ -29,7 +29,8 @@ from taas_magic.pool.process import PoolFolder
 from taas_magic.setup.facts import KernelVersions
 from taas_magic.shared_files import take_lock
 from tests.events import line_of
-from tests.frontend import WAIT_S, Frontend
+from tests.eventually import HUNG_S
+from tests.frontend import Frontend
 from tests.harness import Notebook, below, left_of, listening_ports
 
 UNFORESEEN = """
@@ -70,7 +71,7 @@ def test_the_key_is_in_no_command_line_or_environment(notebook: Notebook) -> Non
 @pytest.mark.parametrize("words", [b"", b"GET / HTTP/1.0\r\n\r\n", bytes(range(200))])
 def test_who_has_no_key_is_dropped_and_the_run_goes_on(notebook: Notebook, words: bytes) -> None:
     for port in listening_ports(below(os.getpid())):
-        stranger = socket.create_connection(("127.0.0.1", port), timeout=WAIT_S)
+        stranger = socket.create_connection(("127.0.0.1", port), timeout=HUNG_S)
         with stranger, contextlib.suppress(OSError):  # the peer may close it at any moment
             stranger.sendall(words)
             stranger.shutdown(socket.SHUT_WR)
@@ -84,7 +85,7 @@ def test_another_certificate_is_refused(notebook: Notebook) -> None:
     context = ssl.create_default_context()
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     for port in listening_ports(below(os.getpid())):
-        with socket.create_connection(("127.0.0.1", port), timeout=WAIT_S) as plain:
+        with socket.create_connection(("127.0.0.1", port), timeout=HUNG_S) as plain:
             assert not answers(context, plain)
     assert notebook.run("print('unaffected')", gpus=1).error is None
 
@@ -146,14 +147,14 @@ print(len(connection.status().hosts), connection.address)
 pool.close()
 """
     done = subprocess.run(
-        [sys.executable, "-c", source], capture_output=True, text=True, check=True, timeout=WAIT_S
+        [sys.executable, "-c", source], capture_output=True, text=True, check=True, timeout=HUNG_S
     )
     assert done.stdout.split() == ["1", connection_of(the_pool(notebook)).address]
 
 
 @pytest.mark.process
 def test_a_pool_that_cannot_start_shows_its_log(tmp_path: Path) -> None:
-    pool = Pool(PoolConfig("broken", engine="nonesuch", start_timeout_s=WAIT_S), tmp_path)
+    pool = Pool(PoolConfig("broken", engine="nonesuch", start_timeout_s=HUNG_S), tmp_path)
     with pytest.raises(PoolError, match='there is no engine "nonesuch"'):
         pool.open()
 
@@ -296,7 +297,7 @@ def test_all_that_wait_hear_what_becomes_of_hosts(
 
     def call(*request: object) -> StartResponse:
         asked.release()
-        over.wait(WAIT_S)
+        over.wait(HUNG_S)
         return StartResponse()
 
     pool = Pool(PoolConfig("local"), tmp_path)
@@ -305,7 +306,7 @@ def test_all_that_wait_hear_what_becomes_of_hosts(
     waiting = [threading.Thread(target=pool.open, args=(1, lines.extend)) for lines in heard]
     for thread in waiting:
         thread.start()
-        assert asked.acquire(timeout=WAIT_S)
+        assert asked.acquire(timeout=HUNG_S)
         connection._on_beat((0.0, ("host a: still connecting",)))
     over.set()
     for thread in waiting:
@@ -332,7 +333,7 @@ def test_a_client_that_could_not_connect_again_is_closed_once(
         client = Client(it.scheduler_address, security=security, set_as_default=False)
         monkeypatch.setattr(IOStream, "start_tls", start_tls)
         client.loop.add_callback(client.scheduler_comm.comm.abort)
-        assert tried.wait(WAIT_S)
+        assert tried.wait(HUNG_S)
         disconnect(client)
         monkeypatch.undo()
         del client

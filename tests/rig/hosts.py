@@ -15,10 +15,11 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.eventually import HUNG_S
+
 SCRIPT = Path(__file__).parent / "hosts.sh"
 ROOT = Path(__file__).parents[2]
 NAMESPACES = Path("/run/netns")
-GONE_WITHIN_S = 100.0
 NEEDS = ("ip", "tc", "iptables", "nsenter", "unshare", "ssh", "ssh-keygen", "/usr/sbin/sshd")
 
 
@@ -93,14 +94,14 @@ class Hosts:
                     process.kill()
 
     def left(self, number: int, ignoring: str = "-") -> list[psutil.Process]:
-        """Wait at most `GONE_WITHIN_S` for a host's current processes to end; return the others.
+        """Wait at most `HUNG_S` for a host's current processes to end; return the others.
 
         Args:
             number: Number of the host.
             ignoring: Prefix of the names of processes to ignore.
         """
         found = [p for p in self.processes(number) if not name_of(p).startswith(ignoring)]
-        _, alive = psutil.wait_procs(found, timeout=GONE_WITHIN_S)
+        _, alive = psutil.wait_procs(found, timeout=HUNG_S)
         return alive
 
     def cut(self, number: int) -> None:

@@ -24,10 +24,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tests.eventually import HUNG_S
+
 SERVER = "rig"
 FOLDER = "TAAS_RIG_PBS"
 KILL_DELAY_S = 10.0
-EMPTY_WITHIN_S = 100.0
 ENDED_BY_SIGNAL = 256
 FULL = "Not Running: Insufficient amount of resource: ncpus"
 COMMANDS = ("qsub", "qstat", "qdel")
@@ -57,7 +58,7 @@ class Pbs:
 
     def wait_until_empty(self) -> None:
         """Wait until no job waits or runs."""
-        deadline = time.monotonic() + EMPTY_WITHIN_S
+        deadline = time.monotonic() + HUNG_S
         while set(self.jobs().values()) - {"F"}:
             assert time.monotonic() < deadline, f"jobs did not end: {self.jobs()}"
             time.sleep(0.05)

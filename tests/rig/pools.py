@@ -19,7 +19,8 @@ from taas_magic.notebook import pools
 from taas_magic.pool.controller import Controller
 from taas_magic.pool.gate import PoolScheduler
 from taas_magic.pool.hosts import PoolHost
-from tests.conftest import GONE_WITHIN_S, describe, is_tracker
+from tests.conftest import describe, is_tracker
+from tests.eventually import HUNG_S
 from tests.harness import Notebook, below
 from tests.rig.hosts import Hosts
 
@@ -100,7 +101,7 @@ def given_back(notebook: Notebook, settings: Path, *names: str) -> Iterator[None
     give_back(notebook, settings, *names)
     tree = below(psutil.Process().pid)
     left = {it for it in tree if not is_tracker(it)} - before - _of_other_pools(names)
-    _, alive = psutil.wait_procs(left, timeout=GONE_WITHIN_S)
+    _, alive = psutil.wait_procs(left, timeout=HUNG_S)
     assert not alive, [describe(process) for process in alive]
 
 
@@ -140,7 +141,7 @@ def pool_here(
     loop.run_until_complete(opening.__aexit__(None, None, None))
     loop.close()
     left = {process for process in below(os.getpid()) if not is_tracker(process)} - before
-    _, alive = psutil.wait_procs(left, timeout=GONE_WITHIN_S)
+    _, alive = psutil.wait_procs(left, timeout=HUNG_S)
     assert not alive
 
 

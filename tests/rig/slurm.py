@@ -20,10 +20,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.eventually import HUNG_S
 from tests.rig.hosts import Hosts, hosts_up
 
 NEEDS = ("munged", "slurmctld", "slurmd", "sbatch", "squeue", "scancel")
-READY_WITHIN_S = 100.0
 PATH = f"{os.environ['PATH']}:/usr/sbin"
 CORES = 8
 
@@ -219,7 +219,7 @@ def _free_ports(count: int) -> list[int]:
 
 
 def _wait(condition: Callable[[], object], otherwise: str) -> None:
-    deadline = time.monotonic() + READY_WITHIN_S
+    deadline = time.monotonic() + HUNG_S
     while not condition():
         assert time.monotonic() < deadline, otherwise
         time.sleep(0.25)

@@ -7,6 +7,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.eventually import HUNG_S
 from tests.rig.hosts import Hosts, hosts_up
 
 pytestmark = pytest.mark.network
@@ -14,7 +15,7 @@ pytestmark = pytest.mark.network
 
 def ssh(hosts: Hosts, number: int, command: str) -> str:
     words = ["ssh", "-F", str(hosts.ssh_config), "-o", "BatchMode=yes", hosts.name(number), command]
-    done = subprocess.run(words, capture_output=True, text=True, check=True, timeout=100)
+    done = subprocess.run(words, capture_output=True, text=True, check=True, timeout=HUNG_S)
     return done.stdout.strip()
 
 

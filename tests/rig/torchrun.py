@@ -21,6 +21,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from tests.eventually import HUNG_S
+
 PROGRAMS = Path(__file__).parents[1] / "programs"
 BESIDE = PROGRAMS / "beside"
 RECORD = Path(__file__).with_name("torchrun.json")
@@ -28,8 +30,6 @@ GUIDE = "guide_mnist"
 NAMES = sorted(path.stem for path in PROGRAMS.glob("*.py") if path.stem != GUIDE)
 SCRIPT = BESIDE / "argparse_script.py"
 ARGUMENTS = ("--epochs", "2", "--lr", "0.3", "--workers", "1")
-HANGS_AFTER_S = 200.0
-
 _ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 _IMPORTED = (
     *("torch", "numpy", "accelerate", "datasets", "lightning", "scikit-learn"),
@@ -52,7 +52,7 @@ def torchrun(script: Path, *arguments: str) -> list[str]:
             [sys.executable, "-m", "torch.distributed.run", *options, script, *arguments],
             cwd=folder,
             env={**os.environ, "OMP_NUM_THREADS": "1"},
-            timeout=HANGS_AFTER_S,
+            timeout=HUNG_S,
             check=True,
         )
         return results("".join(path.read_text() for path in logs.rglob("stdout.log")))

@@ -12,6 +12,7 @@ from taas_magic.config import PoolConfig
 from taas_magic.errors import PoolError
 from taas_magic.setup.facts import Shell, Shells, check, this_kernel
 from taas_magic.setup.install import packages_needed
+from tests.eventually import HUNG_S
 from tests.rig.subshell import SubShell
 
 POOL = PoolConfig("p", engine="ssh", hosts=("a", "b", "c"), python=sys.executable)
@@ -19,13 +20,13 @@ POOL = PoolConfig("p", engine="ssh", hosts=("a", "b", "c"), python=sys.executabl
 
 @contextmanager
 def reaching(shell: Shell, together: threading.Barrier) -> Iterator[Shell]:
-    together.wait(100)  # breaks unless all hosts are asked at the same time
+    together.wait(HUNG_S)  # breaks unless all hosts are asked at the same time
     yield shell
 
 
 @contextmanager
 def refusing(together: threading.Barrier) -> Iterator[Shell]:
-    together.wait(100)
+    together.wait(HUNG_S)
     raise PoolError("host b: no route")
     yield
 

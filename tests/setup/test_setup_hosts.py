@@ -15,7 +15,7 @@ from tests.rig.bare_python import make_bare_python
 from tests.rig.hosts import Hosts, hosts_up
 from tests.setup.test_setup_facts import old_pythons
 
-pytestmark = [pytest.mark.network, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.network]
 
 
 @pytest.fixture(scope="module")

@@ -21,7 +21,7 @@ from taas_magic.store.manifest import Entry
 from taas_magic.store.mirror import StoreUpdater
 from taas_magic.store.requests import FilePiece, FileRequest, WriteFiles
 from taas_magic.store.server import StoreServer
-from tests.eventually import WITHIN_S, eventually
+from tests.eventually import HUNG_S, eventually
 from tests.store.travel_rig import Travel, descriptors, folder, tree_of, wired
 
 
@@ -168,13 +168,13 @@ def test_a_large_file_arrives_whole_and_small_ones_pass_it(travel: Travel) -> No
     def slow(request: FileRequest[Any]) -> Any:
         if is_going_on(request):
             on_the_way.set()
-            assert go_on.wait(WITHIN_S)
+            assert go_on.wait(HUNG_S)
         return ask(request)
 
     with travel.running() as mirror:
         travel.outbound._sender._send_request = slow
         (mirror / "big.pt").write_bytes(content)
-        assert on_the_way.wait(WITHIN_S)
+        assert on_the_way.wait(HUNG_S)
         assert not (travel.store / "big.pt").exists()
         (mirror / "small").write_bytes(b"small")
         go_on.set()
@@ -424,7 +424,7 @@ def test_a_folder_is_gone_though_a_large_file_in_it_was_on_its_way(travel: Trave
     with travel.running() as mirror:
         travel.outbound._sender._send_request = removing
         (mirror / "out" / "big.pt").write_bytes(os.urandom(20_000_000))
-        assert removed.wait(WITHIN_S)
+        assert removed.wait(HUNG_S)
         eventually(lambda: os.listdir(travel.store) == [])
     assert travel.notes == [] and travel.written == {}
 
@@ -534,7 +534,7 @@ def test_a_flood_of_files_that_overflows_the_queue_arrives(travel: Travel) -> No
     ask, go_on = wired(travel.store_server), threading.Event()
 
     def waiting(request: FileRequest[Any]) -> Any:
-        assert go_on.wait(WITHIN_S)
+        assert go_on.wait(HUNG_S)
         return ask(request)
 
     with travel.running() as mirror:

@@ -14,13 +14,13 @@ from taas_magic.errors import RunLost, StoreError
 from taas_magic.journal.folder import RunFolder
 from tests.cellfiles import cells_of
 from tests.events import line_of
-from tests.eventually import eventually
+from tests.eventually import HUNG_S, eventually
 from tests.harness import Notebook, Outcome
 from tests.rig.hosts import Hosts, hosts_up
 from tests.rig.pools import enter, given_back, settings_in, ssh_pool
-from tests.store.travel_rig import STARTED_WITHIN_S, tree_of
+from tests.store.travel_rig import tree_of
 
-pytestmark = [pytest.mark.network, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.network]
 
 POOLS = {"two": [1, 2], "doomed": [3]}
 
@@ -249,7 +249,7 @@ time.sleep(600)
     processes: list[psutil.Process] = []
 
     def cut() -> None:
-        eventually(lambda: "writing" in said(far), within_s=STARTED_WITHIN_S)
+        eventually(lambda: "writing" in said(far), within_s=HUNG_S)
         eventually(lambda: list(far.project.glob("*.txt")))
         processes.extend(hosts.processes(3))
         hosts.cut(3)
@@ -262,7 +262,7 @@ time.sleep(600)
     before = tree_of(far.project)
     assert before and all(content == b"x" * 1000 for content in before.values())
     hosts.heal(3)
-    _, alive = psutil.wait_procs(processes, timeout=100)
+    _, alive = psutil.wait_procs(processes, timeout=HUNG_S)
     assert not alive and tree_of(far.project) == before
 
 
@@ -284,7 +284,7 @@ time.sleep(600)
 """
 
     def cut_power() -> None:
-        eventually(lambda: "saved" in said(far), within_s=STARTED_WITHIN_S)
+        eventually(lambda: "saved" in said(far), within_s=HUNG_S)
         eventually(lambda: Path("m.pt").exists() and len(os.listdir("epochs")) == 50)
         hosts.kill(3)
 

@@ -18,10 +18,6 @@ from taas_magic.store.requests import FileRequest, ListFiles, SendRequest
 from taas_magic.store.rule import StoreRule
 from taas_magic.store.server import StoreServer
 
-STARTED_WITHIN_S = 240.0
-"""Seconds for the start of a pool and a run on a busy machine."""
-
-
 _one_at_a_time = threading.Lock()
 """Held during a request, because a store server serves one thread at a time (`FileServer`)."""
 

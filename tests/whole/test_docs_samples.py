@@ -32,7 +32,6 @@ def kernel(frontend_of_module: Frontend) -> Frontend:
     return frontend_of_module
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("page", RUNNABLE, ids=lambda page: page.stem)
 def test_the_samples_of_a_page_run(kernel: Frontend, page: Path) -> None:
     kernel.run("%reset -f")

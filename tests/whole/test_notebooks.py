@@ -14,7 +14,8 @@ from jupyter_client.session import Session
 from nbclient import NotebookClient
 from nbformat import NotebookNode
 
-from tests.frontend import ROOT, WAIT_S, Frontend
+from tests.eventually import HUNG_S
+from tests.frontend import ROOT, Frontend
 
 NOTEBOOKS = ROOT / "notebooks"
 NAMES = ("quickstart", "pragma", "lightning")
@@ -73,7 +74,7 @@ def executed(
         for cell in cells:
             cell.source = cell.source.replace(old, new)
     client = NotebookClient(
-        notebook, beside.manager, timeout=240, startup_timeout=WAIT_S, iopub_timeout=WAIT_S
+        notebook, beside.manager, timeout=HUNG_S, startup_timeout=HUNG_S, iopub_timeout=HUNG_S
     )
     try:
         client.execute()
@@ -102,7 +103,6 @@ def check(notebook: NotebookNode, name: str) -> None:
     assert len(pictures) == (name in WITH_PICTURE)
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", NAMES)
 def test_it_trains(beside: Frontend, name: str) -> None:
     check(executed(beside, name), name)
@@ -118,7 +118,6 @@ def test_it_is_stored_with_its_outputs(name: str) -> None:
     check(notebook, name)
 
 
-@pytest.mark.timeout(300)
 def test_the_store_is_rank_0s(beside: Frontend) -> None:
     notebook = executed(beside, "store")
     check_store(notebook)
@@ -142,7 +141,6 @@ def check_store(notebook: NotebookNode) -> None:
     assert "restarts 1" in text and "from step 12" in text
 
 
-@pytest.mark.timeout(300)
 def test_fetchers_end_the_waiting(beside: Frontend) -> None:
     notebook = executed(beside, "data_service")
     check_data_service(notebook)
@@ -174,7 +172,6 @@ def check_data_service(notebook: NotebookNode) -> None:
 FEWER_STEPS = {"range(40)": "range(10)", "range(20)": "range(5)", "range(20, 40)": "range(5, 10)"}
 
 
-@pytest.mark.timeout(300)
 def test_divided_models_have_the_weights_of_one_process(beside: Frontend) -> None:
     notebook = executed(beside, "model_parallel", FEWER_STEPS)
     check_model_parallel(notebook)
@@ -215,12 +212,10 @@ SHORT_SWEEP = {"len(study.trials) < 20": "len(study.trials) < 10"}
 SAID_BY_SHORT_SWEEP = ("ValueError: trial 7 has bad luck", "9 of 10 trials", "9 done, 1 failed")
 
 
-@pytest.mark.timeout(300)
 def test_a_farms_solutions_come_back(beside: Frontend) -> None:
     check_farm(executed(beside, "farm"), "farm", SAID_BY_FARMS["farm"])
 
 
-@pytest.mark.timeout(300)
 def test_the_trials_of_a_sweep_come_back(beside: Frontend) -> None:
     pytest.importorskip("optuna")
     check_farm(executed(beside, "sweep", SHORT_SWEEP), "sweep", SAID_BY_SHORT_SWEEP)
@@ -250,7 +245,6 @@ def test_the_federations_notebook_is_stored_with_its_outputs() -> None:
     assert len(alone) == 3 and together is not None and float(together[1]) > max(alone) + 0.2
 
 
-@pytest.mark.timeout(300)
 def test_the_tutorial_shows_each_step(beside: Frontend) -> None:
     check_tutorial(executed(beside, "tutorial"))
     assert not (Path(beside.process.cwd()) / "digits.pt").exists()
@@ -275,7 +269,6 @@ def check_tutorial(notebook: NotebookNode) -> None:
     assert "nothing is started" in text
 
 
-@pytest.mark.timeout(300)
 def test_a_sessions_ranks_keep_their_model(beside: Frontend) -> None:
     check_session(executed(beside, "session"))
 

@@ -19,12 +19,12 @@ from pathlib import Path
 import pytest
 from packaging.version import Version
 
+from tests.eventually import HUNG_S
 from tests.frontend import ROOT, Frontend, environment, kernel
 from tests.rig.torchrun import (
     ARGUMENTS,
     BESIDE,
     GUIDE,
-    HANGS_AFTER_S,
     NAMES,
     PROGRAMS,
     SCRIPT,
@@ -42,7 +42,7 @@ NEEDS_TORCH = {"fsdp_dcp": "2.7", "pipeline_parallel": "2.6"}
 IS_LIVE = "TAAS_TEST_TORCHRUN" in os.environ
 """Whether to run every program by torchrun too, even if its recorded results match."""
 
-HEAD = f"%%taas --gpus 2 --timeout {HANGS_AFTER_S:.0f}s --env OMP_NUM_THREADS=1"
+HEAD = f"%%taas --gpus 2 --timeout {HUNG_S:.0f}s --env OMP_NUM_THREADS=1"
 GUARD = 'if __name__ == "__main__":\n'
 ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
@@ -59,7 +59,6 @@ runpy.run_path("{SCRIPT.name}", run_name="__main__")
 }
 
 pytestmark = [
-    pytest.mark.timeout(600),
     pytest.mark.filterwarnings("ignore::ResourceWarning"),
 ]
 
@@ -92,7 +91,7 @@ class Cell:
         """Return a cell that runs this cell as a function by `taas.run`, if it runs on ranks."""
         if not self.marker:
             return self
-        options = f"gpus=2, timeout={HANGS_AFTER_S}, env={{'OMP_NUM_THREADS': '1'}}"
+        options = f"gpus=2, timeout={HUNG_S}, env={{'OMP_NUM_THREADS': '1'}}"
         body = textwrap.indent(self.source, "    ")
         call = f"import taas\nrun = taas.run(program, {options})"
         return Cell("", f"def program():\n{body}\n{call}")
@@ -127,7 +126,7 @@ def run_cells(frontend: Frontend, cells: list[Cell]) -> list[str]:
     texts = []
     for cell in cells:
         request = frontend.send(cell.code)
-        reply = frontend.finish(request, HANGS_AFTER_S + 60)
+        reply = frontend.finish(request, HUNG_S + 60)
         text = ANSI.sub("", frontend.text(request))
         assert reply["status"] == "ok", text + ANSI.sub("", "\n".join(reply["traceback"]))
         texts.append(text)

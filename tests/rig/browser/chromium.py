@@ -18,9 +18,8 @@ from typing import Any
 
 import websocket
 
-from tests.eventually import pause_s
+from tests.eventually import HUNG_S, pause_s
 
-WAIT_S = 90.0
 NAMES = ("chromium", "chromium-browser", "google-chrome")
 KEYS = {"Tab": 9, "Enter": 13, "Escape": 27, "End": 35}
 OPTIONS = (
@@ -51,7 +50,7 @@ class Page:
     """
 
     def __init__(self, url: str) -> None:
-        self._socket = websocket.create_connection(url, timeout=WAIT_S, suppress_origin=True)
+        self._socket = websocket.create_connection(url, timeout=HUNG_S, suppress_origin=True)
         self._numbers = itertools.count(1)
 
     def call(self, method: str, **params: Any) -> dict[str, Any]:
@@ -75,7 +74,7 @@ class Page:
 
     def wait_for(self, expression: str) -> Any:
         """Wait until an expression is true; return its value."""
-        deadline = time.monotonic() + WAIT_S
+        deadline = time.monotonic() + HUNG_S
         while True:
             began = time.monotonic()
             if value := self.evaluate(expression):
@@ -138,18 +137,18 @@ def open_page(executable: str, profile: Path) -> Iterator[Page]:
             page._socket.close()
     finally:
         process.terminate()
-        process.wait(timeout=WAIT_S)
+        process.wait(timeout=HUNG_S)
 
 
 def _page_url(process: "subprocess.Popen[bytes]", port_file: Path) -> str:
-    deadline = time.monotonic() + WAIT_S
+    deadline = time.monotonic() + HUNG_S
     while not (port_file.exists() and port_file.read_text().count("\n")):
         assert process.poll() is None, f"the browser ended with code {process.returncode}"
         assert time.monotonic() < deadline, "the browser does not listen"
         time.sleep(0.05)
     port = port_file.read_text().splitlines()[0]
     while True:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/json/list", timeout=WAIT_S) as answer:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/json/list", timeout=HUNG_S) as answer:
             pages = [page for page in json.load(answer) if page["type"] == "page"]
         if pages:
             found: str = pages[0]["webSocketDebuggerUrl"]

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.eventually import eventually
+from tests.eventually import HUNG_S, eventually
 from tests.frontend import HOLD, environment
-from tests.rig.browser.chromium import WAIT_S, Page
+from tests.rig.browser.chromium import Page
 
 SETTINGS = {
     "labconfig/page_config.json": {
@@ -55,7 +55,7 @@ class Lab:
         request = urllib.request.Request(
             f"{self.url}{path}", headers={"Authorization": f"token {self.token}"}
         )
-        with urllib.request.urlopen(request, timeout=WAIT_S) as answer:
+        with urllib.request.urlopen(request, timeout=HUNG_S) as answer:
             return json.load(answer)
 
     def is_up(self) -> bool:
@@ -106,12 +106,12 @@ def open_lab(folder: Path, root: Path, **environ: str) -> Iterator[Lab]:
         finally:
             process.terminate()
             try:
-                process.wait(timeout=WAIT_S / 3)
+                process.wait(timeout=HUNG_S / 3)
             except subprocess.TimeoutExpired:
                 # After its kernels have ended, the server sometimes waits forever for an idle
                 # worker thread of anyio.
                 process.kill()
-                process.wait(timeout=WAIT_S)
+                process.wait(timeout=HUNG_S)
 
 
 def show_notebook(page: Page, lab: Lab, name: str) -> None:
