@@ -72,6 +72,9 @@ _log = logging.getLogger(__name__)
 FIRST_S = 20.0
 """Minimum seconds that a pool waits for its first kernel, which may still be importing modules."""
 
+WHY_ENDED = "a kernel ended the pool (`%taas down`)"
+"""Why a run or a wait of a pool that `%taas down` ends has ended, for the user."""
+
 _ANSWERED_S = 2.0
 """Maximum seconds for the kernels' cancelled waits for hosts to end when the pool ends."""
 
@@ -147,7 +150,7 @@ class Kernels:
 
         If the pool is ending, the message says so instead of `error`.
         """
-        return "a kernel ended the pool (`%taas down`)" if self.is_ending else str(error)
+        return WHY_ENDED if self.is_ending else str(error)
 
     async def cancel_all_waits(self) -> None:
         """Cancel all waits for hosts, and wait up to `_ANSWERED_S` until the waits have ended."""
@@ -635,7 +638,11 @@ class Controller(SchedulerPlugin):
         """End all waits and runs, then the pool's process."""
         self._kernels.is_ending = True
         await self._kernels.cancel_all_waits()
-        await asyncio.gather(*(run.halt("kill") for run in list(self._runs.values())))
+        runs = list(self._runs.values())
+        for run in runs:
+            if isinstance(run, PoolRun):
+                run.why_halted = run.why_halted or WHY_ENDED
+        await asyncio.gather(*(run.halt("kill") for run in runs))
         asyncio.get_running_loop().call_later(0.1, self.over.set)
 
     def add_client(self, scheduler: Scheduler, client: str) -> None:

@@ -524,6 +524,12 @@ def test_what_follows_a_cell_that_two_interrupts_did_not_end(
         assert session.text(request).startswith(("session ", "no sessions"))
 
 
+def test_a_session_whose_pool_was_ended_says_so(session: Frontend) -> None:
+    session.run("%taas down")
+    said = error(session, "%%taas --session exp\npass")
+    assert 'session "exp" has ended: a kernel ended the pool (`%taas down`)' in said
+
+
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_rank_that_dies_ends_the_session(session: Frontend, number: int) -> None:
     _, second = ranks = ranks_of(session)
