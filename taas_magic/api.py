@@ -137,11 +137,12 @@ def __getattr__(name: str) -> Any:
     """Return the object with a public name of `taas`; import its module on first use.
 
     `last_run` is the run that this kernel started or attached last; None if there is no such run.
-    The other objects are stored in this module: loops call `log` and `step` often.
+    After the first use, the other objects are attributes of this module, so that loops can call
+    `log` and `step` quickly.
 
-    The other modules are not imported together with `taas`. During the import of `taas`, the
+    Importing `taas` does not import the modules of these objects. During the import of `taas`, the
     notebook's folder comes before the standard library on the import path. If this folder has a
-    `random.py`, the import of a module that needs Python's own `random` would fail.
+    `random.py`, a module that needs Python's own `random` could not be imported.
 
     Raises:
         AttributeError: `taas` has no such name.

@@ -130,9 +130,8 @@ def register(
 
     Raises:
         RegistrationError: The loader is not iterable, or divides its data between ranks itself. Or
-            an object in the loader cannot be pickled. Or `name` is no string, `seed` no integer, or
-            `uneven` none of `pad`, `drop` and `keep`. This exception is also a TypeError and a
-            ValueError.
+            an object in the loader cannot be pickled. Or `name`, `seed` or `uneven` has an invalid
+            value. RegistrationError is a subclass of TypeError and of ValueError.
         UsageError: The name is too long.
         RuntimeError: The caller is a rank.
     """

@@ -75,9 +75,10 @@ def no_leftovers(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 
 def left_behind(token: str, ports: set[int], files: set[Path]) -> list[str]:
-    """Return descriptions of the processes that a test has left; if none, of its ports and files.
+    """Return descriptions of the processes, ports and files that a test has left.
 
-    Looking for files takes much longer, because it reads the maps of all processes.
+    While processes are left, return only these: the search for files is much slower, because it
+    reads the memory maps of all processes.
 
     Args:
         token: The token of the test's processes.

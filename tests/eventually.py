@@ -42,9 +42,9 @@ def eventually(
 
 
 def pause_s(took_s: float, every_s: float) -> float:
-    """Return the seconds to the next check: four times as long as the last check took.
+    """Return the seconds to wait before the next check: four times as long as the last check took.
 
-    So checks leave the processor to what they wait for.
+    The pause leaves the processor to the processes for which the test waits.
 
     Args:
         took_s: Seconds that the last check took.
@@ -57,7 +57,7 @@ def left_after(left: Callable[[], T], within_s: float = HUNG_S, every_s: float =
     """Wait until `left()` returns nothing, or until the time is over; return its last value.
 
     Args:
-        left: Returns what is still there, such as a list of processes.
+        left: Function that returns what is still there, such as a list of processes.
         within_s: Maximum seconds to wait.
         every_s: Seconds between two calls.
     """

@@ -212,7 +212,7 @@ def several(
 
 @pytest.fixture
 def without_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let kernels not start the pool `local` by themselves, for a test that does not use it.
+    """Stop kernels from starting the pool `local` on their own, for tests that do not use the pool.
 
     A test requests this fixture by `usefixtures`, so that pytest sets it up before the kernel.
     """

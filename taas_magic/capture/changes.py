@@ -56,8 +56,8 @@ class ChangeDetector:
 
     Args:
         values: The notebook's values by name, small values first.
-        out: Variables listed in `--out`. Their values return to the notebook, so they are not
-            compared. Only classes are compared, because the notebook keeps its own class.
+        out: Variables listed in `--out`. Of these, only classes are compared, because the notebook
+            keeps its own class. The other values return to the notebook.
         stores: Names that the cell, or a captured function, sets or deletes.
         updates: Names in `stores` whose new value the cell computes from the old value
             (`total += 1`), or that a captured function sets.

@@ -355,7 +355,7 @@ _RUNNING_CLASSES = {
 }
 """Classes of running objects, and of objects that threads share, by top-level package.
 
-An error message names such an object, not the part of it that cannot be pickled.
+If a part of such an object cannot be pickled, the error message names the object, not the part.
 """
 
 _SHARD_MARKERS = {"datasets": {"DistributedConfig"}}

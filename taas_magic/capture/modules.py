@@ -241,9 +241,9 @@ def outdated(modules: Mapping[str, ModuleSource]) -> list[str]:
 
 
 def edited_modules(modules: Mapping[str, ModuleSource]) -> list[str]:
-    """Return which of these modules have another source in their file now. Runs in the kernel.
+    """Return the names of the modules whose file has changed. Call this function in the kernel.
 
-    A file that is missing or is not Python text does not count.
+    A module whose file is missing or is not Python text is left out.
     """
     found = []
     for name, module in modules.items():

@@ -382,11 +382,11 @@ def _reduce_typed(storage: "torch.TypedStorage", storages: Storages) -> Reduced:
 
 
 def _reduce_tensor(tensor: "torch.Tensor") -> Any:
-    """Reduce a tensor with one of torch's newer dtypes (uint16 …), or a user's kind of parameter.
+    """Reduce a tensor of a newer dtype (uint16 …), or of a subclass of `torch.nn.Parameter`.
 
-    Other tensors are left to torch. Torch pickles a tensor of the newer dtypes with an untyped
-    storage. But torch can rebuild the tensor only from a typed storage. An instance of a subclass
-    of `torch.nn.Parameter` would become a plain parameter.
+    Leave other tensors to torch. For a newer dtype, torch pickles an untyped storage, but can
+    rebuild the tensor only from a typed storage. An instance of a subclass of `torch.nn.Parameter`
+    would become a plain parameter.
     """
     import torch
 
@@ -559,7 +559,7 @@ def _reduce_module(module: Any) -> Any:
 
 
 def _fill_parametrized(module: Any, given: tuple[dict[str, Any], list[str]]) -> None:
-    """Set the state of a module, and give the module its parametrizations again."""
+    """Set the state of a new module, and register its parametrizations."""
     import torch
     from torch.nn.utils import parametrize
 
@@ -567,7 +567,7 @@ def _fill_parametrized(module: Any, given: tuple[dict[str, Any], list[str]]) -> 
     vars(module).update(own)
     parametrizations = module.parametrizations
     del module.parametrizations
-    for name in names:  # makes the class and its properties; the empty parameters are replaced
+    for name in names:  # creates the class and its properties; the empty parameters are temporary
         module.register_parameter(name, torch.nn.Parameter(torch.empty(0)))
         parametrize.register_parametrization(module, name, torch.nn.Identity(), unsafe=True)
     module.parametrizations = parametrizations

@@ -59,7 +59,8 @@ class VariablesToSend:
     Attributes:
         why: Reason for each name that is sent.
         state: Process state of the notebook; empty if the ranks have it already.
-        at_ranks: Names of functions and classes that the ranks have and that are not sent, by id.
+        at_ranks: Names of functions and classes that are not sent because the ranks have them, by
+            id.
         updated: Ids of the classes that are sent.
         digests: Digests of the sent values, by name, and of the process state if it is sent.
         reads: Names that the code of each function or class of the cell reads, by function or
@@ -100,7 +101,10 @@ class RankVariables:
         """Names that each function or class of an earlier cell reads when its code runs."""
 
         self._announced: dict[str, object] = {}
-        """Digest or id of each notebook value that a note has named, or `_DELETED`, by name."""
+        """The last value that a note reported for each variable, by name.
+
+        The digest or id of the notebook's value; `_DELETED` if the notebook deleted the variable.
+        """
 
         self._returned: dict[str, int] = {}
         """Id of the notebook's object for each name that `--out` returned."""

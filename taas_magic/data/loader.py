@@ -544,14 +544,17 @@ def make_remote_loader(shape: LoaderShape) -> DataLoader[Any]:
 
 
 find_registered: Callable[[str], Any] | None = None
-"""Function of the kernel that returns the registered loader with a name, else None.
+"""In the kernel: a function that returns the registered loader with a name, or None.
 
-None in any other process, and before the kernel has sent a registered loader to ranks.
+In other processes, and until the kernel has sent a registered loader to ranks, the variable is
+None.
 """
 
 
 def notebooks_loader(name: str) -> Any:
-    """Return the kernel's registered loader; a remote loader in a result is pickled as this call.
+    """Return the kernel's registered loader with a name.
+
+    A rank pickles a remote loader in a result as a call of this function.
 
     Raises:
         CaptureError: This process has no registered loader with this name.

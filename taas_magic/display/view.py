@@ -220,7 +220,7 @@ Screen = NotebookScreen | TerminalScreen
 
 
 def screen_for(shell: "InteractiveShell | None", plan: Plan) -> Screen:
-    """Return a notebook's, a console's or a terminal's screen for a run, as fits the shell.
+    """Return the screen for a run: for a notebook, a console or a terminal.
 
     A shell without a kernel writes to a terminal. A kernel's frontend is a notebook if its request
     names the cell (JupyterLab, Notebook 7, VS Code) or allows no input (nbclient). Any other

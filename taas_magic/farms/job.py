@@ -183,8 +183,9 @@ def _run(assignment: JobAssignment) -> tuple[JobOutcome, list[memoryview]]:
 def _pickle_result_of(assignment: JobAssignment) -> pickling.Pickled:
     """Make the job's call, and return the function's result as a pickle.
 
-    In the notebook, a function in the result uses the notebook's variables. A variable that the job
-    has set is pickled with the function, for a notebook that has no such variable.
+    In the notebook, a function in the result uses the notebook's variables. If the function reads a
+    variable that the job has set, the job's value is pickled with the function. The function uses
+    this value if the notebook has no such variable.
     """
     result, namespace, names = _make_call(assignment)
     pickler = pickling.ValuePickler(namespace, "notebook")

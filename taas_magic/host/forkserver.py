@@ -601,10 +601,10 @@ def _close_input() -> None:
 
 
 def _import_rest(number: int, frame: FrameType | None) -> None:
-    """Import `DEFERRED_MODULES`. The forkserver's handler of SIGUSR1, which the agent sends.
+    """Import `DEFERRED_MODULES`. The forkserver's handler of SIGUSR1; the agent sends the signal.
 
-    Before each import, writes the module's name to the imports file. At the end, empties the file.
-    The agent then knows that the import is over. Errors of an import are ignored.
+    Before each import, write the module's name to the imports file. At the end, empty the file. The
+    agent then knows that the imports are over. Ignore errors of an import.
     """
     gc.disable()
     imports_file = Path(os.environ[_IMPORTS])
@@ -617,7 +617,7 @@ def _import_rest(number: int, frame: FrameType | None) -> None:
 
 
 def _empty(imports_file: Path) -> None:
-    """Empty the imports file; a missing file counts as empty. Needs no space, on a full disk."""
+    """Empty the imports file; a missing file counts as empty. Works even if the disk is full."""
     with suppress(OSError):
         os.truncate(imports_file, 0)
 

@@ -137,7 +137,7 @@ def _why_ranks_wait(run_address: Mapping[str, str], thread: int) -> str:
 
 
 def _init_method(thread: int) -> str:
-    """Return the `init_method` of the `init_process_group` that a thread calls now; "" if none."""
+    """Return the `init_method` of a thread's active call of `init_process_group`; "" if none."""
     for frame, _ in traceback.walk_stack(tracebacks.current_frames().get(thread)):
         if frame.f_code.co_name == "init_process_group" and frame.f_locals.get("init_method"):
             return str(frame.f_locals["init_method"])

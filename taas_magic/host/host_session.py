@@ -297,9 +297,10 @@ class HostSession(HostRun):
         return attempt
 
     def _checks_ranks(self) -> bool:
-        """Return True between cells, while the session is being ended, and after the store's end.
+        """Return whether this session must check the ranks itself.
 
-        Without the store, `init_process_group` in a cell would wait until torch's timeout.
+        True if no cell is running, if the session is being ended, or if the store has ended.
+        Without the store, `init_process_group` in a running cell would wait until torch's timeout.
         """
         return self._cell is None or self.stopped_at is not None or bool(self._why_store_ended())
 

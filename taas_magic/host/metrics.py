@@ -156,8 +156,8 @@ def log(
 def record_tensorboard() -> None:
     """Make TensorBoard's `SummaryWriter` also log its scalars as `taas.log` does.
 
-    The scalars are those of `add_scalar`, and those of `add_scalars` under the names `TAG/NAME`. A
-    scalar that `taas.log` refuses is only written by TensorBoard. Lightning's TensorBoardLogger
+    Scalars of `add_scalar` keep their names. Scalars of `add_scalars` get the names `TAG/NAME`. If
+    `taas.log` refuses a scalar, only TensorBoard writes the scalar. Lightning's TensorBoardLogger
     and transformers' TensorBoardCallback call `add_scalar`. Call this function after the import of
     `torch.utils.tensorboard.writer`.
     """

@@ -477,7 +477,7 @@ class Session:
         """Record output, notes and the end of the session's own run. Called in the client's thread.
 
         If the run has ended, or if another kernel has taken the session over, end the session in
-        this kernel. The fetchers then end, or are left to the other kernel.
+        this kernel. If the run has ended, its fetchers end, too. The other kernel keeps them.
         """
         if isinstance(event, Note):
             self._notes.append(event.text)

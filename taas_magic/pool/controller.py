@@ -73,7 +73,7 @@ FIRST_S = 20.0
 """Minimum seconds that a pool waits for its first kernel, which may still be importing modules."""
 
 WHY_ENDED = "a kernel ended the pool (`%taas down`)"
-"""Why a run or a wait of a pool that `%taas down` ends has ended, for the user."""
+"""Reason, for the user, why a run or a wait ended when `%taas down` ended the pool."""
 
 _ANSWERED_S = 2.0
 """Maximum seconds for the kernels' cancelled waits for hosts to end when the pool ends."""

@@ -122,7 +122,7 @@ class Hpc:
         shutil.rmtree(self.notebook.state_dir / "runs", ignore_errors=True)
 
     def ranks_left(self) -> list[psutil.Process]:
-        """Return the present processes of runs, on all hosts, that do not end within `HUNG_S`."""
+        """Wait at most `HUNG_S` seconds for the ranks on all hosts to end; return the others."""
         hosts = self.slurm.hosts
         assert hosts is not None
         found = [p for number in (1, 2) for p in hosts.processes(number)]

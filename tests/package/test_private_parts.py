@@ -132,7 +132,9 @@ def private_names(tree: ast.Module) -> Iterator[str]:
 
 
 _NAME = re.compile(r"([a-zA-Z]\w*\.)*_(?!_|taas)\w+[a-zA-Z]\w*(\.\w+)*(?<!\.py)(?<!__)")
-"""Pattern of a name, such as "torch._C", of which one part is private. Names of ours have "_taas".
+"""Pattern of a name with a private part, such as "torch._C".
+
+Private parts that begin with "_taas" are left out, because this package defines them.
 """
 
 

@@ -28,7 +28,8 @@ import torch._inductor.config  # noqa: E402
 
 dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
 rank = dist.get_rank()
-# torch need not compile and run a program for each set of vector instructions: speed is no matter.
+# Speed does not matter here. So torch need not compile a test program for each vector instruction
+# set.
 torch._inductor.config.cpp.vec_isa_ok = False
 compiled_swish = torch.compile(swish)
 x = torch.linspace(-2, 2, 64).reshape(4, 16) * (rank + 1)

@@ -34,7 +34,7 @@ def train(worker, seed, model, dataset):
         for data, target in loader:
             loss = nn.functional.nll_loss(model(data), target)
             gradients = torch.autograd.grad(loss, parameters)
-            # A step of torch.optim.SGD would import torch._dynamo in each process: 1.2 s.
+            # Not by torch.optim.SGD, whose step imports torch._dynamo: 1.2 s in each process.
             with torch.no_grad():
                 for parameter, gradient in zip(parameters, gradients, strict=True):
                     parameter -= 0.4 * gradient

@@ -1,6 +1,8 @@
-"""DataLoader workers by fork, spawn and forkserver, kept for all epochs and not, in each rank.
+"""DataLoaders in each rank, whose workers start by fork, spawn or forkserver.
 
-Each spawned worker imports torch, so the two ways without fork take one half of the choices each.
+By fork, workers are used with and without `persistent_workers`. Spawn and forkserver are slow,
+because their workers import torch. So spawn is used only with `persistent_workers`, and forkserver
+only without it.
 """
 
 # %%

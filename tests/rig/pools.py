@@ -25,10 +25,10 @@ from tests.harness import Notebook, below
 from tests.rig.hosts import Hosts
 
 PRELOAD_FOR_TRAINING = 'preload = ["torch._dynamo"]'
-"""Line of taas.toml for a new pool whose first cell trains: each host imports the module once.
+"""Line of taas.toml for a new pool whose first cell trains a model.
 
-Without this line, each rank imports it in the first step of an optimizer, for 1.2 s of processor
-time.
+With this line, each host imports `torch._dynamo` once. Without this line, each rank imports the
+module in the first step of an optimizer, which takes 1.2 s of processor time.
 """
 
 

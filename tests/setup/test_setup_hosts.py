@@ -67,7 +67,7 @@ options = {{ ssh_config = "{hosts.ssh_config}" }}
 
 @pytest.mark.fault(29)
 def test_a_cell_runs_on_a_host_that_had_nothing_of_ours(remote: Notebook, hosts: Hosts) -> None:
-    """Also, missing packages are named before anything runs."""
+    """Also check that the error names a missing package before the cell runs."""
     assert ".cache" not in hosts.exec(1, "ls", "-a", "/root").split()
     remote.define("import psutil")
     cell = "import sys, taas_magic\nprint(taas_magic.__file__, sys.executable, psutil.__name__)"

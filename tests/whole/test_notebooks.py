@@ -26,10 +26,10 @@ pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning")
 
 
 class SecondClient(AsyncKernelClient):
-    """Asynchronous client of a kernel that has another client.
+    """Asynchronous client of a kernel that already has another client.
 
-    The kernel sends a reply to the client with the request's session id, so this client has a
-    session of its own.
+    This client needs its own session id, because the kernel sends each reply to the client with the
+    session id of the request.
     """
 
     def __init__(self, session: Session, **options: Any) -> None:
