@@ -477,7 +477,8 @@ class Session:
         """Record output, notes and the end of the session's own run. Called in the client's thread.
 
         If the run has ended, or if another kernel has taken the session over, end the session in
-        this kernel. If the run has ended, its fetchers end, too. The other kernel keeps them.
+        this kernel. If the run has ended, its fetchers end, too. Another kernel that has taken
+        the session over keeps the fetchers.
         """
         if isinstance(event, Note):
             self._notes.append(event.text)
