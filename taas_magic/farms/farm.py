@@ -374,8 +374,6 @@ class Farm:
         modules, the function is captured once for these jobs. If an exception such as an interrupt
         ends the call, none of the jobs stays in the farm.
         """
-        from taas_magic.farms.worker import run_job
-
         if self._why_over:
             raise PoolError(f"{self.name} accepts no jobs: {self._why_over}; create another farm")
         if not calls:
@@ -404,18 +402,9 @@ class Farm:
                 parts[-1].append(self._stored_parts.part(captured, is_shared=len(packed) > 1))
                 for part in call.parts:
                     parts[-1].append(self._stored_parts.part(part))
-            names = [job.name for job in jobs]
             for job in jobs:
                 self.state.add(job)
-            with self._lock, warnings.catch_warnings():
-                # Ignore Dask's advice to scatter large arguments: `_StoredParts` already does so.
-                warnings.filterwarnings("ignore", message="Sending large graph")
-                # Send all jobs in one message: for Dask, submitting one costs as much as running
-                # it.
-                futures = self._client.map(
-                    run_job, job_calls, parts, key=names, retries=retries, pure=False
-                )
-                self._jobs.update(zip(names, zip(jobs, futures, parts, strict=True), strict=True))
+            self._send_jobs(jobs, job_calls, parts, retries)
         except BaseException:  # such as an interrupt by the user
             for job, stored in zip(jobs, parts, strict=False):
                 if job.name not in self._jobs:
@@ -425,6 +414,21 @@ class Farm:
         if self._why_over:  # the farm ended meanwhile
             self._end_unfinished_jobs(self._why_over)
         return jobs
+
+    def _send_jobs(
+        self, jobs: list[Job], calls: list[JobCall], parts: list[list[Part]], retries: int
+    ) -> None:
+        """Send all jobs to Dask in one message: to submit one costs as much as to run it."""
+        from taas_magic.farms.worker import run_job
+
+        names = [job.name for job in jobs]
+        with self._lock, warnings.catch_warnings():
+            # Ignore Dask's advice to scatter large arguments: `_StoredParts` already does so.
+            warnings.filterwarnings("ignore", message="Sending large graph")
+            futures = self._client.map(
+                run_job, calls, parts, key=names, retries=retries, pure=False
+            )
+            self._jobs.update(zip(names, zip(jobs, futures, parts, strict=True), strict=True))
 
     def _pack_function(
         self, function: Callable[..., Any], call: "_PackedCall"

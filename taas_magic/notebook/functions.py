@@ -147,26 +147,45 @@ def run_script(words: Sequence[str]) -> None:
     for a cell.
 
     Args:
-        words: Flags of `%%taas`, then the path of the script, then the script's own arguments.
+        words: Flags of `%%taas`, then the path of the script, then the script's own arguments. Or
+            the path of the script, then flags, then `--` and the script's own arguments.
 
     Raises:
-        UsageError: No word ends with `.py`, or the first such word is not the path of a file. Or no
-            flags come before the script.
+        UsageError: No word ends with `.py`, or the first such word is not the path of a file. Or a
+            flag is wrong.
         Exception: All errors of `run`.
     """
-    at = next((at for at, word in enumerate(words) if word.endswith(".py")), None)
-    if not at or not Path(words[at]).is_file():
-        what = "the script is missing" if at is None else f"there is no file {words[at]}"
-        what = "the flags must come before the script" if at == 0 else what
-        raise UsageError(f"{what}: python -m taas_magic run --gpus 2 script.py [arguments]")
     shell, settings = _shell(), load_config(working_folder())
-    asked = flags.parse(shlex.join(words[:at]), settings)
-    text = f"%run {shlex.join(words[at:])}"
+    given, script = _split_words(words)
+    try:
+        asked = flags.parse(shlex.join(given), settings)
+    except UsageError as error:
+        if words[0] != script[0]:
+            raise
+        usage = f"python -m taas_magic run {script[0]} --gpus 2 -- [arguments of the script]"
+        raise UsageError(f"{error}. Usage: {usage}") from None
+    text = f"%run {shlex.join(script)}"
     cell = CellWork(text, shell.transform_cell(text), f"<{text}>", title=text)
     if asked.dry_run:
         sys.stdout.write(launch.dry_run_text(asked, cell, shell, settings) + "\n")
         return
     _execute(asked, cell, shell, settings)
+
+
+def _split_words(words: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
+    """Return the flags, and the script with its own arguments.
+
+    Raises:
+        UsageError: No word ends with `.py`, or the first such word is not the path of a file.
+    """
+    at = next((at for at, word in enumerate(words) if word.endswith(".py")), None)
+    if at is None or not Path(words[at]).is_file():
+        what = "the script is missing" if at is None else f"there is no file {words[at]}"
+        raise UsageError(f"{what}: python -m taas_magic run --gpus 2 script.py [arguments]")
+    if at:
+        return words[:at], words[at:]
+    end = words.index("--") if "--" in words else len(words)
+    return words[1:end], [words[0], *words[end + 1 :]]
 
 
 def _execute(asked: Flags, work: Work, shell: InteractiveShell, settings: Config) -> "Run":

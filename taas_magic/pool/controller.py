@@ -72,7 +72,7 @@ _log = logging.getLogger(__name__)
 FIRST_S = 20.0
 """Minimum seconds that a pool waits for its first kernel, which may still be importing modules."""
 
-WHY_ENDED = "a kernel ended the pool (`%taas down`)"
+_WHY_ENDED = "a kernel ended the pool (`%taas down`)"
 """Reason, for the user, why a run or a wait ended when `%taas down` ended the pool."""
 
 _ANSWERED_S = 2.0
@@ -150,7 +150,7 @@ class Kernels:
 
         If the pool is ending, the message says so instead of `error`.
         """
-        return WHY_ENDED if self.is_ending else str(error)
+        return _WHY_ENDED if self.is_ending else str(error)
 
     async def cancel_all_waits(self) -> None:
         """Cancel all waits for hosts, and wait up to `_ANSWERED_S` until the waits have ended."""
@@ -641,7 +641,7 @@ class Controller(SchedulerPlugin):
         runs = list(self._runs.values())
         for run in runs:
             if isinstance(run, PoolRun):
-                run.why_halted = run.why_halted or WHY_ENDED
+                run.why_halted = run.why_halted or _WHY_ENDED
         await asyncio.gather(*(run.halt("kill") for run in runs))
         asyncio.get_running_loop().call_later(0.1, self.over.set)
 

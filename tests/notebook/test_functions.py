@@ -238,5 +238,9 @@ def test_a_script_runs_on_ranks(scene: Scene) -> None:
     assert dry.returncode == 0 and "rank 0 has" not in dry.stdout and "SUCCEEDED" not in dry.stdout
     missing = python(scene, "-m", "taas_magic", "run", "--gpus", "1", "nowhere.py")
     assert missing.returncode == 1 and "there is no file nowhere.py" in missing.stderr
-    late = python(scene, "-m", "taas_magic", "run", "plain.py", "--gpus", "1")
-    assert late.returncode == 1 and "the flags must come before the script" in late.stderr
+    after = ("-m", "taas_magic", "run", "plain.py", "--gpus", "2")
+    done = python(scene, *after, "--", "--number", "3")
+    assert done.returncode == 0 and "rank 1 has 6" in done.stdout
+    mixed = python(scene, *after, "--number", "3")
+    assert mixed.returncode == 1 and "No flag --number" in mixed.stderr
+    assert "run plain.py --gpus 2 -- [arguments of the script]" in mixed.stderr
