@@ -87,6 +87,7 @@ An active run updates its header each second.
 """
 
 TQDM = re.compile(r"(?P<label>.*?)(?P<percent>\d{1,3})%\|[^|]*\|(?P<rest>.*)", re.DOTALL)
+_BAR = re.compile(r"\|[^|]*\|")
 _COLOUR = re.compile(r"\x1b\[[0-9;:]*m")
 _HANG_HEAD = ("rank", "host", "since", "at", "waits for")
 
@@ -291,6 +292,23 @@ def text(state: RunState, now: float) -> str:
     return "\n".join(words for words, _ in _parts(state, now))
 
 
+def status_line(state: RunState, now: float) -> str:
+    """Return one line with the state, the metrics and rank 0's progress, for a terminal.
+
+    Returns "" if the run has ended, or has neither metrics nor progress. The most important items
+    come first, because the terminal cuts the line. If there are metrics, the line has the progress
+    without its bar.
+    """
+    curves = [_curve_text(name, of_ranks) for name, of_ranks in state.curves.items()][:MAX_CURVES]
+    progress = plain(state.progress).partition("\n")[0]
+    if state.has_ended or not (curves or progress):
+        return ""
+    if curves:
+        progress = _BAR.sub("", progress)
+    shown = [state.state, duration(state.elapsed(now)), *curves, progress]
+    return " · ".join(filter(None, shown)) if curves else progress
+
+
 def mime_bundle(state: RunState, now: float) -> dict[str, str]:
     """Return the status header as text and as HTML, by MIME type."""
     words, rows = zip(*_parts(state, now), strict=True)
@@ -397,7 +415,7 @@ def _curve_parts(curves: Curves) -> Iterator[tuple[str, str]]:
     for name, of_ranks in list(curves.items())[:MAX_CURVES]:
         first = of_ranks[min(of_ranks)]
         label, points = cut(plain(name), CELL_CHARS), _values_text(first, len(of_ranks))
-        words.append(f"{label}: {first.last:.4g} {sparkline(first.points)} {points}")
+        words.append(f"{_curve_text(name, of_ranks)} {points}")
         source = svg_data_url([curve.points for _, curve in sorted(of_ranks.items())[:MAX_RANKS]])
         figures.append(
             "<span style='display:inline-block;margin:2px 18px 0px 0px'>"
@@ -411,6 +429,13 @@ def _curve_parts(curves: Curves) -> Iterator[tuple[str, str]]:
         words.append(rest)
         figures.append(f"<span style='{LABEL}'>{rest}</span>")
     yield "\n".join(words), _row("".join(figures))
+
+
+def _curve_text(name: str, of_ranks: Mapping[int, Curve]) -> str:
+    """Return a metric's name, and the last value and the sparkline of the lowest rank."""
+    first = of_ranks[min(of_ranks)]
+    label = cut(plain(name), CELL_CHARS)
+    return f"{label}: {first.last:.4g} {sparkline(first.points)}"
 
 
 def _values_text(first: Curve, n_ranks: int) -> str:

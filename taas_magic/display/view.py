@@ -59,6 +59,9 @@ class NotebookScreen:
 
     open = show
 
+    def make_room(self) -> None:
+        """Do nothing, because a notebook shows the user's input below the output."""
+
     def write(self, text: str) -> None:
         """Write whole lines below the status header, and flush standard output."""
         self._clear_now()
@@ -109,6 +112,10 @@ class NotebookScreen:
     def _publish_head(self, update: bool) -> None:
         transient = {"display_id": f"{self._run_id}:head"}
         publish_display_data(self._head, transient=transient, update=update)
+
+
+STATUS_GAP_S = 1.0
+"""Shortest time in seconds between two changes of a terminal's status line."""
 
 
 class UrgentLines:
@@ -166,13 +173,16 @@ class ConsoleScreen(NotebookScreen):
 class TerminalScreen:
     """Screen that writes to standard output.
 
-    The status header appears at the start and at the end of a run, with urgent lines in between.
+    The status header appears at the start and at the end of a run, with urgent lines in between. If
+    standard output is a terminal, its last line is a status line with the metrics and the progress
+    bar. The status line changes at most once in `STATUS_GAP_S`.
     """
 
     limit_bytes = NO_LIMIT_BYTES
 
     def __init__(self) -> None:
-        self._progress = ""
+        self._status = ""
+        self._status_at = -math.inf
         self._urgent = UrgentLines()
 
     def open(self, state: RunState, now: float) -> None:
@@ -182,21 +192,23 @@ class TerminalScreen:
         self._urgent.lines(state, now)
 
     def show(self, state: RunState, now: float) -> None:
-        """Redraw the progress bar in place, and write the urgent lines."""
-        progress = head.plain(state.progress).partition("\n")[0]
-        if progress != self._progress and sys.stdout.isatty():
-            self._progress = progress
-            self.write("")
+        """Redraw the status line in place if that is due, and write the urgent lines."""
+        if now - self._status_at >= STATUS_GAP_S and sys.stdout.isatty():
+            removal, before, self._status_at = self._removal(), self._status, now
+            self._status = head.status_line(state, now)
+            if self._status != before:
+                self._print(removal)
         if news := self._urgent.lines(state, now):
             self.write(news)
 
+    def make_room(self) -> None:
+        """Remove the status line until it is due again, because a prompt follows."""
+        removal, self._status = self._removal(), ""
+        self._print(removal)
+
     def write(self, text: str) -> None:
-        """Write lines above the progress bar."""
-        if self._progress:
-            width = shutil.get_terminal_size().columns - 1
-            text = f"\r\x1b[K{text}{self._progress[:width]}"
-        sys.stdout.write(text)
-        sys.stdout.flush()
+        """Write lines above the status line."""
+        self._print(f"{self._removal()}{text}")
 
     def show_rest(self, text: str) -> None:
         """Do nothing, because a terminal shows all lines."""
@@ -209,11 +221,19 @@ class TerminalScreen:
         """Do nothing, because a terminal cannot remove old output."""
 
     def close(self, state: RunState, now: float) -> None:
-        """Remove the progress bar and write the status header again."""
-        if self._progress:
-            self._progress = ""
-            self.write("\r\x1b[K")
-        self.write(head.text(state, now) + "\n")
+        """Remove the status line and write the status header again."""
+        self.make_room()
+        self._print(f"{head.text(state, now)}\n")
+
+    def _removal(self) -> str:
+        """Return the characters that remove the status line; "" if there is none."""
+        return "\r\x1b[K" if self._status else ""
+
+    def _print(self, text: str) -> None:
+        """Write text, then the status line, if any, cut to the width of the terminal."""
+        width = shutil.get_terminal_size().columns - 1
+        sys.stdout.write(f"{text}{self._status[:width]}")
+        sys.stdout.flush()
 
 
 Screen = NotebookScreen | TerminalScreen
@@ -379,11 +399,12 @@ class View:
             self._screen.show(self._state, now)
 
     def flush(self) -> None:
-        """Write all output and the status header now, without waiting until they are due."""
+        """Write all output and the status header now, because a prompt for the user follows."""
         self._log.flush()
         self._write(now := self._clock())
         self._head_at, self._head_is_stale = now, False
         self._screen.show(self._state, now)
+        self._screen.make_room()
 
     @property
     def can_update(self) -> bool:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -360,19 +361,58 @@ def test_without_a_front_end(command: list[str], tmp_path: Any) -> None:
     assert "\r" not in done.stdout and "\x1b" not in done.stdout
 
 
-def test_a_terminal_redraws_the_progress_bar(tmp_path: Any) -> None:
+def in_a_terminal(code: str) -> str:
+    """Run code in a process whose standard output is a terminal; return what it wrote."""
     primary, secondary = pty.openpty()
-    subprocess.run(
-        [sys.executable, "-c", TERMINAL_RUN], stdout=secondary, timeout=HUNG_S, check=True
-    )
-    os.close(secondary)
-    shown = b""
-    try:
-        while block := os.read(primary, 65536):
-            shown += block
-    except OSError:  # Linux raises this when the other end is closed
-        pass
-    os.close(primary)
-    text = shown.decode().replace("\r\n", "\n")
-    assert "\r\x1b[K50%\r\x1b[K[0-1 ×2] a\n50%" in text  # noqa: RUF001
+    with subprocess.Popen([sys.executable, "-c", code], stdout=secondary) as process:
+        os.close(secondary)
+        shown = b""
+        with suppress(OSError):  # Linux raises this when the other end is closed
+            while block := os.read(primary, 65536):
+                shown += block
+        os.close(primary)
+        assert process.wait(HUNG_S) == 0
+    return shown.decode().replace("\r\n", "\n")
+
+
+def test_a_terminal_redraws_the_progress_bar() -> None:
+    text = in_a_terminal(TERMINAL_RUN)
+    assert "\n50%\r\x1b[K[0-1 ×2] a\n50%\r\x1b[Ka figure\n50%" in text  # noqa: RUF001
     assert END in text.rpartition("\r\x1b[K")[2]
+
+
+METRICS_RUN = (
+    PRELUDE
+    + """
+stage = Stage(ranks=1)
+stage.play(event("state", state="RUNNING"))
+for step in range(30):
+    points = [["loss", step, 30 - step, 0.0]]
+    bar = event("progress", rank=0, text=f"steps: {step}%|##  | {step}/99 [1it/s]")
+    stage.play(event("metrics", rank=0, points=points), bar, seconds=0.1)
+    if step == 15:
+        stage.play(lines(0, "a line of the log"))
+stage.end(ended())
+print("after the run")
+"""
+)
+
+
+def test_a_terminal_has_a_status_line_that_changes_once_a_second() -> None:
+    text = in_a_terminal(METRICS_RUN)
+    last = text.rpartition("\r\x1b[K")[2]
+    assert last.startswith("SUCCEEDED digits") and last.endswith("\nafter the run\n")
+    status = [part for part in text.split("\r\x1b[K")[:-1] if "loss: " in part]
+    drawn = re.findall("RUNNING · .*", "\n".join(status))
+    assert 3 <= len(set(drawn)) <= 4, drawn
+    assert re.fullmatch(r"RUNNING · 1 s · loss: \d\d [█▇▆▅▄▃▂▁]+ · steps: \d+% \d+/99 .*", drawn[1])
+    assert all(len(line) < 80 for line in drawn)
+    above = text.partition("a line of the log\n")
+    assert above[0].endswith("\r\x1b[K[0] ") and above[2].startswith("RUNNING · 1 s · loss: ")
+
+
+def test_a_file_gets_no_status_line() -> None:
+    command = [sys.executable, "-c", METRICS_RUN]
+    shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert "\r" not in shown and "\x1b" not in shown
+    assert shown.count("loss: ") == 1 and "[0] a line of the log\n" in shown
