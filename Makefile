@@ -5,20 +5,28 @@ BIN := .venv/bin
 PYTEST_ARGS ?=
 PYTEST_WORKERS ?= 4
 
+# `make test` leaves out the tests with the mark `nightly`.
+ALL_TESTS := -m pytest -n $(PYTEST_WORKERS) --dist loadfile --no-loadscope-reorder --durations=10
+DAILY_TESTS := $(ALL_TESTS) -m "not nightly"
+
 # More processes compute than there are cores: a thread of theirs that waits must not spin.
 export OMP_WAIT_POLICY := passive
 
 # Debian's packages and pip's are fetched at the same time.
 MAKEFLAGS += --jobs=2
 
-.PHONY: demo test unit coverage slow-test debian lint docs bench clean
+.PHONY: demo test nightly unit coverage slow-test slow-nightly debian lint docs bench clean
 
 demo: .venv/.examples
 	$(BIN)/python notebooks/demo.py
 
 test: lint debian
 	$(BIN)/python -m compileall -q taas_magic
-	$(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist loadfile --no-loadscope-reorder --durations=10 $(PYTEST_ARGS)
+	$(BIN)/python $(DAILY_TESTS) $(PYTEST_ARGS)
+
+# All tests.
+nightly: lint debian
+	$(BIN)/python $(ALL_TESTS) $(PYTEST_ARGS)
 
 # The tests that start no process.
 unit: .venv/.test
@@ -27,13 +35,16 @@ unit: .venv/.test
 # All tests, and the share of the package's lines that they and the processes that they start run.
 coverage: lint debian
 	$(BIN)/coverage erase
-	$(BIN)/coverage run -m pytest -n $(PYTEST_WORKERS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
+	$(BIN)/coverage run $(ALL_TESTS) $(PYTEST_ARGS)
 	$(BIN)/coverage combine -q
 	$(BIN)/coverage report
 
-# All tests on one core, whatever the machine has.
+# The tests of `make test` and of `make nightly` on one core, whatever the machine has.
 slow-test: lint debian
-	tests/rig/slow.sh 100 $(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist loadfile --no-loadscope-reorder --durations=10 $(PYTEST_ARGS)
+	tests/rig/slow.sh 100 $(BIN)/python $(DAILY_TESTS) $(PYTEST_ARGS)
+
+slow-nightly: lint debian
+	tests/rig/slow.sh 100 $(BIN)/python $(ALL_TESTS) $(PYTEST_ARGS)
 
 debian:
 	@tests/rig/debian.sh

@@ -25,6 +25,7 @@ def scene(tmp_path: Path) -> Iterator[Scene]:
     made.close()
 
 
+@pytest.mark.nightly
 @pytest.mark.fault(61)
 def test_the_first_cells_end_with_the_pools_process(scene: Scene) -> None:
     cells = FirstCells(scene, SEED, ("kill pool", "down"), END_S, HUNG_S)

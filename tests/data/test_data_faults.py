@@ -41,6 +41,7 @@ from tests.data.data_rig import (
 )
 from tests.data.ledger import audit, missing
 from tests.eventually import HUNG_S
+from tests.nightly import nightly
 
 pytestmark = pytest.mark.usefixtures("forkserver")
 
@@ -275,7 +276,7 @@ class Big(Rows):
 
 
 @pytest.mark.fault(26)
-@pytest.mark.parametrize("direct", [True, False])
+@pytest.mark.parametrize("direct", [nightly(True), False])
 def test_a_batch_of_2_gb(tmp_path: Path, direct: bool) -> None:
     size = (2 << 30) + 4096
     with service(tmp_path, DataLoader(Big(1, width=size), None)) as running:

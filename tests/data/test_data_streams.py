@@ -15,10 +15,11 @@ import torch
 from taas_magic.data.sharding import seed_of
 from tests.cellfiles import cells_of
 from tests.harness import Notebook, Outcome
+from tests.nightly import nightly
 
 SEED = 5
 HAS_NOTES = HAS_GROUPS = sys.version_info >= (3, 11)
-WAYS = [(0, 3), (1, 2), (3, 1)]
+WAYS = [nightly(0, 3), (1, 2), nightly(3, 1)]
 """Pairs of a number of fetchers and a number of ranks."""
 
 SHOW, CELL = cells_of("shown_batches")
@@ -114,7 +115,7 @@ TAKEN = (
 """Number of batches of each stream that each run reads. Run n then reads 7 n more batches."""
 
 
-@pytest.mark.parametrize("cpus", [0, 1, 3])
+@pytest.mark.parametrize("cpus", [nightly(0), nightly(1), 3])
 def test_a_stream_goes_on_after_every_resume(notebook: Notebook, cpus: int) -> None:
     register(notebook, STATEFUL)
     expected = local(STATEFUL)
@@ -159,7 +160,7 @@ def caught_here() -> dict[str, Any]:
     return {name: outcome for name, _, outcome in map(json.loads, lines)}
 
 
-@pytest.mark.parametrize("cpus", [0, 1, 3])
+@pytest.mark.parametrize("cpus", [nightly(0), 1, nightly(3)])
 def test_a_datasets_exceptions_are_raised_as_a_local_loader_raises_them(
     notebook: Notebook, cpus: int
 ) -> None:
@@ -199,7 +200,7 @@ def test_a_failed_cell_shows_the_datasets_traceback(notebook: Notebook) -> None:
 THREADS, IN_THREADS, BESIDE_A_DRAW, BESIDE_A_FORK = cells_of("threads_and_forks")
 
 
-@pytest.mark.parametrize("cpus", [0, 1])
+@pytest.mark.parametrize("cpus", [0, nightly(1)])
 def test_loaders_in_threads_leave_each_other_and_the_main_thread_alone(
     notebook: Notebook, cpus: int
 ) -> None:
@@ -222,7 +223,7 @@ def test_a_lock_that_a_thread_of_the_cell_holds_stops_no_loader(notebook: Notebo
     assert found == {name: whole[name][0] for name in whole}
 
 
-@pytest.mark.parametrize("cpus", [0, 1])
+@pytest.mark.parametrize("cpus", [nightly(0), 1])
 def test_a_fork_of_the_rank_has_connections_of_its_own(notebook: Notebook, cpus: int) -> None:
     register(notebook, THREADS)
     notebook.define("import json")
@@ -249,7 +250,7 @@ A fetcher that prepares a stream before the others start does not see that its e
 """
 
 
-@pytest.mark.parametrize("cpus", [0, 1, 3])
+@pytest.mark.parametrize("cpus", [nightly(0), nightly(1), 3])
 def test_randomness_and_epochs_of_a_datasets_own_are_told(notebook: Notebook, cpus: int) -> None:
     with pytest.warns(UserWarning) as told:
         register(notebook, OWN_RANDOMNESS)
@@ -304,7 +305,7 @@ def test_ranks_share_an_order_that_is_not_seeded_or_are_told(notebook: Notebook,
 [KINDS] = cells_of("batch_kinds")
 
 
-@pytest.mark.parametrize(("cpus", "ranks"), [(0, 1), (1, 2)])
+@pytest.mark.parametrize(("cpus", "ranks"), [nightly(0, 1), (1, 2)])
 def test_datasets_and_batches_of_many_kinds(notebook: Notebook, cpus: int, ranks: int) -> None:
     with warnings.catch_warnings():  # torch warns of nested tensors and read-only arrays
         compare(notebook, KINDS, cpus, ranks)
@@ -313,7 +314,7 @@ def test_datasets_and_batches_of_many_kinds(notebook: Notebook, cpus: int, ranks
 [HABITS] = cells_of("dataset_habits")
 
 
-@pytest.mark.parametrize(("cpus", "ranks"), [(0, 2), (1, 1)])
+@pytest.mark.parametrize(("cpus", "ranks"), [(0, 2), nightly(1, 1)])
 def test_habits_of_datasets_over_two_epochs(
     notebook: Notebook, monkeypatch: pytest.MonkeyPatch, cpus: int, ranks: int
 ) -> None:

@@ -118,6 +118,7 @@ def output(number: int) -> str:
     return OUTPUT.format(number)
 
 
+@pytest.mark.nightly
 def test_a_flood_leaves_the_page_able_to_answer(page: Page, lab: Lab) -> None:
     open_notebook(page, lab, "flood.ipynb")
     command(page, "notebook:run-all-cells")
@@ -126,6 +127,7 @@ def test_a_flood_leaves_the_page_able_to_answer(page: Page, lab: Lab) -> None:
     assert page.evaluate(f"{output(0)}.length") < 700_000
 
 
+@pytest.mark.nightly
 def test_a_head_that_nothing_reaches_any_more_does_not_say_running(
     page: Page, lab: Lab, project: Path, tmp_path: Path
 ) -> None:

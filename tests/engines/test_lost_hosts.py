@@ -175,6 +175,7 @@ def test_a_host_leaves_the_network(far: Notebook, hosts: Hosts, tmp_path: Path, 
     assert not left_on(hosts, 2), "the far side did not end itself"
 
 
+@pytest.mark.nightly
 @pytest.mark.fault(14)
 def test_a_partition_that_heals_changes_nothing(
     far: Notebook, hosts: Hosts, tmp_path: Path
@@ -222,6 +223,7 @@ dist.barrier()
     assert all(0 <= event["time"] - before < 600 for event in outcome.events)
 
 
+@pytest.mark.nightly
 def test_a_restart_waits_for_a_host_that_cannot_be_reached_yet(
     far: Notebook, hosts: Hosts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -82,6 +82,7 @@ def test_a_cell_runs_on_two_hosts(notebook: Notebook, pbs: Pbs, hosts: Hosts) ->
     assert all("PRIVATE KEY" not in text for text in scripts)
 
 
+@pytest.mark.nightly
 def test_a_full_queue_is_named_and_nothing_is_kept(
     notebook: Notebook, pbs: Pbs, hosts: Hosts
 ) -> None:
@@ -103,6 +104,7 @@ WAITS_TO_BE_ENDED = """
 """
 
 
+@pytest.mark.nightly
 @pytest.mark.usefixtures("without_warm_up")
 def test_the_pages_program_goes_on_after_its_job_was_deleted(
     queue: Pbs, hosts: Hosts, kernel_of_its_own: Frontend, tmp_path: Path

@@ -157,6 +157,7 @@ def hpc(notebook: Notebook, slurm: Slurm, monkeypatch: pytest.MonkeyPatch) -> It
     slurm.wait_until_empty()
 
 
+@pytest.mark.nightly
 @pytest.mark.fault(57)
 def test_a_full_partition_is_named_while_it_is_waited_for_and_nothing_is_kept(
     hpc: Hpc, capsys: pytest.CaptureFixture[str]
@@ -237,6 +238,7 @@ def test_what_slurm_says_of_a_job_that_it_refuses_is_shown(hpc: Hpc) -> None:
     assert "invalid partition specified: nosuch" in outcome.shown
 
 
+@pytest.mark.nightly
 def test_a_detached_run_on_nodes_goes_on_when_its_kernel_is_killed(
     hpc: Hpc, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -173,6 +173,7 @@ def keyless(hosts: Hosts, number: int) -> list[str]:
     return hosts.exec(number, sys.executable, str(KEYLESS)).splitlines()
 
 
+@pytest.mark.nightly
 def test_nodes_of_several_pools_share_the_jobs(user: Notebook, hosts: Hosts) -> None:
     with farm_of(user, "taas.farm(pool=('here', 'cluster'), nodes=2)") as farm:
         eventually(lambda: len(farm.status().ready) == 2, within_s=HUNG_S)
@@ -181,6 +182,7 @@ def test_nodes_of_several_pools_share_the_jobs(user: Notebook, hosts: Hosts) -> 
         assert user.shell.user_ns["met"] == {far, socket.gethostname()}
 
 
+@pytest.mark.nightly
 def test_a_host_that_is_powered_off_while_it_works_has_its_job_done_elsewhere(
     user: Notebook, hosts: Hosts
 ) -> None:
@@ -225,6 +227,7 @@ def batch(
     slurm.wait_until_empty()
 
 
+@pytest.mark.nightly
 def test_jobs_run_in_slurm_jobs_and_a_farm_that_is_closed_leaves_the_queue_empty(
     batch: Notebook, slurm: Slurm
 ) -> None:
@@ -282,6 +285,7 @@ def queue(
         yield up
 
 
+@pytest.mark.nightly
 def test_nodes_are_jobs_of_pbs(
     warm_notebook: Notebook,
     slurm: Slurm,

@@ -171,6 +171,7 @@ def test_a_host_that_fails_before_it_takes_part_ends_the_run(sites: Notebook) ->
     assert [failure.host for failure in run.failures] == [run.hosts[1]]
 
 
+@pytest.mark.nightly
 @pytest.mark.network
 def test_the_others_go_on_without_a_client_that_is_lost(
     sites: Notebook, hosts: Hosts, monkeypatch: pytest.MonkeyPatch

@@ -305,6 +305,7 @@ HARMS = [
 ]
 
 
+@pytest.mark.nightly
 @pytest.mark.fault(62)
 def test_warm_up_watches_what_it_started(scene: Scene) -> None:
     go = scene.folder / "go"
@@ -368,6 +369,7 @@ def test_a_torch_that_cannot_be_imported_is_told_with_the_logs_last_lines(scene:
         assert cause in error(frontend, request)
 
 
+@pytest.mark.nightly
 def test_an_interrupt_and_a_kernels_death_while_a_run_starts_leave_no_run(scene: Scene) -> None:
     with scene.kernel(TAAS_WARM="0") as frontend:
         frontend.run(LOADER)
@@ -451,6 +453,7 @@ def shell_with() -> InteractiveShell:
     return shell
 
 
+@pytest.mark.nightly
 @pytest.mark.fault(70)
 def test_files_beside_the_notebook_with_names_of_modules(scene: Scene) -> None:
     """PYTHONPATH contains the notebook's folder; the files appear after the kernel has started."""
@@ -493,6 +496,7 @@ OF_A_CONTAINER = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
 OF_NOBODY = {"HOME": "", "USER": "", "LOGNAME": ""}
 
 
+@pytest.mark.nightly
 def test_surroundings_of_containers_and_batch_jobs(scene: Scene) -> None:
     """No locale, no home, and a TMPDIR that is too long for the path of a Unix socket."""
     long = scene.tmp / ("x" * 90)
@@ -503,6 +507,7 @@ def test_surroundings_of_containers_and_batch_jobs(scene: Scene) -> None:
         assert "größe" in frontend.text(frontend.run("%taas status"))
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(
     sys.version_info < (3, 11), reason="IPython itself (parso) does not import without a home"
 )

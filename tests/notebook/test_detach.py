@@ -13,6 +13,7 @@ from taas_magic.notebook import runs
 from taas_magic.notebook.runs import Run
 from tests.eventually import HUNG_S, eventually
 from tests.frontend import Frontend, kernel
+from tests.nightly import nightly
 from tests.notebook.test_attach import WAITS, beside, head
 from tests.notebook.test_kernel_life import ANSI
 
@@ -199,7 +200,7 @@ notify = "env | grep ^TAAS_RUN_ > told"
 """
 
 
-@pytest.mark.parametrize("pool", ["", "--data-pool fetch"])
+@pytest.mark.parametrize("pool", ["", nightly("--data-pool fetch")])
 def test_fetchers_of_a_detached_run_go_on_in_whatever_pool(
     frontend: Frontend, tmp_path: Path, pool: str
 ) -> None:

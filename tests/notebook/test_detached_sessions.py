@@ -128,6 +128,7 @@ def test_another_kernel_takes_over_a_session_whose_kernel_was_killed(
     assert 'detached session "exp" has ended' in error(other, "%%taas --session exp\npass")
 
 
+@pytest.mark.nightly
 def test_a_detached_session_that_runs_no_cell_ends_without_a_kernel(
     kernel_of_its_own: Frontend, tmp_path: Path
 ) -> None:

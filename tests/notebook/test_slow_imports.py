@@ -31,6 +31,7 @@ def scene(tmp_path: Path) -> Iterator[Scene]:
     made.close()
 
 
+@pytest.mark.nightly
 def test_cells_a_loader_and_a_farm_work_while_imports_take_for_ever(scene: Scene) -> None:
     gates = scene.folder / "gates"
     gates.mkdir()

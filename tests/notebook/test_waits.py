@@ -33,6 +33,7 @@ from tests.harness import (
     on_event,
     words,
 )
+from tests.nightly import nightly
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::ResourceWarning"),
@@ -154,6 +155,7 @@ def test_a_kernel_that_comes_to_a_stopped_pool_replaces_it(
     other.down()
 
 
+@pytest.mark.nightly
 def test_waits_end_with_the_process_that_is_killed_and_the_next_one_starts_another(
     own_pool: Pool, tmp_path: Path
 ) -> None:
@@ -173,6 +175,7 @@ def test_waits_end_with_the_process_that_is_killed_and_the_next_one_starts_anoth
     other.close()
 
 
+@pytest.mark.nightly
 def test_a_wait_from_before_the_pool_was_ended_starts_no_process(own_pool: Pool) -> None:
     """Here the thread that waits reaches the pool only after `down` has begun."""
     wait = PoolWait(own_pool)
@@ -250,6 +253,7 @@ def test_a_run_ends_with_its_pools_process_though_another_has_taken_its_place(
     assert notebook.run("print('on')", gpus=1).lines == {0: ["on"]}
 
 
+@pytest.mark.nightly
 def test_a_pool_that_is_killed_during_a_launch_is_told_in_plain_words(notebook: Notebook) -> None:
     assert notebook.run("pass", gpus=1).error is None
     process = process_of(pools.named("local", Config()))
@@ -303,7 +307,7 @@ def test_a_pool_that_stops_while_it_starts_is_replaced(
 
 
 @pytest.mark.fault(62)
-@pytest.mark.parametrize("harm", [psutil.Process.suspend, psutil.Process.kill])
+@pytest.mark.parametrize("harm", [psutil.Process.suspend, nightly(psutil.Process.kill)])
 def test_what_a_host_has_ready_is_replaced_where_it_is_gone_or_stopped(
     notebook: Notebook, harm: Callable[[psutil.Process], None]
 ) -> None:
@@ -315,6 +319,7 @@ def test_what_a_host_has_ready_is_replaced_where_it_is_gone_or_stopped(
     assert notebook.run("print('on')", gpus=1).lines == {0: ["on"]}
 
 
+@pytest.mark.nightly
 @pytest.mark.usefixtures("no_leftovers")
 def test_a_stopped_supervisor_outlives_no_killed_pool(own_pool: Pool) -> None:
     own_pool.open()

@@ -13,12 +13,14 @@ from taas_magic.messages import Event, Failure, FetcherCounts, RankCounts, leaf_
 from taas_magic.notebook.runs import Run
 
 ROOT = Path(__file__).parents[2]
+FAULTS = frozenset(range(1, 77))
+"""Numbers of the faults in docs/faults.md."""
 
 
 def test_the_page_of_faults_names_tests_that_there_are() -> None:
     page = (ROOT / "docs" / "faults.md").read_text()
     rows = re.findall(r"^\| (\d+) \|", page, flags=re.MULTILINE)
-    assert rows == [str(number) for number in range(1, 77)]
+    assert rows == [str(number) for number in sorted(FAULTS)]
     missing = [name for name in re.findall(r"`(test_\w+::test_\w+)`", page) if not exists(name)]
     assert not missing
 
@@ -34,7 +36,7 @@ def test_each_test_that_the_page_of_faults_names_has_the_faults_mark() -> None:
         if isinstance(function, ast.FunctionDef)
         for number in faults_of(function)
     }
-    assert {number for number, _ in named} == set(range(1, 77))
+    assert {number for number, _ in named} == FAULTS
     assert named <= marked
     assert {number for number, _ in marked} <= {number for number, _ in named}
 

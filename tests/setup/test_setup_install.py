@@ -75,6 +75,7 @@ print(importlib.metadata.version("dask"), taas.__name__, taas_magic.__file__)
 """
 
 
+@pytest.mark.nightly
 def test_a_bare_python_gets_all_that_the_host_side_imports(bare: Path, tmp_path: Path) -> None:
     shell = SubShell(tmp_path / "home", environ={"PYTHONPATH": "/its/own"})
     entries = prepare(shell, pool_of(bare))

@@ -259,6 +259,7 @@ sys.meta_path.insert(0, Gated())
 START_S = 2.0
 
 
+@pytest.mark.nightly
 def test_imports_of_the_pools_process_and_on_a_host_may_take_longer_than_any_limit(
     remote: Remote, hosts: Hosts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -379,6 +380,7 @@ def test_a_killed_pool_process_leaves_clean_hosts(remote: Remote, hosts: Hosts) 
     assert remote.run("print('again')", "three").lines == {0: ["again"]}
 
 
+@pytest.mark.nightly
 def test_a_pool_that_hangs_leaves_clean_hosts(remote: Remote, hosts: Hosts) -> None:
     assert remote.run("1", "three").error is None
     process = remote.pool_process("three")

@@ -121,6 +121,7 @@ def test_a_killed_kernel_leaves_clean_hosts(folder: tuple[Path, Hosts]) -> None:
         assert not hosts.left(1)
 
 
+@pytest.mark.nightly
 @pytest.mark.network
 def test_a_detached_run_on_hosts_goes_on_when_its_kernel_is_killed(
     folder: tuple[Path, Hosts], tmp_path: Path

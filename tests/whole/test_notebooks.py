@@ -16,6 +16,7 @@ from nbformat import NotebookNode
 
 from tests.eventually import HUNG_S
 from tests.frontend import ROOT, Frontend
+from tests.nightly import all_nightly_but
 
 NOTEBOOKS = ROOT / "notebooks"
 NAMES = ("quickstart", "pragma", "lightning")
@@ -103,7 +104,7 @@ def check(notebook: NotebookNode, name: str) -> None:
     assert len(pictures) == (name in WITH_PICTURE)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", all_nightly_but({"quickstart"}, NAMES))
 def test_it_trains(beside: Frontend, name: str) -> None:
     check(executed(beside, name), name)
 
@@ -172,6 +173,7 @@ def check_data_service(notebook: NotebookNode) -> None:
 FEWER_STEPS = {"range(40)": "range(10)", "range(20)": "range(5)", "range(20, 40)": "range(5, 10)"}
 
 
+@pytest.mark.nightly
 def test_divided_models_have_the_weights_of_one_process(beside: Frontend) -> None:
     notebook = executed(beside, "model_parallel", FEWER_STEPS)
     check_model_parallel(notebook)
@@ -216,6 +218,7 @@ def test_a_farms_solutions_come_back(beside: Frontend) -> None:
     check_farm(executed(beside, "farm"), "farm", SAID_BY_FARMS["farm"])
 
 
+@pytest.mark.nightly
 def test_the_trials_of_a_sweep_come_back(beside: Frontend) -> None:
     pytest.importorskip("optuna")
     check_farm(executed(beside, "sweep", SHORT_SWEEP), "sweep", SAID_BY_SHORT_SWEEP)

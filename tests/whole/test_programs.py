@@ -21,6 +21,7 @@ from packaging.version import Version
 
 from tests.eventually import HUNG_S
 from tests.frontend import ROOT, Frontend, environment, kernel
+from tests.nightly import all_nightly_but
 from tests.rig.torchrun import (
     ARGUMENTS,
     BESIDE,
@@ -36,6 +37,15 @@ from tests.rig.torchrun import (
 SPAWNING = ("process_pools",)
 PASTED = ("process_pools", "rpc")
 CALLED = ("ddp_checkpoint", "process_pools", "rpc", "stateful_loader", "tensor_parallel")
+SIMILAR = {
+    "hogwild": "process_pools",
+    "huggingface_accelerate": "huggingface_trainer",
+    "imagenet": "ddp_checkpoint",
+    "loader_workers": "process_pools",
+    "sklearn_search": "process_pools",
+}
+"""Programs that only `make nightly` runs, each with a program that uses the same features."""
+
 NEEDS_TORCH = {"fsdp_dcp": "2.7", "pipeline_parallel": "2.6"}
 """Minimum version of torch for programs that use new features of torch."""
 
@@ -134,7 +144,7 @@ def run_cells(frontend: Frontend, cells: list[Cell]) -> list[str]:
 
 
 @pytest.mark.fault(59)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", all_nightly_but({*NAMES} - {*SIMILAR}, NAMES))
 def test_a_program_gives_in_cells_what_torchrun_gives(name: str, frontend: Frontend) -> None:
     needs = NEEDS_TORCH.get(name, "0")
     if Version(version("torch")) < Version(needs):
@@ -150,14 +160,14 @@ def test_a_cell_spawns_processes_without_a_guard(name: str, frontend: Frontend) 
     check(run_cells(frontend, unguarded), PROGRAMS / f"{name}.py")
 
 
-@pytest.mark.parametrize("name", CALLED)
+@pytest.mark.parametrize("name", all_nightly_but({"ddp_checkpoint"}, CALLED))
 def test_a_program_gives_in_functions_what_torchrun_gives(name: str, frontend: Frontend) -> None:
     called = [cell.called() for cell in cells_of(name)]
     frontend.run("import pathlib\nfor path in pathlib.Path().glob('*.pt'): path.unlink()")
     check(run_cells(frontend, called), PROGRAMS / f"{name}.py")
 
 
-@pytest.mark.parametrize("name", PASTED)
+@pytest.mark.parametrize("name", all_nightly_but({"process_pools"}, PASTED))
 def test_a_program_gives_in_one_cell_what_torchrun_gives(name: str, frontend: Frontend) -> None:
     pasted = Cell("taas", "\n".join(cell.source for cell in cells_of(name)))
     check(run_cells(frontend, [pasted]), PROGRAMS / f"{name}.py")

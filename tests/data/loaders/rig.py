@@ -106,15 +106,27 @@ def cases_of(module: ModuleType) -> list[str]:
 
 
 def parameters(*modules: ModuleType) -> list[Any]:
-    """Return all cases of some modules as pytest parameters."""
+    """Return all cases of some modules as pytest parameters.
+
+    `make nightly` runs all of them, and `make test` those of the daily parts (`Part.is_daily`).
+    """
     return [
-        pytest.param(module, name, id=f"{module.__name__.rpartition('.')[2]}-{name}")
+        pytest.param(
+            *(module, name),
+            id=f"{module.__name__.rpartition('.')[2]}-{name}",
+            marks=marks(any(part.is_daily for part in parts_of(module) if name in part.names)),
+        )
         for module in modules
         for name in cases_of(module)
     ]
 
 
-CASES = 16
+def marks(is_daily: bool) -> tuple[pytest.MarkDecorator, ...]:
+    """Return the marks of a parameter."""
+    return () if is_daily else (pytest.mark.nightly,)
+
+
+CASES = 12
 """Largest number of cases in one cell."""
 
 EVERY_SETTING = bool(os.environ.get("TAAS_EVERY_SETTING"))
@@ -122,11 +134,16 @@ EVERY_SETTING = bool(os.environ.get("TAAS_EVERY_SETTING"))
 
 
 class Part(NamedTuple):
-    """Cases of a module that one cell runs in one setting."""
+    """Cases of a module that one cell runs in one setting.
+
+    Attributes:
+        is_daily: Whether `make test` runs the part: one part of each setting.
+    """
 
     module: ModuleType
     setting: Setting
     names: tuple[str, ...]
+    is_daily: bool
 
     def __str__(self) -> str:
         ranks, cpus, resumed_cpus = self.setting
@@ -139,20 +156,27 @@ def parts_of(module: ModuleType) -> list[Part]:
     names, settings = cases_of(module), settings_of(module)
     has_all = EVERY_SETTING or len(names) <= len(settings)
     return [
-        Part(module, setting, tuple(group))
+        Part(module, setting, tuple(group), is_daily=number == 0)
         for turn, setting in enumerate(settings)
-        for group in chunks(names if has_all else names[turn :: len(settings)], CASES)
+        for number, group in enumerate(
+            groups(names if has_all else names[turn :: len(settings)], CASES)
+        )
     ]
 
 
-def chunks(names: list[str], size: int) -> list[list[str]]:
-    """Split a list into lists of at most `size`."""
-    return [names[at : at + size] for at in range(0, len(names), size)]
+def groups(names: list[str], size: int) -> list[list[str]]:
+    """Distribute names over lists of at most `size`; each list has some of every kind."""
+    count = -(-len(names) // size)
+    return [names[number::count] for number in range(count)]
 
 
 def all_parts(*modules: ModuleType) -> list[Any]:
     """Return the parts of some modules as pytest parameters."""
-    return [pytest.param(part, id=str(part)) for module in modules for part in parts_of(module)]
+    return [
+        pytest.param(part, id=str(part), marks=marks(part.is_daily))
+        for module in modules
+        for part in parts_of(module)
+    ]
 
 
 def settings_of(module: ModuleType) -> list[Setting]:
