@@ -47,6 +47,11 @@ class CellWork(Struct, frozen=True, tag="cell"):
         return "".join(self.raw.splitlines(keepends=True)[self.line_offset :])
 
     @property
+    def is_one_script(self) -> bool:
+        """Whether the cell is one line with `%run`; an exception of its script ends the cell."""
+        return self.source.startswith("%run ") and len(self.source.splitlines()) == 1
+
+    @property
     def label(self) -> str:
         """Name of the cell in tracebacks, such as `Cell In[5]`."""
         return self.title or f"Cell In[{self.execution_count or '?'}]"

@@ -326,7 +326,9 @@ class RankShell(InteractiveShell):
         is_exit = isinstance(value, SystemExit)
         if value is None or (isinstance(value, SystemExit) and not value.code):
             return
-        ends_cell = not self.depth or (self.depth == 1 and kwargs.get("running_compiled_code"))
+        cell: CellWork | None = self.compile.cell
+        is_last = kwargs.get("running_compiled_code") or (cell is not None and cell.is_one_script)
+        ends_cell = not self.depth or (self.depth == 1 and is_last)
         tracebacks.remove_own_frames(value)
         shown = tracebacks.describe_exception(value)
         if ends_cell and self.link.is_own:

@@ -231,6 +231,10 @@ def test_a_script_runs_on_ranks(scene: Scene) -> None:
     assert "rank 0 has 6" in done.stdout and "rank 1 has 6" in done.stdout
     failed = python(scene, "-m", "taas_magic", "run", "--gpus", "1", "plain.py", "--number", "7")
     assert failed.returncode == 1 and "RankFailed" in failed.stderr
+    (scene.project / "failing.py").write_text("def fail(): 1 / 0\nfail()\n")
+    raised = python(scene, "-m", "taas_magic", "run", "--gpus", "1", "failing.py")
+    assert raised.stderr.count("failing.py:1, in fail()") == 1
+    assert "in fail()" not in raised.stdout  # the traceback is shown once
     nested = python(scene, "-m", "taas_magic", "run", "--gpus", "1", "script.py", "4")
     assert nested.returncode == 1 and "taas.run cannot be called on a rank" in nested.stderr
     words = ("-m", "taas_magic", "run", "--gpus", "2", "--dry-run", "plain.py", "--number", "3")
