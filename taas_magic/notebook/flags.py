@@ -15,6 +15,8 @@ import tokenize
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from enum import Enum
+from functools import partial
 from itertools import takewhile
 from typing import Any, NoReturn
 
@@ -222,14 +224,27 @@ def variable(text: str) -> tuple[str, str]:
     key, equals, value = text.partition("=")
     if not equals or not re.fullmatch(r"[A-Za-z_]\w*", key, re.ASCII) or "\0" in value:
         raise ValueError(text)
-    if key in OF_EACH_RANK:
-        raise UsageError(f"--env {text}: taas-magic sets {key} for each rank; choose another name")
     return key, value
 
 
 def store_writes(text: str) -> str:
     """Parse the value of `--store-writes`: one of `WRITES`."""
     return WRITES[WRITES.index(text)]
+
+
+class Spelling(Enum):
+    """The form in which the user writes options. Error messages name options in the same form.
+
+    The value of each member is an example of the option that is always required.
+    """
+
+    CELL = "--gpus 2 (as a comment: #pragma taas --gpus 2)"
+    TERMINAL = "--gpus 2"
+    CALL = "gpus=2"
+
+    def spell(self, flag: str) -> str:
+        """Return an option's name as the user writes it, given the name of its flag."""
+        return flag.removeprefix("--").replace("-", "_") if self is Spelling.CALL else flag
 
 
 @dataclass(frozen=True)
@@ -259,26 +274,28 @@ class Flag:
         """Name of the flag's attribute in `Flags`."""
         return _FIELDS.get(self.name, self.name.removeprefix("--").replace("-", "_"))
 
-    def add_to(self, parser: MagicArgumentParser) -> None:
+    def add_to(self, parser: MagicArgumentParser, spelling: Spelling) -> None:
         """Add the flag to a parser, with its help and its function for parsing the value."""
         example = f" Example: {self.name} {self.examples[0]}" if self.examples else ""
         settings: dict[str, Any] = {"help": (self.help + example).replace("%", "%%")}
         if self.metavar:
             action = "append" if self.name in REPEATED else "store"
-            settings |= {"metavar": self.metavar, "action": action, "type": self._value}
+            read = partial(self._value, spelling)
+            settings |= {"metavar": self.metavar, "action": action, "type": read}
             if self.if_alone is not None:
                 settings |= {"nargs": "?", "const": self.if_alone}
         else:
             settings["action"] = "store_true"
         parser.add_argument(self.name, dest=self.field, **settings)
 
-    def _value(self, text: str) -> Any:
+    def _value(self, spelling: Spelling, text: str) -> Any:
         """Parse the flag's value for argparse; raise a UsageError that says what is allowed."""
         try:
             return self.read(text)
         except ValueError:
             hint = ", a name that the notebook does not have" if _NOT_EXPANDED.search(text) else ""
-            raise UsageError(f'{self.name} needs {self.possible}; got "{text}"{hint}') from None
+            name = spelling.spell(self.name)
+            raise UsageError(f'{name} needs {self.possible}; got "{text}"{hint}') from None
 
 
 _NOT_EXPANDED = re.compile(r"\$\w+|\{.+\}")
@@ -300,7 +317,7 @@ FLAGS = (
         "--gpus",
         "N",
         whole(1),
-        "a number above 0 (--gpus 2)",
+        "a number above 0, such as 2",
         "Number of ranks, one per GPU; without GPUs, CPU ranks.",
         ("8", "1", "2", "4", "16"),
     ),
@@ -308,7 +325,7 @@ FLAGS = (
         "--cpus",
         "M",
         whole(0),
-        "a number (--cpus 4)",
+        "a number such as 4",
         "Number of processes that prepare batches (fetchers) for each registered loader; "
         "0 (default): child processes of the ranks do.",
         ("4", "0", "1", "2", "8"),
@@ -317,7 +334,7 @@ FLAGS = (
         "--units",
         "K",
         count,
-        "a number (--units 20480000, 20_480_000, 20M or 1.5G)",
+        "a number such as 20480000, 20_480_000, 20M or 1.5G",
         "Limit on the units (batches) of each registered loader that all ranks together get.",
         ("20M", "10K", "1_000_000"),
     ),
@@ -325,7 +342,7 @@ FLAGS = (
         "--pool",
         "NAME",
         str,
-        "a pool's name (--pool g2.8)",
+        "a pool's name, such as g2.8",
         "Pool of the ranks; default: local, this machine; see %taas pools.",
         ("g2.8",),
     ),
@@ -333,7 +350,7 @@ FLAGS = (
         "--data-pool",
         "NAME",
         str,
-        "a pool's name (--data-pool c1.4)",
+        "a pool's name, such as c1.4",
         'Pool of the fetchers; default: the pool with role = "data", else the pool of the ranks.',
         ("c1.4",),
     ),
@@ -341,7 +358,7 @@ FLAGS = (
         "--prefill",
         "SIZE",
         prefill,
-        "a size (--prefill 500MB), a number of batches (--prefill 200), or all",
+        "a size such as 500MB, a number of batches such as 200, or all",
         "Data that fetchers prepare before ranks start; default: both start together.",
         ("500MB", "200", "all"),
     ),
@@ -353,7 +370,7 @@ FLAGS = (
         "--out",
         "NAMES",
         parse_out,
-        "names of variables, each once (--out model,history,losses@last)",
+        "names of variables, each once, such as model,history,losses@last",
         "Variables to return: NAME: rank 0's; NAME@3, NAME@last: that rank's; NAME@all: a list.",
         ("model,history", "model,losses@last", "loss@all"),
     ),
@@ -361,7 +378,7 @@ FLAGS = (
         "--session",
         "NAME",
         str,
-        "a name (--session exp)",
+        "a name such as exp",
         "Run the cell on ranks that stay and keep their variables; with --gpus, start them.",
         ("exp",),
     ),
@@ -369,7 +386,7 @@ FLAGS = (
         "--ranks",
         "RANKS",
         parse_sorted_ranks,
-        "ranks (--ranks 0 or --ranks 1,3)",
+        "ranks such as 0 or 1,3",
         "Ranks of the session that run the cell; default: all.",
         ("0", "1,3"),
     ),
@@ -377,7 +394,7 @@ FLAGS = (
         "--send",
         "NAMES",
         parse_send,
-        "names of variables (--send lr,data)",
+        "names of variables such as lr,data",
         "Variables to send from the notebook although the session's ranks have their own.",
         ("lr",),
     ),
@@ -385,7 +402,7 @@ FLAGS = (
         "--name",
         "TEXT",
         str,
-        "a text, in quotes if it has spaces (--name 'first try')",
+        "a text, in quotes if it has spaces, such as 'first try'",
         "Name of the run in lists.",
         ('"first try"',),
     ),
@@ -393,7 +410,7 @@ FLAGS = (
         "--max-restarts",
         "R",
         whole(0),
-        "a number (--max-restarts 2)",
+        "a number such as 2",
         "Number of times that all ranks start again after one failed; default 0.",
         ("2", "1", "5"),
     ),
@@ -401,7 +418,7 @@ FLAGS = (
         "--timeout",
         "T",
         duration_s,
-        "a time above 0 (--timeout 90s, 5m or 2h)",
+        "a time above 0, such as 90s, 5m or 2h",
         "Limit on the time of the run, which then ends.",
         ("2h", "90s", "30m"),
     ),
@@ -418,7 +435,7 @@ FLAGS = (
         "--profile",
         "N",
         whole(1, MAX_PROFILED_STEPS),
-        f"a number of steps from 1 to {MAX_PROFILED_STEPS} (--profile 5)",
+        f"a number of steps from 1 to {MAX_PROFILED_STEPS}, such as 5",
         "Record N steps of every rank by torch.profiler; taas.last_run.timeline() shows them.",
         ("5", "3", "10"),
     ),
@@ -426,7 +443,7 @@ FLAGS = (
         "--env",
         "KEY=VALUE",
         variable,
-        "KEY=VALUE, in quotes if it has spaces (--env NCCL_DEBUG=INFO)",
+        "KEY=VALUE, in quotes if it has spaces, such as NCCL_DEBUG=INFO",
         "Environment variable of the ranks; may be repeated.",
         ("OMP_NUM_THREADS=2", "NCCL_DEBUG=INFO"),
     ),
@@ -434,7 +451,7 @@ FLAGS = (
         "--logs",
         "RANKS",
         parse_ranks,
-        "ranks (--logs 0,2-5), or all",
+        "ranks such as 0,2-5, or all",
         "Ranks whose lines and displays to show; default: all lines, and rank 0's displays.",
         ("0,2-5", "all", "0"),
     ),
@@ -442,7 +459,7 @@ FLAGS = (
         "--store",
         "PATH",
         str,
-        "a folder (--store results)",
+        "a folder such as results",
         "Project store, where rank 0 writes; default: taas.toml's, else the notebook's folder.",
         ("results",),
     ),
@@ -458,7 +475,7 @@ FLAGS = (
         "--shared-writes",
         "PATH",
         str,
-        "a folder in the project store (--shared-writes checkpoints)",
+        "a folder in the project store, such as checkpoints",
         "Folder of the store that all ranks write, for sharded checkpoints; may be repeated.",
         ("checkpoints",),
     ),
@@ -471,7 +488,7 @@ FLAGS = (
         "--rehearse",
         "K",
         whole(1),
-        "a number of batches (--rehearse 3)",
+        "a number of batches such as 3",
         "Run the cell here on two CPU ranks with K batches (default 3) of each registered loader, "
         "and report what the pool would need; write nothing to the project store.",
         ("3", "1", "10"),
@@ -485,20 +502,25 @@ BY_NAME = {flag.name: flag for flag in FLAGS}
 class FlagParser(MagicArgumentParser):
     """Parser of flags. Its errors are UsageErrors that name the flag and the allowed values."""
 
-    def __init__(self, flags: Sequence[Flag], description: str = "") -> None:
+    def __init__(
+        self,
+        flags: Sequence[Flag],
+        description: str = "",
+        spelling: Spelling = Spelling.CELL,
+    ) -> None:
         super().__init__("%taas", description=description)
         # Without this line, "--gpu" would be accepted as an abbreviation of "--gpus".
         self.allow_abbrev = False
-        self._flags = flags
+        self._flags, self._spelling = flags, spelling
         for flag in flags:
-            flag.add_to(self)
+            flag.add_to(self, spelling)
 
     def error(self, message: str) -> NoReturn:
         """Raise UsageError with a clearer text than argparse's "argument --gpus: expected …"."""
         flag = next((flag for flag in self._flags if f" {flag.name}:" in message), None)
         if flag is not None:
             says = f"needs {flag.possible}" if flag.metavar else "takes no value"
-            message = f"{flag.name} {says}"
+            message = f"{self._spelling.spell(flag.name)} {says}"
         raise UsageError(message) from None
 
 
@@ -529,33 +551,38 @@ HELP: str = _PARSER.format_help().replace("[--gpus N]", "--gpus N", 1)  # no oth
 """Help text that `%%taas?` shows."""
 
 
-def parse(line: str, config: Config) -> Flags:
+def parse(line: str, config: Config, spelling: Spelling = Spelling.CELL) -> Flags:
     """Parse the words after `%%taas`, in which IPython has replaced `{expression}` and `$variable`.
 
     With `--session`, `--gpus` may be missing. In this case, the result has `gpus=0`, and the
     numbers of ranks in `--out`, `--logs` and `--ranks` are not checked.
 
+    Args:
+        line: The flags and their values, as one line.
+        config: Settings of taas.toml.
+        spelling: Form in which error messages name the options.
+
     Raises:
         UsageError: A flag or value is wrong, `--gpus` is missing, taas.toml has no such pool, or
             flags contradict each other. The message is one line that says what to write.
     """
-    found = _parse_words(_words(line))
+    found = _parse_words(_words(line), spelling)
     for name in (found.get("pool", LOCAL), found.get("data_pool", LOCAL)):
         config.pool(name)
     if "gpus" not in found and "session" in found:
         found["gpus"] = 0  # 0 means: as many ranks as the session has
     if "gpus" not in found:
         raise UsageError(
-            "--gpus is missing: give the number of ranks, such as --gpus 2 "
-            "(as a comment: #pragma taas --gpus 2)"
+            f"{spelling.spell('--gpus')} is missing: give the number of ranks, such as "
+            f"{spelling.value}"
         )
     flags = Flags(**found)
     if flags.rehearse:
         _check_rehearsal(flags)
     if flags.prefill is not None:
-        _check_prefill(flags.prefill, flags, config.data)
+        _check_prefill(flags.prefill, flags, config.data, spelling)
     if flags.gpus:
-        check_ranks(flags)
+        check_ranks(flags, spelling)
     return flags
 
 
@@ -569,34 +596,36 @@ def _check_rehearsal(flags: Flags) -> None:
             )
 
 
-def check_ranks(flags: Flags) -> None:
+def check_ranks(flags: Flags, spelling: Spelling = Spelling.CELL) -> None:
     """Raise UsageError if `--out`, `--logs` or `--ranks` names a rank that the run lacks."""
-    gpus = flags.gpus
+    gpus, spell = flags.gpus, spelling.spell
+    run = f"{spell('--gpus')} {gpus}"
     nobody = [name for name in flags.out if split_name(name)[1] >= gpus]
     if nobody:
         raise UsageError(
-            f"--out {nobody[0]}: --gpus {gpus} has ranks @0 to @{gpus - 1}, @last and @all"
+            f"{spell('--out')} {nobody[0]}: {run} has ranks @0 to @{gpus - 1}, @last and @all"
         )
     for flag, ranks in (("--logs", flags.log_ranks or ()), ("--ranks", flags.ranks)):
         if beyond := sorted(rank for rank in ranks if rank >= gpus):
-            raise UsageError(f"{flag} {beyond[0]}: --gpus {gpus} has ranks 0 to {gpus - 1}")
+            raise UsageError(f"{spell(flag)} {beyond[0]}: {run} has ranks 0 to {gpus - 1}")
 
 
-def _check_prefill(prefill: Prefill, flags: Flags, memory: DataConfig) -> None:
+def _check_prefill(prefill: Prefill, flags: Flags, memory: DataConfig, spelling: Spelling) -> None:
     """Raise UsageError if fetchers could never prepare the amount of `--prefill`.
 
     `--prefill` needs `--cpus`, and `--prefill all` also needs `--units`. An amount in bytes must
     fit into the prefetch buffers of all fetchers together.
     """
+    name, cpus, units = (spelling.spell(flag) for flag in ("--prefill", "--cpus", "--units"))
     if prefill.unit == "all" and flags.units is None:
-        raise UsageError("--prefill all needs a limit on the data: add --units (--units 20M)")
+        raise UsageError(f"{name} all needs a limit on the data: add {units}, such as 20M")
     if not flags.cpus:
-        raise UsageError("--prefill needs hosts that prepare the data: add --cpus (--cpus 2)")
+        raise UsageError(f"{name} needs hosts that prepare the data: add {cpus}, such as 2")
     most = flags.cpus * memory.buffer_bytes
     if prefill.unit == "bytes" and prefill.amount > most:
         raise UsageError(
-            f"--prefill: {flags.cpus} fetcher{'s' * (flags.cpus > 1)} can hold {most:,} bytes; "
-            f"you requested {prefill.amount:,}. Request less, use more --cpus, or set a larger "
+            f"{name}: {flags.cpus} fetcher{'s' * (flags.cpus > 1)} can hold {most:,} bytes; "
+            f"you requested {prefill.amount:,}. Request less, use more {cpus}, or set a larger "
             "buffer in [data] of taas.toml"
         )
 
@@ -626,14 +655,14 @@ def _uncommented(line: str) -> str:
     return line
 
 
-def _parse_words(words: list[str]) -> dict[str, Any]:
+def _parse_words(words: list[str], spelling: Spelling) -> dict[str, Any]:
     """Return the values of the given flags by field, with `env` and `shared_writes` always present.
 
     Raises:
         UsageError: A flag is unknown, has a wrong value, or was given twice although it is not in
-            `REPEATED`.
+            `REPEATED`. Or `--env` sets a variable that taas-magic sets.
     """
-    answer, rest = _PARSER.parse_known_args(words)
+    answer, rest = FlagParser(FLAGS, spelling=spelling).parse_known_args(words)
     if rest:
         raise UsageError(_unknown(rest[0]))
     given = [word.partition("=")[0] for word in words]
@@ -642,6 +671,12 @@ def _parse_words(words: list[str]) -> dict[str, Any]:
             raise UsageError(f"{name} was given twice; give it once")
     settings = {name: value for name, value in vars(answer).items() if value is not None}
     settings["env"] = dict(settings.get("env", ()))
+    for key, text in settings["env"].items():
+        if key in OF_EACH_RANK:
+            raise UsageError(
+                f"{spelling.spell('--env')} {key}={text}: taas-magic sets {key} for each rank; "
+                "choose another name"
+            )
     settings["shared_writes"] = tuple(settings.get("shared_writes", ()))
     return settings
 

@@ -4,7 +4,6 @@ Ranks receive the variables of an IPython shell. In a script, this module create
 variables are those of the script's `__main__` module.
 """
 
-import re
 import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -130,11 +129,9 @@ def _flags(options: Mapping[str, Any], settings: Config) -> Flags:
         elif option != "gather":
             words += [flag, str(value)]
     try:
-        asked = flags.parse(shlex.join(words), settings)
-    except UsageError as error:  # the text names flags, with examples in parentheses
-        text = re.sub(r" \(--[^)]*\)", "", str(error))
-        text = re.sub(r"--([a-z-]+)", lambda flag: flag[1].replace("-", "_"), text)
-        raise UsageError(f"taas.run: {text}") from None
+        asked = flags.parse(shlex.join(words), settings, flags.Spelling.CALL)
+    except UsageError as error:
+        raise UsageError(f"taas.run: {error}") from None
     returned = VALUES if "gather" in options else VALUE
     return structs.replace(asked, out=(*asked.out, returned))
 
@@ -158,12 +155,12 @@ def run_script(words: Sequence[str]) -> None:
     shell, settings = _shell(), load_config(working_folder())
     given, script = _split_words(words)
     try:
-        asked = flags.parse(shlex.join(given), settings)
+        asked = flags.parse(shlex.join(given), settings, flags.Spelling.TERMINAL)
     except UsageError as error:
         if words[0] != script[0]:
             raise
         usage = f"python -m taas_magic run {script[0]} --gpus 2 -- [arguments of the script]"
-        raise UsageError(f"{error}. Usage: {usage}") from None
+        raise UsageError(f"{str(error).removesuffix('.')}. Usage: {usage}") from None
     text = f"%run {shlex.join(script)}"
     cell = CellWork(text, shell.transform_cell(text), f"<{text}>", title=text)
     if asked.dry_run:

@@ -363,10 +363,14 @@ def run_command(line: str, settings: Config) -> str:
     except ValueError:
         raise UsageError(f"%taas {line}: a quote is not closed") from None
     if name.startswith("-"):
-        raise UsageError(f"%taas {name}: to run a cell, begin it with %%taas (two percent signs)")
+        raise UsageError(
+            f"{name} is not a command. To run a cell, begin it with %%taas (two percent signs); to "
+            "run a script, write python -m taas_magic run --gpus 2 script.py"
+        )
     if name not in _COMMANDS:
         has = ", ".join(_COMMANDS)
-        raise UsageError(f'%taas has no "{name}"{did_you_mean(name, _COMMANDS)}. It has: {has}')
+        hint = did_you_mean(name, _COMMANDS)
+        raise UsageError(f'There is no command "{name}"{hint}. The commands are: {has}')
     return _COMMANDS[name][2](words, settings)
 
 
@@ -384,9 +388,9 @@ def _status(words: Sequence[str], settings: Config) -> str:
 
 _LOGS_FLAGS = FlagParser(
     [
-        Flag("--rank", "R", whole(0), "a rank's number (--rank 3)"),
-        Flag("--tail", "N", whole(1), "a number of lines (--tail 50)"),
-        Flag("--grep", "PATTERN", str, "a regular expression (--grep 'loss nan')"),
+        Flag("--rank", "R", whole(0), "a rank's number, such as 3"),
+        Flag("--tail", "N", whole(1), "a number of lines, such as 50"),
+        Flag("--grep", "PATTERN", str, "a regular expression such as 'loss nan'"),
     ]
 )
 
@@ -640,7 +644,7 @@ def _end(words: Sequence[str], settings: Config) -> str:
     return f"Session {session.name} has ended, and so have its ranks."
 
 
-_DEBUG_FLAGS = FlagParser([Flag("--rank", "R", whole(0), "a rank's number (--rank 3)")])
+_DEBUG_FLAGS = FlagParser([Flag("--rank", "R", whole(0), "a rank's number, such as 3")])
 
 
 def _debug(words: Sequence[str], settings: Config) -> str:
@@ -764,7 +768,7 @@ def _optional_word(name: str, words: Sequence[str], most: int = 1) -> str | None
     """
     if len(words) > most:
         raise UsageError(
-            f'%taas {name} does not take "{words[most]}". It is used as: %taas {_COMMANDS[name][0]}'
+            f'{name} does not take "{words[most]}". The command is used as: {_COMMANDS[name][0]}'
         )
     return words[0] if words else None
 

@@ -153,10 +153,18 @@ def test_an_option_that_is_a_parameter_too_is_refused_and_a_partial_is_not(
     assert value(notebook, "run.result, run.name") == ("x", "y")
     notebook.define("run = taas.run(show, 'positional', gpus=1)")
     assert value(notebook, "run.result") == "positional"
-    with pytest.raises(UsageError, match=r'^taas\.run: gpus needs a number above 0; got "0"$'):
+    with pytest.raises(
+        UsageError, match=r'^taas\.run: gpus needs a number above 0, such as 2; got "0"$'
+    ):
         notebook.define("taas.run(show, 'x', gpus=0)")
-    with pytest.raises(UsageError, match=r"^taas\.run: max_restarts needs a number; got "):
+    with pytest.raises(
+        UsageError, match=r"^taas\.run: max_restarts needs a number such as 2; got "
+    ):
         notebook.define("taas.run(show, 'x', gpus=1, max_restarts=-1)")
+    with pytest.raises(UsageError, match=r'^taas\.run: units needs .*; got "--a-b \(--c\)"$'):
+        notebook.define("taas.run(show, 'x', gpus=1, units='--a-b (--c)')")
+    with pytest.raises(UsageError, match=r"^taas\.run: gpus is missing: .* such as gpus=2$"):
+        notebook.define("taas.run(show, 'x', gpus=None)")
 
 
 SCRIPT = """
@@ -245,6 +253,11 @@ def test_a_script_runs_on_ranks(scene: Scene) -> None:
     after = ("-m", "taas_magic", "run", "plain.py", "--gpus", "2")
     done = python(scene, *after, "--", "--number", "3")
     assert done.returncode == 0 and "rank 1 has 6" in done.stdout
+    missing = python(scene, "-m", "taas_magic", "run", "plain.py")
+    assert "give the number of ranks, such as --gpus 2. Usage: " in missing.stderr
+    for command in (["--help"], ["nothing"], ["pools", "x"]):
+        refused = python(scene, "-m", "taas_magic", *command)
+        assert refused.returncode == 1 and "%taas " not in refused.stderr.replace("%%taas", "")
     mixed = python(scene, *after, "--number", "3")
     assert mixed.returncode == 1 and "No flag --number" in mixed.stderr
     assert "run plain.py --gpus 2 -- [arguments of the script]" in mixed.stderr

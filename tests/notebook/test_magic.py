@@ -198,9 +198,9 @@ def test_names_of_the_notebook_are_filled_in(shell: InteractiveShell, launch: Fa
             "attach, detach, stacks, ranks, stop, pools, warm, sessions, vars, debug, end, "
             "restart, down, report",
         ),
-        ("%taas pools x", 'does not take "x". It is used as: %taas pools'),
-        ("%taas logs --rank x", '--rank needs a rank\'s number (--rank 3); got "x"'),
-        ("%taas logs --rank", "--rank needs a rank's number (--rank 3)"),
+        ("%taas pools x", 'does not take "x". The command is used as: pools'),
+        ("%taas logs --rank x", '--rank needs a rank\'s number, such as 3; got "x"'),
+        ("%taas logs --rank", "--rank needs a rank's number, such as 3"),
         ("%taas stop", "No run is running"),
         ("%taas logs 'x", "a quote is not closed"),
         ("%taas warm nowhere", 'No pool "nowhere"'),
