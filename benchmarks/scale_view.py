@@ -97,15 +97,15 @@ def measure(world_size: int) -> tuple[list[Scene], float]:
 
     The costs come from a second view without memory tracing, because tracing takes time.
     """
-    with _captured() as shell:
+    with _captured():
         made = scenes(world_size)
         tracemalloc.start()
-        view = View(RunState(plan_of(world_size), Path("/tmp")), shell=shell)
+        view = View(RunState(plan_of(world_size), Path("/tmp")))
         found = [_play(view, name, events) for name, events in made.items()]
         gc.collect()
         held_mib = tracemalloc.get_traced_memory()[0] / 2**20
         tracemalloc.stop()
-        again = View(RunState(plan_of(world_size), Path("/tmp")), shell=shell)
+        again = View(RunState(plan_of(world_size), Path("/tmp")))
         found = [_play(again, name, events) for name, events in made.items()]
     return found, held_mib
 
@@ -125,13 +125,13 @@ def _frame(view: View, events: list[Event]) -> float:
 
 
 @contextlib.contextmanager
-def _captured() -> Iterator[InteractiveShell]:
-    """Yield a shell whose display publisher discards everything."""
+def _captured() -> Iterator[None]:
+    """Create an IPython shell whose display publisher discards everything."""
     shell = InteractiveShell.instance()
     shell.display_pub = _Forgetful()
     shell.kernel = None
     with contextlib.redirect_stdout(io.StringIO()):
-        yield shell
+        yield
     InteractiveShell.clear_instance()
 
 

@@ -314,7 +314,6 @@ class View:
     Args:
         state: The state of the run, which `feed` updates. If the state has no start time, the run
             starts now.
-        shell: The shell that shows the run; default is the current one.
         clock: Monotonic clock in seconds, used by `tick` and `next_due`.
         past: The output of the events that `state` already includes.
     """
@@ -323,14 +322,13 @@ class View:
         self,
         state: RunState,
         *,
-        shell: "InteractiveShell | None" = None,
         clock: Callable[[], float] = time.monotonic,
         past: Sequence[OutputPiece] = (),
     ) -> None:
         plan, now = state.plan, clock()
         self._clock, self._state = clock, state
         state.began = state.began or now
-        self._screen = screen_for(shell or get_ipython(), plan)
+        self._screen = screen_for(get_ipython(), plan)
         limit_bytes = self._screen.limit_bytes + (TAIL_BYTES if past else 0)
         self._clearing_rank = min(plan.log_ranks or plan.ranks or {0})
         self._log = LogText(plan, state.run_dir, limit_bytes)
