@@ -21,6 +21,7 @@ import argparse
 import multiprocessing
 import os
 import resource
+import signal
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -29,6 +30,7 @@ from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
+from types import FrameType
 from typing import Any, NamedTuple
 
 import peers
@@ -403,6 +405,13 @@ def storage(rounds: int, seconds: float) -> None:
     compare("Slow storage, 5 ms wait a sample", rows, rounds, seconds)
 
 
+def end_with_children(number: int, frame: FrameType | None) -> None:
+    """End this process and every process below it. A handler of SIGTERM."""
+    for process in psutil.Process().children(recursive=True):
+        process.terminate()
+    raise SystemExit(128 + number)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=5)
@@ -410,6 +419,7 @@ def main() -> None:
     parser.add_argument("--only", choices=PARTS)
     parser.add_argument("--row", action="append", default=[], help="of delivery, only these")
     asked = parser.parse_args()
+    signal.signal(signal.SIGTERM, end_with_children)
     CONTEXT.set_forkserver_preload(["torch", "taas_magic.host.fetcher", "deliverers"])
     rounds, seconds = asked.rounds, asked.seconds
     parts = {
