@@ -27,6 +27,16 @@ START_FAILED_S = 1.5
 _LOOK_S = 0.5
 
 
+def host_name(pool: PoolConfig, number: int) -> str:
+    """Return the name of a local pool's host for the user.
+
+    Args:
+        number: Number of the host in its pool.
+    """
+    own = socket.gethostname()
+    return f"{own}-{pool.name}-{number}" if pool.max_hosts > 1 else own
+
+
 class LocalEngine(HostsEngine):
     """Engine whose hosts are on this machine. It starts a supervisor for each host."""
 
@@ -75,11 +85,6 @@ class _LocalHost(Host):
         self._engine = engine
         self._supervisor: subprocess.Popen[bytes] | None = None
 
-    def _host_name(self) -> str:
-        """Return the name of the host for the user; "" stands for the machine's own name."""
-        pool = self._engine.pool
-        return f"{socket.gethostname()}-{pool.name}-{self.number}" if pool.max_hosts > 1 else ""
-
     async def start(self) -> None:
         """Send the agent's settings to a supervisor, and wait until the host can start ranks.
 
@@ -96,7 +101,7 @@ class _LocalHost(Host):
             scheduler=engine.scheduler.address,
             security=engine.keys.host(self.name),
             name=self.name,
-            host_name=self._host_name(),
+            host_name=host_name(pool, self.number),
             interface=LOOPBACK,
             is_foreign=False,
             local_directory=engine.folder,

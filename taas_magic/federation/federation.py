@@ -6,7 +6,7 @@ Runs in the notebook's kernel.
 import contextlib
 import secrets
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,8 @@ from IPython.core.getipython import get_ipython
 
 from taas_magic import certificate
 from taas_magic.capture.work import VALUE, FunctionWork
+from taas_magic.config import LOCAL
+from taas_magic.engines.local import host_name
 from taas_magic.errors import UsageError
 from taas_magic.federation.flower import FederationSettings
 from taas_magic.federation.rank import run_on_rank
@@ -98,10 +100,13 @@ class Federation:
         magics = _magics()
         settings = magics.settings()
         pool = settings.pool(self.pool)
-        if unknown := sorted(set(self.per_host) - set(pool.hosts or self.per_host)):
+        names: Collection[str] = pool.hosts or self.per_host
+        if pool.engine == LOCAL:
+            names = [host_name(pool, number) for number in range(pool.max_hosts)]
+        if unknown := sorted(set(self.per_host) - set(names)):
             raise UsageError(
                 f'per_host names {", ".join(unknown)}; the hosts of pool "{pool.name}" are '
-                f"{', '.join(pool.hosts)}"
+                f"{', '.join(names)}"
             )
         pair = certificate.make("taas-magic federation")
         federation_settings = FederationSettings(

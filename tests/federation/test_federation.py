@@ -2,6 +2,7 @@
 
 import math
 import secrets
+import socket
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -67,6 +68,13 @@ def test_a_value_that_flower_does_not_pass_on_is_refused() -> None:
         federation(per_host={"north": {"data": Path("/srv")}}).run(None, None)
     with pytest.raises(UsageError, match=r"got a list for 'rates'"):
         federation().run(None, None, {"rates": [1, 2]})
+
+
+def test_a_wrong_name_in_per_host_is_refused_before_a_local_pool_starts(notebook: Notebook) -> None:
+    notebook.define("import taas")
+    known = f'per_host names elsewhere; the hosts of pool "local" are {socket.gethostname()}$'
+    with pytest.raises(UsageError, match=known):
+        notebook.define("taas.federation(per_host={'elsewhere': {'data': 1}}).run(None, None)")
 
 
 @pytest.fixture(scope="module")
