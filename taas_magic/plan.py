@@ -358,7 +358,8 @@ def make_plan(
     The plan has no fetchers yet. Use as few hosts as possible: a host runs one rank for each GPU,
     or up to `MAX_RANKS_PER_CPU_HOST` ranks if it has no GPU. The ranks of a host share its cores
     equally. If the hosts have no GPUs, the plan has a note about this. A federation has one rank on
-    each host. A rehearsal uses no GPUs and has no such note.
+    each host. With an empty CUDA_VISIBLE_DEVICES in `--env`, the ranks use no GPUs. A rehearsal
+    sets this variable, and has no such note.
 
     Args:
         max_hosts: Number of hosts that the pool may have.
@@ -368,7 +369,7 @@ def make_plan(
         UsageError: The pool has too few hosts for the ranks. Or the ranks do not divide evenly over
             the hosts, and `--uneven-hosts` is not given.
     """
-    if flags.rehearse:  # a rehearsal runs its ranks on the CPU, even on a host with GPUs
+    if flags.env.get("CUDA_VISIBLE_DEVICES") == "":  # as in a rehearsal
         host = replace(host, gpus=0)
     per_host = 1 if flags.federated else host.gpus or MAX_RANKS_PER_CPU_HOST
     n_hosts = -(-flags.gpus // per_host)

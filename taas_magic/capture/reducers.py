@@ -430,14 +430,19 @@ def rebuild_typed(untyped: "torch.UntypedStorage", dtype: "torch.dtype") -> "tor
 def target_device(device: str) -> str:
     """Return this process's device for a value that was pickled on `device`.
 
-    This is the rank's GPU if `device` is "cuda" and this process is a rank with CUDA, else "cpu".
+    If `device` is "cuda", this is the GPU of this rank. In a process that is no rank, it is the
+    current GPU, but only if the process has already used CUDA: most notebooks leave the memory of
+    the GPUs to the ranks. In all other cases, it is "cpu".
     """
     import torch
 
-    local_rank = os.environ.get("LOCAL_RANK")
-    if device != "cuda" or local_rank is None or not torch.cuda.is_available():
+    if device != "cuda" or not torch.cuda.is_available():
         return "cpu"
-    return f"cuda:{int(local_rank) % torch.cuda.device_count()}"
+    if (local_rank := os.environ.get("LOCAL_RANK")) is not None:
+        return f"cuda:{int(local_rank) % torch.cuda.device_count()}"
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return f"cuda:{torch.cuda.current_device()}"
+    return "cpu"
 
 
 def _rebuild_generator(device: str, state: "torch.Tensor") -> "torch.Generator":

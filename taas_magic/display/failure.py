@@ -31,7 +31,7 @@ MAX_OTHERS = 10
 """Maximum number of lines for the failures after the first."""
 
 NO_GPU_ADVICE = (
-    "this rank has no GPU: its pool has none, or its torch cannot use it. Write "
+    "this rank has no GPU: its pool has none, its torch cannot use it, or this is a rehearsal. Write "
     '`.to(taas.device_type)` instead of `.cuda()` and "cuda" (it is "cuda" on a GPU, else "cpu"; '
     "`import taas`), give DistributedDataParallel no device_ids, or choose another pool (--pool)"
 )
@@ -47,11 +47,26 @@ _NO_GPU = re.compile(
 )
 _NO_GPU_TYPES = {"AssertionError", "AttributeError", "RuntimeError", "ValueError"}
 
+BROKEN_GPU_ADVICE = (
+    "a kernel on the GPU failed, so this process cannot use its GPU any more. CUDA reports such an "
+    "error late: with --env CUDA_LAUNCH_BLOCKING=1, the traceback ends at the line that caused it. "
+    "A session needs new ranks: %taas restart"
+)
+
+# Errors after which every later CUDA call of the process fails too.
+_BROKEN_GPU = re.compile(
+    r"CUDA error: (device-side assert triggered|an illegal memory access was encountered"
+    r"|misaligned address|an illegal instruction was encountered|unspecified launch failure"
+    r"|invalid program counter|invalid address space|hardware stack error)"
+)
+
 _FRAME = re.compile(r'\s*File "(?P<file>.*)", line (?P<line>\d+)')
 
 
-def no_gpu_advice(etype: str, message: str) -> str:
-    """Return advice for an exception about a missing GPU; "" for any other exception."""
+def gpu_advice(etype: str, message: str) -> str:
+    """Return advice for an exception about a missing or broken GPU; "" for other exceptions."""
+    if _BROKEN_GPU.search(message):
+        return BROKEN_GPU_ADVICE
     return NO_GPU_ADVICE if etype in _NO_GPU_TYPES and _NO_GPU.search(message) else ""
 
 
@@ -139,7 +154,7 @@ def details(failure: Failure) -> list[str]:
         lines += [f"last lines of rank {failure.rank}:"]
         lines += [f"    {line}" for line in cut_middle(tail)]
     lines += [f"full log: {failure.log_path}"] if failure.log_path else []
-    advice = failure.advice or no_gpu_advice(failure.etype, failure.message)
+    advice = failure.advice or gpu_advice(failure.etype, failure.message)
     lines += [f"advice: {cut(advice)}"] if advice else []
     return lines
 

@@ -5,8 +5,8 @@ import os
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from typing import Any
+from contextlib import contextmanager, suppress
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -18,7 +18,7 @@ from taas_magic.host.link import CUT_CONNECTIONS, AgentLink
 from taas_magic.host.metrics import METRICS_VARIABLE, MetricBuffer, record_tensorboard, use_buffer
 from taas_magic.late_imports import when_imported
 from taas_magic.leases import RANK_BEAT_S
-from taas_magic.messages import Metrics, Note, RankBeat, RankReport, RankStackSample
+from taas_magic.messages import GpuUsage, Metrics, Note, RankBeat, RankReport, RankStackSample
 
 _POINTS = 2000
 """Maximum number of points in one `Metrics` event.
@@ -29,17 +29,28 @@ The pool's process responds to no other message while it handles an event.
 _SHOWN_COLLECTIVES = 3
 
 
+class ReportSender(Protocol):
+    """Function that sends a rank's counts and metrics immediately."""
+
+    def __call__(self, *, waits_for_gpu: bool) -> None:
+        """Send the counts, and the metrics that the GPU has computed.
+
+        Args:
+            waits_for_gpu: Whether to wait until the GPU has computed all metrics.
+        """
+
+
 @contextmanager
 def send_heartbeats(
     link: AgentLink,
     fed: RankFeed | SessionLoaders | None,
     cut_connections: Callable[[int], None] | None = None,
-) -> Iterator[Callable[[], None]]:
+) -> Iterator[ReportSender]:
     """Send heartbeats in a thread until the block ends.
 
     With each heartbeat, the thread sends the main thread's stack, the progress of collectives, the
-    counts of received batches, and the metrics logged since the last heartbeat. Counts and metrics
-    are sent once more at the block's end.
+    use of the GPU, the counts of received batches, and the metrics logged since the last heartbeat.
+    The thread never waits for the GPU. Counts and metrics are sent once more at the block's end.
 
     If the agent requests a stack report, the thread sends the stacks of all threads and the pending
     collectives instead of the main thread's stack and the progress. After a stack report, the
@@ -65,16 +76,16 @@ def send_heartbeats(
     if os.environ.get(METRICS_VARIABLE) != "0":
         when_imported("torch.utils.tensorboard.writer", record_tensorboard)
 
-    def send() -> None:
+    def send(waits_for_gpu: bool) -> None:
         if fed is not None and (counts := fed.counts()):
             link.send(RankReport(loaders=counts, cores=len(os.sched_getaffinity(0))))
-        points = metrics.pop_scalars()
+        points = metrics.pop_scalars(waits_for_gpu)
         for at in range(0, len(points), _POINTS):
             link.send(Metrics(points=points[at : at + _POINTS]))
 
-    def report() -> None:
+    def report(*, waits_for_gpu: bool) -> None:
         with reporting:  # one thread at a time, so that the newest counts are sent last
-            send()
+            send(waits_for_gpu)
 
     def beat() -> None:
         while not ended.is_set():
@@ -89,10 +100,11 @@ def send_heartbeats(
             else:
                 begun, spins = collective_progress()
                 stack = tracebacks.innermost_frames(main)
-                link.send(RankBeat(stack=stack, collectives=begun, spins=spins))
+                gpu = _gpu_usage()
+                link.send(RankBeat(stack=stack, collectives=begun, spins=spins, gpu=gpu))
             with reporting:
                 if not ended.is_set():
-                    send()
+                    send(waits_for_gpu=False)
 
     thread = threading.Thread(target=beat, name="taas-heartbeat", daemon=True)
     thread.start()
@@ -100,7 +112,7 @@ def send_heartbeats(
         yield report
     finally:
         ended.set()
-        report()
+        report(waits_for_gpu=False)
         use_buffer(None)
 
 
@@ -159,6 +171,17 @@ def collective_progress() -> tuple[list[tuple[int, int]], bool]:
         counts[backend] = begun, sum(int(group["last_completed_collective"]) for group in groups)
     begun, ended = counts.get("nccl", (0, 0))
     return list(counts.values()), begun > ended
+
+
+def _gpu_usage() -> GpuUsage | None:
+    """Return this process's use of the GPU on which it has most memory; None without CUDA."""
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return None
+    reserved = [torch.cuda.memory_reserved(it) for it in range(torch.cuda.device_count())]
+    busy = None
+    with suppress(Exception):  # NVML has exceptions of its own, which only `nvidia-ml-py` defines
+        busy = torch.cuda.utilization(reserved.index(max(reserved))) / 100
+    return GpuUsage(busy=busy, memory_bytes=max(reserved))
 
 
 def _pending_collectives() -> list[str]:

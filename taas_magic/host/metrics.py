@@ -1,20 +1,51 @@
 """Record the scalars of `taas.log` in a buffer. The rank's heartbeat thread sends the buffer.
 
 `taas.log` must not wait: it only appends to a list. The heartbeat thread converts CUDA tensors to
-numbers, because this conversion waits for the GPU.
+numbers after the GPU has computed them. This thread must not wait for the GPU either: if a
+collective never ends, the GPU computes nothing more.
 """
 
 import os
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from taas_magic.messages import MetricPoint
 
+if TYPE_CHECKING:
+    import torch
+
 METRICS_VARIABLE = "TAAS_METRICS"
 """Environment variable. Its value "0" disables metrics from TensorBoard (`record_tensorboard`)."""
+
+
+_GPU_POLL_S = 0.01
+
+
+class _GpuScalar:
+    """Copy of a scalar on a GPU. The program may change the original before the copy is read."""
+
+    def __init__(self, value: "torch.Tensor") -> None:
+        import torch
+
+        with torch.cuda.device(value.device):
+            self._copy, self._computed = value.clone(), torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._computed.record()
+
+    def is_computed(self) -> bool:
+        """Return whether the GPU has made the copy. Raise RuntimeError if the GPU has failed."""
+        return bool(self._computed.query())  # type: ignore[no-untyped-call]
+
+    def __float__(self) -> float:
+        """Return the number. Call this only if `is_computed` has returned True."""
+        import torch
+
+        # In the program's own stream, the read would wait for all work that was queued since.
+        stream = torch.cuda.Stream(self._copy.device)  # type: ignore[no-untyped-call]
+        with torch.cuda.stream(stream):
+            return float(self._copy)
 
 
 class MetricBuffer:
@@ -22,7 +53,7 @@ class MetricBuffer:
 
     def __init__(self, rank: int) -> None:
         self._rank, self._pid = rank, os.getpid()
-        self._waiting: list[tuple[float, int | None, str, Any]] = []
+        self._waiting: deque[tuple[float, int | None, str, float | _GpuScalar]] = deque()
         self._counts: Counter[str] = Counter()
 
     def add(self, values: Mapping[str, Any], step: int | None, all_ranks: bool) -> None:
@@ -44,25 +75,29 @@ class MetricBuffer:
         if (all_ranks or not self._rank) and os.getpid() == self._pid:
             self._waiting.extend(found)
 
-    def pop_scalars(self) -> list[MetricPoint]:
-        """Remove all scalars from the buffer, and return them as numbers.
+    def pop_scalars(self, waits_for_gpu: bool) -> list[MetricPoint]:
+        """Remove scalars from the buffer, and return them as numbers.
 
         A scalar without a step gets the last step of the same name plus 1. If it is the first
-        scalar of its name, it gets step 0.
+        scalar of its name, it gets step 0. If the GPU has failed, scalars on the GPU are lost. Only
+        one thread at a time may call this method.
 
-        Waits for the GPU if a scalar is a CUDA tensor. So while the cell runs, only the heartbeat
-        thread calls this method. The main thread calls it at the end of the cell. If the GPU has
-        failed, the tensor's value is lost.
+        Args:
+            waits_for_gpu: Whether to wait for scalars that the GPU has not computed yet. If False,
+                the first of these scalars and all later scalars stay in the buffer.
         """
-        # Other threads may extend the list meanwhile, so it must stay the same list.
-        waiting = self._waiting[:]
-        del self._waiting[: len(waiting)]
-        points = []
-        for seen_at, step, name, value in waiting:
+        points: list[MetricPoint] = []
+        for _ in range(len(self._waiting)):
+            seen_at, step, name, value = self._waiting[0]
             number = self._counts[name] if step is None else step
-            self._counts[name] = number + 1
             with suppress(RuntimeError):
+                while not isinstance(value, float) and not value.is_computed():
+                    if not waits_for_gpu:
+                        return points
+                    time.sleep(_GPU_POLL_S)
                 points.append(MetricPoint(name, number, float(value), seen_at))
+            self._waiting.popleft()
+            self._counts[name] = number + 1
         return points
 
 
@@ -84,10 +119,8 @@ def _checked_step(step: Any) -> int:
     raise TypeError(f"taas.log: step must be an integer; it is {step!r}")
 
 
-def _checked_copy(name: str, value: Any) -> Any:
-    """Check a scalar, and return the copy that the buffer stores: a float or a CUDA tensor.
-
-    A CUDA tensor is copied, because the program may change it before the heartbeat thread reads it.
+def _checked_copy(name: str, value: Any) -> float | _GpuScalar:
+    """Check a scalar, and return the copy that the buffer stores.
 
     Raises:
         TypeError: The value is neither a number nor a tensor or array with one element. Or the
@@ -100,7 +133,7 @@ def _checked_copy(name: str, value: Any) -> Any:
     if hasattr(value, "detach"):
         value = value.detach()
         if value.numel() == 1 and not value.is_complex():
-            return value.clone() if value.is_cuda else float(value)
+            return _GpuScalar(value) if value.is_cuda else float(value)
         kind = f"a {value.dtype} tensor with the shape {tuple(value.shape)}"
     else:
         if getattr(value, "size", None) == 1 and hasattr(value, "item"):  # an array of numpy or JAX

@@ -6,6 +6,7 @@ The trace of N steps is written to the run's folder, where `journal/timeline.py`
 
 import os
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -104,6 +105,8 @@ class StepProfiler:
             self._why_empty = "the program runs a profiler of its own"
             return
         self._why_empty = "the cell has only one step, in which the profiler warms up"
+        # Some versions of torch warn that a profile of several cycles loses events; this has one.
+        warnings.filterwarnings("ignore", message=".*Profiler clears events at the end of each")
         self._profile = profile(
             schedule=schedule(wait=0, warmup=WARM_UP_STEPS, active=self._steps, repeat=1),
             on_trace_ready=self._write,

@@ -21,6 +21,7 @@ from typing import Any
 import msgspec
 
 from taas_magic.host import tracebacks
+from taas_magic.host.heartbeat import ReportSender
 from taas_magic.host.link import AgentLink, LineReader, rank_file
 from taas_magic.messages import CellOrder, RankFinished, RankIdle, RankTakesInterrupts
 
@@ -55,7 +56,7 @@ class Prompt:
         self._is_running = self._was_cut = False
         self._number = 0
 
-    def serve(self, report: Callable[[], None]) -> None:
+    def serve(self, report: ReportSender) -> None:
         """Run each cell that the agent sends. Return when the agent sends the order to end.
 
         SIGINT has no effect between cells. After each cell, sends `RankFinished` if the cell
@@ -73,7 +74,7 @@ class Prompt:
                     sys.stdout.flush()
                 os._exit(0 if has_succeeded else 1)
             self._is_running = False
-            report()
+            report(waits_for_gpu=has_succeeded)
             if has_succeeded:
                 self._link.send(RankFinished())
             self._link.send(RankIdle(was_cut=self._was_cut))

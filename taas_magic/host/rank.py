@@ -179,6 +179,7 @@ def _work_and_wait(
             os._exit(0 if succeeded else 1)
         try:
             if succeeded and prompt is None:
+                report(waits_for_gpu=True)
                 link.send(RankFinished())
             # Wait for threads inside the block, because they may still use a loader.
             threading._shutdown()  # type: ignore[attr-defined]

@@ -348,6 +348,7 @@ class StackMonitor:
                 quiet_s=now - state.progress_at,
                 cpus=sample.cpus,
                 in_collectives=state.collective_fraction,
+                gpu=state.beat.gpu,
             )
             for state, sample in found
         ]

@@ -33,6 +33,7 @@ from taas_magic.messages.events import (
     FetcherReport,
     FetcherStack,
     FetcherStarted,
+    GpuUsage,
     Hang,
     HostEnded,
     InputAnswered,

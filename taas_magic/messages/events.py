@@ -77,6 +77,19 @@ class ProcessStack(Struct, kw_only=True):
     memory_bytes: int = 0
 
 
+class GpuUsage(Struct, kw_only=True):
+    """A rank's use of its GPU.
+
+    Attributes:
+        busy: Fraction of time, from 0 to 1, in which the GPU executed kernels of any process, as
+            `nvidia-smi` shows it. None if `nvidia-ml-py` is not installed.
+        memory_bytes: GPU memory that torch has reserved in the rank.
+    """
+
+    busy: float | None = None
+    memory_bytes: int = 0
+
+
 class RankStack(ProcessStack, kw_only=True):
     """Stack report of a rank.
 
@@ -88,6 +101,7 @@ class RankStack(ProcessStack, kw_only=True):
             made.
         in_collectives: Fraction of the rank's heartbeats, from 0 to 1, at which a collective was
             running.
+        gpu: The rank's use of its GPU at its last heartbeat; None if the rank has not used CUDA.
     """
 
     rank: int
@@ -96,6 +110,7 @@ class RankStack(ProcessStack, kw_only=True):
     since: float = 0.0
     cpus: float = 0.0
     in_collectives: float = 0.0
+    gpu: GpuUsage | None = None
 
 
 class FetcherStack(ProcessStack, kw_only=True):

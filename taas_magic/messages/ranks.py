@@ -18,6 +18,7 @@ from taas_magic.messages.events import (
     FederationStarted,
     FetcherReport,
     FetcherStarted,
+    GpuUsage,
     InputRequested,
     Metrics,
     Note,
@@ -47,11 +48,13 @@ class RankBeat(RankMessage, tag="beat", kw_only=True):
             backend.
         spins: Whether the rank may be busy-waiting for a NCCL collective. If so, its use of CPU
             time does not count as progress.
+        gpu: The rank's use of its GPU; None if the rank has not used CUDA.
     """
 
     stack: list[StackFrame] = []
     collectives: list[tuple[int, int]] = []
     spins: bool = False
+    gpu: GpuUsage | None = None
 
 
 class RankStackSample(RankMessage, tag="stack_sample"):

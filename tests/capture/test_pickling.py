@@ -186,7 +186,9 @@ def test_what_lived_on_a_gpu_comes_to_the_cpu_where_there_is_none(
     assert reducers.target_device("cuda") == "cpu"
 
 
-def test_a_rank_takes_its_own_gpu_and_the_kernel_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_takes_its_own_gpu_and_a_kernel_one_only_if_it_uses_cuda(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setenv("LOCAL_RANK", "3")
@@ -194,6 +196,10 @@ def test_a_rank_takes_its_own_gpu_and_the_kernel_none(monkeypatch: pytest.Monkey
     assert reducers.target_device("cpu") == "cpu"
     monkeypatch.delenv("LOCAL_RANK")
     assert reducers.target_device("cuda") == "cpu"
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    assert reducers.target_device("cuda") == "cuda:1"
+    assert reducers.target_device("cpu") == "cpu"
 
 
 @pytest.mark.filterwarnings("error")

@@ -10,8 +10,8 @@ from taas_magic.display.failure import (
     NO_GPU_ADVICE,
     cause_of,
     details,
+    gpu_advice,
     headline,
-    no_gpu_advice,
     other_failures_text,
     rank_positions,
     to_exception,
@@ -189,7 +189,7 @@ def test_timeout_loss_and_a_run_that_only_ended() -> None:
     ],
 )
 def test_a_missing_gpu_is_explained(etype: str, message: str) -> None:
-    assert no_gpu_advice(etype, message) == NO_GPU_ADVICE
+    assert gpu_advice(etype, message) == NO_GPU_ADVICE
     assert f"advice: {NO_GPU_ADVICE}" in details(failure(etype=etype, message=message))
     own = failure(etype=etype, message=message, advice="other")
     assert "advice: other" in details(own)
@@ -205,7 +205,7 @@ def test_a_missing_gpu_is_explained(etype: str, message: str) -> None:
     ],
 )
 def test_other_errors_say_nothing_of_a_missing_gpu(etype: str, message: str) -> None:
-    assert no_gpu_advice(etype, message) == ""
+    assert gpu_advice(etype, message) == ""
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="groups of exceptions came with Python 3.11")

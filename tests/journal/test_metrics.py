@@ -2,6 +2,7 @@
 
 import base64
 import math
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +65,10 @@ def state_of(folder: Path) -> head.RunState:
     return state
 
 
+def popped(buffer: MetricBuffer, waits_for_gpu: bool = False) -> list[tuple[int, float]]:
+    return [(it.step, it.value) for it in buffer.pop_scalars(waits_for_gpu=waits_for_gpu)]
+
+
 def test_a_value_that_is_no_number_is_refused_where_it_is_logged() -> None:
     buffer = MetricBuffer(0)
     with pytest.raises(
@@ -76,7 +81,7 @@ def test_a_value_that_is_no_number_is_refused_where_it_is_logged() -> None:
         buffer.add({"name": torch.tensor(1j)}, 0, False)
     with pytest.raises(TypeError, match=r"the name of a value must be a string, not 1"):
         buffer.add({1: 2.0}, 0, False)  # type: ignore[dict-item]
-    assert buffer.pop_scalars() == []
+    assert popped(buffer) == []
 
 
 @pytest.mark.parametrize("step", ["3", 0.5, math.nan, math.inf, [1]])
@@ -87,7 +92,7 @@ def test_a_step_that_is_no_integer_is_refused_where_it_is_logged(step: Any) -> N
             buffer.add({"loss": 1.0}, step, False)
         with pytest.raises(TypeError, match=r"taas\.log: loss must be a number"):
             buffer.add({"loss": "much"}, 0, False)
-        assert buffer.pop_scalars() == []
+        assert popped(buffer) == []
 
 
 def test_arrays_are_values_and_tensors_are_steps() -> None:
@@ -95,7 +100,7 @@ def test_arrays_are_values_and_tensors_are_steps() -> None:
     buffer.add({"loss": numpy.array([3.0])}, step, False)  # type: ignore[arg-type]
     step += 1
     buffer.add({"loss": numpy.float32(2.0)}, 9.0, False)  # type: ignore[arg-type]
-    assert [(it.step, it.value) for it in buffer.pop_scalars()] == [(8, 3.0), (9, 2.0)]
+    assert popped(buffer) == [(8, 3.0), (9, 2.0)]
 
 
 def test_a_partial_dtensor_is_refused(tmp_path: Path) -> None:
@@ -108,15 +113,23 @@ def test_a_partial_dtensor_is_refused(tmp_path: Path) -> None:
         with pytest.raises(TypeError, match=r"partial sums of the ranks\. Log its full_tensor\(\)"):
             buffer.add({"norm": norm}, 0, False)
         buffer.add({"norm": norm.full_tensor()}, 0, False)
-        assert [it.value for it in buffer.pop_scalars()] == [2.0]
+        assert popped(buffer) == [(0, 2.0)]
     finally:
         torch.distributed.destroy_process_group()
 
 
-class _TensorOfAFailedGpu:
-    """Stand-in for a CUDA tensor that cannot be read, because a kernel on its GPU failed."""
+class _GpuTensor:
+    """Stand-in for a CUDA tensor with one element, and for the copy that the buffer makes of it.
+
+    Attributes:
+        is_queued: Whether the GPU has not computed the tensor yet.
+        is_lost: Whether the GPU has failed, so that the tensor cannot be read.
+    """
 
     is_cuda, dtype, shape = True, torch.float32, ()
+
+    def __init__(self, value: float = 0.0, is_queued: bool = False, is_lost: bool = False) -> None:
+        self.value, self.is_queued, self.is_lost = value, is_queued, is_lost
 
     def numel(self) -> int:
         return 1
@@ -124,20 +137,40 @@ class _TensorOfAFailedGpu:
     def is_complex(self) -> bool:
         return False
 
-    def detach(self) -> "_TensorOfAFailedGpu":
+    def detach(self) -> "_GpuTensor":
         return self
 
-    def clone(self) -> "_TensorOfAFailedGpu":
-        return self
+    def is_computed(self) -> bool:
+        if self.is_lost:
+            raise RuntimeError("CUDA error: device-side assert triggered")
+        return not self.is_queued
 
     def __float__(self) -> float:
-        raise RuntimeError("CUDA error: device-side assert triggered")
+        return self.value
 
 
+@pytest.fixture
+def gpu_scalars(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make the buffer keep a `_GpuTensor` as it is."""
+    monkeypatch.setattr(in_rank, "_GpuScalar", lambda tensor: tensor)
+
+
+@pytest.mark.usefixtures("gpu_scalars")
 def test_a_value_that_the_gpu_lost_does_not_stop_the_heartbeats() -> None:
     buffer = MetricBuffer(0)
-    buffer.add({"lost": _TensorOfAFailedGpu(), "kept": 1.0}, 0, False)
-    assert [it.name for it in buffer.pop_scalars()] == ["kept"]
+    buffer.add({"lost": _GpuTensor(is_lost=True), "kept": 1.0}, 0, False)
+    assert popped(buffer) == [(0, 1.0)]
+
+
+@pytest.mark.usefixtures("gpu_scalars")
+def test_a_value_that_the_gpu_has_not_computed_is_sent_later_in_order() -> None:
+    buffer, queued = MetricBuffer(0), _GpuTensor(2.0, is_queued=True)
+    for value in (1.0, queued, 3.0):
+        buffer.add({"loss": value}, None, False)
+    assert popped(buffer) == [(0, 1.0)]
+    assert popped(buffer) == []
+    threading.Timer(0.1, setattr, (queued, "is_queued", False)).start()
+    assert popped(buffer, waits_for_gpu=True) == [(1, 2.0), (2, 3.0)]
 
 
 def test_a_tensor_keeps_the_value_that_it_had() -> None:
@@ -145,15 +178,15 @@ def test_a_tensor_keeps_the_value_that_it_had() -> None:
     buffer.add({"loss": value}, None, False)
     value.data.zero_()
     buffer.add({"loss": value}, None, False)
-    assert [(it.step, it.value) for it in buffer.pop_scalars()] == [(0, 3.0), (1, 0.0)]
-    assert buffer.pop_scalars() == []
+    assert popped(buffer) == [(0, 3.0), (1, 0.0)]
+    assert popped(buffer) == []
 
 
 def test_other_ranks_are_recorded_only_on_request() -> None:
     buffer = MetricBuffer(3)
     buffer.add({"loss": 1.0}, 0, False)
     buffer.add({"loss": 2.0}, 0, True)
-    assert [it.value for it in buffer.pop_scalars()] == [2.0]
+    assert popped(buffer) == [(0, 2.0)]
 
 
 def test_outside_a_run_nothing_happens() -> None:
