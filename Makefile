@@ -15,7 +15,7 @@ export OMP_WAIT_POLICY := passive
 # Debian's packages and pip's are fetched at the same time.
 MAKEFLAGS += --jobs=2
 
-.PHONY: demo test nightly unit coverage slow-test slow-nightly debian lint docs bench clean
+.PHONY: demo test nightly unit coverage slow-test slow-nightly debian lint docs bench clean gpu-test
 
 demo: .venv/.examples
 	$(BIN)/python notebooks/demo.py
@@ -45,6 +45,10 @@ slow-test: lint debian
 
 slow-nightly: lint debian
 	tests/rig/slow.sh 100 $(BIN)/python $(ALL_TESTS) $(PYTEST_ARGS)
+
+# The tests of runs on a GPU of this machine.
+gpu-test: .venv/.test
+	TAAS_TEST_GPUS=1 $(BIN)/python -m pytest -q tests/gpu $(PYTEST_ARGS)
 
 debian:
 	@tests/rig/debian.sh

@@ -398,8 +398,15 @@ def _check_fits(
     if flags.gpus > most:
         where = "this machine" if flags.pool == LOCAL else f'pool "{flags.pool}"'
         each = f" ({max_hosts} hosts with {per_host} each)" if max_hosts > 1 else ""
-        kind = "GPUs" if host.gpus else "CPU processes"
-        raise UsageError(f"{where} allows 1 to {most} {kind}{each}; you requested {flags.gpus}")
+        if not host.gpus:
+            raise UsageError(
+                f"{where} allows 1 to {most} CPU processes{each}; you requested {flags.gpus}"
+            )
+        raise UsageError(
+            f"{where} has {most} GPU{'s' * (most > 1)}{each}, one for each rank; you requested "
+            f"{flags.gpus}. To run the ranks on CPUs, set CUDA_VISIBLE_DEVICES to an empty value: "
+            "--env CUDA_VISIBLE_DEVICES="
+        )
     if flags.gpus % n_hosts and not flags.uneven_hosts:
         raise UsageError(
             f"{flags.gpus} ranks do not divide evenly over {n_hosts} hosts with {per_host} "

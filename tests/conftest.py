@@ -18,6 +18,9 @@ from tests.rig.main_module import end_forkserver
 TOKEN = "TAAS_TEST_TOKEN"
 SHARED_MEMORY = Path("/dev/shm")
 ROOT = Path(__file__).parents[1]
+if "TAAS_TEST_GPUS" not in os.environ:
+    # All tests except those in tests/gpu expect ranks on the CPU, any number of them.
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 # No deadline for an example: a busy machine may need long for it.
 hypothesis.settings.register_profile(

@@ -31,9 +31,10 @@ MAX_OTHERS = 10
 """Maximum number of lines for the failures after the first."""
 
 NO_GPU_ADVICE = (
-    "this rank has no GPU: its pool has none, its torch cannot use it, or this is a rehearsal. Write "
-    '`.to(taas.device_type)` instead of `.cuda()` and "cuda" (it is "cuda" on a GPU, else "cpu"; '
-    "`import taas`), give DistributedDataParallel no device_ids, or choose another pool (--pool)"
+    "this rank has no GPU: its pool has none, its torch cannot use it, or this is a rehearsal. "
+    'Write `.to(taas.device_type)` instead of `.cuda()` and "cuda" (it is "cuda" on a GPU, else '
+    '"cpu"; `import taas`), give DistributedDataParallel no device_ids, or choose another pool '
+    "(--pool)"
 )
 
 # Messages of torch without CUDA: a build for the CPU, or a machine without a GPU or its driver.

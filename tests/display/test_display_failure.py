@@ -7,6 +7,7 @@ import pytest
 from msgspec import structs
 
 from taas_magic.display.failure import (
+    BROKEN_GPU_ADVICE,
     NO_GPU_ADVICE,
     cause_of,
     details,
@@ -198,7 +199,6 @@ def test_a_missing_gpu_is_explained(etype: str, message: str) -> None:
 @pytest.mark.parametrize(
     ("etype", "message"),
     [
-        ("RuntimeError", "CUDA error: device-side assert triggered"),
         ("OutOfMemoryError", "CUDA out of memory. Tried to allocate 2.00 GiB"),
         ("KeyError", "No CUDA GPUs are available"),
         ("AssertionError", ""),
@@ -206,6 +206,12 @@ def test_a_missing_gpu_is_explained(etype: str, message: str) -> None:
 )
 def test_other_errors_say_nothing_of_a_missing_gpu(etype: str, message: str) -> None:
     assert gpu_advice(etype, message) == ""
+
+
+def test_what_a_failed_kernel_means_for_the_process_is_explained() -> None:
+    for etype in ("AcceleratorError", "RuntimeError"):
+        failed = failure(etype=etype, message="CUDA error: device-side assert triggered\nCompile")
+        assert f"advice: {BROKEN_GPU_ADVICE}" in details(failed)
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="groups of exceptions came with Python 3.11")

@@ -65,7 +65,7 @@ def state_of(folder: Path) -> head.RunState:
     return state
 
 
-def popped(buffer: MetricBuffer, waits_for_gpu: bool = False) -> list[tuple[int, float]]:
+def popped(buffer: MetricBuffer, waits_for_gpu: bool = False) -> list[tuple[int, float | None]]:
     return [(it.step, it.value) for it in buffer.pop_scalars(waits_for_gpu=waits_for_gpu)]
 
 

@@ -56,7 +56,7 @@ def test_a_federation_has_a_rank_on_each_host() -> None:
             1,
             f"this machine allows 1 to {MAX_RANKS_PER_CPU_HOST} CPU",
         ),
-        (9, GPU_HOST, 1, "allows 1 to 8 GPUs; you requested 9"),
+        (9, GPU_HOST, 1, "has 8 GPUs, one for each rank; you requested 9"),
         (9, GPU_HOST, 2, "multiple of 2"),
     ],
 )
@@ -66,6 +66,12 @@ def test_what_does_not_fit_is_refused_in_one_line(
     with pytest.raises(UsageError, match=words) as refused:
         make_plan(Flags(gpus=gpus), host, "id", max_hosts)
     assert "\n" not in str(refused.value)
+
+
+def test_ranks_that_may_see_no_gpu_do_not_need_one() -> None:
+    plan = make_plan(Flags(gpus=9, env={"CUDA_VISIBLE_DEVICES": ""}), GPU_HOST, "id")
+    assert [host.ranks for host in plan.hosts] == [9]
+    assert plan.notes == ("No GPU found; running 9 CPU processes",)
 
 
 @given(st.integers(1, 64), st.integers(0, 8), st.integers(1, 128), st.integers(1, 8))
