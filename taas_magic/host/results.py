@@ -37,6 +37,12 @@ _ERROR_CHARS = 300
 _LISTED = 12
 _FILE = re.compile(r"(\d+)-(\d+)-\d+", re.ASCII)
 
+VALUE_LIMIT_BYTES = 1_000_000
+"""Maximum size of a last expression's value that is sent to the notebook as `run.result`.
+
+Most cells end in a large value only to show it, and the value's text is sent as a display.
+"""
+
 GATHER = (
     "on all ranks and before the process group is closed: `.full_tensor()` of a tensor, "
     "get_model_state_dict or get_optimizer_state_dict of torch.distributed.checkpoint.state_dict "
@@ -263,7 +269,8 @@ class ResultWriter:
             namespace: Variables of the rank.
             out: Values of `--out`, such as "loss@all".
             value: Value of the work. If `out` has the name `VALUE`, this value is sent like a
-                variable. Otherwise, only rank 0 sends the value, and a failure causes no note.
+                variable. Otherwise, only rank 0 sends the value, unless the value is larger than
+                `VALUE_LIMIT_BYTES`. A failure causes no note.
             failed: Whether the work failed on this rank. If so, this rank sends no notes about
                 missing values. It also gathers no sharded values, because other ranks may not take
                 part.
@@ -315,7 +322,7 @@ class ResultWriter:
 
         First tries to encode each value alone. A value that cannot be pickled is left out and
         recorded as missing. If the pool is not trusted, each value that is not plain data is also
-        left out and recorded as missing.
+        left out and recorded as missing. A large value of a last expression is left out, too.
         """
         shared: dict[str, dict[int, Any]] = {}
         for name, value in values.items():
@@ -327,12 +334,27 @@ class ResultWriter:
                     continue
                 if plain is None:
                     pickler.add_results({name: value})
+                if name == VALUE and self._is_too_large(plain or pickler):
+                    continue
             except Exception as error:  # pickling runs the user's code: anything may be raised
                 self._record_missing(name, _unpicklable(name, value, pickler, error))
             else:
                 shared[name] = (plain or pickler).shared_objects()
         for names in group_sharers(shared):
             self._write_group({name: values[name] for name in names})
+
+    def _is_too_large(self, encoded: PlainWriter | _TorchResultPickler) -> bool:
+        """Return whether the value of the work is too large to be sent without a request.
+
+        The limit is `VALUE_LIMIT_BYTES`. The function's value in `taas.run` has no limit.
+        """
+        if self._needs_value:
+            return False
+        if isinstance(encoded, PlainWriter):
+            size_bytes = Pickled(encoded.data, encoded.buffers).size_bytes
+        else:
+            size_bytes = encoded.pickled().size_bytes
+        return size_bytes > VALUE_LIMIT_BYTES
 
     def _write_group(self, values: Mapping[str, Any]) -> None:
         """Write `values`, which share objects, to one archive. Send notes about problems.

@@ -43,6 +43,9 @@ if TYPE_CHECKING:
 _FOR_OUR_CODE = ("context", "head", "new_state", "raise_failure", "result_notes", "unrecorded_end")
 """Attributes of `Run` that Tab completion does not offer, because only our own code uses them."""
 
+SESSION_FILE = "session.json"
+"""File in the folder of a session's own run, which keeps the ranks. No other run has this file."""
+
 POLL_S = 0.2
 """Seconds between checks whether a run has ended."""
 
@@ -181,7 +184,9 @@ class Run:
 
     @property
     def result(self) -> Any:
-        """Value of the cell's last expression on rank 0; None if it could not be pickled.
+        """Value of the cell's last expression on rank 0.
+
+        None if the value could not be pickled, or if it is larger than 1 MB. `--out` has no limit.
 
         For a run that `taas.run` started, this is the value that the function returned on rank 0.
         """
@@ -453,12 +458,19 @@ def table_of(runs: Sequence[Run]) -> str:
 
 
 def runs() -> RunList:
-    """Return all runs that still have a readable folder, newest first."""
-    return RunList(newest())
+    """Return all runs that still have a readable folder, newest first.
+
+    Each cell of a session is a run of the list. A session's own run, which keeps the ranks, is not
+    in the list; `%taas sessions` lists the sessions.
+    """
+    return RunList(run for run in newest() if not (run.path / SESSION_FILE).exists())
 
 
 def newest() -> Iterator[Run]:
-    """Yield the runs of `runs()`, newest first. Each folder is read when its run is yielded."""
+    """Yield all runs, also sessions' own runs, newest first.
+
+    Each folder is read when its run is yielded.
+    """
     return journal.read_each_run(_run_of)
 
 

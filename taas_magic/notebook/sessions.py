@@ -67,9 +67,6 @@ NOT_IN_SESSIONS = {
 """Flags that cells of a session must not set, by the field of `Flags`."""
 
 _NAME = re.compile(r"[A-Za-z_][\w.-]{0,63}")
-_FLAGS_FILE = "session.json"
-"""File in the folder of a session's own run that has the flags of the session's first cell."""
-
 _LISTED = 12
 _KEPT_OUTPUT = 1_000
 _END_POLL_S = 0.2
@@ -583,12 +580,12 @@ def flags_of(run: Run) -> Flags | None:
     The flags are stored in the folder of the session's own run, which starts the ranks.
     """
     with suppress(FileNotFoundError):
-        return from_json((run.path / _FLAGS_FILE).read_bytes(), Flags)
+        return from_json((run.path / runs.SESSION_FILE).read_bytes(), Flags)
     return None
 
 
 def _write_flags(folder: RunFolder, flags: Flags) -> None:
-    with replace_atomically(folder.path / _FLAGS_FILE) as file:
+    with replace_atomically(folder.path / runs.SESSION_FILE) as file:
         file.write(to_json(flags))
 
 

@@ -189,6 +189,28 @@ def test_a_last_value_that_cannot_come_is_no_error(notebook: Notebook) -> None:
     assert outcome.run is not None and outcome.run.result is None and outcome.run.out == {"x": 1}
 
 
+@pytest.mark.parametrize("made", ["torch.ones(size)", "Large()"])
+def test_a_large_last_value_is_shown_and_does_not_come(notebook: Notebook, made: str) -> None:
+    source = f"""
+import torch
+size = 1_000
+class Large:
+    def __init__(self): self.data = bytes(size)
+    def __repr__(self): return "Large"
+{made}
+"""
+    outcome = notebook.run(source, gpus=1)
+    assert outcome.run is not None and outcome.run.result is not None
+    outcome = notebook.run(source.replace("1_000", "2_000_000"), "--out size", gpus=1)
+    assert outcome.error is None and outcome.run is not None
+    assert outcome.run.result is None and outcome.run.out == {"size": 2_000_000}
+    assert sum(file.stat().st_size for file in (outcome.run.path / "results").iterdir()) < 10_000
+    assert outcome.of_kind("display") and not outcome.of_kind("note")
+    # a function's value has no limit
+    notebook.define("import taas\nlarge = taas.run(lambda: bytes(4_000_000), gpus=1)")
+    assert len(notebook.shell.user_ns["large"].result) == 4_000_000
+
+
 def test_results_are_those_of_the_last_attempt(notebook: Notebook) -> None:
     source = """
 import os

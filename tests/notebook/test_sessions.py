@@ -98,6 +98,19 @@ def test_variables_modules_and_the_process_group_stay(session: Frontend) -> None
     assert size < 20_000
 
 
+def test_the_list_of_runs_has_the_cells_of_a_session_and_not_the_session(
+    session: Frontend,
+) -> None:
+    for name in ("one", "two"):
+        session.run(f"%%taas --session exp --name {name}\nimport taas\ntaas.log(loss=1.0, step=0)")
+    session.run("import taas")
+    assert value(session, "[run.name for run in taas.runs()[:3]]") == ["two", "one", ""]
+    assert "session exp" not in value(session, "[run.name for run in taas.runs()]")
+    # the session's own run can still be found and read by its name
+    find = "__import__('taas_magic.notebook.runs', fromlist=['find']).find('session exp')"
+    assert value(session, f"{find}.state.value, {find}.world_size") == ("RUNNING", 2)
+
+
 def test_a_cell_without_a_session_has_nothing_of_it(session: Frontend) -> None:
     cell = "import os\nprint('rank' in globals(), 'TAAS_SESSION' in os.environ)"
     assert printed(session, f"%%taas --gpus 2\n{cell}") == ["False False"]
