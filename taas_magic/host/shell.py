@@ -25,6 +25,7 @@ from taas_magic.capture.payload import CellSource
 from taas_magic.capture.work import CellWork, FunctionWork, Work
 from taas_magic.errors import TaasError
 from taas_magic.host import cell_main, tracebacks
+from taas_magic.host.debugger import BreakpointHook
 from taas_magic.host.keyboard import Keyboard
 from taas_magic.host.link import AgentLink
 from taas_magic.late_imports import when_imported
@@ -143,11 +144,13 @@ class RankShell(InteractiveShell):
         failure: First exception that IPython has shown during the work; None if there is none.
         depth: Nesting depth of the running code: 1 in the cell, 2 in a `%%capture` of the cell; 0
             if no code runs.
+        breakpoints: The function that `breakpoint()` calls; None in the forkserver.
         shows: Whether displays are sent to the notebook (`Plan.shows_displays`).
     """
 
     link: AgentLink | None = None
     keyboard: Keyboard | None = None
+    breakpoints: BreakpointHook | None = None
     shows = False
     last_value: Any = None
     failure: RankRaised | None = None
@@ -167,9 +170,9 @@ class RankShell(InteractiveShell):
         The `__spec__` of `__main__` is that of `python -m taas_magic.host.cell_main`. So spawned
         children use `cell_main` as their main module, and find the cell's definitions there.
 
-        In `__main__`, `exit`, `quit` and `open` are Python's own. `input` and `sys.stdin` ask the
-        user. Also adapts tqdm.notebook and hydra when they are imported, and removes `sys.ps1`, so
-        that Lightning does not assume an interactive session.
+        In `__main__`, `exit`, `quit` and `open` are Python's own. `input`, `sys.stdin` and
+        `breakpoint()` ask the user. Also adapts tqdm.notebook and hydra when they are imported, and
+        removes `sys.ps1`, so that Lightning does not assume an interactive session.
 
         Args:
             link: See the class.
@@ -195,6 +198,8 @@ class RankShell(InteractiveShell):
         self._at_start = dict(main.__dict__)
         self.link, self.keyboard, self.shows = link, own_keyboard, shows
         own_keyboard.install()
+        self.breakpoints = BreakpointHook(main.__dict__, RankShell._call.__code__)
+        self.breakpoints.install()
         self.colors = colors
         if hasattr(self.InteractiveTB, "set_colors"):  # IPython 8 needs this call for tracebacks
             self.InteractiveTB.set_colors(colors)
@@ -224,6 +229,13 @@ class RankShell(InteractiveShell):
         # IPython warns about every SystemExit. A cell may end by SystemExit, as a script may.
         warnings.filterwarnings("ignore", "To exit: use", UserWarning)
         self.failure = None
+        try:
+            return self._run_work(work, compiler)
+        finally:
+            if self.breakpoints is not None:
+                self.breakpoints.end_stepping()
+
+    def _run_work(self, work: Work, compiler: _CellCompiler) -> ExecutionResult:
         if isinstance(work, FunctionWork):
             compiler.cell = None
             return self._call(work)

@@ -24,7 +24,8 @@ from taas_magic.config import Config, size_text, working_folder
 from taas_magic.data import service
 from taas_magic.display.head import RunState
 from taas_magic.display.view import SilentView, View
-from taas_magic.errors import CaptureError, CellSyntaxError, PoolError, UsageError
+from taas_magic.errors import CaptureError, CellSyntaxError, PoolError, UsageError, listed
+from taas_magic.host.debugger import last_exception
 from taas_magic.host.spec import Origin, RunSpec, environ_changes
 from taas_magic.journal import folder as journal
 from taas_magic.journal.folder import RunContext, RunFolder
@@ -73,6 +74,9 @@ A run outside a session always searches for old runs.
 
 _pruned_at = float("-inf")
 """Monotonic time of the last search for old runs to remove."""
+
+_LISTED = 4
+"""Maximum number of ranks that the message about a rank without an exception lists."""
 
 _told: set[str] = set()
 """Notes that hold for many runs and that this kernel has already shown (`_notes_to_show`)."""
@@ -426,7 +430,8 @@ def debug(session: Session, rank: int | None, shell: "InteractiveShell", config:
         rank: Number of the rank; None for the rank that failed first in the last failed cell.
 
     Raises:
-        UsageError: No cell of the session has failed, or the session has no such rank.
+        UsageError: No cell of the session has failed, the session has no such rank, or the rank has
+            raised no exception. The text names the ranks that have.
         PoolError: The session has ended.
         RunError: The debugger failed.
         KeyboardInterrupt: The user interrupted the debugger.
@@ -438,6 +443,16 @@ def debug(session: Session, rank: int | None, shell: "InteractiveShell", config:
             "`breakpoint()` in a cell to stop there"
         )
     flags = structs.replace(session.flags, ranks=(chosen,), out=(), send=(), cpus=0, hang_s=0.0)
+    flags = structs.replace(flags, timeout_s=None, log_ranks=None)
+    check_ranks(flags)
+    raised = call_on_ranks(session, last_exception, shell, config)
+    if not raised[chosen]:
+        others = [f"rank {number} ({text})" for number, text in enumerate(raised) if text]
+        which = f"Ranks that have: {listed(others, _LISTED)}" if others else "No rank has"
+        raise UsageError(
+            f'rank {chosen} of session "{session.name}" has raised no exception, so there is '
+            f"nothing to debug. {which}"
+        )
     title = f"%taas debug {session.name} --rank {chosen}"
     execute(
         flags,

@@ -148,6 +148,55 @@ def heads(frontend: Frontend, request: str) -> list[str]:
     return [str(each["data"]["text/plain"]) for each in shown]
 
 
+STEPS = """%%taas --gpus 1
+values = [1]
+breakpoint()
+values.append(2)
+for step in range(2):
+    values.append(step)
+print("end", values)
+"""
+
+
+@on_kernel
+def test_the_debugger_steps_from_statement_to_statement(frontend_of_module: Frontend) -> None:
+    frontend = frontend_of_module
+    request = frontend.send(STEPS, allows_input=True)
+    for line in ("p len(values)", "n", "p ('at', values)", "n", "n", "n", "p step", "b 7", "c"):
+        answer(frontend, request, line)
+    for line in ("p 'at 7'", "n"):  # after the last statement, no input box opens
+        answer(frontend, request, line)
+    assert frontend.finish(request)["status"] == "ok"
+    text = frontend.text(request)
+    assert "end [1, 2, 0, 1]" in text and "('at', [1])" in text and "at 7" in text
+    shown = [line.partition("] > ")[2] for line in text.splitlines() if "] > " in line]
+    lines = [line.partition("(")[2].partition(")")[0] for line in shown]
+    assert lines == ["3", "4", "5", "6", "5", "7"], text
+    assert not re.search("IPython|taas_magic|--Call--", text)
+
+
+@on_kernel
+def test_the_debugger_steps_out_of_a_function_that_ranks_run(frontend_of_module: Frontend) -> None:
+    frontend = frontend_of_module
+    cell = """
+import taas
+def inner():
+    breakpoint()
+    return 1
+def outer():
+    found = inner()
+    return found + 1
+"""
+    frontend.run(cell)
+    request = frontend.send("taas.run(outer, gpus=1).result", allows_input=True)
+    for line in ("n", "n", "p found", "n", "n"):
+        answer(frontend, request, line)
+    assert frontend.finish(request)["status"] == "ok"
+    [result] = frontend.contents(request, "execute_result")
+    assert result["data"]["text/plain"] == "2"
+    assert "taas_magic" not in frontend.text(request)
+
+
 @on_kernel
 def test_quitting_the_debugger_ends_the_cell(frontend_of_module: Frontend) -> None:
     frontend = frontend_of_module
@@ -276,9 +325,16 @@ kept = step(rank + 2)
     assert frontend.finish(request)["status"] == "ok", plain(frontend, request)
     text = frontend.text(request)
     assert "31" in text and "100" in text
-    request = frontend.run("%taas debug --rank 0")  # rank 0 has raised nothing
-    assert "No traceback has been produced, nothing to debug" in frontend.text(request)
-    assert "ValueError" not in frontend.text(request)
+    for rank in (0, 2):
+        request = frontend.send(f"%taas debug --rank {rank}")
+        assert frontend.finish(request)["ename"] == "UsageError"
+        if rank == 0:
+            assert plain(frontend, request).splitlines()[-1] == (
+                'UsageError: rank 0 of session "exp" has raised no exception, so there is nothing '
+                "to debug. Ranks that have: rank 1 (ValueError: bad batch)"
+            )
+        else:
+            assert "--ranks 2: --gpus 2 has ranks 0 to 1" in plain(frontend, request)
     # Quitting or interrupting at a breakpoint ends the cell, but not the session.
     request = frontend.send("%%taas --session exp --ranks 0\nbreakpoint()", allows_input=True)
     answer(frontend, request, "q")
