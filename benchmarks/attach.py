@@ -12,7 +12,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from taas_magic.journal.folder import RunFolder, Writer
+from taas_magic.journal.folder import JournalWriter, RunFolder
 from taas_magic.messages import Event, Lines, RankCounts, RankReport, RunEnded, StateChanged, encode
 from taas_magic.notebook.attach import attach
 from taas_magic.notebook.runs import Run
@@ -43,7 +43,7 @@ def journal(run_id: str, kind: str) -> Run:
         file.write(encode(StateChanged(state="RUNNING", time=1e9)) + b"\n")
         while file.tell() < JOURNAL_BYTES:
             file.write(block)
-    writer = Writer(folder)
+    writer = JournalWriter(folder)
     writer.append(RunEnded(state="SUCCEEDED", time=2e9))
     writer.close()
     return Run(folder.path)

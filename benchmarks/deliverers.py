@@ -176,7 +176,7 @@ def service(
     """
     folder = Path(tempfile.mkdtemp())
     key, payload = os.urandom(32), cloudpickle.dumps(loader)
-    served = services.Service(
+    served = services.DataServiceSettings(
         key,
         seed=0,
         fetchers=fetchers,

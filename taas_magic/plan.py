@@ -124,9 +124,10 @@ def place_fetchers(
 
 
 def _sharing_note(loaders: int, cpus: int, pool: PoolConfig, fetchers: int) -> str:
-    """Return a note for the user if the pool has fewer hosts than `--cpus` requests, else "".
+    """Return a note for the user if the pool has too few hosts for `--cpus`, else "".
 
-    The note says whether fetchers share hosts or loaders share fetchers.
+    `--cpus` is the number of hosts for each loader. The note says whether fetchers share hosts or
+    loaders share fetchers.
     """
     wanted, have = cpus * loaders, pool.max_hosts
     if wanted <= have:
@@ -356,10 +357,11 @@ def make_plan(
     """Make the plan of a run's ranks, for a pool whose hosts all have the same capacity.
 
     The plan has no fetchers yet. Use as few hosts as possible: a host runs one rank for each GPU,
-    or up to `MAX_RANKS_PER_CPU_HOST` ranks if it has no GPU. The ranks of a host share its cores
-    equally. If the hosts have no GPUs, the plan has a note about this. A federation has one rank on
-    each host. With an empty CUDA_VISIBLE_DEVICES in `--env`, the ranks use no GPUs. A rehearsal
-    sets this variable, and has no such note.
+    or up to `MAX_RANKS_PER_CPU_HOST` ranks if it has no GPU. But a federation has one rank on each
+    host. The ranks of a host share its cores equally.
+
+    If `--env` sets CUDA_VISIBLE_DEVICES to an empty value, the hosts count as hosts without GPUs.
+    If the hosts have no GPUs, the plan has a note for the user, except in a rehearsal.
 
     Args:
         max_hosts: Number of hosts that the pool may have.

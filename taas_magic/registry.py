@@ -280,7 +280,7 @@ def write_files(
     certificate = service.new_certificate() if tls else None
     key = secrets.token_bytes(32)
     numbers = tuple(it.number for it in plan.data.fetchers) if plan.data is not None else ()
-    described = service.Service(
+    described = service.DataServiceSettings(
         key, seed, plan.cpus, plan.units, served, settings, certificate, numbers
     )
     payloads = {name: packed.payload for name, packed in loaders.items()}

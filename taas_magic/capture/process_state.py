@@ -205,7 +205,7 @@ def _handler_state(handler: logging.Handler) -> tuple[str, int, bytes] | None:
 
 
 def _apply_loggers(found: Mapping[str, Any]) -> None:
-    """Set the levels and handlers of this process's loggers as in the notebook.
+    """Set the level, handlers and `propagate` of this process's loggers as in the notebook.
 
     Also applies `logging.disable`. Adds handlers only to a logger that has none. For a library's
     logger, sets only the level. Skips loggers of libraries that this process has not imported,

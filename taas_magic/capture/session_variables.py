@@ -126,8 +126,9 @@ class RankVariables:
 
         Args:
             variables: Digests of the ranks' variables, as in `owned`.
-            code: Names of the ranks' functions, classes and modules. If a cell uses such a name,
-                the notebook sends its own object of this name.
+            code: Names of the ranks' functions, classes and modules, which have no digests. If a
+                cell uses such a name and the notebook has an object of this name, this kernel sends
+                its object, which replaces that of the ranks.
         """
         self.owned |= variables
         self._code = set(code)

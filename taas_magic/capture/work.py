@@ -71,6 +71,8 @@ class CallShape(Struct, frozen=True, tag="function"):
 
     Attributes:
         raw: The call as the user sees it, such as "taas.run(train, ...)".
+        n_args: Number of positional arguments.
+        names: Names of the keyword arguments.
     """
 
     raw: str
@@ -104,7 +106,7 @@ class FunctionWork:
 
     @property
     def shape(self) -> CallShape:
-        """The call without the function and the arguments."""
+        """Description of the call: its text, and the number and names of its arguments."""
         return CallShape(self.raw, len(self.args), tuple(self.kwargs))
 
     def arguments(self) -> Iterator[tuple[str, Any]]:

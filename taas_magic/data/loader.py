@@ -423,7 +423,9 @@ class RemoteLoader(DataLoader[Any]):
         return {**position, "streams": {key: value for key, value in found.items() if value}}
 
     def send_states(self, client: Client, streams: int) -> None:
-        """Send the streams' states from `load_state_dict`, if any, to the workers.
+        """Send the streams' states that `load_state_dict` received, if any, to the workers.
+
+        Each state is sent only once: later calls do nothing until the next `load_state_dict`.
 
         Args:
             client: Client that has opened the epoch.

@@ -214,12 +214,11 @@ class Response(Struct, frozen=True, array_like=True, tag=10):
     Attributes:
         slot: Slot of the first request.
         units: Units of the batch; UNHINTED if the batch has no `hints["units"]` (BATCH, PEEKED).
-        order: Hash that shows whether ranks get the same data; 0 for none (BATCH, PEEKED, VOID, and
-            VALUE in reply to ORDER). For a map-style loader, it is the hash of the order that the
-            worker itself computed for the epoch. For an iterable-style loader, it is the hash of
-            the batch, but only for batches 0, 1, 2, 4, 8, … of a stream. For other batches, it is
-            0. But if the worker has recently skipped batches of the stream, it is the hash of batch
-            0 instead of 0.
+        order: Hash by which ranks notice that they get different data; 0 for none (BATCH, PEEKED,
+            VOID, and VALUE in reply to ORDER). Map-style loader: the hash of the epoch's order that
+            the worker computed. Iterable-style loader: the hash of the batch, for batches 0, 1, 2,
+            4, 8, … of a stream. Another batch usually has 0. It has the hash of batch 0 if the
+            worker has just read the stream again from its beginning (`BatchSource.first_hash`).
         head_bytes: Size of the table of contents at the body's start (BATCH).
         body_sum: Checksum of all bodies, for batches over TCP without TLS; else None.
         shared: The body in shared memory; None if the body follows.

@@ -474,11 +474,13 @@ class PrefetchBuffer:
         return entry.waiting.keys()
 
     def requeue(self, request: LoaderRequest) -> None:
-        """Put a request back into the buffer, because its worker has ended.
+        """Queue or remove a request whose worker has ended without a response.
 
-        If a connection waits for the response, queue the request again, before the connection's
-        other requests (but batches of streams are always queued by slot). If no connection waits,
-        forget the request, and restart preparing ahead, so that a worker prepares this batch again.
+        If a connection waits for the response, queue the request again, in front of the
+        connection's other requests. But a request for a batch of a stream gets its place by slot.
+
+        If no connection waits, remove the request from the buffer, and restart preparing ahead. The
+        batch is then prepared again if it is among the batches to prepare ahead.
         """
         entry = self._entries[request]
         self._doing -= 1

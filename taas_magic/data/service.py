@@ -1,7 +1,7 @@
 """Files of a run's data service: key, certificate, pickled loaders, and addresses of fetchers.
 
 <run folder>/data/            0700
-    service.json              0600: the `Service` object with key, certificate and settings
+    service.json              0600: the `DataServiceSettings` with key and certificate
     <name>.loader             a pickled registered loader
     settings                  the process state and modules for fetchers (`write_settings`)
     fetchers/                 address of each fetcher (`FolderDirectory`)
@@ -88,7 +88,7 @@ class LoaderSettings(Struct, frozen=True):
     ranks: int = 1
 
 
-class Service(Struct, frozen=True):
+class DataServiceSettings(Struct, frozen=True):
     """Settings of a run's data service.
 
     Attributes:
@@ -142,7 +142,7 @@ def payload_file(run_dir: Path, name: str) -> Path:
     return folder_of(run_dir) / f"{name.encode().hex()}.loader"
 
 
-def write(run_dir: Path, service: Service, payloads: Mapping[str, bytes]) -> None:
+def write(run_dir: Path, service: DataServiceSettings, payloads: Mapping[str, bytes]) -> None:
     """Create the folder of a run's data service; write `service.json` and the pickled loaders."""
     folder = folder_of(run_dir)
     folder.mkdir(mode=0o700)
@@ -153,12 +153,12 @@ def write(run_dir: Path, service: Service, payloads: Mapping[str, bytes]) -> Non
         file.write(msgspec.json.encode(service))
 
 
-def read(run_dir: Path) -> Service | None:
+def read(run_dir: Path) -> DataServiceSettings | None:
     """Return the settings of a run's data service; None if the cell uses no registered loader."""
     file = folder_of(run_dir) / "service.json"
     if not file.exists():
         return None
-    return msgspec.json.decode(file.read_bytes(), type=Service)
+    return msgspec.json.decode(file.read_bytes(), type=DataServiceSettings)
 
 
 Directory = Callable[[str], LoaderAddresses]

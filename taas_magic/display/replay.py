@@ -48,7 +48,7 @@ _REPORTER = re.compile(rb'"(?:rank|number)":(\d+)')
 _ERROR_WORDS = tuple(word.encode() for word in ERROR_WORDS)
 
 _BASE_COUNTS = 2_000
-"""Argument `most` of `_CountsBuffer`, before 8 events for each rank are added."""
+"""Size of the first and the last part of `_CountsBuffer`; `Replay` adds 8 events for each rank."""
 
 OutputPiece = Event | str
 """A piece of past output: an event, or a line that no rank printed."""
@@ -306,8 +306,10 @@ class _PastOutput:
         if not state.has_ended:
             size = size_text(self._left_out_bytes)
             return [f"… {size} of earlier log lines are not shown; {where}", *self._merged()]
-        first = _cut(self._first)
-        last = _cut([line for block in reversed(self._tail) for line in block.lines()[::-1]], True)
+        first = _printed_lines(self._first)
+        last = _printed_lines(
+            [line for block in reversed(self._tail) for line in block.lines()[::-1]], True
+        )
         erring = [*self._errors, *(line for block in self._tail for line in block.erring())]
         pieces: list[OutputPiece] = [
             *(event for _, event in first),
@@ -341,15 +343,16 @@ class _PastOutput:
         return [event for _, event in sorted(found, key=lambda pair: pair[0])]
 
 
-def _cut(lines: Iterable[bytes], from_end: bool = False) -> list[tuple[bytes, Lines]]:
-    """Return the first or last `END_LINES` printed lines.
+def _printed_lines(lines: Iterable[bytes], from_end: bool = False) -> list[tuple[bytes, Lines]]:
+    """Return the first or last `END_LINES` printed lines, as events of the journal.
 
     Args:
-        lines: Lines of the journal; in reverse order if `from_end` is true.
+        lines: Lines of the journal. For the last printed lines, pass the lines in reverse order.
+        from_end: Whether `lines` are in reverse order.
 
     Returns:
-        Pairs of a line of the journal and its decoded event, in the order of the journal. Each
-        event contains only the printed lines to show.
+        Pairs of a line of the journal and its decoded event, in the order of the journal. If an
+        event has too many printed lines, the surplus lines are removed from the event.
     """
     left, found = END_LINES, list[tuple[bytes, Lines]]()
     for line in lines:
@@ -372,9 +375,9 @@ def _errors_of(
 
     Args:
         lines: Lines of the journal that may contain errors.
-        first: The log's first lines, from `_cut`. The result leaves them out, because they are
-            shown anyway.
-        last: The log's last lines, from `_cut`. The result leaves them out, too.
+        first: The log's first lines, from `_printed_lines`. The result leaves them out, because
+            they are shown anyway.
+        last: The log's last lines, from `_printed_lines`. The result leaves them out, too.
     """
     budget = LogBudget(
         lambda: 0.0, burst=(0, 0), per_s=(0, 0), reserve=ERRORS, reserve_per_s=(0, 0)

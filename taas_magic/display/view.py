@@ -162,11 +162,11 @@ class ConsoleScreen(NotebookScreen):
             self.write(news)
 
     def show_rest(self, text: str) -> None:
-        """Keep the summary of the lines beyond the limit; `close` writes it."""
+        """Store the summary of the lines beyond `limit_bytes`, so that `close` writes it."""
         self._rest = f"{text}\n"
 
     def close(self, state: RunState, now: float) -> None:
-        """Write the summary that was kept, and the status header."""
+        """Write the stored summary, if there is one, and the status header."""
         self.write(f"{self._rest}{head.text(state, now)}\n")
 
 

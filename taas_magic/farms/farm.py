@@ -545,8 +545,8 @@ class Farm:
     def _store_outcome(self, job: Job, message: JobOutcome) -> None:
         """Write the job's saved files to its folder, unpickle its result, and end the job.
 
-        The listeners of `on_solution` are then called with the job. If a step raises an exception,
-        the job ends with this exception, and no listener is called.
+        Another thread then calls the listeners of `on_solution` with the job (`_call_listeners`).
+        If a step raises an exception, the job ends with this exception, and no listener is called.
         """
         job.host, job.took_s = self.state.host_of(message.node), message.took_s
         try:

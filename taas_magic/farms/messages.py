@@ -112,8 +112,8 @@ class JobProcessState(Struct, frozen=True):
             `store.guard.StoreProtection`).
         files: The folder below which jobs save files.
         scratch: Path of the scratch folder for writes that are kept out of the store; the process
-            creates the folder. A `Slot` has only the beginning of the path, and adds a suffix for
-            each process.
+            creates the folder. The node sets one path for each slot. Each time the slot starts a
+            process, it adds another suffix to this path.
     """
 
     environ: dict[str, str]

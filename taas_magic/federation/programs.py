@@ -352,11 +352,11 @@ class _HostPrograms:
         for _ in range(PORT_TRIES):
             port = _free_port(host)
             self._start(name, *command, "--port", str(port))
-            if self._listens(name, port):
+            if self._wait_until_listening(name, port):
                 return port
         raise RuntimeError(f"Flower's {name} ended at each of {PORT_TRIES} starts; see above")
 
-    def _listens(self, name: str, port: int) -> bool:
+    def _wait_until_listening(self, name: str, port: int) -> bool:
         """Wait until a program listens on a port. Return False if the program ends first.
 
         Raises:

@@ -1,10 +1,10 @@
 """The main module of a child process that a rank starts by spawn or forkserver.
 
-Such a child imports its parent's main module again, to find functions and classes that were pickled
-by name. If the rank runs a cell, the child imports this module instead, because the `__spec__` of
-the rank's `__main__` has the name of this module.
+Such a child imports the main module of its parent again, to find functions and classes that were
+pickled by name. Python takes the name of the main module from the parent's `__main__.__spec__`. If
+a rank runs a cell, it sets the name of this module there. So the child imports this module.
 
-When the child looks up a name for the first time, this module loads all names:
+When the child first looks up a name in its main module, this module loads the names of the work:
 
 - If the run's work is a function, all names come from the run's payload.
 - If the work is a `%%taas` cell, the names of earlier cells come from the payload. For the cell's

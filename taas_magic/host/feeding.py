@@ -25,7 +25,7 @@ from taas_magic.data import service
 from taas_magic.data.accelerated import patch_accelerate
 from taas_magic.data.loader import RankFeed, RemoteLoader, use_feed
 from taas_magic.data.server import RankServers
-from taas_magic.data.service import Service
+from taas_magic.data.service import DataServiceSettings
 from taas_magic.data.worker import ServedLoader
 from taas_magic.host import rendezvous
 from taas_magic.host.spec import TORCHRUN_NAMES, LocalShare, ProcessSpec
@@ -65,7 +65,7 @@ def run_feed(share: LocalShare, rank: int) -> Iterator[RankFeed | None]:
             here.own.close()
 
 
-def _create_feed(served: Service, share: LocalShare, rank: int) -> RankFeed:
+def _create_feed(served: DataServiceSettings, share: LocalShare, rank: int) -> RankFeed:
     """Create a rank's feed. If the run has no fetchers, also create the rank's own data servers.
 
     In a run without fetchers that has several ranks, the feed also has a `LoaderAgreement`.
@@ -95,7 +95,7 @@ def _create_feed(served: Service, share: LocalShare, rank: int) -> RankFeed:
     )
 
 
-def _directory(served: Service, base: Path) -> service.FolderDirectory | None:
+def _directory(served: DataServiceSettings, base: Path) -> service.FolderDirectory | None:
     """Return the directory with the fetchers' addresses; None if the run has no fetchers.
 
     Args:

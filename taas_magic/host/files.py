@@ -23,7 +23,7 @@ from taas_magic.host.spec import EventSink, HostAddress, LocalShare, RunSpec, Sh
 from taas_magic.journal import timeline
 from taas_magic.journal.folder import RunFolder
 from taas_magic.messages import Note, StoreMessage, StoreReceipt
-from taas_magic.store.manifest import Entry, Manifest
+from taas_magic.store.manifest import Manifest, ManifestEntry
 from taas_magic.store.mirror import Mirror, StoreUpdater, reserve, update_mirror
 from taas_magic.store.outbound import MirrorSender
 from taas_magic.store.ownership import RunFileRecord
@@ -166,7 +166,7 @@ class RunFolderCopy:
                 data += read
                 is_last = file.tell() >= size or not read  # a process may have truncated the file
                 end = offset + len(data)
-                entry = Entry(name, end if is_last else end + size - file.tell(), "")
+                entry = ManifestEntry(name, end if is_last else end + size - file.tell(), "")
                 piece = FilePiece(entry, offset, data)
                 self._sizer.send(self._send_request, WriteFiles([piece], root=FileRoot.RUN))
                 data, offset = b"", end

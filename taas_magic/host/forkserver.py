@@ -224,7 +224,7 @@ def warm_up(start_timeout_s: float = START_TIMEOUT_S) -> list[str]:
     try:
         ours, theirs = multiprocessing.Pipe()
         with ours:
-            process = start_process(f"{__name__}.report", theirs)
+            process = start_process(f"{__name__}.report_imports", theirs)
             theirs.close()
             reported: tuple[str, list[str]] = ours.recv()
         process.join()
@@ -534,8 +534,11 @@ def close_process(process: Any) -> None:
             process.close()
 
 
-def report(control: Connection) -> None:
-    """Send `_failure` and `_problems` to the agent, for `warm_up`."""
+def report_imports(control: Connection) -> None:
+    """Send the errors of the forkserver's imports to the agent: `_failure` and `_problems`.
+
+    Runs in a fork of the forkserver, which `warm_up` starts.
+    """
     control.send((_failure, _problems))
 
 

@@ -51,7 +51,7 @@ GATHER = (
 
 
 @dataclass
-class Received:
+class ReceivedResults:
     """The results of a run, as the notebook received them.
 
     Attributes:
@@ -110,7 +110,7 @@ def _refusal(where: str, pool: str) -> str:
 
 def receive(
     folder: Path, out: Sequence[str], sources: ResultCriteria, namespace: dict[str, Any]
-) -> Received:
+) -> ReceivedResults:
     """Load the results of a run in the kernel, archive by archive.
 
     From rank 0's archives, the kernel reads the value of the work and all names of `--out`. Reason:
@@ -128,14 +128,14 @@ def receive(
     """
     named = ((_FILE.fullmatch(path.name), path) for path in folder.glob("*"))
     found = sorted((int(it[1]), int(it[2]), path) for it, path in named if it is not None)
-    received, by_rank = Received(), dict[str, dict[int, Any]]()
+    received, by_rank = ReceivedResults(), dict[str, dict[int, Any]]()
     for attempt, rank, path in found:
         if attempt != sources.attempt or not rank < sources.world_size:
             continue
         theirs = [it for it in out if rank == 0 or requests_value_of(it, rank, sources.world_size)]
         expected = {variable_name(text) for text in theirs} | ({VALUE} if rank == 0 else set())
         if expected:
-            own = Received()
+            own = ReceivedResults()
             _load(path, rank, own, expected, sources, namespace)
             for name in [variable_name(text) for text in theirs if split_name(text)[1] == ALL]:
                 if name in own.values:
@@ -148,7 +148,7 @@ def receive(
             received.values[name] = [values[rank] for rank in sorted(values)]
     names = [variable_name(text) for text in out]
     missing = [name for name in names if name not in received.values]
-    return Received(
+    return ReceivedResults(
         {name: received.values[name] for name in (*names, VALUE) if name in received.values},
         {name: received.missing.get(name, "it did not arrive") for name in missing},
         received.notes,
@@ -158,7 +158,7 @@ def receive(
 def _load(
     path: Path,
     rank: int,
-    received: Received,
+    received: ReceivedResults,
     expected: Collection[str],
     sources: ResultCriteria,
     namespace: dict[str, Any],

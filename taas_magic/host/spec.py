@@ -35,10 +35,10 @@ from taas_magic.messages import (
     StartResponse,
 )
 from taas_magic.plan import FetcherPlan, HostPlan, Plan
-from taas_magic.store.rule import Identity, StoreRule
+from taas_magic.store.rule import FolderIdentity, StoreRule
 
 if TYPE_CHECKING:
-    from taas_magic.data.service import Service
+    from taas_magic.data.service import DataServiceSettings
     from taas_magic.store.guard import StoreProtection
 
 CALL = "taas_call"
@@ -125,7 +125,7 @@ class Origin(Struct, frozen=True):
     sys_path: tuple[str, ...]
     colors: str = "neutral"
     changed: Mapping[str, str | None] = {}
-    store: Identity | None = None
+    store: FolderIdentity | None = None
 
     def environ_on(self, environ: Mapping[str, str]) -> dict[str, str]:
         """Return the environment of ranks on another machine than the notebook's.
@@ -452,7 +452,7 @@ class FetcherSpec:
     """
 
     plan: FetcherPlan
-    service: "Service"
+    service: "DataServiceSettings"
     run_dir: Path
     cores: int
     host: str = ""

@@ -40,7 +40,7 @@ RATE_POINTS = 6
 """Number of newest points from which the current rate is computed."""
 
 
-class Point(NamedTuple):
+class LoaderTotals(NamedTuple):
     """The sums of all ranks' counts for one loader at one time, or the difference of two such sums.
 
     Attributes:
@@ -57,12 +57,12 @@ class Point(NamedTuple):
     waited_s: float = 0.0
     span_s: float = 0.0
 
-    def since(self, earlier: "Point") -> "Point":
-        """Return the difference between this point and an earlier one."""
-        return Point._make(now - then for now, then in zip(self, earlier, strict=True))
+    def since(self, earlier: "LoaderTotals") -> "LoaderTotals":
+        """Return the difference between these totals and earlier ones."""
+        return LoaderTotals._make(now - then for now, then in zip(self, earlier, strict=True))
 
     def rate(self, value: float) -> float:
-        """Return `value` divided by `time`. Call this method on a difference of two points."""
+        """Return `value` divided by `time`. Call this method on a difference of two totals."""
         return value / self.time if self.time > 0 else 0.0
 
     @property
@@ -82,7 +82,7 @@ class LoaderCounts:
     """
 
     name: str
-    points: deque[Point]
+    points: deque[LoaderTotals]
     ranks: dict[int, RankCounts] = field(default_factory=dict)
     fetchers: dict[int, FetcherCounts] = field(default_factory=dict)
     counts_at_first_batch: dict[int, FetcherCounts] = field(default_factory=dict)
@@ -96,9 +96,9 @@ class LoaderCounts:
         """Return the sum of a field of `FetcherCounts` over all fetchers."""
         return math.fsum(getattr(counts, name) for counts in self.fetchers.values())
 
-    def sums(self, now: float) -> Point:
+    def sums(self, now: float) -> LoaderTotals:
         """Return the current sums of all ranks' counts, as a point with the time `now`."""
-        return Point(now, *(self.rank_total(name) for name in Point._fields[1:]))
+        return LoaderTotals(now, *(self.rank_total(name) for name in LoaderTotals._fields[1:]))
 
     @property
     def units(self) -> int:
@@ -114,18 +114,18 @@ class LoaderCounts:
     def shares(self) -> dict[int, float]:
         """For each rank, the fraction of its loop time (`span_s`) in which it waited."""
         return {
-            rank: Point(0.0, waited_s=counts.waited_s, span_s=counts.span_s).waited_fraction
+            rank: LoaderTotals(0.0, waited_s=counts.waited_s, span_s=counts.span_s).waited_fraction
             for rank, counts in sorted(self.ranks.items())
             if counts.span_s
         }
 
     @property
-    def recent(self) -> Point:
+    def recent(self) -> LoaderTotals:
         """The difference between the newest and the oldest kept sums, for current rates."""
-        return self.points[-1].since(self.points[0]) if self.points else Point(0.0)
+        return self.points[-1].since(self.points[0]) if self.points else LoaderTotals(0.0)
 
     @property
-    def mean(self) -> Point:
+    def mean(self) -> LoaderTotals:
         """The sums of all ranks' counts so far, for mean rates.
 
         The point's `time` is the longest time that a rank has spent in loops over the loader.
@@ -144,7 +144,7 @@ class LoaderCounts:
         """
         self.ranks[rank] = counts
         if not self.points:
-            self.points.append(Point(now - counts.span_s))
+            self.points.append(LoaderTotals(now - counts.span_s))
         if now - self.points[-1].time >= POINT_GAP_S:
             point = self.sums(now)
             if point.batches > self.points[-1].batches:
@@ -157,7 +157,7 @@ class LoaderCounts:
         self.ranks.clear()
         if self.points.maxlen:
             self.points.clear()
-        self.points.append(Point(now))
+        self.points.append(LoaderTotals(now))
 
 
 class RunCounts:
@@ -498,7 +498,7 @@ def _share(part: float, whole: float) -> float:
     return min(1.0, max(0.0, part / whole)) if whole > 0 else 0.0
 
 
-def curves(events: Iterable[Event]) -> dict[str, list[tuple[float, Point]]]:
+def curves(events: Iterable[Event]) -> dict[str, list[tuple[float, LoaderTotals]]]:
     """Return how the counts of each loader of a run grew over time, from the journal's events.
 
     Returns:
@@ -509,7 +509,7 @@ def curves(events: Iterable[Event]) -> dict[str, list[tuple[float, Point]]]:
     for event in events:
         began = began or event.time
         run_counts.apply(event, event.time - began)
-    found: dict[str, list[tuple[float, Point]]] = {}
+    found: dict[str, list[tuple[float, LoaderTotals]]] = {}
     for name, loader in run_counts.loaders.items():
         steps = [(first.time, later.since(first)) for first, later in pairwise(loader.points)]
         steps = [(time + step.time / 2, step) for time, step in steps]

@@ -346,7 +346,7 @@ class DiskRoom:
         return found.f_bavail * found.f_frsize, found.f_blocks * found.f_frsize
 
 
-class Writer:
+class JournalWriter:
     """Writer of a run's journal, with its own thread. The pool's process has one for each run.
 
     `append` never blocks, because the event loop that calls it also answers the hosts' heartbeats.

@@ -161,12 +161,14 @@ def align_clocks(traces: Mapping[int, Trace]) -> tuple[dict[int, Trace], dict[in
 
 
 def step_times(traces: Mapping[int, Trace]) -> list[StepTimes]:
-    """Return the times of each rank in each step, ordered by step and rank.
+    """Divide each rank's time in each step into four parts; return them ordered by step and rank.
 
-    Each collective consists of a wait for other ranks and, at its end, a communication. The length
-    of the communication is the shortest duration of the same collective on any rank. Time in which
-    the rank also does other work counts as computation, not as waiting or communication. The rest
-    of a step, except loading, also counts as computation.
+    - Loading: the rank waits for its next batch.
+    - Communication: the end of each collective. It is as long as the shortest duration of the same
+      collective on any rank.
+    - Waiting: the rest of each collective, in which the rank waits for other ranks.
+    - Computation: the rest of the step. If the rank does other work during a collective, this time
+      counts as computation, too.
     """
     shortest_us = _shortest_durations(traces.values())
     found = []

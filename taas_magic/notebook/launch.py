@@ -47,7 +47,7 @@ from taas_magic.plan import (
 )
 from taas_magic.pool.client import Pool, PoolConnection
 from taas_magic.store import rule as store
-from taas_magic.store.rule import Identity
+from taas_magic.store.rule import FolderIdentity
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
@@ -664,7 +664,7 @@ def origin(shell: "InteractiveShell", folder: str) -> Origin:
         sys_path=tuple(os.path.abspath(path) for path in sys.path),
         colors=shell.colors,
         changed=environ_changes(_environ_at_start(), os.environ),
-        store=Identity.of(folder),
+        store=FolderIdentity.of(folder),
     )
 
 

@@ -788,7 +788,7 @@ class RunDriver:
         attempt = self.head.restarts
         ended = RunEnded(state=state, elapsed_s=elapsed_s, why=why, attempt=attempt)
         if in_journal:
-            writer = journal.Writer(self._folder)
+            writer = journal.JournalWriter(self._folder)
             writer.append(ended)
             writer.close()
         return ended

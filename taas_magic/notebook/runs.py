@@ -65,7 +65,7 @@ class Run:
         self._folder = RunFolder(path)
         self._reader = JournalReader(self._folder.events)
         self._replay: Replay | None = None
-        self._received: returned.Received | None = None
+        self._received: returned.ReceivedResults | None = None
 
     @property
     def path(self) -> Path:
@@ -367,14 +367,14 @@ class Run:
     def _summary(self) -> RunSummary:
         return journal.summary(self._folder)
 
-    def _results(self) -> returned.Received:
+    def _results(self) -> returned.ReceivedResults:
         """Return the results of the run; empty while the run is active.
 
         The first call after the run's end reads the files. Later calls return the same object.
         """
         if self._received is None:
             if self.is_active:
-                return returned.Received()
+                return returned.ReceivedResults()
             attempt, pool = self.head.last_attempt, self.plan.untrusted_pool
             sources = returned.ResultCriteria(attempt, self.world_size, pool)
             self._received = returned.receive(

@@ -28,7 +28,7 @@ from taas_magic.host.spec import (
     fetchers_share_id,
     topic,
 )
-from taas_magic.journal.folder import RunFolder, Writer
+from taas_magic.journal.folder import JournalWriter, RunFolder
 from taas_magic.messages import (
     AllowRestarts,
     AnswerInput,
@@ -62,7 +62,7 @@ from taas_magic.messages import (
 from taas_magic.plan import Plan
 from taas_magic.pool.detached import EndFetchers, notify, take_fetchers
 from taas_magic.pool.gate import GateComm
-from taas_magic.pool.hosts import PoolHost, PoolHosts, Tasks, ask_all
+from taas_magic.pool.hosts import BackgroundTasks, PoolHost, PoolHosts, request_host_facts
 from taas_magic.pool.runs import PoolFetchers, PoolRun, Share
 from taas_magic.store.requests import FileRequest
 from taas_magic.store.rule import locked_store
@@ -254,7 +254,7 @@ class Controller(SchedulerPlugin):
         self._fetchers_of: dict[str, EndFetchers] = {}
         """For each detached run, by run id: the function that ends its fetchers."""
 
-        self._tasks = Tasks()
+        self._tasks = BackgroundTasks()
         self.pool_hosts = PoolHosts(
             scheduler,
             source,
@@ -487,7 +487,7 @@ class Controller(SchedulerPlugin):
         return fetchers.lifecycle_events
 
     async def _carry_out(
-        self, run: PoolRun, journal: Writer, until_end: contextlib.AsyncExitStack
+        self, run: PoolRun, journal: JournalWriter, until_end: contextlib.AsyncExitStack
     ) -> None:
         """Wait until a started run has ended; then write its end event to the journal and clean up.
 
@@ -632,7 +632,7 @@ class Controller(SchedulerPlugin):
 
     async def facts(self, request: GetHostFacts) -> list[HostFacts]:
         """Return facts about all hosts, such as versions and installed modules."""
-        return await ask_all(self.pool_hosts, self.pool_hosts.all(), request)
+        return await request_host_facts(self.pool_hosts, self.pool_hosts.all(), request)
 
     async def end_pool(self, request: EndPool) -> None:
         """End all waits and runs, then the pool's process."""
@@ -701,7 +701,7 @@ class Controller(SchedulerPlugin):
             run.lose(host, why)
 
 
-def _journal(folder: RunFolder, send_event: EncodedEventSink) -> Writer:
+def _journal(folder: RunFolder, send_event: EncodedEventSink) -> JournalWriter:
     """Open a run's journal. If a write to the journal fails later, the kernel gets one note."""
     loop = asyncio.get_running_loop()
 
@@ -710,7 +710,7 @@ def _journal(folder: RunFolder, send_event: EncodedEventSink) -> Writer:
         with contextlib.suppress(RuntimeError):  # the loop is closed: the pool has ended meanwhile
             loop.call_soon_threadsafe(send_event, encode(note))
 
-    return Writer(folder, report_incomplete)
+    return JournalWriter(folder, report_incomplete)
 
 
 async def _no_fetchers() -> None:

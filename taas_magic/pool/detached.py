@@ -14,7 +14,7 @@ from taas_magic.host.system import wait_or_kill
 from taas_magic.journal.folder import RunFolder
 from taas_magic.messages import Event, Halt, RunEnded, TakeFetchers, decode_event, send_request
 from taas_magic.pool.address import read_address
-from taas_magic.pool.hosts import Tasks
+from taas_magic.pool.hosts import BackgroundTasks
 
 ANSWER_S = 20.0
 """Maximum seconds for the process of the fetchers' pool to respond."""
@@ -30,7 +30,7 @@ async def take_fetchers(
     folder: Path,
     share_id: str,
     relay: Callable[[Sequence[Event]], Awaitable[None]],
-    tasks: Tasks,
+    tasks: BackgroundTasks,
 ) -> EndFetchers:
     """Take over fetchers that run on another pool; return a function that ends them.
 

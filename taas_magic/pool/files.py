@@ -16,7 +16,7 @@ from taas_magic.data import service
 from taas_magic.errors import ProtocolError
 from taas_magic.host.files import PROFILE, RESULT
 from taas_magic.host.spec import RunSpec
-from taas_magic.store.manifest import Entry, Manifest
+from taas_magic.store.manifest import Manifest, ManifestEntry
 from taas_magic.store.requests import (
     FilePiece,
     FileRequest,
@@ -140,7 +140,9 @@ class FileServer:
             names += [f"{data.name}/{file.name}" for file in data.iterdir() if file.is_file()]
         paths = {name: self._path / name for name in names}
         entries = [
-            Entry(name, path.stat().st_size, "") for name, path in paths.items() if path.exists()
+            ManifestEntry(name, path.stat().st_size, "")
+            for name, path in paths.items()
+            if path.exists()
         ]
         return Manifest(entries, {})
 

@@ -103,7 +103,7 @@ _CHECKS_PER_LEASE = 32
 logger = logging.getLogger(__name__)
 
 
-class Tasks:
+class BackgroundTasks:
     """The running background tasks of one object.
 
     asyncio may drop a task to which nothing refers, so this object keeps a reference to each task.
@@ -148,7 +148,7 @@ class PoolHosts(SchedulerPlugin):
         self._on_lost = on_lost
         self._hosts: dict[str, PoolHost] = {}
         self._changed = asyncio.Condition()
-        self._tasks = Tasks()
+        self._tasks = BackgroundTasks()
         self._acquiring = self._runs_waiting = 0
         self._lost_early: list[str] = []
         self.awaited: list[str] = []
@@ -489,16 +489,21 @@ async def require_fit(
     ]
     if not new:
         return
-    facts = await ask_all(pool_hosts, new, GetHostFacts(modules=list(modules), names=False))
+    facts = await request_host_facts(
+        pool_hosts, new, GetHostFacts(modules=list(modules), names=False)
+    )
     refuse(facts, this_kernel())
     for host in new:
         host.known_modules = (host.known_modules or set()).union(modules)
 
 
-async def ask_all(
+async def request_host_facts(
     pool_hosts: PoolHosts, hosts: Iterable[PoolHost], request: GetHostFacts
 ) -> list[HostFacts]:
-    """Send `request` to all hosts at the same time; return the facts of each host."""
+    """Request facts from all `hosts` at the same time; return them in the order of `hosts`.
+
+    For a host that sends no facts, the result has the default values of `HostFacts`.
+    """
 
     async def ask(host: PoolHost) -> HostFacts:
         begin = time.time()

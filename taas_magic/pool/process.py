@@ -258,8 +258,8 @@ class PoolFolder:
 def main() -> int:
     """Run the pool's process until a kernel ends the pool, or no kernel and no run is left.
 
-    Read the settings from stdin, write the pid to the lock file, clear the log, and run
-    `_run_pool`.
+    Read the settings from stdin, write the pid to the lock file, clear the log, prepare the pool's
+    engine, and run `_run_pool`.
     """
     gc.disable()  # garbage collection takes a tenth of the import time, and would free nothing
     settings = from_json(sys.stdin.buffer.readline(), PoolSettings)

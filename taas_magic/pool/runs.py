@@ -52,7 +52,7 @@ from taas_magic.messages import (
 )
 from taas_magic.plan import DataPlan, Plan, ranks_with_results
 from taas_magic.pool.files import FileServer, OwnedFiles
-from taas_magic.pool.hosts import PoolHost, PoolHosts, Tasks, require_fit
+from taas_magic.pool.hosts import BackgroundTasks, PoolHost, PoolHosts, require_fit
 from taas_magic.pool.restarts import FetcherRestarts
 from taas_magic.store.requests import FileRequest
 
@@ -235,7 +235,7 @@ class Share(ABC):
         self._parts: dict[str, HostPart] = {}
         self._changed = asyncio.Event()
         self._halted, self._how_halted = asyncio.Event(), ""
-        self._tasks = Tasks()
+        self._tasks = BackgroundTasks()
 
     @abstractmethod
     async def start(self) -> list[str]:
@@ -799,9 +799,11 @@ class PoolRun(Share):
     async def relay(self, events: Sequence[Event]) -> None:
         """Publish events of the run's fetchers, and send new fetchers' addresses to all hosts.
 
-        The fetchers of a session's cell remain for later cells. So a cell passes the events to the
-        session, which sends the addresses, and publishes the events in the newest cell. Ignore a
-        start or end event that arrives a second time.
+        Also record which fetchers are up, and their addresses. The published events do not have the
+        addresses. Ignore a start or end event that arrives a second time.
+
+        The fetchers of a session's cell remain for later cells. So a cell only passes the events to
+        the session. The session does all of the above, and publishes the events in its newest cell.
         """
         if self._session is not None:
             await self._session.relay(events)

@@ -427,6 +427,8 @@ def _notice_silence(sock: socket.socket, silence_s: float) -> None:
     By default, TCP doubles the time between its attempts to send a lost packet. So over a bad link,
     a host could receive nothing for longer than its lease. On Linux 6.15 and newer, this function
     limits the time between two attempts to one second.
+
+    Also makes the system probe a connection without traffic, and send small packets at once.
     """
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

@@ -112,7 +112,7 @@ The separators are all bytes at which some version of Python splits a `.pth` fil
 _OVERLAP_BYTES = 16
 
 
-class Ignore:
+class IgnoreRules:
     """Patterns of files that are not copied to or from hosts.
 
     Args:
@@ -166,7 +166,7 @@ class Ignore:
         return self.leaves_out(path) or self.leaves_out(path, folder=True)
 
 
-def ignore_of(tree: Tree) -> Ignore:
+def ignore_of(tree: Tree) -> IgnoreRules:
     """Return the ignore rules of a store: the defaults, and its `.taasignore` if it has one.
 
     Raises:
@@ -176,7 +176,7 @@ def ignore_of(tree: Tree) -> Ignore:
     with suppress(FileNotFoundError), tree.open_file(FILE_NAME) as file:
         lines = file.read().decode(errors="replace").splitlines()
     try:
-        return Ignore(lines)
+        return IgnoreRules(lines)
     except ValueError as error:
         raise StoreError(f"{tree.root}/{FILE_NAME}: {error}") from error
 
@@ -241,4 +241,4 @@ def _includes_any_folder(line: str) -> bool:
     return any(map(spec.match_file, ("folder/", ".folder/")))
 
 
-_ALWAYS = Ignore()
+_ALWAYS = IgnoreRules()

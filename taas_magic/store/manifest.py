@@ -44,7 +44,7 @@ Key = tuple[int, int, int, int]
 _NO_KEY = (0, 0, 0, 0)
 
 
-class Entry(Struct, frozen=True, array_like=True):
+class ManifestEntry(Struct, frozen=True, array_like=True):
     """One file or folder of a store, or a file of a run folder.
 
     Attributes:
@@ -62,7 +62,7 @@ class Entry(Struct, frozen=True, array_like=True):
     mtime_ns: int = 0
 
     @classmethod
-    def of(cls, tree_entry: TreeEntry, sha256: str) -> "Entry":
+    def of(cls, tree_entry: TreeEntry, sha256: str) -> "ManifestEntry":
         """Make the entry of a file or folder. For a folder, `sha256` is ignored."""
         status = tree_entry.status
         if tree_entry.is_folder:
@@ -85,7 +85,7 @@ class Manifest(Struct):
             are not listed. The paths are printable (`printable`).
     """
 
-    entries: list[Entry]
+    entries: list[ManifestEntry]
     skipped: dict[str, str]
 
     def safe(self) -> "Manifest":
@@ -108,7 +108,7 @@ class ChangeList(Struct):
     """
 
     number: int
-    entries: list[Entry]
+    entries: list[ManifestEntry]
     removed: list[str]
 
 
@@ -250,10 +250,10 @@ def scan_store(tree: Tree, hashes: Hashes, limit_bytes: int) -> tuple[CaseChecke
 
 def _hashed(
     tree: Tree, found: list[TreeEntry], hashes: Hashes, skipped: dict[str, str]
-) -> Iterator[Entry]:
+) -> Iterator[ManifestEntry]:
     for tree_entry in found:
         try:
-            yield Entry.of(tree_entry, hashes.hash_of(tree, tree_entry))
+            yield ManifestEntry.of(tree_entry, hashes.hash_of(tree, tree_entry))
         except FileNotFoundError:
             continue
         except OSError as error:

@@ -20,7 +20,7 @@ from pathlib import Path
 from taas_magic import probe
 from taas_magic.errors import StoreError, TaasError
 from taas_magic.shared_files import locked
-from taas_magic.store.manifest import FOLDER, Entry, Hashes, Manifest, blocks
+from taas_magic.store.manifest import FOLDER, Hashes, Manifest, ManifestEntry, blocks
 from taas_magic.store.requests import (
     ListChanges,
     ListFiles,
@@ -195,7 +195,9 @@ def _apply_manifest(mirror: Mirror, want: Manifest, send_request: SendRequest) -
     return list(_fetch(mirror, to_fetch, send_request))
 
 
-def _copy_known_content(mirror: Mirror, want: Manifest, there: Mapping[str, Entry]) -> list[Entry]:
+def _copy_known_content(
+    mirror: Mirror, want: Manifest, there: Mapping[str, ManifestEntry]
+) -> list[ManifestEntry]:
     """Copy files whose content is already elsewhere in the mirror, for example after a rename.
 
     Returns:
@@ -214,7 +216,7 @@ def _copy_known_content(mirror: Mirror, want: Manifest, there: Mapping[str, Entr
     return rest
 
 
-def _scan_files(mirror: Mirror, wanted: Collection[str]) -> dict[str, Entry]:
+def _scan_files(mirror: Mirror, wanted: Collection[str]) -> dict[str, ManifestEntry]:
     """List and hash the useful files of a mirror, and remove all other files.
 
     A file is useful if its path is in `wanted`. A file with a known hash is also useful, because a
@@ -223,7 +225,7 @@ def _scan_files(mirror: Mirror, wanted: Collection[str]) -> dict[str, Entry]:
     Returns:
         The remaining files and folders by path, outer folders first.
     """
-    found: dict[str, Entry] = {}
+    found: dict[str, ManifestEntry] = {}
     for tree_entry in mirror.tree.walk():
         with suppress(OSError):  # the entry is not a regular file, or cannot be read
             if (
@@ -231,7 +233,7 @@ def _scan_files(mirror: Mirror, wanted: Collection[str]) -> dict[str, Entry]:
                 or tree_entry.path in wanted
                 or tree_entry.path in mirror.hashes
             ):
-                found[tree_entry.path] = Entry.of(
+                found[tree_entry.path] = ManifestEntry.of(
                     tree_entry, mirror.hashes.hash_of(mirror.tree, tree_entry)
                 )
         if tree_entry.path not in found:
@@ -239,7 +241,7 @@ def _scan_files(mirror: Mirror, wanted: Collection[str]) -> dict[str, Entry]:
     return found
 
 
-def _copy(mirror: Mirror, entry: Entry, source: str) -> bool:
+def _copy(mirror: Mirror, entry: ManifestEntry, source: str) -> bool:
     """Copy the mirror's file `source` to the path of `entry`; return whether this succeeded."""
     with suppress(OSError), mirror.tree.open_file(source) as file:
         incoming = IncomingFile(mirror.staging)
@@ -254,7 +256,7 @@ def _copy(mirror: Mirror, entry: Entry, source: str) -> bool:
 
 
 def _fetch(
-    mirror: Mirror, entries: Sequence[Entry], send_request: SendRequest
+    mirror: Mirror, entries: Sequence[ManifestEntry], send_request: SendRequest
 ) -> dict[str, OSError]:
     """Fetch files from the notebook's side, and move them to their paths in the mirror.
 
@@ -286,7 +288,7 @@ def _fetch(
     return missed
 
 
-def _install_file(mirror: Mirror, incoming: IncomingFile, entry: Entry) -> None:
+def _install_file(mirror: Mirror, incoming: IncomingFile, entry: ManifestEntry) -> None:
     """Verify an arrived file, move it to its path in the mirror, and record its hash.
 
     The file gets the modification time of the sent file.
@@ -365,7 +367,7 @@ class StoreUpdater:
         self._mirror.hashes.forget(path)
         return self._mirror.tree.remove(path)
 
-    def _clear_path(self, entry: Entry) -> bool:
+    def _clear_path(self, entry: ManifestEntry) -> bool:
         """Remove a file or an empty folder that is in the way of `entry`.
 
         If `entry` is a file, a folder at its path is in the way. If `entry` is a folder, a file at

@@ -21,8 +21,8 @@ from contextlib import suppress
 from io import FileIO
 
 from taas_magic.errors import TaasError
-from taas_magic.store.ignore import Ignore, ignore_of
-from taas_magic.store.manifest import FOLDER, Entry
+from taas_magic.store.ignore import IgnoreRules, ignore_of
+from taas_magic.store.manifest import FOLDER, ManifestEntry
 from taas_magic.store.mirror import Mirror
 from taas_magic.store.ownership import WHY_BESIDE
 from taas_magic.store.receipt import ReceiptBuilder
@@ -280,7 +280,9 @@ class _ChangeSender:
                 if is_being_written(file) or has_changed(file, before):
                     return
                 sha256.update(data)
-                entry = Entry.of(TreeEntry(path, before), sha256.hexdigest() if is_last else "")
+                entry = ManifestEntry.of(
+                    TreeEntry(path, before), sha256.hexdigest() if is_last else ""
+                )
                 yield FilePiece(entry, offset, data)
                 offset += len(data)
 
@@ -311,7 +313,7 @@ class _ChangeSender:
         if not tree_entry.is_folder:
             self._queue_file(path, status)
         elif not was_folder:
-            self._unsent.pieces.append(FilePiece(Entry.of(tree_entry, FOLDER), 0, b""))
+            self._unsent.pieces.append(FilePiece(ManifestEntry.of(tree_entry, FOLDER), 0, b""))
 
     def _queue_removal(self, path: str) -> None:
         """Queue the removal of a file, or of a folder with its contents, from the store.
@@ -357,7 +359,9 @@ class _ChangeSender:
         """Send the queued changes, and record which of them the store has accepted.
 
         An accepted file gets its new hash and an entry in the receipt. A refused path is recorded
-        with the reason; the user gets one note for each reason. If nothing is queued, do nothing.
+        with the reason; the user gets one note for each reason. A file that the store has kept
+        under another name, beside the user's file, counts as refused, but also gets its new hash.
+        If nothing is queued, do nothing.
 
         Returns:
             The reason for each refused path.
@@ -413,7 +417,7 @@ class MirrorSender:
     ) -> None:
         self._mirror, self._shared, self._note = mirror, shared, note
         self._sender = _ChangeSender(mirror, send_request, note, receipt_builder)
-        self._ignore = Ignore()
+        self._ignore = IgnoreRules()
         self._watch = _Watch(mirror.path, lambda path: self._ignore.leaves_out(path, folder=True))
         self._due: dict[str, float] = {}
         self._quiet_until: dict[str, float] = {}

@@ -25,7 +25,7 @@ from taas_magic.messages import (
     UnsentFile,
     WrittenFile,
 )
-from taas_magic.store.manifest import Entry
+from taas_magic.store.manifest import ManifestEntry
 from taas_magic.store.publish import remove_leftover
 from taas_magic.store.rule import is_below
 from taas_magic.store.tree import Tree, TreeEntry, printable
@@ -111,7 +111,7 @@ class ReceiptBuilder:
             elif isinstance(message, StoreProtectionReported):
                 self._protection = message.protection
 
-    def record_sent(self, entry: Entry) -> None:
+    def record_sent(self, entry: ManifestEntry) -> None:
         """Record that the store has accepted a file or folder from this host's mirror."""
         with self._lock:
             self._refused.pop(entry.path, None)

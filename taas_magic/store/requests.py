@@ -13,7 +13,7 @@ from msgspec import Struct, field
 
 from taas_magic.errors import ProtocolError
 from taas_magic.messages import Request
-from taas_magic.store.manifest import ChangeList, Entry, Manifest
+from taas_magic.store.manifest import ChangeList, Manifest, ManifestEntry
 
 CHUNK_BYTES = 4 << 20
 """Maximum bytes of file content in one message, and in memory at a time for one file."""
@@ -41,7 +41,7 @@ class FilePiece(Struct, frozen=True, array_like=True):
         data: Content; empty for a folder.
     """
 
-    entry: Entry
+    entry: ManifestEntry
     offset: int
     data: bytes
 
@@ -187,7 +187,7 @@ class MessageSizer:
             self.size = max(self.size // 2, _LEAST_BYTES)
 
 
-def part_lists(entries: Iterable[Entry], sizer: MessageSizer) -> Iterator[list[Part]]:
+def part_lists(entries: Iterable[ManifestEntry], sizer: MessageSizer) -> Iterator[list[Part]]:
     """Yield the parts of all files in `entries`, in order; each list is for one `ReadFiles`.
 
     The sizer limits the bytes of a list, and `MAX_PARTS` the number of parts.

@@ -270,7 +270,7 @@ def _refuse_overlap(store: str, path: Path) -> None:
         )
 
 
-class Identity(Struct, frozen=True):
+class FolderIdentity(Struct, frozen=True):
     """Identity of a folder, by which a host finds out whether it shares the project store.
 
     On one machine, the numbers of the file system and the inode identify a folder. Between
@@ -290,7 +290,7 @@ class Identity(Struct, frozen=True):
     inode: int
 
     @classmethod
-    def of(cls, path: str) -> "Identity":
+    def of(cls, path: str) -> "FolderIdentity":
         """Return the identity of the folder at `path` on this machine.
 
         Raises:
@@ -307,7 +307,7 @@ class Identity(Struct, frozen=True):
                 returns the file's name. The function is called only on another machine.
         """
         try:
-            here = Identity.of(self.path)
+            here = FolderIdentity.of(self.path)
         except OSError:
             return False
         if here.kernel and here.kernel == self.kernel:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from taas_magic.errors import ProtocolError
 from taas_magic.store.ignore import PathFileCheck, ignore_of, normal_form
-from taas_magic.store.manifest import ChangeList, Entry, Hashes, Manifest, scan_store
+from taas_magic.store.manifest import ChangeList, Hashes, Manifest, ManifestEntry, scan_store
 from taas_magic.store.ownership import (
     KEPT_BESIDE,
     WHY_BESIDE,
@@ -69,7 +69,7 @@ class _Change(NamedTuple):
 
     number: int
     host_rank: int
-    entry: Entry | None
+    entry: ManifestEntry | None
 
 
 class StoreServer:
@@ -142,7 +142,11 @@ class StoreServer:
         self._tree.close()
 
     def _make_token(self, host_rank: int, request: MakeToken) -> str:
-        """Return the name of a marker file in the store. A host that sees it shares the store."""
+        """Make a marker file in the store, if there is none yet; return the file's name.
+
+        If the requesting host sees the file at the store's path, the host shares the store. The
+        first call also removes temporary files that an earlier run left in the store's top folder.
+        """
         if self._token is None:
             for seen in self._tree.entries(""):
                 self._tree.remove_leftover(seen.path)
@@ -245,9 +249,9 @@ class StoreServer:
     def _check(self, host_rank: int, path: str) -> None:
         """Raise UnsafeError if the host may not change `path`, whatever is at `path` now.
 
-        There are four possible reasons: the path is unsafe; `Ignore.why_not_accepted` refuses the
-        path; the path differs from a known path only by case; or the host does not run rank 0, and
-        the path is outside the shared folders.
+        There are four possible reasons: the path is unsafe; `IgnoreRules.why_not_accepted` refuses
+        the path; the path differs from a known path only by case; or the host does not run rank 0,
+        and the path is outside the shared folders.
         """
         if why := why_unsafe(path):
             raise UnsafeError(path, why)
@@ -328,7 +332,7 @@ class StoreServer:
         Returns:
             For each path, the reason why the path was refused; "" if it was accepted.
         """
-        whole: list[tuple[Entry, IncomingFile]] = []
+        whole: list[tuple[ManifestEntry, IncomingFile]] = []
         answers: dict[str, str] = {}
         for piece in pieces:
             path = piece.entry.path
@@ -346,7 +350,11 @@ class StoreServer:
         return answers
 
     def _write(
-        self, host_rank: int, path: str, piece: FilePiece, whole: list[tuple[Entry, IncomingFile]]
+        self,
+        host_rank: int,
+        path: str,
+        piece: FilePiece,
+        whole: list[tuple[ManifestEntry, IncomingFile]],
     ) -> None:
         """Write one piece of a file to its temporary file, or make a folder.
 
@@ -394,7 +402,12 @@ class StoreServer:
             raise
 
     def _install_file(
-        self, host_rank: int, path: str, entry: Entry, incoming: IncomingFile, flushed: Future[None]
+        self,
+        host_rank: int,
+        path: str,
+        entry: ManifestEntry,
+        incoming: IncomingFile,
+        flushed: Future[None],
     ) -> None:
         """Move a complete file from its temporary name to its path; discard it on failure.
 
@@ -470,7 +483,7 @@ class StoreServer:
             self._cases.forget(place)
             self._record_change(host_rank, path, None)
 
-    def _record_change(self, host_rank: int, path: str, entry: Entry | None) -> None:
+    def _record_change(self, host_rank: int, path: str, entry: ManifestEntry | None) -> None:
         """Record a change for the other hosts, in place of an earlier change of the same path."""
         self._number += 1
         self._changes.pop(path, None)

@@ -173,7 +173,7 @@ class Service:
             self.start(number)
 
     def spec(self, number: int) -> FetcherSpec:
-        served = about.Service(
+        served = about.DataServiceSettings(
             self.key,
             SEED,
             self.fetchers,

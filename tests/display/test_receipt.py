@@ -14,7 +14,7 @@ from taas_magic.messages import (
     UnsentFile,
     WrittenFile,
 )
-from taas_magic.store.manifest import FOLDER, Entry
+from taas_magic.store.manifest import FOLDER, ManifestEntry
 from taas_magic.store.receipt import Receipt, ReceiptBuilder, find_changed_files
 
 
@@ -69,12 +69,12 @@ def test_a_mirrors_files_are_those_that_the_store_accepted(store: Path) -> None:
         (store / name).write_text("new")
         receipt_builder.record(0, StoreWriteReported(str(store / name)))
     for path in ("m.pt", "gone.pt", "shards/1"):
-        receipt_builder.record_sent(Entry(path, 3, "0"))
+        receipt_builder.record_sent(ManifestEntry(path, 3, "0"))
     receipt_builder.record_removed("gone.pt")
     for path in ("late.pt", "late", ".env", "removed"):
         receipt_builder.record_refused(path, "no space")
-    receipt_builder.record_sent(Entry("late.pt", 2, "0"))
-    receipt_builder.record_sent(Entry("late", 0, FOLDER))
+    receipt_builder.record_sent(ManifestEntry("late.pt", 2, "0"))
+    receipt_builder.record_sent(ManifestEntry("late", 0, FOLDER))
     receipt_builder.record_removed("removed")
     closed = receipt_builder.build(searches=False)
     assert closed.written == [WrittenFile("late.pt", 2), WrittenFile("m.pt", 3)]

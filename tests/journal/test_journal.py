@@ -18,7 +18,7 @@ from taas_magic.config import Config
 from taas_magic.display.head import text
 from taas_magic.errors import UsageError
 from taas_magic.journal import folder as journal
-from taas_magic.journal.folder import PlanHead, RunContext, RunFolder, RunSummary, Writer
+from taas_magic.journal.folder import JournalWriter, PlanHead, RunContext, RunFolder, RunSummary
 from taas_magic.messages import Display, Event, decode_event, encode
 from taas_magic.notebook import pools, runs
 from taas_magic.notebook.magic import run_command
@@ -35,8 +35,8 @@ def make_run(run_id: str, *events: Event, name: str = "first") -> RunFolder:
     return folder
 
 
-def write(folder: RunFolder, *events: Event) -> Writer:
-    writer = Writer(folder)
+def write(folder: RunFolder, *events: Event) -> JournalWriter:
+    writer = JournalWriter(folder)
     for seen in events:
         writer.append(seen)
     eventually(lambda: writer._handled_bytes == writer._appended_bytes)
@@ -191,7 +191,7 @@ def test_a_full_disk_is_said_once_and_stops_nobody() -> None:
     said: list[str] = []
     folder = RunFolder.create("r1", PLAN, "")
     folder.events.symlink_to("/dev/full")
-    writer = Writer(folder, said.append)
+    writer = JournalWriter(folder, said.append)
     for _ in range(3):
         writer.append(event("note", text="lost"))
     writer.close()
@@ -203,7 +203,7 @@ def test_a_disk_that_hangs_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(journal, "WAITING_BYTES", 10_000)
     folder, said = RunFolder.create("r1", PLAN, ""), threading.Event()
     os.mkfifo(folder.events)  # opening it blocks until there is a reader
-    writer = Writer(folder, lambda why: said.set())
+    writer = JournalWriter(folder, lambda why: said.set())
     for _ in range(300):
         writer.append(event("lines", rank=0, lines=["x" * 100]))
     writer.append(event("ended", state="SUCCEEDED"))
@@ -217,7 +217,7 @@ def test_a_disk_that_hangs_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_journal_is_bounded_and_still_says_how_the_run_ended() -> None:
     said: list[str] = []
     folder = RunFolder.create("r1", PLAN, "")
-    writer = Writer(folder, said.append, limit_bytes=5 << 20)
+    writer = JournalWriter(folder, said.append, limit_bytes=5 << 20)
     for _ in range(100):
         writer.append(event("lines", rank=0, lines=["x" * 100_000]))
     writer.append(event("ended", state="SUCCEEDED"))

@@ -14,7 +14,7 @@ from taas_magic.host.spec import HostAddress, Origin, RunSpec, ShareSpec
 from taas_magic.journal.folder import RunFolder
 from taas_magic.plan import Flags, HostCapacity, Plan, make_plan, ranks_with_results
 from taas_magic.pool.files import FileServer, OwnedFiles
-from taas_magic.store.manifest import FOLDER, Entry, Manifest
+from taas_magic.store.manifest import FOLDER, Manifest, ManifestEntry
 from taas_magic.store.requests import (
     FilePiece,
     FileRequest,
@@ -70,7 +70,7 @@ class Far:
 
 def writes(name: str, data: bytes = b"x", size: int | None = None) -> WriteFiles:
     """Return a request to write the first `data` of a file of `size` bytes, by default all."""
-    entry = Entry(name, len(data) if size is None else size, "")
+    entry = ManifestEntry(name, len(data) if size is None else size, "")
     return WriteFiles([FilePiece(entry, 0, data)], root=FileRoot.RUN)
 
 
@@ -163,7 +163,9 @@ def test_what_a_host_may_not_read_is_refused(far: Far, name: str) -> None:
 def test_only_files_are_written_and_none_is_removed(far: Far, home: RunFolder) -> None:
     home.log(0).write_bytes(b"log")
     for request in (
-        WriteFiles([FilePiece(Entry("logs/rank-0.log", 0, FOLDER), 0, b"")], root=FileRoot.RUN),
+        WriteFiles(
+            [FilePiece(ManifestEntry("logs/rank-0.log", 0, FOLDER), 0, b"")], root=FileRoot.RUN
+        ),
         WriteFiles(removed=["logs/rank-0.log"], root=FileRoot.RUN),
         ReadFiles([("payload", 0, 1 << 30)], root=FileRoot.RUN),
         ListChanges(0, root=FileRoot.RUN),

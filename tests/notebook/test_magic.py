@@ -113,10 +113,10 @@ def asked_cell(launch: FakeLaunch) -> CellWork:
     return cell
 
 
-def a_run(run_id: str, state: str, log: str = "") -> journal.Writer:
+def a_run(run_id: str, state: str, log: str = "") -> journal.JournalWriter:
     """Create a run; its controller counts as alive until the returned writer is closed."""
     folder = RunFolder.create(run_id, PlanHead(run_id, "", "local", 2), "")
-    writer = journal.Writer(folder)
+    writer = journal.JournalWriter(folder)
     writer.append(StateChanged(state=state) if state == "RUNNING" else RunEnded(state=state))
     eventually(lambda: any(folder.read_events()))
     folder.log(1).write_text(log)

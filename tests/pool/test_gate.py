@@ -53,7 +53,7 @@ from taas_magic.pool import gate, hosts
 from taas_magic.pool.controller import Controller
 from taas_magic.pool.gate import PoolScheduler
 from taas_magic.pool.runs import PoolRun
-from taas_magic.store.manifest import Entry
+from taas_magic.store.manifest import ManifestEntry
 from taas_magic.store.requests import (
     FilePiece,
     FileRoot,
@@ -449,7 +449,7 @@ def test_a_bad_host_of_a_run_says_only_what_is_its_own(
                 may_write |= dict.fromkeys(["logs/rank-0.log", "results/0-0-0"], False)
                 may_write |= dict.fromkeys(["results/1-1-0", "results/0-2-0"], False)
                 for name, may in may_write.items():
-                    piece = FilePiece(Entry(name, 1, ""), 0, b"x")
+                    piece = FilePiece(ManifestEntry(name, 1, ""), 0, b"x")
                     written = WriteFiles([piece], run_id="a-run", root=FileRoot.RUN)
                     assert (await bad.ask(written) == to_bytes({})) == may
                 answer = await bad.ask(ReadFiles([("a", "no number", 1)]))  # type: ignore[list-item]

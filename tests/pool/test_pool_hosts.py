@@ -29,7 +29,7 @@ from taas_magic.pool.controller import Controller
 from taas_magic.pool.gate import PoolScheduler
 from taas_magic.pool.hosts import PoolHost, PoolHosts
 from taas_magic.pool.runs import RunClock
-from taas_magic.store.manifest import Entry
+from taas_magic.store.manifest import ManifestEntry
 from taas_magic.store.requests import FilePiece, FileRoot, WriteFiles
 from tests.harness import below, words
 from tests.rig.pools import pool_here
@@ -79,7 +79,7 @@ def test_requests_and_answers_are_read_as_they_were() -> None:
     said = [Note(text="ü"), FetcherEnded(number=1)]
     request = LaunchRanks("kernel", RunSpec(plan, "/", origin), said)
     assert messages.from_bytes(messages.to_bytes(request), LaunchRanks) == request
-    piece = FilePiece(Entry("results/0-0-0", 256, ""), 0, bytes(range(256)))
+    piece = FilePiece(ManifestEntry("results/0-0-0", 256, ""), 0, bytes(range(256)))
     written = WriteFiles([piece], root=FileRoot.RUN)
     assert messages.from_bytes(messages.to_bytes(written), WriteFiles) == written
     for packed in (

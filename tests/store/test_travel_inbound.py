@@ -10,8 +10,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from taas_magic.errors import StoreError
-from taas_magic.store.ignore import Ignore
-from taas_magic.store.manifest import Entry, Manifest
+from taas_magic.store.ignore import IgnoreRules
+from taas_magic.store.manifest import Manifest, ManifestEntry
 from taas_magic.store.mirror import reserve, update_mirror
 from taas_magic.store.requests import FileRequest, ListFiles, ReadFiles
 from tests.store.travel_rig import Travel, descriptors, files_of, folder, tree_of, wired
@@ -161,7 +161,7 @@ def test_hostile_names_stay_behind_and_are_named(travel: Travel, tmp_path: Path)
 def test_a_hostile_list_writes_nothing_outside(travel: Travel, tmp_path: Path) -> None:
     """docs/faults.md 53: hostile names in the list that a host receives."""
     bad = ["../out", "/tmp/out", "a/../../out", "", "a//b", "nul\0", "x" * 300, "ok"]
-    entries = [Entry(path, 1, "0" * 64) for path in bad]
+    entries = [ManifestEntry(path, 1, "0" * 64) for path in bad]
     answers: dict[type[object], object] = {
         ListFiles: Manifest([*entries, *map(folder, ["../folder", "fine"])], {}),
         ReadFiles: [b"x"],
@@ -206,7 +206,7 @@ def test_a_whitelist_takes_along_what_it_names_in_folders_and_no_secrets_or_cach
     (store / ".taasignore").write_text("\n".join(lines))
     _, manifest = travel.mirrored()
     assert files_of(manifest) == {".taasignore", "d.json", "src/a.py", "src/sub/c.py"}
-    assert [path for path in SECRETS if not Ignore(lines).is_secret(path)] == []
+    assert [path for path in SECRETS if not IgnoreRules(lines).is_secret(path)] == []
     (store / ".taasignore").write_text("\n".join((*lines, "!.venv/", "!.kaggle/")))
     travel.look_again()
     _, manifest = travel.mirrored()

@@ -17,7 +17,7 @@ import torch
 from msgspec import structs
 
 from taas_magic.store import outbound as inotify
-from taas_magic.store.manifest import Entry
+from taas_magic.store.manifest import ManifestEntry
 from taas_magic.store.mirror import StoreUpdater
 from taas_magic.store.requests import FilePiece, FileRequest, WriteFiles
 from taas_magic.store.server import StoreServer
@@ -279,7 +279,7 @@ def test_a_lying_host_writes_nothing_outside(travel: Travel, tmp_path: Path) -> 
 def empty(path: str) -> FilePiece:
     """Return an empty file as one piece."""
     hash_of_nothing = "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"
-    return FilePiece(Entry(path, 0, hash_of_nothing, True), 0, b"")
+    return FilePiece(ManifestEntry(path, 0, hash_of_nothing, True), 0, b"")
 
 
 def folders(paths: Iterable[str]) -> list[FilePiece]:
@@ -289,7 +289,7 @@ def folders(paths: Iterable[str]) -> list[FilePiece]:
 
 def in_two(path: str, content: bytes) -> list[FilePiece]:
     """Return a file as two pieces."""
-    whole = Entry(path, len(content), hashlib.sha256(content).hexdigest())
+    whole = ManifestEntry(path, len(content), hashlib.sha256(content).hexdigest())
     at = len(content) // 2
     begun = structs.replace(whole, sha256="")
     return [FilePiece(begun, 0, content[:at]), FilePiece(whole, at, content[at:])]
@@ -300,7 +300,7 @@ def test_what_does_not_match_its_hash_is_refused(travel: Travel) -> None:
     """docs/faults.md 40: a file is damaged on its way from the host to the store."""
     (travel.store / "m.pt").write_text("old")
     ask = wired(travel.store_server)
-    refused = ask(WriteFiles([FilePiece(Entry("m.pt", 3, "0" * 64), 0, b"new")]))
+    refused = ask(WriteFiles([FilePiece(ManifestEntry("m.pt", 3, "0" * 64), 0, b"new")]))
     assert "m.pt was damaged in transit" in refused["m.pt"]
     assert tree_of(travel.store) == {"m.pt": b"old"}
 
@@ -513,7 +513,7 @@ def test_news_are_not_sent_back(tmp_path: Path) -> None:
 
 
 def publish(ask: Any, path: str, content: bytes) -> None:
-    entry = Entry(path, len(content), hashlib.sha256(content).hexdigest())
+    entry = ManifestEntry(path, len(content), hashlib.sha256(content).hexdigest())
     assert ask(WriteFiles([FilePiece(entry, 0, content)])) == {}
 
 
@@ -617,7 +617,7 @@ def test_a_pth_file_comes_from_a_host_only_if_it_is_a_checkpoint(travel: Travel,
     """docs/faults.md 75: Python runs code in .pth files of folders where it looks for packages."""
     ask = wired(travel.store_server)
     for content, is_refused in ((b"import os\n", True), (b"", True), (checkpoint(), False)):
-        entry = Entry(name, len(content), hashlib.sha256(content).hexdigest())
+        entry = ManifestEntry(name, len(content), hashlib.sha256(content).hexdigest())
         assert bool(ask(WriteFiles([FilePiece(entry, 0, content)]))) == is_refused
         for piece in (two := in_two(name, content)):
             assert bool(ask(WriteFiles([piece]))) == (is_refused and piece is two[-1])

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from taas_magic.display.head import receipt_lines
 from taas_magic.errors import ProtocolError
 from taas_magic.messages import KeptOutFile, StoreReceipt, UnsentFile, WrittenFile
-from taas_magic.store.ignore import Ignore
-from taas_magic.store.manifest import Entry, Hashes
+from taas_magic.store.ignore import IgnoreRules
+from taas_magic.store.manifest import Hashes, ManifestEntry
 from taas_magic.store.receipt import Receipt
 from taas_magic.store.requests import (
     CHUNK_BYTES,
@@ -25,7 +25,7 @@ from taas_magic.store.requests import (
     WriteFiles,
     part_lists,
 )
-from taas_magic.store.rule import Identity
+from taas_magic.store.rule import FolderIdentity
 from taas_magic.store.tree import CaseChecker, Tree, TreeEntry, UnsafeError, why_invalid, why_unsafe
 from tests.store.travel_rig import Travel, wired
 
@@ -57,7 +57,7 @@ def test_paths_that_differ_by_case_or_by_how_a_letter_is_made() -> None:
 
 @given(st.lists(st.integers(0, 3 << 20), max_size=20))
 def test_part_lists_cover_every_byte_once_and_in_order(sizes: list[int]) -> None:
-    entries = [Entry(str(number), size, "") for number, size in enumerate(sizes)]
+    entries = [ManifestEntry(str(number), size, "") for number, size in enumerate(sizes)]
     sizer = MessageSizer()
     at = dict.fromkeys((entry.path for entry in entries), 0)
     for parts in part_lists(entries, sizer):
@@ -118,29 +118,31 @@ def test_no_link_is_followed(tmp_path: Path) -> None:
 
 
 def test_defaults_can_be_taken_back() -> None:
-    assert Ignore().leaves_out_any_kind("a/__pycache__/b.pyc")
-    assert not Ignore(["!__pycache__/"]).leaves_out_any_kind("a/__pycache__/b.pyc")
+    assert IgnoreRules().leaves_out_any_kind("a/__pycache__/b.pyc")
+    assert not IgnoreRules(["!__pycache__/"]).leaves_out_any_kind("a/__pycache__/b.pyc")
 
 
 def test_a_folder_is_itself_and_no_other(tmp_path: Path) -> None:
     (tmp_path / "other").mkdir()
-    identity = Identity.of(str(tmp_path))
+    identity = FolderIdentity.of(str(tmp_path))
 
     def no_token() -> str:
         raise AssertionError("one kernel knows its folders")
 
     assert identity.is_here(no_token)
-    moved = Identity(str(tmp_path / "other"), identity.kernel, identity.device, identity.inode)
+    moved = FolderIdentity(
+        str(tmp_path / "other"), identity.kernel, identity.device, identity.inode
+    )
     assert not moved.is_here(no_token)
-    gone = Identity(str(tmp_path / "gone"), identity.kernel, identity.device, identity.inode)
+    gone = FolderIdentity(str(tmp_path / "gone"), identity.kernel, identity.device, identity.inode)
     assert not gone.is_here(no_token)
 
 
 def test_another_machine_must_see_a_file_of_random_name(tmp_path: Path) -> None:
     travel = Travel(tmp_path)
     ask = wired(travel.store_server)
-    here = Identity.of(str(travel.store))
-    there = Identity(here.path, "another kernel", here.device, here.inode)
+    here = FolderIdentity.of(str(travel.store))
+    there = FolderIdentity(here.path, "another kernel", here.device, here.inode)
     assert there.is_here(lambda: ask(MakeToken()))
     assert not there.is_here(lambda: ".taas-arriving-of-another-store")
     assert len(os.listdir(travel.store)) == 1
@@ -155,7 +157,9 @@ def test_questions_that_the_desk_does_not_have(tmp_path: Path) -> None:
     with pytest.raises(ProtocolError, match="too much at once"):
         wired(store_server)(ReadFiles([("a", 0, 1 << 30)]))
     with pytest.raises(ProtocolError, match="too much at once"):
-        wired(store_server)(WriteFiles([FilePiece(Entry("a", 9, ""), 0, bytes(CHUNK_BYTES + 1))]))
+        wired(store_server)(
+            WriteFiles([FilePiece(ManifestEntry("a", 9, ""), 0, bytes(CHUNK_BYTES + 1))])
+        )
 
 
 def test_a_receipt_says_what_did_not_come_back() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import psutil
 
 from taas_magic.messages import from_bytes, to_bytes
-from taas_magic.store.manifest import FOLDER, Entry, Manifest
+from taas_magic.store.manifest import FOLDER, Manifest, ManifestEntry
 from taas_magic.store.mirror import Mirror, reserve, update_mirror
 from taas_magic.store.outbound import MirrorSender
 from taas_magic.store.receipt import ReceiptBuilder
@@ -107,9 +107,9 @@ def files_of(manifest: Manifest) -> set[str]:
     return {entry.path for entry in manifest.entries if not entry.is_folder}
 
 
-def folder(path: str) -> Entry:
+def folder(path: str) -> ManifestEntry:
     """Return a manifest's entry for a folder."""
-    return Entry(path, 0, FOLDER)
+    return ManifestEntry(path, 0, FOLDER)
 
 
 def tree_of(folder: Path) -> dict[str, bytes | None]:
