@@ -344,8 +344,9 @@ def _import_rest_once() -> None:
     with _importing:
         if _has_rest or _server is None:
             return
-        # If the forkserver has ended, the other users of this module report the error.
-        with suppress(psutil.NoSuchProcess, PoolError):
+        # If the forkserver has ended, the other users of this module report the error. If the disk is
+        # full, each rank imports the modules itself.
+        with suppress(psutil.NoSuchProcess, PoolError, OSError):
             stand_in = _StandIn()
             with _replaced_by(stand_in):
                 while _server.children() != [stand_in.process]:
@@ -606,14 +607,15 @@ def _close_input() -> None:
 def _import_rest(number: int, frame: FrameType | None) -> None:
     """Import `DEFERRED_MODULES`. The forkserver's handler of SIGUSR1; the agent sends the signal.
 
-    Before each import, write the module's name to the imports file. At the end, empty the file. The
-    agent then knows that the imports are over. Ignore errors of an import.
+    Before each import, write the module's name to the imports file, unless the disk is full. At the
+    end, empty the file. The agent then knows that the imports are over. Ignore errors of an import.
     """
     gc.disable()
     imports_file = Path(os.environ[_IMPORTS])
     with suppress(Exception):  # a rank that needs the module imports it, and shows the error
         for name in DEFERRED_MODULES:
-            _write_import_name(imports_file, name)
+            with suppress(OSError):
+                _write_import_name(imports_file, name)
             importlib.import_module(name)
     _prepare_for_forks()
     _empty(imports_file)
