@@ -344,8 +344,8 @@ def _import_rest_once() -> None:
     with _importing:
         if _has_rest or _server is None:
             return
-        # If the forkserver has ended, the other users of this module report the error. If the disk is
-        # full, each rank imports the modules itself.
+        # If the forkserver has ended, the other users of this module report the error. If the disk
+        # is full, each rank imports the modules itself.
         with suppress(psutil.NoSuchProcess, PoolError, OSError):
             stand_in = _StandIn()
             with _replaced_by(stand_in):
