@@ -379,6 +379,7 @@ class RemoteLoader(DataLoader[Any]):
             )
         self.next_epoch = state["epoch"]
         self.counts.resumed = self.counts.spent = state["units"]
+        self.counts.units = 0  # `resumed` may include units of this run
         self._resume = EpochPosition(position, slot, tuple(first_slots))
         self._current, self._resume_order = None, state["order"]
         self._states = state.get("streams", {})

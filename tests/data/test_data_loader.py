@@ -5,6 +5,7 @@ import itertools
 import os
 import random
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -19,6 +20,7 @@ from torch.utils.data import SequentialSampler as Sequential
 
 from taas_magic.data import client, sharding
 from taas_magic.data.sharding import Uneven, seed_of
+from taas_magic.journal.analysis import LoaderCounts
 from taas_magic.messages import LoaderAddresses
 from tests.data.data_rig import (
     SEED,
@@ -213,6 +215,20 @@ def test_hints_count_units(tmp_path: Path, at_home: bool) -> None:
             [[1], [3]],
         ]
         assert [remote.counts.units for remote in remotes] == [4, 6]
+
+
+def test_a_state_of_the_same_run_adds_no_units(tmp_path: Path) -> None:
+    loader = DataLoader(Rows(8), 1)
+    with service(tmp_path, loader) as running:
+        remotes = [running.loader(rank=rank, world_size=2) for rank in range(2)]
+        for remote in remotes:
+            batches = iter(remote)
+            next(batches)
+            next(batches)
+            remote.load_state_dict(remote.state_dict())
+            assert len(list(remote)) == 2
+        counts = {rank: remote.counts for rank, remote in enumerate(remotes)}
+        assert LoaderCounts("train", deque(), counts).units == 8
 
 
 def test_it_is_a_data_loader_to_everyone_who_asks(tmp_path: Path) -> None:
