@@ -183,7 +183,7 @@ def _apply_settings(setting: ProcessSpec, number: int) -> None:
             run_folder=share.run_dir,
             # Only the workers run code that may write, and `on_write` is not called in child
             # processes. So the agent checks the scratch folder instead, and sends the note.
-            on_write=lambda path: None,
+            on_write=lambda path, is_moved: None,
             rehearsal=setting.folder / "rehearsal" if share.plan.rehearse else None,
         )
     payload.read(service.settings_file(share.folder.path)).load_settings().apply()

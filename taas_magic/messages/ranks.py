@@ -125,9 +125,14 @@ class StoreWriteReported(StoreMessage, tag="store_write"):
 
     The receipt uses rank 0's reports only if rank 0's host shares the store. If the host has a
     mirror instead, the receipt lists the files that the host has sent to the store.
+
+    Attributes:
+        is_moved: Whether the rank has moved its own version of the path away, so that the earlier
+            report no longer counts.
     """
 
     path: str
+    is_moved: bool = False
 
 
 class StoreProtectionReported(StoreMessage, tag="store_protection"):

@@ -110,7 +110,7 @@ def apply_rule(
     protection: StoreProtection,
     scratch: Path,
     run_folder: str,
-    on_write: Callable[[str], None],
+    on_write: Callable[[str, bool], None],
     writes: bool = False,
     rehearsal: Path | None = None,
 ) -> StoreProtection:
@@ -130,7 +130,8 @@ def apply_rule(
         protection: Strongest mechanism of this host, from `strongest_protection`.
         scratch: Path of the scratch folder to make, outside the store. The agent or supervisor
             removes the folder after this process has ended.
-        on_write: Called once with each path in the store that this process wrote or tried to write.
+        on_write: Called with each path in the store that this process wrote or tried to write
+            (`StoreView`).
         writes: Whether this process is rank 0.
         rehearsal: The rehearsal folder, which is made if it is missing; None in a real run.
 

@@ -106,7 +106,9 @@ class ReceiptBuilder:
     def record(self, rank: int, message: StoreMessage) -> None:
         """Record a rank's message about a write to the store, or about the store's protection."""
         with self._lock:
-            if isinstance(message, StoreWriteReported):
+            if isinstance(message, StoreWriteReported) and message.is_moved:
+                self._reported.pop((rank, message.path), None)
+            elif isinstance(message, StoreWriteReported):
                 self._reported[rank, message.path] = None
             elif isinstance(message, StoreProtectionReported):
                 self._protection = message.protection

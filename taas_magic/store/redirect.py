@@ -56,14 +56,19 @@ class StoreView:
 
     Args:
         open_folders: Folders in the store that every rank may write: shared folders and caches.
-        on_write: Called once with each path that the rank wrote or would have written.
+        on_write: Called once with each path that the rank wrote or would have written, and False.
+            Called with the path and True when the rank moves its own version of the path away.
     """
 
     has_own_files = False
     """Whether the rank may have its own versions of files; always True in a rehearsal."""
 
     def __init__(
-        self, who: str, store: str, open_folders: Sequence[str], on_write: Callable[[str], None]
+        self,
+        who: str,
+        store: str,
+        open_folders: Sequence[str],
+        on_write: Callable[[str, bool], None],
     ) -> None:
         self.store = store
         self._who, self._open_folders, self._on_write = who, open_folders, on_write
@@ -191,7 +196,10 @@ class StoreView:
         known = store_path in self._noted or "/__pycache__/" in store_path
         if not known and os.getpid() == self._pid:
             self._noted.add(store_path)
-            self._on_write(store_path)
+            self._on_write(store_path, False)
+
+    def record_move(self, path: Path) -> None:
+        """Do nothing. `DiscardingView` reports that the rank moved its own version of a file."""
 
     def begin_run(self) -> None:
         """Forget which paths were reported. Call when another run begins in this process."""
@@ -312,6 +320,19 @@ class DiscardingView(StoreView):
         if os.path.isfile(self.common_path(store_path)) and path != self.own_path(store_path):
             self._copy(self.common_path(store_path), path)
         return path
+
+    def record_move(self, path: Path) -> None:
+        """Report that the rank has moved a file or folder of its scratch folder away.
+
+        Args:
+            path: Path from which the file or folder was moved.
+        """
+        if os.getpid() != self._pid or not self.is_own(os.fsdecode(path)):
+            return
+        moved = os.fsdecode(self.to_store_path(path))
+        for store_path in [it for it in self._noted if is_below(it, moved)]:
+            self._noted.discard(store_path)
+            self._on_write(store_path, True)
 
     def refuse_shard(self, store_path: str) -> None:
         """Raise PermissionError: this rank may not write the checkpoint shard `store_path`."""
@@ -803,6 +824,8 @@ def _move(view: StoreView, across: _Call, real: _Call, src: Path, dst: Path, **k
             raise
         with view.without_redirection():
             across(source, target)
+    if across is shutil.move:
+        view.record_move(source)
 
 
 def _symlink(view: StoreView, real: _Call, src: Path, dst: Path, *args: Any, **kw: Any) -> None:

@@ -131,7 +131,7 @@ def _enter(setting: Setting) -> StoreProtection:
         protection=setting.protection,
         scratch=Path(setting.scratch),
         run_folder=setting.scratch,
-        on_write=KEPT_OUT.append,
+        on_write=lambda path, is_moved: (KEPT_OUT.remove if is_moved else KEPT_OUT.append)(path),
     )
 
 

@@ -171,11 +171,13 @@ def test_what_only_another_rank_wrote_is_named(notebook: Notebook) -> None:
 
 def test_a_temporary_file_that_every_rank_renamed_is_not_lost(notebook: Notebook) -> None:
     source = """
-torch.save(model, "m.pt.tmp")
-os.replace("m.pt.tmp", "m.pt")
+import tempfile
+with tempfile.NamedTemporaryFile(dir=".", delete=False) as file:
+    torch.save(model, file)
+os.replace(file.name, "m.pt")
 """
     outcome = notebook.run(SAVE + source, gpus=2)
-    assert outcome.run is not None
+    assert outcome.run is not None and outcome.run.receipt.kept_out == {"m.pt": (1,)}
     assert outcome.run.receipt.missing == frozenset() and os.listdir() == ["m.pt"]
     assert "not saved by any rank" not in head_of(outcome)
 
