@@ -55,6 +55,7 @@ def _(x: int): return "int"
 SIBLINGS, SIBLINGS_IN_RANKS = cells_of("library_objects")
 
 
+@pytest.mark.nightly
 def test_their_siblings(frontend: Frontend) -> None:
     frontend.run(SIBLINGS)
     ranks = frontend.run("%%taas --gpus 2\n" + SIBLINGS_IN_RANKS + HELD)

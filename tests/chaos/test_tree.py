@@ -13,6 +13,7 @@ from tests.frontend import Scene
 ROUNDS = int(os.environ.get("TAAS_CHAOS_ROUNDS", "3"))
 SEED = int(os.environ.get("TAAS_CHAOS_SEED", "1"))
 END_S = 120.0
+PROGRAMS = {"cells": CELLS, "detached session": DETACHED}
 
 
 @pytest.fixture
@@ -22,13 +23,8 @@ def scene(tmp_path: Path) -> Iterator[Scene]:
     made.close()
 
 
-@pytest.mark.parametrize(
-    "program",
-    [
-        pytest.param(CELLS, id="cells"),
-        pytest.param(DETACHED, id="detached session", marks=pytest.mark.nightly),
-    ],
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize("program", PROGRAMS.values(), ids=PROGRAMS)
 def test_harm_to_a_process_does_not_reach_the_next_cell(scene: Scene, program: Program) -> None:
     harmed = Chaos(scene, SEED, program, program.harms, END_S, HUNG_S)
     result = harmed.play(ROUNDS, print)

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.data.draws import SAMPLERS, Draw, differences, draw
+from tests.nightly import nightly
 
 pytestmark = pytest.mark.usefixtures("forkserver")
 
@@ -19,7 +20,7 @@ QUICK = [one.seed for one in map(draw, range(100)) if is_quick(one)][:20]
 
 
 @pytest.mark.filterwarnings("ignore")  # of more workers than there are cores
-@pytest.mark.parametrize("seed", QUICK)
+@pytest.mark.parametrize("seed", [*QUICK[:8], *map(nightly, QUICK[8:])])
 def test_a_random_loader_gives_what_a_local_one_gives(seed: int, tmp_path: Path) -> None:
     assert differences(draw(seed), tmp_path) == []
 

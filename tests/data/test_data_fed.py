@@ -11,6 +11,7 @@ from taas_magic.notebook import runs
 from tests.data import ledger
 from tests.events import Line
 from tests.harness import Notebook, Outcome, on_event
+from tests.nightly import nightly
 
 
 @pytest.fixture
@@ -188,7 +189,7 @@ for number, batch in enumerate(loader):
 """
 
 
-@pytest.mark.parametrize("workers", [1, 8])
+@pytest.mark.parametrize("workers", [1, nightly(8)])
 def test_a_fetcher_that_answers_nothing_fails_the_run_with_its_name(
     notebook: Notebook, short_lease: None, workers: int
 ) -> None:

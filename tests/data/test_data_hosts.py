@@ -54,5 +54,6 @@ def private(notebook: Notebook, tmp_path: Path) -> Iterator[Notebook]:
         pools.down("apart", load_config(notebook.project))
 
 
+@pytest.mark.nightly
 def test_batches_need_no_tls_on_a_network_that_is_the_users_alone(private: Notebook) -> None:
     check_batches_come_from_host_to_host(private, "apart", gpus=2, tls=False)

@@ -36,6 +36,7 @@ from tests.data.data_rig import (
 )
 from tests.data.ledger import audit, missing
 from tests.eventually import HUNG_S
+from tests.nightly import nightly
 
 pytestmark = pytest.mark.usefixtures("forkserver")
 
@@ -278,7 +279,7 @@ def test_several_loaders_iterators_and_early_leave(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("style", ["map", "iterable"])
-@pytest.mark.parametrize("stop", [0, 3, 7, 10])
+@pytest.mark.parametrize("stop", [0, nightly(3), 7, nightly(10)])
 def test_a_state_goes_on_with_another_number_of_fetchers(
     tmp_path: Path, stop: int, style: str
 ) -> None:

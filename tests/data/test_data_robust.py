@@ -57,6 +57,7 @@ from tests.data.data_rig import (
 )
 from tests.data.data_rig import service as data_service
 from tests.eventually import HUNG_S
+from tests.nightly import nightly
 
 pytestmark = pytest.mark.usefixtures("forkserver")
 
@@ -394,7 +395,7 @@ def test_a_peer_that_is_cut_off_costs_nobody_else_anything(tmp_path: Path) -> No
         assert stats(running, lambda said: said.sent > 200).refused == 0
 
 
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("workers", [nightly(1), 2])
 def test_large_batches_take_no_more_memory_than_there_is(tmp_path: Path, workers: int) -> None:
     """The limit also holds for the first batches, whose size is unknown until they are prepared."""
     size, loader = 4 << 20, DataLoader(Large(50, 4 << 20), 1)

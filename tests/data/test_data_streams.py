@@ -115,7 +115,7 @@ TAKEN = (
 """Number of batches of each stream that each run reads. Run n then reads 7 n more batches."""
 
 
-@pytest.mark.parametrize("cpus", [nightly(0), nightly(1), 3])
+@pytest.mark.parametrize("cpus", [nightly(0), 1, nightly(3)])
 def test_a_stream_goes_on_after_every_resume(notebook: Notebook, cpus: int) -> None:
     register(notebook, STATEFUL)
     expected = local(STATEFUL)
@@ -314,7 +314,7 @@ def test_datasets_and_batches_of_many_kinds(notebook: Notebook, cpus: int, ranks
 [HABITS] = cells_of("dataset_habits")
 
 
-@pytest.mark.parametrize(("cpus", "ranks"), [(0, 2), nightly(1, 1)])
+@pytest.mark.parametrize(("cpus", "ranks"), [nightly(0, 2), (1, 1)])
 def test_habits_of_datasets_over_two_epochs(
     notebook: Notebook, monkeypatch: pytest.MonkeyPatch, cpus: int, ranks: int
 ) -> None:

@@ -193,6 +193,7 @@ def test_a_host_with_fetchers_dies(two_pools: Notebook) -> None:
     assert "with fetcher " in gone
 
 
+@pytest.mark.nightly
 @pytest.mark.fault(20)
 def test_all_hosts_with_fetchers_die(two_pools: Notebook) -> None:
     """docs/faults.md 20: the run fails, no rank hangs."""
@@ -209,6 +210,7 @@ def test_all_hosts_with_fetchers_die(two_pools: Notebook) -> None:
     assert any(text.endswith("no fetcher is left") for text in notes)
 
 
+@pytest.mark.nightly
 @pytest.mark.fault(20)
 def test_hosts_with_fetchers_die_before_these_listen(
     two_pools: Notebook, monkeypatch: pytest.MonkeyPatch
@@ -269,6 +271,7 @@ def test_the_plan_says_where_fetchers_will_be(
     assert "  host 1: fetcher 1 for loader, 1 core" in said
 
 
+@pytest.mark.nightly
 def test_the_journal_says_where_fetchers_were_but_not_where_they_listen(
     two_pools: Notebook,
 ) -> None:

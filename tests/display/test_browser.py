@@ -147,6 +147,7 @@ def test_a_head_that_nothing_reaches_any_more_does_not_say_running(
         page.wait_for(f"/SUCCEEDED/.test({output(0)})")
 
 
+@pytest.mark.nightly
 def test_a_detached_run_is_seen_again_after_a_reload_in_a_new_tab_and_in_a_terminal(
     page: Page, lab: Lab, project: Path, tmp_path: Path
 ) -> None:

@@ -16,6 +16,7 @@ from taas_magic.engines.keys import Keys
 from taas_magic.errors import PoolError, UsageError
 from taas_magic.pool.gate import PoolScheduler
 from taas_magic.pool.hosts import PoolHosts
+from tests.nightly import nightly
 
 pytestmark = [pytest.mark.usefixtures("no_leftovers")]
 
@@ -52,7 +53,7 @@ POOLS = {
 }
 
 
-@pytest.fixture(params=POOLS)
+@pytest.fixture(params=["local", "workers with nannies", nightly("workers without")])
 def pool(request: pytest.FixtureRequest) -> PoolConfig:
     """Return the configuration of a pool; one for each engine."""
     return POOLS[request.param]

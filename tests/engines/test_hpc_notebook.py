@@ -81,6 +81,7 @@ def check(notebook: NotebookNode) -> None:
     assert "not saved (only rank 0 writes): landuse.pt" in text
 
 
+@pytest.mark.nightly
 @pytest.mark.network
 def test_it_trains_on_two_hosts(folder: tuple[Path, Slurm]) -> None:
     path, _ = folder

@@ -133,6 +133,7 @@ def run_and_break(notebook: Notebook, tmp_path: Path, fault: Callable[[], None])
     return outcome
 
 
+@pytest.mark.nightly
 def test_ranks_of_several_hosts_meet_on_the_network_that_they_share(
     far: Notebook, hosts: Hosts
 ) -> None:

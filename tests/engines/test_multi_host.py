@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import psutil
+import pytest
 
 from taas_magic.errors import RankFailed, RunLost
 from tests.data.test_data_hosts import check_batches_come_from_host_to_host
@@ -155,6 +156,7 @@ print("had more than was left")
     assert first(outcome)["how"] == "timeout" and outcome.lines == {}
 
 
+@pytest.mark.nightly
 def test_hosts_may_have_different_numbers_of_ranks(several: Notebook) -> None:
     source = 'print(os.environ["LOCAL_WORLD_SIZE"])'
     assert run(several, "", gpus=5).run is None
@@ -204,6 +206,7 @@ time.sleep(600)
     assert not left_of(processes(pids))
 
 
+@pytest.mark.nightly
 def test_a_host_that_is_halted_for_less_than_its_lease_goes_on(several: Notebook) -> None:
     source = """
 import psutil, subprocess
@@ -220,6 +223,7 @@ print("done")
     assert outcome.lines == {rank: ["done"] for rank in range(6)}
 
 
+@pytest.mark.nightly
 def test_a_rank_0_that_nobody_hears_is_gone_before_another_starts(several: Notebook) -> None:
     source = """
 import contextlib, os, psutil, signal, time
@@ -243,5 +247,6 @@ if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
     assert outcome.lines[0] == ["the first one lives: False"]
 
 
+@pytest.mark.nightly
 def test_batches_come_from_host_to_host_under_tls(several: Notebook) -> None:
     check_batches_come_from_host_to_host(several, "many", gpus=4, tls=True)

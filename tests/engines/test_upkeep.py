@@ -80,6 +80,7 @@ def test_gpu_hours_count_hosts_that_are_gone() -> None:
     assert status.used_gpu_hours == pytest.approx(4)
 
 
+@pytest.mark.nightly
 @pytest.mark.usefixtures("no_leftovers")
 def test_an_idle_host_of_a_real_pool_goes_and_comes_again(tmp_path: Path) -> None:
     pool = RealPool(PoolConfig("thrifty", idle_timeout_s=6.0), tmp_path)

@@ -39,6 +39,7 @@ from tests.conftest import carriers
 from tests.eventually import HUNG_S, eventually
 from tests.frontend import Frontend
 from tests.harness import Notebook, below, without_pytests_filter, words
+from tests.nightly import nightly
 from tests.rig.pools import enter
 
 [FUNCTIONS] = cells_of("farm_jobs")
@@ -247,6 +248,7 @@ def test_short_jobs_share_a_process_and_fresh_ones_have_their_own(
     assert len(alone) == 4
 
 
+@pytest.mark.nightly
 def test_jobs_find_the_modules_that_an_earlier_training_imported(farm: Farm) -> None:
     def had_dynamo() -> bool:
         had = "torch._dynamo" in sys.modules
@@ -427,7 +429,7 @@ def test_a_child_that_a_job_leaves_is_ended_wherever_it_is(
     eventually(lambda: not psutil.pid_exists(int(path.read_text())))
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+@pytest.mark.parametrize("method", ["fork", "spawn", nightly("forkserver")])
 def test_children_of_a_job_find_the_notebooks_names(
     farm: Farm, names: dict[str, Any], method: str
 ) -> None:
@@ -535,6 +537,7 @@ with concurrent.futures.ThreadPoolExecutor(4) as threads:
     assert names["results"] == [[(number, x) for x in range(10)] for number in range(4)]
 
 
+@pytest.mark.nightly
 def test_a_node_whose_forkserver_dies_is_replaced_and_its_jobs_are_done_elsewhere(
     farm: Farm, names: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -591,6 +594,7 @@ def test_bounds_that_a_pool_cannot_keep_are_refused(several: Notebook) -> None:
         taas.farm("many", gpus=3)
 
 
+@pytest.mark.nightly
 def test_a_farm_of_one_node(
     several: Notebook,
     farm: Farm,

@@ -5,6 +5,7 @@ import secrets
 import socket
 import subprocess
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +22,8 @@ from tests.harness import Notebook, on_event, without_pytests_filter
 from tests.rig.hosts import Hosts, hosts_up
 from tests.rig.pools import enter, give_back, settings_in, ssh_pool
 
-flwr = pytest.importorskip("flwr", reason="flwr needs Python 3.11")
-
-import tomli  # noqa: E402
-from flwr.serverapp import ServerApp  # noqa: E402
-
-from taas_magic.federation.programs import _bundle, _free_port  # noqa: E402
+# Tests import Flower themselves: its import takes 1 s, in each process that collects the tests.
+pytestmark = pytest.mark.skipif(find_spec("flwr") is None, reason="flwr needs Python 3.11")
 
 [APPS] = cells_of("federation_apps")
 
@@ -38,6 +35,8 @@ SINCE = "/srv/since"
 
 
 def test_what_main_returns_is_written_down(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from flwr.serverapp import ServerApp
+
     monkeypatch.setenv(RESULT, str(tmp_path / "result"))
     app = ServerApp()
     app.main()(lambda grid, context: [grid, context])
@@ -46,12 +45,18 @@ def test_what_main_returns_is_written_down(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_what_apps_are_told_arrives() -> None:
+    import tomli
+
+    from taas_magic.federation.programs import _bundle
+
     told = {"text": 'a "b" \n😀', "small": 1e-7, "bound": math.inf, "is": True, "count": -3}
     config = tomli.loads(_bundle({**told, "none": math.nan}))["tool"]["flwr"]["app"]["config"]
     assert math.isnan(config.pop("none")) and config == told
 
 
 def test_an_address_that_this_machine_lacks_is_an_error_and_no_endless_search() -> None:
+    from taas_magic.federation.programs import _free_port
+
     with pytest.raises(RuntimeError, match=r"cannot listen on 192\.0\.2\.1: .*assign requested"):
         _free_port("192.0.2.1")
     assert _free_port("127.0.0.1") > 0

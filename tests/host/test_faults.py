@@ -22,6 +22,7 @@ from tests.harness import (
     on_event,
     processes,
 )
+from tests.nightly import nightly
 
 TORCHS_PORT = 29500
 """Default port of torchrun's rendezvous."""
@@ -211,7 +212,7 @@ time.sleep(60)
 
 
 @pytest.mark.fault(10)
-@pytest.mark.parametrize("killed", ["agent", "supervisor"])
+@pytest.mark.parametrize("killed", ["agent", nightly("supervisor")])
 def test_a_dead_agent_takes_its_ranks_along(
     notebook: Notebook, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, killed: str
 ) -> None:

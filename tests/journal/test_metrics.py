@@ -9,8 +9,6 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Partial
 
 from taas_magic.display import head
 from taas_magic.errors import UsageError
@@ -104,6 +102,10 @@ def test_arrays_are_values_and_tensors_are_steps() -> None:
 
 
 def test_a_partial_dtensor_is_refused(tmp_path: Path) -> None:
+    # This import takes 2 s, in each process that collects the tests.
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Partial
+
     address = f"file://{tmp_path}/store"
     torch.distributed.init_process_group("gloo", init_method=address, rank=0, world_size=1)
     try:

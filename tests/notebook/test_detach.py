@@ -13,7 +13,6 @@ from taas_magic.notebook import runs
 from taas_magic.notebook.runs import Run
 from tests.eventually import HUNG_S, eventually
 from tests.frontend import Frontend, kernel
-from tests.nightly import nightly
 from tests.notebook.test_attach import WAITS, beside, head
 from tests.notebook.test_kernel_life import ANSI
 
@@ -62,9 +61,10 @@ def check_attached(other: Frontend, run_id: str) -> None:
 
 
 def check_killed_kernels(project: Path, folder: Path, pool: str, start_s: float = HUNG_S) -> None:
-    """Three times, kill the kernel of a detached run, and check the run in another kernel.
+    """Kill the kernel of a detached run at a random moment, and check the run in another kernel.
 
-    Then check that the pool ends, because it has no kernel left.
+    Then check that the pool ends, because it has no kernel left. `benchmarks/detach.py` does this
+    many times.
 
     Args:
         project: Folder of the notebook, whose kernel is killed.
@@ -73,17 +73,16 @@ def check_killed_kernels(project: Path, folder: Path, pool: str, start_s: float 
         start_s: Maximum seconds until the ranks have started.
     """
     with beside(folder) as other:
-        for _ in range(3):
-            with kernel(project, TAAS_WARM="0") as killed:
-                cell = killed.send(COUNTS.replace("--name", f"--pool {pool} --name"))
-                reply = killed.finish(cell, start_s)
-                assert reply["status"] == "ok", reply
-                assert head(killed, cell).startswith("DETACHED counts")
-                run = next(runs.newest())
-                assert run.state == "RUNNING"
-                time.sleep(random.uniform(0.0, 1.0))
-                kill(killed)
-            check_attached(other, run.id)
+        with kernel(project, TAAS_WARM="0") as killed:
+            cell = killed.send(COUNTS.replace("--name", f"--pool {pool} --name"))
+            reply = killed.finish(cell, start_s)
+            assert reply["status"] == "ok", reply
+            assert head(killed, cell).startswith("DETACHED counts")
+            run = next(runs.newest())
+            assert run.state == "RUNNING"
+            time.sleep(random.uniform(0.0, 1.0))
+            kill(killed)
+        check_attached(other, run.id)
         eventually(lambda: not (Path(run.context.pool_folder) / "pool.json").exists())
 
 
@@ -200,7 +199,8 @@ notify = "env | grep ^TAAS_RUN_ > told"
 """
 
 
-@pytest.mark.parametrize("pool", ["", nightly("--data-pool fetch")])
+@pytest.mark.nightly
+@pytest.mark.parametrize("pool", ["", "--data-pool fetch"])
 def test_fetchers_of_a_detached_run_go_on_in_whatever_pool(
     frontend: Frontend, tmp_path: Path, pool: str
 ) -> None:
@@ -226,6 +226,7 @@ def test_fetchers_of_a_detached_run_go_on_in_whatever_pool(
     eventually(lambda: not any(place.exists() for place in places))
 
 
+@pytest.mark.nightly
 def test_without_detach_a_run_ends_with_its_kernel(frontend: Frontend, tmp_path: Path) -> None:
     with kernel(tmp_path / "killed", TAAS_WARM="0") as killed:
         cell = killed.send(WAITS.format(go=str(tmp_path / "never")))

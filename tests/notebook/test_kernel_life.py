@@ -150,6 +150,7 @@ def test_a_run_that_could_not_start_does_not_stay_starting(frontend: Frontend) -
     assert frontend.finish(first)["ename"] == "KeyboardInterrupt"
 
 
+@pytest.mark.nightly
 @pytest.mark.fault(62)
 def test_the_next_cell_says_that_it_waits_for_a_stopped_host(frontend: Frontend) -> None:
     frontend.run(FAILING)
@@ -460,6 +461,7 @@ TERMINAL_CELLS = (
 )
 
 
+@pytest.mark.nightly
 def test_a_terminal_shows_plain_text(frontend: Frontend, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in frontend.process.environ().items():
         monkeypatch.setenv(name, value)

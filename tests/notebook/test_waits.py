@@ -43,6 +43,7 @@ POOL = "taas_magic.pool.process"
 ENDLESS = "%%taas --gpus 2\nimport time\nprint('begun', flush=True)\ntime.sleep(600)\n"
 
 
+@pytest.mark.nightly
 @pytest.mark.fault(61)
 def test_two_interrupts_end_the_cell_whatever_does_not_answer(
     kernel_of_its_own: Frontend, no_leftovers: str
@@ -75,6 +76,7 @@ def two_interrupts_end_the_cell(frontend: Frontend, token: str, stopped: str, sa
     assert said in before_start(frontend, again)
 
 
+@pytest.mark.nightly
 def test_the_hosts_that_are_left_are_those_of_the_newest_attempt(own_pool: Pool) -> None:
     run, interrupts = RunDriver(new_state(n_hosts=2)), Interrupts()
     run.hosts, interrupts.count = ["gpu1", "gpu2"], 2
@@ -191,6 +193,7 @@ def test_a_wait_from_before_the_pool_was_ended_starts_no_process(own_pool: Pool)
     assert own_pool.open().is_ready, "a wait that begins later starts the pool"
 
 
+@pytest.mark.nightly
 def test_a_wait_says_that_another_kernel_ended_the_pool(own_pool: Pool, tmp_path: Path) -> None:
     mine, other = own_pool.connect(), Pool(own_pool.config, tmp_path)
     other.connect()
@@ -226,6 +229,7 @@ def test_an_interrupt_while_a_pool_starts_leaves_no_wait_and_one_process(
     assert not left_of(started)
 
 
+@pytest.mark.nightly
 @pytest.mark.fault(61)
 def test_a_run_ends_with_its_pools_process_though_another_has_taken_its_place(
     notebook: Notebook, monkeypatch: pytest.MonkeyPatch
@@ -279,6 +283,7 @@ def test_a_pool_that_is_killed_during_a_launch_is_told_in_plain_words(notebook: 
 HASTY = PoolConfig("local", start_timeout_s=5)
 
 
+@pytest.mark.nightly
 @pytest.mark.usefixtures("no_leftovers")
 def test_a_pool_that_stops_while_it_starts_is_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -330,6 +335,7 @@ def test_a_stopped_supervisor_outlives_no_killed_pool(own_pool: Pool) -> None:
     assert not left_of(tree)
 
 
+@pytest.mark.nightly
 def test_a_forkserver_that_stops_during_a_run_is_told(notebook: Notebook) -> None:
     source = "import os, time\nif os.environ['RANK'] == '0':\n    os.kill(os.getppid(), 19)\n"
     outcome = notebook.run(source + "    time.sleep(600)\n")
@@ -360,6 +366,7 @@ def _read(path: Path) -> str:
     return ""
 
 
+@pytest.mark.nightly
 def test_an_interrupt_while_a_restart_waits_for_its_host_is_an_interrupt(
     notebook: Notebook, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -402,6 +409,7 @@ def test_a_host_that_does_not_end_a_run_is_ended(
     assert any("within 30 s; it is replaced" in str(event) for event in outcome.events)
 
 
+@pytest.mark.nightly
 @pytest.mark.fault(62)
 @pytest.mark.usefixtures("no_leftovers")
 def test_a_stopped_supervisor_keeps_nothing_from_ending(own_pool: Pool) -> None:

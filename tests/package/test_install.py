@@ -75,7 +75,13 @@ def kernels_of(python: Path) -> dict[str, Kernel]:
     return kernels
 
 
-@pytest.mark.parametrize("how", [(), ("--editable",)], ids=["wheel", "editable"])
+@pytest.mark.parametrize(
+    "how",
+    [
+        pytest.param((), id="wheel"),
+        pytest.param(("--editable",), id="editable", marks=pytest.mark.nightly),
+    ],
+)
 def test_an_install_gives_both_modules_and_the_kernel(
     how: tuple[str, ...], checkout: Path, python: Path
 ) -> None:

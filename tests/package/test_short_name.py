@@ -79,6 +79,7 @@ def test_a_program_of_its_own_imports_it(python: Path) -> None:
     assert done.stdout == "True\n"
 
 
+@pytest.mark.nightly
 def test_pip_install_taas_changes_nothing(front: Frontend, wheel: Path) -> None:
     said = front.text(front.run(f"%pip install {' '.join(OFFLINE)} {wheel}"))
     assert said.count(TAAS_IS_HERE) == 1

@@ -235,6 +235,7 @@ def test_a_pool_that_is_just_ending_is_followed_by_a_new_one_for_all_that_wait(
     pool.down()
 
 
+@pytest.mark.nightly
 @pytest.mark.usefixtures("no_leftovers")
 def test_a_kernel_that_comes_while_its_pool_ends_gets_a_new_one(tmp_path: Path) -> None:
     config = PoolConfig("local", start_timeout_s=60)
@@ -278,6 +279,7 @@ def test_a_pool_whose_settings_have_changed_is_left_after_its_runs_and_ends_by_i
     pool.close()
 
 
+@pytest.mark.nightly
 def test_a_run_in_which_the_pool_fails_ends(kernel_of_its_own: Frontend) -> None:
     folder = Path(os.environ["TAAS_STATE_DIR"]).parent / "customized"
     folder.mkdir()

@@ -150,6 +150,7 @@ def environ(process: psutil.Process) -> str:
     return ""
 
 
+@pytest.mark.nightly
 def test_ranks_of_two_hosts_meet(remote: Remote, hosts: Hosts) -> None:
     cell = """
 import os, socket, torch, torch.distributed as dist
@@ -207,6 +208,7 @@ def speaks_without_key(address: str, port: int) -> bool:
         return False
 
 
+@pytest.mark.nightly
 @pytest.mark.fault(51)
 def test_an_unknown_key_is_told_and_mended_without_a_restart(
     remote: Remote, hosts: Hosts, tmp_path: Path
@@ -301,6 +303,7 @@ def test_imports_of_the_pools_process_and_on_a_host_may_take_longer_than_any_lim
     assert outcome.lines == {0: ["on"]}, outcome.shown
 
 
+@pytest.mark.nightly
 def test_a_host_that_is_down_is_replaced_by_another(remote: Remote, hosts: Hosts) -> None:
     remote.pool("spare", 3, 2)
     rule = "INPUT -p tcp --dport 22 -j REJECT --reject-with icmp-host-unreachable"
@@ -373,6 +376,7 @@ def test_sshd_dies_in_a_run(remote: Remote, hosts: Hosts) -> None:
     assert remote.run("print('again')", "three").lines == {0: ["again"]}
 
 
+@pytest.mark.nightly
 def test_a_killed_pool_process_leaves_clean_hosts(remote: Remote, hosts: Hosts) -> None:
     outcome = remote.run_until(ENDLESS, "three", lambda: remote.pool_process("three").kill())
     assert isinstance(outcome.error, RunLost)
@@ -391,6 +395,7 @@ def test_a_pool_that_hangs_leaves_clean_hosts(remote: Remote, hosts: Hosts) -> N
         process.kill()
 
 
+@pytest.mark.nightly
 def test_down_ends_a_host_that_is_just_starting(remote: Remote, hosts: Hosts) -> None:
     remote.pool("late", 3)
     opening = pools.warm(remote.config, "late")

@@ -106,6 +106,7 @@ def test_it_trains_on_hosts_that_share_nothing(folder: tuple[Path, Hosts]) -> No
     assert sorted(file.name for file in path.iterdir()) == ["digits.pt", "ssh.ipynb", "taas.toml"]
 
 
+@pytest.mark.nightly
 @pytest.mark.fault(31)
 @pytest.mark.network
 def test_a_killed_kernel_leaves_clean_hosts(folder: tuple[Path, Hosts]) -> None:

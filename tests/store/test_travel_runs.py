@@ -194,6 +194,7 @@ def test_other_hosts_follow_checkpoints_that_rank_0_rotates(far: Notebook) -> No
     assert Path("latest").read_text() == "3" and notes(outcome) == []
 
 
+@pytest.mark.nightly
 def test_shards_of_all_hosts_come_back(far: Notebook) -> None:
     source = """
 import torch.distributed.checkpoint as dcp
@@ -266,6 +267,7 @@ time.sleep(600)
     assert not alive and tree_of(far.project) == before
 
 
+@pytest.mark.nightly
 def test_power_off_after_a_save_loses_nothing(far: Notebook, hosts: Hosts) -> None:
     """Closed files reach the store during the run; no part of an unclosed file does."""
     source = """

@@ -39,9 +39,16 @@ class SecondClient(AsyncKernelClient):
 
 @pytest.fixture(scope="module")
 def beside(frontend_of_module: Frontend) -> Frontend:
-    """Copy the notebooks to the folder of the kernel that executes them; return the kernel."""
+    """Copy the notebooks to the folder of the kernel that executes them; return the kernel.
+
+    The farms get two hosts instead of three.
+    """
     frontend_of_module.manager.client_factory = SecondClient
-    shutil.copytree(NOTEBOOKS, frontend_of_module.process.cwd(), dirs_exist_ok=True)
+    folder = frontend_of_module.process.cwd()
+    shutil.copytree(NOTEBOOKS, folder, dirs_exist_ok=True)
+    settings = Path(folder, "taas.toml")
+    before, farm, after = settings.read_text().partition("[pools.farm]")
+    settings.write_text(before + farm + after.replace("max_hosts = 3", "max_hosts = 2"))
     return frontend_of_module
 
 
@@ -142,6 +149,7 @@ def check_store(notebook: NotebookNode) -> None:
     assert "restarts 1" in text and "from step 12" in text
 
 
+@pytest.mark.nightly
 def test_fetchers_end_the_waiting(beside: Frontend) -> None:
     notebook = executed(beside, "data_service")
     check_data_service(notebook)

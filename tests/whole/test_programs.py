@@ -39,12 +39,13 @@ PASTED = ("process_pools", "rpc")
 CALLED = ("ddp_checkpoint", "process_pools", "rpc", "stateful_loader", "tensor_parallel")
 SIMILAR = {
     "hogwild": "process_pools",
-    "huggingface_accelerate": "huggingface_trainer",
+    "huggingface_trainer": "huggingface_accelerate",
     "imagenet": "ddp_checkpoint",
+    "lightning_digits": "tests/data/test_data_parties.py",
     "loader_workers": "process_pools",
     "sklearn_search": "process_pools",
 }
-"""Programs that only `make nightly` runs, each with a program that uses the same features."""
+"""Programs that only `make nightly` runs, each with one that `make test` runs in its place."""
 
 NEEDS_TORCH = {"fsdp_dcp": "2.7", "pipeline_parallel": "2.6"}
 """Minimum version of torch for programs that use new features of torch."""

@@ -137,7 +137,8 @@ class Part(NamedTuple):
     """Cases of a module that one cell runs in one setting.
 
     Attributes:
-        is_daily: Whether `make test` runs the part: one part of each setting.
+        is_daily: Whether `make test` runs the part. It is the first part of its setting. If all
+            cases run in all settings, it is also of the first or the last setting.
     """
 
     module: ModuleType
@@ -155,8 +156,9 @@ def parts_of(module: ModuleType) -> list[Part]:
     """Split a module's cases into parts, one for each cell."""
     names, settings = cases_of(module), settings_of(module)
     has_all = EVERY_SETTING or len(names) <= len(settings)
+    daily = (settings[0], settings[-1]) if has_all else settings
     return [
-        Part(module, setting, tuple(group), is_daily=number == 0)
+        Part(module, setting, tuple(group), is_daily=setting in daily and number == 0)
         for turn, setting in enumerate(settings)
         for number, group in enumerate(
             groups(names if has_all else names[turn :: len(settings)], CASES)
