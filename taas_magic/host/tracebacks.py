@@ -249,14 +249,29 @@ def print_unraisable(failed: "UnraisableHookArgs") -> None:
 def message_of(error: BaseException) -> str:
     """Return an exception's text, followed by a hint for the user for some causes.
 
-    There are hints for a full disk, for a file that this host does not have, and for a refused
+    If `torch.load` raised the exception, the text begins with the name of the file. There are hints
+    for a full disk, for a file that this host does not have, and for a refused
     write to the project store. A text longer than `MESSAGE_LIMIT_CHARS` is cut.
     """
     try:
         hint = _disk_full_hint(error) or _not_in_the_copy(error) or guard.why_refused(error)
-        return shorten(str(error), MESSAGE_LIMIT_CHARS) + hint
+        text = shorten(str(error), MESSAGE_LIMIT_CHARS)
+        return ": ".join(filter(None, (_torch_file(error), text))) + hint
     except Exception as broken:
         return f"<the exception's __str__ raised {type(broken).__name__}>"
+
+
+def _torch_file(error: BaseException) -> str:
+    """Return text with the file in which `torch.load` found an error that does not name the file.
+
+    For any other exception, return "".
+    """
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        code, file = frame.f_code, frame.f_locals.get("f")
+        is_load = code.co_name == "load" and code.co_filename.endswith("/torch/serialization.py")
+        if is_load and isinstance(file, str | os.PathLike) and os.fsdecode(file) not in str(error):
+            return f"torch.load of {os.fsdecode(file)!r}"
+    return ""
 
 
 def _not_in_the_copy(error: BaseException) -> str:

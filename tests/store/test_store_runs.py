@@ -182,6 +182,16 @@ os.replace(file.name, "m.pt")
     assert "not saved by any rank" not in head_of(outcome)
 
 
+@pytest.mark.fault(40)
+def test_a_checkpoint_that_was_cut_is_named(notebook: Notebook) -> None:
+    for size in (500, 2, 0):
+        source = f'os.truncate("m.pt", {size})\nname = "m" + ".pt"\ntorch.load(name)'
+        outcome = notebook.run(f'{SAVE}torch.save(model, "m.pt")\n{source}', gpus=1)
+        assert re.search(
+            r": (RuntimeError|UnpicklingError|EOFError): torch.load of 'm\.pt'", str(outcome.error)
+        )
+
+
 def test_a_subprocess_of_rank_0_is_in_the_receipt(notebook: Notebook) -> None:
     outcome = notebook.run(SAVE + 'if rank == 0:\n    os.system("echo hello > by-shell.txt")')
     assert outcome.run is not None
