@@ -165,8 +165,12 @@ class Frontend:
         self.run(f"{module}.KILL_WAIT_S = {HUNG_S}")
 
     def contents(self, request: str, kind: str) -> list[dict[str, Any]]:
-        """Return the messages of one kind that belong to a request."""
-        return [m["content"] for m in self.outputs[request] if m["msg_type"] == kind]
+        """Return the messages of one kind that belong to a request.
+
+        The table of ranks of an active run, which is a display of its own, is left out.
+        """
+        found = [m["content"] for m in self.outputs[request] if m["msg_type"] == kind]
+        return [it for it in found if not is_rank_table(it)]
 
     @property
     def process(self) -> psutil.Process:
@@ -196,6 +200,11 @@ class Frontend:
 
     def _shown(self, message: Message) -> None:
         self.outputs[message["parent_header"].get("msg_id", "")].append(message)
+
+
+def is_rank_table(content: dict[str, Any]) -> bool:
+    """Return whether a message shows or removes the table of ranks of an active run."""
+    return str(content.get("transient", {}).get("display_id")).endswith(":ranks")
 
 
 def before_start(frontend: Frontend, request: str) -> str:

@@ -38,11 +38,13 @@ from taas_magic.messages import (
     RanksEnded,
     RanksStarted,
     RankStack,
+    RankUsage,
     Restart,
     RunEnded,
     RunStacks,
     StateChanged,
     StoreReceipt,
+    Usage,
 )
 from taas_magic.plan import Plan
 from taas_magic.store.receipt import Receipt
@@ -63,6 +65,7 @@ CODE = "font-family:monospace"
 TABLE = (  # a <pre> of JupyterLab has an opaque background
     "white-space:pre;overflow-x:auto;margin:0px;background-color:transparent;padding:0px"
 )
+SCROLLED = f"{TABLE};max-height:320px;overflow-y:auto"
 LABEL = "opacity:0.6;font-size:12px"
 NAME_CHARS = 500
 """Maximum length of a name, a note or a reason in the status header."""
@@ -77,8 +80,11 @@ MAX_RANKS = 8
 MAX_FILES = 8
 MAX_GROUPS = 10
 MAX_CURVES = 4
-CURVES_GAP_S = 1.0
-"""Shortest time in seconds between two changes of an active run's curves."""
+MAX_ROWS = 64
+"""Maximum number of ranks in the table of ranks."""
+
+REDRAW_GAP_S = 1.0
+"""Shortest time in seconds between two changes of an active run's curves, or of its rank table."""
 
 STALE_S = 30
 """Seconds without an update after which an active run's header says that it is out of date.
@@ -88,6 +94,9 @@ An active run updates its header each second.
 
 TQDM = re.compile(r"(?P<label>.*?)(?P<percent>\d{1,3})%\|[^|]*\|(?P<rest>.*)", re.DOTALL)
 _BAR = re.compile(r"\|[^|]*\|")
+_NOT_PLAIN = re.compile(r"[^A-Za-z0-9 .,:%/()_=-]")
+"""Characters that are escaped in a CSS string."""
+
 _COLOUR = re.compile(r"\x1b\[[0-9;:]*m")
 _HANG_HEAD = ("rank", "host", "since", "at", "waits for")
 
@@ -120,6 +129,10 @@ class RunState:
         left: Title that replaces the state after the notebook has stopped following the run; ""
             while the notebook follows the run.
         tails: The last log lines of ranks, by rank. Empty until the view is closed.
+        processes: Host and process id of each rank that has started in the newest attempt, by rank.
+        usage: The last report of what each rank uses, by rank.
+        rank_table: Lines of the table of ranks, with its head; [] if no rank has sent a report.
+        rank_table_at: Time at which `rank_table` was made, on the caller's clock.
         curve_rows: Row of the status header with the curves, as text and HTML; [] if there is none.
         curves_drawn_at: Time at which `curve_rows` was drawn, on the caller's clock.
     """
@@ -154,6 +167,10 @@ class RunState:
     last_attempt: int = 0
     left: str = ""
     tails: dict[int, list[str]] = field(default_factory=dict)
+    processes: dict[int, tuple[str, int]] = field(default_factory=dict)
+    usage: dict[int, RankUsage] = field(default_factory=dict)
+    rank_table: list[str] = field(default_factory=list)
+    rank_table_at: float = -math.inf
     curve_rows: list[tuple[str, str]] = field(default_factory=list)
     curves_drawn_at: float = -math.inf
 
@@ -199,6 +216,8 @@ class RunState:
                 self.asking.add(event.rank)
             case InputAnswered():
                 self.asking.discard(event.rank)
+            case Usage() if event.attempt == self.restarts:
+                self.usage.update((row.rank, row) for row in event.ranks)
             case Metrics():
                 add_points(self.curves, event)
             case StoreReceipt():
@@ -249,6 +268,7 @@ class RunState:
         gpus = self.gpus + event.gpus
         if event.attempt > self.hosts_attempt:  # a restart may have replaced hosts
             self.hosts, self.hosts_attempt, self.first_ranks = [], event.attempt, {}
+            self.processes.clear()
             gpus = event.gpus
         self._set_gpus(gpus, now)
         if event.host and event.host not in self.hosts:
@@ -257,6 +277,7 @@ class RunState:
             # hosts report in any order; a run lists them in the order of their ranks
             self.hosts.sort(key=lambda host: self.first_ranks[host])
         self.up.update(event.pids)
+        self.processes.update((rank, (event.host, pid)) for rank, pid in event.pids.items())
         self.up_since = min(self.up_since, now)
 
     def _failed(self, failure: Failure) -> None:
@@ -276,6 +297,7 @@ class RunState:
         self.restarts = event.attempt
         self.restart_cause = headline(event.failure) if event.failure else ""
         self.first = None
+        self.usage.clear()
         for known in (self.up, self.hangs, self.ended_hosts, self.failures, self.asking):
             known.clear()
 
@@ -312,8 +334,64 @@ def status_line(state: RunState, now: float) -> str:
 def mime_bundle(state: RunState, now: float) -> dict[str, str]:
     """Return the status header as text and as HTML, by MIME type."""
     words, rows = zip(*_parts(state, now), strict=True)
-    html = f"<div style='{FRAME};border-left:3px solid {_colour(state)}'>{''.join(rows)}</div>"
+    content = "".join(rows) + _live_table_rule(state, now)
+    html = f"<div style='{FRAME};border-left:3px solid {_colour(state)}'>{content}</div>"
     return {"text/html": html, "text/plain": "\n".join(words)}
+
+
+def live_table_html(run_id: str) -> str:
+    """Return collapsible HTML that shows the newest table of an active run's ranks.
+
+    Show this HTML once, below the status header, and do not replace it: if a browser replaces HTML,
+    it closes `<details>` and scrolls to the top. The HTML has no table of its own. A CSS rule in
+    the status header, which is replaced each second, sets the text of its `<pre>`.
+    """
+    hint = f"%taas ranks {run_id} shows a table of the ranks"
+    return (
+        f"<details style='{FRAME};border-left:3px solid {COLOURS['RUNNING']};font-size:12px'>"
+        f"<summary>ranks</summary><pre class='{_table_class(run_id)}' style='{SCROLLED}'>"
+        f"<span>{escape(hint)}</span></pre></details>"
+    )
+
+
+def _table_class(run_id: str) -> str:
+    return "taas-ranks-" + re.sub(r"[^\w-]", "-", run_id)
+
+
+def _live_table_rule(state: RunState, now: float) -> str:
+    """Return the CSS that shows an active run's table of ranks in `live_table_html`."""
+    if state.has_ended or state.left or not (table := _rank_table(state, now)):
+        return ""
+    selector = f".{_table_class(state.plan.run_id)}"
+    rules = f"{selector}>span{{display:none}}{selector}::before{{content:'{_css_text(table)}'}}"
+    return f"<style>{rules}</style>"
+
+
+def _css_text(lines: Sequence[str]) -> str:
+    """Return lines as the content of a CSS string, in which no character can end the string."""
+    return _NOT_PLAIN.sub(lambda found: f"\\{ord(found[0]):x} ", "\n".join(lines))
+
+
+def _rank_table(state: RunState, now: float) -> list[str]:
+    """Return the lines of the table of ranks. Make it again only if `REDRAW_GAP_S` has passed."""
+    is_last = state.has_ended or state.left
+    if is_last or not state.rank_table or now - state.rank_table_at >= REDRAW_GAP_S:
+        ranks = sorted(state.processes)
+        rows = [_rank_cells(rank, state) for rank in ranks[:MAX_ROWS]] if state.usage else []
+        state.rank_table = columns([_RANKS_HEAD, *rows]) if rows else []
+        if len(ranks) > MAX_ROWS and rows:
+            state.rank_table.append(f"… and {len(ranks) - MAX_ROWS:,} more ranks")
+        state.rank_table_at = now
+    return state.rank_table
+
+
+def _last_table_html(state: RunState, now: float) -> str:
+    """Return collapsible HTML with the last report of each rank of an ended run, if any."""
+    if not state.has_ended or not (table := _rank_table(state, now)):
+        return ""
+    content = f"<pre style='{SCROLLED}'>{escape(chr(10).join(table))}</pre>"
+    inside = f"<details><summary>ranks (the last report of each)</summary>{content}</details>"
+    return _row(inside, "font-size:12px")
 
 
 def _colour(state: RunState) -> str:
@@ -366,7 +444,7 @@ def _parts(state: RunState, now: float) -> Iterator[tuple[str, str]]:
         yield _labelled(label, value)
     log = f"log: <span style='{CODE}'>{escape(str(state.run_dir))}</span>"
     row = _row(log, "font-size:12px;opacity:0.65")
-    yield f"log: {state.run_dir}", row + _tails_html(state)
+    yield f"log: {state.run_dir}", row + _last_table_html(state, now) + _tails_html(state)
 
 
 def _tails_html(state: RunState) -> str:
@@ -392,13 +470,13 @@ def _tails_html(state: RunState) -> str:
 
 
 def _curve_rows(state: RunState, now: float) -> list[tuple[str, str]]:
-    """Return the row with the metrics, if any. Draw it again only if `CURVES_GAP_S` has passed.
+    """Return the row with the metrics, if any. Draw it again only if `REDRAW_GAP_S` has passed.
 
     Several ranks may send metrics many times a second, and the row is the largest part of the
     status header. After the run's end, the row always has all values.
     """
     is_last = state.has_ended or state.left
-    if is_last or not state.curve_rows or now - state.curves_drawn_at >= CURVES_GAP_S:
+    if is_last or not state.curve_rows or now - state.curves_drawn_at >= REDRAW_GAP_S:
         state.curve_rows, state.curves_drawn_at = list(_curve_parts(state.curves)), now
     return state.curve_rows
 
@@ -791,29 +869,56 @@ _RANKS_HEAD = (
 
 def ranks_text(found: RunStacks, state: RunState) -> str:
     """Return the output of `%taas ranks`: a table with a row for each rank."""
-    rows = [_rank_cells(row, state) for row in sorted(found.ranks, key=lambda row: row.rank)]
+    rows = [
+        _cells(row.rank, (row.host, row.pid), _usage_of(row), state)
+        for row in sorted(found.ranks, key=lambda row: row.rank)
+    ]
     table = columns([_RANKS_HEAD, *rows]) if rows else []
     return "\n".join([*table, *found.silent]) or "no rank runs"
 
 
-def _rank_cells(row: RankStack, state: RunState) -> tuple[str, ...]:
-    loaders = [it for it in state.run_counts.loaders.values() if row.rank in it.ranks]
-    batches = sum(loader.ranks[row.rank].batches for loader in loaders)
-    span_s = sum(loader.ranks[row.rank].span_s for loader in loaders)
-    shares = [loader.shares[row.rank] for loader in loaders if row.rank in loader.shares]
-    steps = [of[row.rank].last_step for of in state.curves.values() if row.rank in of]
+def _usage_of(row: RankStack) -> RankUsage:
+    return RankUsage(
+        rank=row.rank,
+        cpus=row.cpus,
+        memory_bytes=_memory(row),
+        in_collectives=row.in_collectives,
+        place=row.place or row.waits_for,
+    )
+
+
+def _rank_cells(rank: int, state: RunState) -> tuple[str, ...]:
+    return _cells(rank, state.processes[rank], state.usage.get(rank), state)
+
+
+def _cells(
+    rank: int, process: tuple[str, int], usage: RankUsage | None, state: RunState
+) -> tuple[str, ...]:
+    """Return a row of the table of ranks.
+
+    Args:
+        process: Host and process id of the rank.
+        usage: The rank's last report; None if the rank has sent none.
+        state: State of the run, with counts of batches and the rank's metrics.
+    """
+    loaders = [it for it in state.run_counts.loaders.values() if rank in it.ranks]
+    batches = sum(loader.ranks[rank].batches for loader in loaders)
+    span_s = sum(loader.ranks[rank].span_s for loader in loaders)
+    shares = [loader.shares[rank] for loader in loaders if rank in loader.shares]
+    steps = [of[rank].last_step for of in state.curves.values() if rank in of]
+    host, pid = process
     return (
-        str(row.rank),
-        row.host,
-        str(row.pid),
-        f"{100 * row.cpus:.0f} %",
-        size_text(_memory(row)),
+        str(rank),
+        host,
+        str(pid),
+        f"{100 * usage.cpus:.0f} %" if usage else "-",
+        size_text(usage.memory_bytes) if usage else "-",
         f"{batches:,}" if loaders else "-",
         _number(batches / span_s) if span_s else "-",
         f"{100 * sum(shares):.0f} %" if shares else "-",
-        f"{100 * row.in_collectives:.0f} %",
+        f"{100 * usage.in_collectives:.0f} %" if usage else "-",
         f"{max(steps):,}" if steps else "-",
-        cut(" ".join((row.place or row.waits_for).split()), CELL_CHARS),
+        cut(" ".join(usage.place.split()), CELL_CHARS) if usage else "-",
     )
 
 

@@ -42,8 +42,9 @@ ERRORS = (64_000, 1_000)
 
 _LINES, _DROPPED = b'{"kind":"lines"', b'{"kind":"dropped"'
 _PROGRESS = b'{"kind":"progress"'
-_COUNTS = (b'{"kind":"data"', b'{"kind":"fetched"')
+_COUNTS = (b'{"kind":"data"', b'{"kind":"fetched"', b'{"kind":"usage"')
 _NO_TEXT = b'"text":""}\n'
+
 _REPORTER = re.compile(rb'"(?:rank|number)":(\d+)')
 _ERROR_WORDS = tuple(word.encode() for word in ERROR_WORDS)
 
@@ -68,7 +69,8 @@ class Replay:
         plan = state.plan
         n_ranks, n_fetchers = plan.world_size, len(plan.data.fetchers) if plan.data else 0
         # a session's cell gets the counts of fetchers of earlier cells, too
-        n_reporters = sys.maxsize if plan.session else n_ranks + n_fetchers
+        n_reporters = n_ranks + n_fetchers + len(plan.hosts)
+        n_reporters = sys.maxsize if plan.session else n_reporters
         self._counts = _CountsBuffer(_BASE_COUNTS + 8 * n_ranks, n_reporters)
         self._shown = _PastOutput(state.plan)
 
@@ -82,8 +84,9 @@ class Replay:
         """Process the next chunk of the journal. It must consist of whole lines.
 
         If the plan has `log_ranks`, ignore lines that other ranks printed. For speed, keep printed
-        lines, `dropped` events and counts of loaders undecoded, and keep only the newest progress.
-        A progress bar of rank 0, and all other events, are applied to the state at once.
+        lines, `dropped` events, counts of loaders and use of ranks undecoded, and keep only the
+        newest progress. A progress bar of rank 0, and all other events, are applied to the state at
+        once.
         """
         errs, has_bar = any(word in chunk for word in _ERROR_WORDS), b"%|" in chunk
         is_plain = chunk.startswith(_LINES) and not has_bar and not self._log_ranks
@@ -140,18 +143,18 @@ class Replay:
 
 
 class _CountsBuffer:
-    """Buffer of undecoded events with the counts of loaders (`data` and `fetched` events).
+    """Buffer of undecoded `data`, `fetched` and `usage` events: counts of loaders, use of ranks.
 
-    The counts are sums since the rank or fetcher started, so the newest event includes all earlier
-    ones. The buffer keeps three parts:
+    The newest event of a rank, a fetcher or (`usage`) a host replaces all earlier ones: the counts
+    are sums since the rank or fetcher started. The buffer keeps three parts:
 
     - The first `most` events, because they contain the counts at the start of the ranks.
     - At least the last `most` events, because the current rates are computed from them.
-    - Between these two parts, only the newest event of each rank and fetcher.
+    - Between these two parts, only the newest event of each rank, fetcher and host.
 
     Args:
         most: Number of first events to keep; also the minimum number of last events to keep.
-        reporters: Number of ranks and fetchers that send such events.
+        reporters: Number of ranks, fetchers and hosts that send such events.
     """
 
     def __init__(self, most: int, reporters: int) -> None:
@@ -199,7 +202,7 @@ class _CountsBuffer:
 
 
 def _reporter(line: bytes) -> bytes:
-    """Return the number of the rank or fetcher that an event names; b"" if it names none."""
+    """Return the number of the first rank or fetcher that an event names; b"" if it names none."""
     found = _REPORTER.search(line)
     return found[1] if found else b""
 

@@ -47,6 +47,7 @@ class NotebookScreen:
     def __init__(self, run_id: str, session: str = "") -> None:
         self._run_id, self._ranks_id = run_id, session or run_id
         self._head: dict[str, str] = {}
+        self._shows_ranks = False
         self._shows_rest = False
         self._clears_first = False
 
@@ -57,7 +58,12 @@ class NotebookScreen:
         if self._head != before:
             self._publish_head(update=is_shown)
 
-    open = show
+    def open(self, state: RunState, now: float) -> None:
+        """Show the status header and, below it, the table of an active run's ranks."""
+        self.show(state, now)
+        if not state.has_ended:
+            self._publish_ranks(head.live_table_html(self._run_id))
+            self._shows_ranks = True
 
     def make_room(self) -> None:
         """Do nothing, because a notebook shows the user's input below the output."""
@@ -95,7 +101,12 @@ class NotebookScreen:
             self._clear_now()
 
     def close(self, state: RunState, now: float) -> None:
-        """Update the status header for the last time."""
+        """Remove the table of ranks, and update the status header for the last time.
+
+        The status header of an ended run has a table of its own.
+        """
+        if self._shows_ranks:
+            self._publish_ranks("", update=True)
         self.show(state, now)
 
     def _clear_now(self) -> None:
@@ -108,6 +119,13 @@ class NotebookScreen:
             self._shows_rest = False
             clear_output(wait=True)
             self._publish_head(update=False)
+            if self._shows_ranks:
+                self._publish_ranks(head.live_table_html(self._run_id))
+
+    def _publish_ranks(self, html: str, update: bool = False) -> None:
+        transient = {"display_id": f"{self._run_id}:ranks"}
+        data = {"text/html": html, "text/plain": ""}
+        publish_display_data(data, transient=transient, update=update)
 
     def _publish_head(self, update: bool) -> None:
         transient = {"display_id": f"{self._run_id}:head"}

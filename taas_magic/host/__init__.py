@@ -10,6 +10,7 @@ fetcher.py     the process of a fetcher
 feeding.py     connects a rank's registered loaders to fetchers or to the rank's own data servers
 watch.py       the state of each rank; decides when the run is over on this host
 stacks.py      stack reports of ranks and fetchers; detection of ranks without progress
+usage.py       reports of the processors and memory that ranks use
 output.py      reads the ranks' output and messages
 rank.py        the process that runs the work
 shell.py       the IPython shell of a rank

@@ -54,6 +54,7 @@ from taas_magic.host.system import (
     leftovers,
     pids_and_names,
 )
+from taas_magic.host.usage import UsageReporter
 from taas_magic.host.watch import (
     Deadline,
     Ranks,
@@ -257,6 +258,7 @@ class Attempt:
         reader: Reader of the pipes with the ranks' output and messages.
         processes: Processes by rank.
         monitor: Collector of the ranks' stacks, which also detects ranks that make no progress.
+        usage: Reporter of what the ranks use.
     """
 
     def __init__(
@@ -274,6 +276,7 @@ class Attempt:
         self.folder, self.reader, self.processes = folder, reader, processes
         self.ranks = Ranks(self._spec.ranks)
         self.monitor = StackMonitor(share, self.ranks, reader, folder, emit)
+        self.usage = UsageReporter(self._spec.attempt, self.ranks, emit)
         self.ended: tuple[str, list[Failure]] | None = None
         """State in which the attempt ended on this host, and failures. None while ranks run."""
 
@@ -329,7 +332,7 @@ class Attempt:
 
         First interrupts the ranks if the user has interrupted the run. If the attempt has failed
         because the forkserver ended, the verdict gets the cause "host". Without a verdict, checks
-        whether the ranks make progress.
+        whether the ranks make progress, and reports what they use.
 
         Args:
             deadline: As for `decide`.
@@ -348,6 +351,7 @@ class Attempt:
             self._conclude(verdict)
         else:
             self.monitor.check(now)
+            self.usage.check(now)
 
     def _poll_ends(self) -> None:
         """For each rank whose process has ended: read its last messages, then record its end."""
@@ -358,6 +362,7 @@ class Attempt:
 
     def close(self) -> None:
         """End the remaining ranks, and release all processes."""
+        self.usage.close()
         self._end_ranks(0.0)
         while self.processes:
             forkserver.close_process(self.processes.popitem()[1])

@@ -81,6 +81,7 @@ class SessionAttempt(_AttemptOfSession):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.usage.close()  # the cells report what the ranks use
         self._was_told_to_end = False
         # Keep the pipes open: a pipe that no process has open loses its content.
         files = [link.rank_file(self.folder, rank, "cells") for rank in self._spec.ranks]
@@ -141,6 +142,7 @@ class CellAttempt(_AttemptOfSession):
 
     def close(self) -> None:
         """Interrupt the ranks that still run the cell, and wait until they are at their prompt."""
+        self.usage.close()
         self._end_ranks(0.0)
 
     @property

@@ -516,14 +516,14 @@ def _sample_from_psutil(pid: int) -> StackSample:
     try:
         process = psutil.Process(pid)
         sample = StackSample(pid, " ".join(process.cmdline()), process.status())
-        sample.memory_bytes = _memory_bytes(process)
+        sample.memory_bytes = memory_bytes(process)
         sample.children = [_sample_from_psutil(child.pid) for child in process.children()]
     except psutil.Error:
         return StackSample(pid, state=_GONE)
     return sample
 
 
-def _memory_bytes(process: psutil.Process) -> int:
+def memory_bytes(process: psutil.Process) -> int:
     """Return the memory of a process in bytes, with its part of shared memory (PSS).
 
     For another user's process, return the RSS, which includes all shared memory of the process.
@@ -609,13 +609,23 @@ def _cpu_s(pid: int) -> float:
 
 def _cpu_s_below(pids: Iterable[int]) -> dict[int, float]:
     """Return the CPU seconds of each process together with all its descendants, by pid."""
-    found = {it.pid: it.info for it in psutil.process_iter(["ppid", "cpu_times"])}
-    totals = dict.fromkeys(pids, 0.0)
-    for pid, info in found.items():
+    return {pid: sum(map(cpu_s, found)) for pid, found in processes_below(pids).items()}
+
+
+def cpu_s(process: psutil.Process) -> float:
+    """Return the CPU seconds of a process from `processes_below`, and of its ended children."""
+    times = process.info["cpu_times"]
+    return float(sum(times[:4])) if times is not None else 0.0
+
+
+def processes_below(pids: Iterable[int]) -> dict[int, list[psutil.Process]]:
+    """Return each process together with all its descendants, by pid. Reads all processes once."""
+    found = {it.pid: it for it in psutil.process_iter(["ppid", "cpu_times"])}
+    below: dict[int, list[psutil.Process]] = {pid: [] for pid in pids}
+    for pid, process in found.items():
         above: int | None = pid
-        while above is not None and above not in totals:
-            above = found[above]["ppid"] if above in found else None
-        if above is not None and info["cpu_times"] is not None:
-            # user and system time, of the process itself and of its children that have ended
-            totals[above] += sum(info["cpu_times"][:4])
-    return totals
+        while above is not None and above not in below:
+            above = found[above].info["ppid"] if above in found else None
+        if above is not None:
+            below[above].append(process)
+    return below

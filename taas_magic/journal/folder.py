@@ -47,6 +47,7 @@ from taas_magic.messages import (
     Metrics,
     Progress,
     RankReport,
+    Usage,
 )
 from taas_magic.shared_files import is_unlocked, lock, replace_atomically
 
@@ -87,7 +88,10 @@ WAITING_BYTES = 64 << 20
 CLOSE_S = 5.0
 """Seconds to wait at the end of a run until the journal is written."""
 
-_BULK = (Lines, LinesDropped, Progress, Display, ClearOutput, RankReport, FetcherReport, Metrics)
+_BULK = (
+    *(Lines, LinesDropped, Progress, Display, ClearOutput),
+    *(RankReport, FetcherReport, Metrics, Usage),
+)
 """Bulk events: the kinds that a run may send without limit."""
 
 _LOCK_TRIES, _LOCK_AGAIN_S = 20, 0.01

@@ -128,6 +128,25 @@ class RunStacks(Struct):
     silent: list[str] = []
 
 
+class RankUsage(Struct, kw_only=True):
+    """What a rank and its descendants use, and what the rank executes.
+
+    Attributes:
+        cpus: Mean number of processors since the last report.
+        memory_bytes: Memory of the processes (PSS). A page that processes share is divided among
+            them.
+        in_collectives: Fraction of the rank's heartbeats, from 0 to 1, at which a collective was
+            running.
+        place: Line of the notebook that the rank executes; "" if unknown.
+    """
+
+    rank: int
+    cpus: float = 0.0
+    memory_bytes: int = 0
+    in_collectives: float = 0.0
+    place: str = ""
+
+
 class RankCounts(Struct, kw_only=True):
     """Counts and times of one rank for one loader; docs/events.md describes the fields."""
 
@@ -371,6 +390,13 @@ class Hang(Event, tag="hang", kw_only=True):
 
     attempt: int
     ranks: list[RankStack]
+
+
+class Usage(Event, tag="usage", kw_only=True):
+    """An agent reports what the ranks of its host use. An ended rank keeps its last row."""
+
+    attempt: int
+    ranks: list[RankUsage]
 
 
 class RanksEnded(Event, tag="settled", kw_only=True):

@@ -49,6 +49,7 @@ from taas_magic.messages import (
     SessionState,
     SetFetcherAddress,
     StateChanged,
+    Usage,
 )
 from taas_magic.plan import DataPlan, Plan, ranks_with_results
 from taas_magic.pool.files import FileServer, OwnedFiles
@@ -1055,7 +1056,7 @@ def _ranks_of(event: Event) -> set[int]:
     match event:
         case RankEvent():
             return {event.rank}
-        case Hang():
+        case Hang() | Usage():
             return {row.rank for row in event.ranks}
         case RankFailure():
             failures = [event.failure]

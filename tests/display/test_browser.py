@@ -1,6 +1,7 @@
 """Tests of a run's output in JupyterLab, in a real browser."""
 
 import base64
+import json
 import os
 import re
 import subprocess
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import nbformat
 import pytest
+from nbconvert import HTMLExporter
 from nbformat.v4 import new_code_cell, new_notebook
 
 pytest.importorskip("websocket", reason="websocket-client is missing")
@@ -52,6 +54,17 @@ STEPS = (
 )
 """A run that waits for a file before each step."""
 
+RANKS = (
+    "%%taas --gpus 2 --name rows\nfrom pathlib import Path\nimport time\nimport taas\n"
+    "step = 0\nwhile not Path('enough').exists():\n    time.sleep(0.05)\n"
+    "    taas.log(step=step, at=step, all_ranks=True)\n    step += 1"
+)
+"""A run whose table of ranks changes once a second."""
+
+TABLE = "document.querySelector('details:has(pre[class^=taas-ranks])')"
+ROWS = f"getComputedStyle({TABLE}.querySelector('pre'), '::before').content"
+LAST = "[...document.querySelectorAll('details')].find(it => /last report/.test(it.innerText))"
+
 COMPARE = "import taas\ntaas.compare(taas.last_run)"
 
 CELLS = (
@@ -90,6 +103,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     others = {
         "flood": (FLOOD, answer),
         "waits": (WAITS,),
+        "ranks": (RANKS, "%taas attach rows"),
         "back": (STEPS, "%taas attach back", COMPARE),
     }
     for name, cells in others.items():
@@ -186,6 +200,47 @@ def test_a_detached_run_is_seen_again_after_a_reload_in_a_new_tab_and_in_a_termi
     finally:
         terminal.kill()
         terminal.wait(HUNG_S)
+
+
+def test_the_table_of_ranks_stays_open_and_scrolled_and_the_ended_head_keeps_it(
+    page: Page, lab: Lab, project: Path
+) -> None:
+    notebook = project / "ranks.ipynb"
+    open_notebook(page, lab, "ranks.ipynb")
+    run_cell(page, 0)
+    page.wait_for(f"!!{TABLE} && /Cell In/.test({ROWS})")
+    page.evaluate(f"{TABLE}.querySelector('pre').style.maxHeight = '20px'")
+    page.evaluate(f"{TABLE}.querySelector('summary').click()")
+    page.wait_for(f"({TABLE}.querySelector('pre').scrollTop = 9) && {TABLE}.open")
+    steps = [page.evaluate(ROWS)]
+    while len(steps) < 4:
+        page.wait_for(f"{ROWS} !== {json.dumps(steps[-1])}")
+        steps.append(page.evaluate(ROWS))
+    assert page.evaluate(f"{TABLE}.open && {TABLE}.querySelector('pre').scrollTop") == 9
+    assert all(re.search(r" 0  +\S+ +\d+ +\d+ % .* Cell In", rows) for rows in steps)
+    (project / "enough").touch()
+    page.wait_for(f"/SUCCEEDED rows/.test({output(0)}) && !{TABLE} && !!{LAST}")
+    page.evaluate(f"{LAST}.querySelector('summary').click()")
+    rows = page.evaluate(f"{LAST}.innerText")
+    assert re.search(r"\n1 .* Cell In\[1\], line \d", rows), rows
+    run_cell(page, 1)
+    page.wait_for(f"/SUCCEEDED rows/.test({output(1)}) && /last report/.test({output(1)})")
+    command(page, "docmanager:save-all")
+    eventually(lambda: notebook.read_text().count("last report") == 2, "it is not saved")
+
+    foreign = nbformat.read(notebook, 4)
+    foreign.cells[0].source += "\n# changed by somebody else, so that the notebook is not trusted"
+    nbformat.write(foreign, project / "foreign.ipynb")
+    show_notebook(page, lab, "foreign.ipynb")
+    page.wait_for(f"/SUCCEEDED rows/.test({output(0)}) && !!{LAST}")
+    assert page.evaluate(f"{LAST}.open || !!{TABLE}") is False
+    page.evaluate(f"{LAST}.querySelector('summary').click()")
+    assert page.evaluate(f"{LAST}.innerText").strip() == rows.strip()
+    html, _ = HTMLExporter().from_notebook_node(foreign)  # type: ignore[no-untyped-call]
+    page.evaluate(f"document.documentElement.innerHTML = {json.dumps(html)}")
+    page.wait_for(f"!!{LAST} && !{TABLE}")
+    page.evaluate(f"{LAST}.querySelector('summary').click()")
+    assert page.evaluate(f"{LAST}.innerText").strip() == rows.strip()
 
 
 def take_steps(project: Path, number: int) -> None:

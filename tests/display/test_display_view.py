@@ -16,6 +16,7 @@ from jupyter_client.manager import start_new_kernel
 
 from tests.cellfiles import cells_of
 from tests.eventually import HUNG_S
+from tests.frontend import is_rank_table
 
 Message = dict[str, Any]
 Execute = Callable[[str], list[Message]]
@@ -40,6 +41,11 @@ def execute(client: BlockingKernelClient) -> Execute:
 
 
 def run_in(client: BlockingKernelClient, code: str, **how: Any) -> list[Message]:
+    """Run code; return the messages of its output, without those of the table of ranks."""
+    return [it for it in all_of(client, code, **how) if not is_rank_table(it["content"])]
+
+
+def all_of(client: BlockingKernelClient, code: str, **how: Any) -> list[Message]:
     messages: list[Message] = []
     reply = client.execute_interactive(
         PRELUDE + textwrap.dedent(code), timeout=HUNG_S, output_hook=messages.append, **how
@@ -121,6 +127,47 @@ def test_a_head_that_would_look_the_same_is_not_sent_again(execute: Execute) -> 
             stage.play(event("note", text="the same"), seconds=0.2)
     """)
     assert len(contents(messages, "update_display_data")) == 1
+
+
+CSS = re.compile(
+    r"<style>[.]taas-ranks-run-1>span{display:none}.*?::before{content:'(.*?)'}</style>"
+)
+"""The rule in the status header that shows the table of an active run's ranks."""
+
+
+def test_the_table_of_ranks_stays_while_the_head_that_fills_it_is_replaced(
+    client: BlockingKernelClient,
+) -> None:
+    code = """
+        from unittest import mock
+        mock.patch("taas_magic.display.head.MAX_ROWS", 6).start()
+        stage = Stage(ranks=8)
+        stage.play(event("started", attempt=0, pids={str(rank): 100 + rank for rank in range(8)}))
+        for step in range(20):
+            place = f"Cell In[1], line {step}: '</style><b>' " + chr(92)
+            rows = [{"rank": rank, "cpus": 0.5, "place": place} for rank in range(8)]
+            stage.play(event("usage", attempt=0, ranks=rows), seconds=0.2)
+        stage.end(ended())
+        mock.patch.stopall()
+    """
+    messages = all_of(client, code, allow_stdin=False)
+    ids = [(m["msg_type"], m["content"]["transient"]["display_id"]) for m in messages]
+    assert ids[:2] == [("display_data", "run-1:head"), ("display_data", "run-1:ranks")]
+    assert ids[-2:] == [("update_display_data", f"run-1:{it}") for it in ("ranks", "head")]
+    tables = [m["content"]["data"]["text/html"] for m in messages if is_rank_table(m["content"])]
+    heads = [m["content"]["data"]["text/html"] for m in messages if not is_rank_table(m["content"])]
+    shown, removed = tables
+    assert shown.startswith("<details") and "<pre class='taas-ranks-run-1'" in shown
+    assert removed == ""
+    rules = dict.fromkeys(found[1] for head in heads if (found := CSS.search(head)))
+    assert 4 <= len(rules) <= 5, "it changes once a second"
+    text = re.sub(r"\\([0-9a-f]+) ", lambda it: chr(int(it[1], 16)), [*rules][-1])
+    lines = text.splitlines()
+    assert len(lines) == 8 and lines[-1] == "… and 2 more ranks"
+    assert lines[6].split()[:4] == ["5", "gpu1", "105", "50"]
+    assert re.search(r"  Cell In\[1], line 1\d: '</style><b>' \\$", lines[1])
+    assert "<style" not in heads[-1] and "line 19: &#x27;&lt;/style&gt;" in heads[-1]
+    assert "<summary>ranks (the last report of each)</summary>" in heads[-1]
 
 
 def test_curves_change_once_a_second_at_most_and_have_all_values_at_the_end(

@@ -54,12 +54,15 @@ def some_run(seed: int) -> list[Event]:
             rank, batches[0], batches[1] = draw.randrange(2), batches[0] + 1, batches[1] + 2
             counts = {"batches": batches[rank], "span_s": now - 999, "waited_s": batches[rank] / 9}
             texts = [f"step {now}", " 50%|█████     | 5/10", "", "at 7%|but no bar"]
-            [kind] = draw.choices(("lines", "progress", "data", "fetched", "note"), (4, 4, 4, 4, 1))
+            kinds = ("lines", "progress", "data", "fetched", "usage", "note")
+            [kind] = draw.choices(kinds, (4, 4, 4, 4, 4, 1))
+            uses = [{"rank": 0, "cpus": draw.random()}, {"rank": 1, "place": f"line {now}"}]
             of_kind: dict[str, dict[str, Any]] = {
                 "lines": {"rank": rank, "lines": [draw.choice(texts[:2])]},
                 "progress": {"rank": 0, "text": draw.choice(texts)},
                 "data": {"rank": rank, "cores": 2, "loaders": {"train": counts}},
                 "fetched": {"number": 0, "loaders": {"train": {"prepared": batches[0]}}},
+                "usage": {"attempt": attempt, "ranks": uses},
                 "note": {"text": f"note {len(found)}"},
             }
             add(kind, **of_kind[kind])

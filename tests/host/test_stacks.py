@@ -25,6 +25,7 @@ from taas_magic.host.output import PipeReader
 from taas_magic.host.spec import LocalShare, Origin, RunSpec, ShareSpec
 from taas_magic.host.stacks import StackMonitor, StackSample, sample_fetcher, waits_for
 from taas_magic.host.watch import Ranks, last_progress_at
+from taas_magic.journal.folder import RunFolder
 from taas_magic.messages import (
     Event,
     Hang,
@@ -39,7 +40,7 @@ from taas_magic.messages import (
 from taas_magic.notebook.magic import run_command
 from taas_magic.notebook.run import RunDriver
 from taas_magic.plan import Flags, HostCapacity, make_plan
-from tests.events import Line, failure, new_state
+from tests.events import Line, failure, line_of, new_state
 from tests.eventually import HUNG_S, eventually
 from tests.harness import AFTER_BEATS, Notebook, on_event
 
@@ -597,6 +598,14 @@ rank = int(os.environ["RANK"])
     assert "TORCHELASTIC_USE_AGENT_STORE" in seen[0]["text"]
 
 
+def knows_use(report: Line) -> bool:
+    """Return whether a `usage` event shows that rank 1 is in its endless loop, and rank 0 waits."""
+    idle, busy = report["ranks"]
+    there = re.search(r"Cell In\[\d+\], line (9|10): ", busy["place"])
+    uses_more = busy["cpus"] > idle["cpus"] and busy["memory_bytes"] > 10e6
+    return bool(there) and uses_more and "Event().wait()" in idle["place"]
+
+
 def test_ranks_shows_what_each_rank_uses(
     notebook: Notebook, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -629,11 +638,18 @@ threading.Event().wait()
         if [len(row) for row in table] != [11, 11, 11]:
             return False
         _, idle, busy = table
-        has_counts = idle[5] == busy[5] == "3" and idle[9] == "7" and idle[8] != "0 %"
+        events = map(line_of, RunFolder(path[0]).read_events())
+        is_reported = any(it["kind"] == "usage" and knows_use(it) for it in events)
+        has_counts = (
+            is_reported and idle[5] == busy[5] == "3" and idle[9] == "7" and idle[8] != "0 %"
+        )
         are_there = "Event().wait()" in idle[10] and re.search(r"line (9|10): ", busy[10])
         return has_counts and are_there is not None and cpu(busy) > cpu(idle)
 
+    path: list[Path] = []
+
     def look(run: RunDriver) -> None:
+        path.append(run.path)
         with contextlib.suppress(AssertionError):  # the assertions name what is missing
             eventually(is_known)
         stop(run)
@@ -654,3 +670,4 @@ threading.Event().wait()
     assert idle[8] != "0 %" == busy[8] and (idle[9], busy[9]) == ("7", "-")
     assert "threading.Event().wait()" in idle[10]
     assert re.search(r"Cell In\[\d+\], line (9|10): ", busy[10])
+    assert any(map(knows_use, outcome.of_kind("usage"))), outcome.of_kind("usage")

@@ -422,6 +422,7 @@ def test_a_bad_host_of_a_run_says_only_what_is_its_own(
         {"kind": "settled", "host": "good", "attempt": 0, "state": "FAILED", "cause": "failure",
          "failures": [{"rank": 0}]},
         {"kind": "hang", "host": "good", "attempt": 0, "ranks": [{"rank": 0, "pid": 1}]},
+        {"kind": "usage", "host": "good", "attempt": 0, "ranks": [{"rank": 1}, {"rank": 0}]},
         {"kind": "lines", "host": "good", "rank": 1, "lines": ["mine"]},
     ]  # fmt: skip
 
@@ -454,8 +455,8 @@ def test_a_bad_host_of_a_run_says_only_what_is_its_own(
                     assert (await bad.ask(written) == to_bytes({})) == may
                 answer = await bad.ask(ReadFiles([("a", "no number", 1)]))  # type: ignore[list-item]
                 assert "Expected `int`, got `str` - at `$.parts[0][1]`" in str(answer)
-                await _refuses(controller, 12)
-                assert controller.pool_hosts.refused == 12
+                await _refuses(controller, 13)
+                assert controller.pool_hosts.refused == 13
                 run = controller._runs["a-run"]
                 assert isinstance(run, PoolRun)
                 for host in made:

@@ -1,0 +1,103 @@
+"""Regular reports of what the ranks on this host use and execute, for the table of ranks."""
+
+import threading
+import time
+from collections.abc import Sequence
+
+import psutil
+
+from taas_magic.host.spec import EventSink
+from taas_magic.host.stacks import code_position, cpu_s, memory_bytes, processes_below
+from taas_magic.host.watch import Ranks, RankState
+from taas_magic.messages import RankUsage, Usage
+
+FIRST_USAGE_S = 1.0
+"""Seconds from the first measurement of an attempt, which is not reported, to the next one."""
+
+USAGE_S = (2.0, 10.0)
+"""Shortest and longest time in seconds between two reports.
+
+In between, the time is a hundredth of the time since the attempt's start, so that the reports of a
+long run do not fill the journal.
+"""
+
+_PAUSE_FACTOR = 50
+"""Minimum ratio of the time between two measurements to the time that a measurement takes.
+
+On a host with many large processes, it takes long to read the memory of all of them.
+"""
+
+_PLACE_CHARS = 200
+
+
+class UsageReporter:
+    """Reporter of the processors and memory that an attempt's ranks use, and of their code lines.
+
+    The agent calls `check` regularly. Threads of this class measure and emit the reports.
+    """
+
+    def __init__(self, attempt: int, ranks: Ranks, emit: EventSink) -> None:
+        self._attempt, self._ranks, self._emit = attempt, ranks, emit
+        self._began = time.monotonic()
+        self._due_at = self._began
+        self._rows: dict[int, RankUsage] = {}
+        self._cpu_s: dict[int, float] = {}
+        self._measured_at = self._began
+        self._busy, self._closing, self._is_closed = threading.Lock(), threading.Lock(), False
+
+    def check(self, now: float) -> None:
+        """Start a thread that sends a report, if a report is due.
+
+        Args:
+            now: The agent's monotonic clock, in seconds.
+        """
+        if now >= self._due_at and self._busy.acquire(blocking=False):
+            threading.Thread(target=self._report, name="taas-usage", daemon=True).start()
+
+    def close(self) -> None:
+        """Send no further reports. A report that is being measured is dropped."""
+        with self._closing:
+            self._is_closed = True
+
+    def _report(self) -> None:
+        began, is_first = time.monotonic(), not self._cpu_s
+        try:
+            self._measure([state for state in self._ranks.states() if not state.ended])
+        finally:
+            now = time.monotonic()
+            pause_s = min(max(USAGE_S[0], (now - self._began) / 100), USAGE_S[1])
+            pause_s = max(pause_s, _PAUSE_FACTOR * (now - began))
+            self._due_at = began + (FIRST_USAGE_S if is_first else pause_s)
+            self._busy.release()
+        with self._closing:
+            if not is_first and not self._is_closed:
+                rows = [row for _, row in sorted(self._rows.items())]
+                self._emit(Usage(attempt=self._attempt, ranks=rows))
+
+    def _measure(self, states: Sequence[RankState]) -> None:
+        """Set the rows of these ranks. An ended rank keeps its last row.
+
+        The CPU use is the mean since the last measurement. The first measurement is not reported,
+        because the ranks of a session have used CPU time before.
+        """
+        before_s, before_at = self._cpu_s, self._measured_at
+        below = processes_below(state.pid for state in states)
+        self._measured_at = time.monotonic()
+        self._cpu_s = {pid: sum(map(cpu_s, found)) for pid, found in below.items()}
+        passed_s = max(self._measured_at - before_at, 1e-3)
+        for state in states:
+            used_s = self._cpu_s[state.pid] - before_s.get(state.pid, 0.0)
+            self._rows[state.rank] = RankUsage(
+                rank=state.rank,
+                cpus=max(0.0, used_s) / passed_s,
+                memory_bytes=sum(map(_memory_of, below[state.pid])),
+                in_collectives=state.collective_fraction,
+                place=code_position(state.beat.stack)[:_PLACE_CHARS],
+            )
+
+
+def _memory_of(process: psutil.Process) -> int:
+    try:
+        return memory_bytes(process)
+    except psutil.Error:
+        return 0
