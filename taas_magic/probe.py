@@ -50,7 +50,7 @@ def main(
     """Return the facts of this host as plain values; `messages.HostFacts` describes each.
 
     Args:
-        modules: Top-level modules to check; those that are missing are reported.
+        modules: Top-level modules to check; the result has the missing ones.
         mark: Path of a file that was just created in the project store. If the file exists on this
             host, the host shares the store.
         names: Whether to report the names of the GPUs, which may take seconds.

@@ -165,9 +165,11 @@ class _NotebookPickler:
     def _pickle(
         self, values: Sequence[tuple[str, Any]], why: str
     ) -> tuple[list[CapturedVariable], dict[str, str]]:
-        """Pickle values; return their records, and the variables to pickle before them.
+        """Pickle values, given as (name, value).
 
-        The variables to pickle come with the reason for their capture.
+        Returns:
+            A record of each value. And the variables that the values need and that are not pickled
+            yet, each with the reason for its capture.
 
         Raises:
             CaptureError: A value cannot be sent.
@@ -306,7 +308,7 @@ class FetcherSettings:
     def apply(self) -> None:
         """Apply the settings to this process, which must be a fetcher.
 
-        Torch's default device is left out, because the processes of a fetcher cannot share a GPU.
+        Torch's default device is left out, for the reason in `without_device`.
         """
         install(self.modules)
         process_state.apply_filters(self.state)

@@ -63,7 +63,7 @@ _MAGIC = b"TAASPAY2"
 _BEGIN = struct.Struct("<8sQ")
 """Header of an archive: the bytes `_MAGIC`, and the number of sizes after the header.
 
-The sizes are those of the description, of the pickle, and of each buffer.
+The sizes of the description, of the pickle, and of each buffer, in this order.
 """
 
 _ALIGNMENT = 64

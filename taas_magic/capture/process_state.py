@@ -71,7 +71,8 @@ def apply(state: State) -> None:
 def without_device(state: State) -> State:
     """Return `state` without torch's default device, for fetchers.
 
-    The processes of a fetcher cannot share a GPU.
+    Otherwise, a dataset would create its tensors on the GPU, and the forked processes of a fetcher
+    cannot share a GPU.
     """
     of_torch = {name: value for name, value in state.get("torch", {}).items() if name != "device"}
     return {**state, "torch": of_torch}
@@ -143,7 +144,7 @@ def _collect_loggers() -> dict[str, Any]:
     """Return the settings of all loggers whose settings differ from the defaults.
 
     For a logger that a library made, only the level counts. For other loggers and the root logger,
-    `propagate` and those handlers that can be copied count, too. The result also has the level of
+    `propagate` counts, too, and each handler that can be copied. The result also has the level of
     `logging.disable`. The result is empty if nothing differs from the defaults.
     """
     manager = logging.root.manager
@@ -258,7 +259,7 @@ def _collect_start_method() -> str:
 
 
 def _collect_torch() -> dict[str, Any]:
-    """Return those settings of torch that differ from torch's defaults, and the user's seed.
+    """Return the user's seed, and each setting of torch that differs from torch's default.
 
     The result is empty if this process has not imported torch. It has no seed if the user has not
     set a seed.

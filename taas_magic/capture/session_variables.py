@@ -1,6 +1,7 @@
 """Choose the notebook's variables to send to the ranks of a session.
 
-A name that a cell of the session assigned belongs to the ranks. Every other name belongs to the
+If a cell of the session has assigned a name, the name *belongs to the ranks*: the kernel does not
+send the notebook's value of this name, except by `--send`. Every other name belongs to the
 notebook. The kernel sends a value of the notebook again if the digest of its pickle has changed.
 """
 
@@ -128,7 +129,7 @@ class RankVariables:
             variables: Digests of the ranks' variables, as in `owned`.
             code: Names of the ranks' functions, classes and modules, which have no digests. If a
                 cell uses such a name and the notebook has an object of this name, this kernel sends
-                its object, which replaces that of the ranks.
+                its object, which replaces the object of the ranks.
         """
         self.owned |= variables
         self._code = set(code)
@@ -265,10 +266,12 @@ class RankVariables:
     ) -> None:
         """Record the variables that a cell assigned and deleted on a rank.
 
-        Assigned names belong to the ranks from now on. Deleted names are forgotten.
+        From now on, the assigned names belong to the ranks, and the kernel does not send its own
+        values of these names. The deleted names are forgotten.
 
         Args:
-            plain: Digests (`plain_digest`) of those assigned values that are plain.
+            plain: For each assigned variable with a plain value, the value's digest
+                (`plain_digest`).
         """
         for name in deleted:
             for known in (self.owned, self._sent, self._reads):

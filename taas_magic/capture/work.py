@@ -106,7 +106,7 @@ class FunctionWork:
 
     @property
     def shape(self) -> CallShape:
-        """Description of the call: its text, and the number and names of its arguments."""
+        """Description of this call without the function and the arguments, for the payload."""
         return CallShape(self.raw, len(self.args), tuple(self.kwargs))
 
     def arguments(self) -> Iterator[tuple[str, Any]]:

@@ -369,8 +369,8 @@ class Client:
     def open(self, epoch: int) -> EpochDescription:
         """Begin an epoch: request the epoch's description from one fetcher, and return it.
 
-        If another fetcher has another order of batches, the pass still follows the order of the
-        fetcher that sent the description.
+        Two fetchers may have different orders, if the sampler is not seeded. The pass follows the
+        order of the fetcher that sent the description, until the caller calls `use_order`.
 
         Raises:
             RunLost: No fetcher responds.

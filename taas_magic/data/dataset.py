@@ -285,7 +285,7 @@ class BatchSource:
         """Return the batch of a slot.
 
         Args:
-            indices: Indices of the batch's samples; None for those of this worker's own order.
+            indices: Indices of the batch's samples; None to read them from this worker's own order.
 
         Raises:
             NoBatch: The slot has no batch.
@@ -370,7 +370,7 @@ class BatchSource:
         If an item raises an exception, `_at` names the item's index, for the error message.
 
         Args:
-            indices: Indices of the batch's samples; None for those of this worker's own order.
+            indices: Indices of the batch's samples; None to read them from this worker's own order.
 
         Raises:
             NoBatch: The slot is after the end of the epoch.
@@ -601,7 +601,8 @@ class Cursor:
 class Snapshots:
     """Saved states (`state_dict`) of a stream's dataset in one epoch.
 
-    Each state is stored under the index of the item (batch of the stream) that follows the state.
+    An item is a batch of the stream. Each state is stored with the index of the first item that the
+    dataset yields after it has loaded this state.
 
     No state is saved before the stream has yielded an item, because `state_dict` might still report
     a wrong position. For example, a dataset whose `__iter__` is a generator may apply a loaded

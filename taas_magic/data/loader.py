@@ -358,10 +358,10 @@ class RemoteLoader(DataLoader[Any]):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Make the next iterator resume at the position in `state`.
 
-        The number of fetchers may differ from that of the run that saved the state. If the order of
-        a map-style loader's epoch has changed, the iterator raises `ValueError` at the first
-        batch. If the epoch of an iterable-style loader begins with another batch, the iterator
-        warns.
+        The number of fetchers may differ from the number in the run that saved the state. If the
+        order of a map-style loader's epoch has changed, the iterator raises `ValueError` at the
+        first batch. If the epoch of an iterable-style loader begins with another batch, the
+        iterator warns.
 
         Raises:
             ValueError: `state` is not the state of a registered loader. Or the state belongs to a

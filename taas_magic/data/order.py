@@ -129,8 +129,8 @@ class EpochOrders:
     def _begin(self, number: int) -> tuple[Any, Any, Iterator[Any]]:
         """Seed all random generators, and start the sampler for an epoch.
 
-        The sampler is unpickled from its state at the start of the epoch. Then its `set_epoch` is
-        called. As in a local DataLoader, a base seed is drawn from the generator.
+        First unpickle the sampler in the state that it has before this epoch, and call its
+        `set_epoch`. Last, draw a base seed from the generator, as a local DataLoader does.
 
         Returns:
             The sampler, its generator, and the iterator over the epoch's batches.

@@ -12,8 +12,8 @@ connection must send next. So a slow rank, whose batches fill the memory, cannot
 rank.
 
 When a rank begins a new epoch, the scheduler keeps the unrequested batches of the previous epoch,
-and drops those of all earlier epochs. If a rank still requests a dropped batch, a worker prepares
-the batch again.
+and drops the batches of all earlier epochs. If a rank still requests a dropped batch, a worker
+prepares the batch again.
 """
 
 import itertools

@@ -179,13 +179,17 @@ class RankConnection:
         """Send queued output until the socket would block; return whether everything was sent."""
         try:
             while self.out:
-                self._sent(self._send_tls() if self.tls else self._send_plain())
+                self._sent(self._send_tls() if self.tls else self._send_without_tls())
         except _WOULD_BLOCK:
             return False
         return True
 
-    def _send_plain(self) -> int:
-        """Send the first parts of the output, with at most one descriptor; return the size sent."""
+    def _send_without_tls(self) -> int:
+        """Send the first entries of `out` in one call, and return the number of bytes sent.
+
+        An entry with a file descriptor is sent alone, because the receiver gets the descriptor with
+        the bytes of the same call.
+        """
         parts: list[bytes | memoryview] = []
         for part, _, descriptor in itertools.islice(self.out, _PARTS_AT_ONCE):
             if descriptor >= 0:
@@ -197,9 +201,9 @@ class RankConnection:
         return self.socket.sendmsg(parts)
 
     def _send_tls(self) -> int:
-        """Send the first part of the output, and return the number of bytes sent.
+        """Send the first entry of `out`, and return the number of bytes sent.
 
-        Each TLS send makes a record of its own. So a small part is joined with the parts after it.
+        Each TLS send makes a record of its own. So a small entry is joined with the next entries.
         """
         part = memoryview(self.out[0][0])
         if len(part) < _TLS_JOIN_BYTES and len(self.out) > 1:

@@ -252,8 +252,9 @@ class _PastOutput:
         """Add the next lines of the journal that contain printed output of ranks.
 
         Keep the first `END_LINES` lines, and a tail of at least the last `TAIL_BYTES`. Count the
-        bytes of all lines that leave the tail, including first lines. Of the lines that leave the
-        tail, keep those that may contain an error, as long as fewer than `ERRORS[1]` are kept.
+        bytes of all lines that leave the tail, including first lines. If a line
+        that leaves the tail may contain an error, keep the line, unless `ERRORS[1]` such lines are
+        kept already.
 
         Args:
             raw: The lines, not decoded.

@@ -41,7 +41,7 @@ _FORKED = (TaskType.CLIENT_APP, TaskType.SERVER_APP)
 
 
 def needed_modules(payload: Path, modules: Iterable[str]) -> list[str]:
-    """Guess which modules the apps will import: those whose names occur in the run's payload.
+    """Guess which modules the apps will import: each module whose name is in the run's payload.
 
     Python's own modules, this package, and submodules whose name begins with `_` are left out.
 

@@ -76,7 +76,8 @@ class Federation:
     ) -> Any:
         """Run a ServerApp and a ClientApp of the notebook, and show the run like a cell's run.
 
-        Blocks until the run has ended.
+        Blocks until the run has ended. The run's project store is the federation's `store`, not the
+        notebook's folder.
 
         Args:
             server_app: A Flower `ServerApp`, which runs on the first host. If another host is lost

@@ -348,8 +348,8 @@ class LogBudget:
 
         Returns:
             Two lists. The first list has the beginning of `lines`, as far as it fits into the
-            budget. The second list has those of the remaining lines that look like errors and fit
-            into the reserve.
+            budget. The second list has the remaining lines that look like errors, as far as
+            they fit into the reserve.
         """
         self._refill()
         self._tail.extend(lines)
@@ -481,7 +481,7 @@ class _LogStream:
         self.is_cut = self.has_traceback = False
 
     def feed(self, data: bytes) -> str:
-        """Write bytes to the log file. Add to `pending` those new lines that may be sent.
+        """Write bytes to the log file. Add the new lines that may be sent to `pending`.
 
         If writing fails or the disk has too little room, closes the log file. Later calls then only
         add lines to `pending`.

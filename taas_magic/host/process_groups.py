@@ -60,7 +60,7 @@ class ProcessGroupPrefixes:
     def _store_arguments(self, given: dict[str, Any]) -> dict[str, Any]:
         """Return `store`, `rank` and `world_size` for the user's call of `init_process_group`.
 
-        The store has a new prefix, so that its keys differ from those of earlier process groups.
+        The store has a new prefix, so that its keys differ from the keys of earlier process groups.
 
         Args:
             given: Arguments that the user's call has set, by name.

@@ -436,7 +436,7 @@ def _times(faster: float) -> str:
 def loader_use(run_counts: RunCounts, loader: LoaderCounts) -> LoaderUse:
     """Compute the use of one loader from the counts that ranks and fetchers have sent.
 
-    Of the fetchers' times, only those between the first and the last batch of the ranks count.
+    The fetchers' times count only between the first and the last batch of the ranks.
     """
     sums, last = loader.mean, loader.counts_at_last_batch or loader.fetchers
     spent = [

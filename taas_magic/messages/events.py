@@ -449,8 +449,9 @@ class FetcherEnded(Event, tag="fetcher_ended", kw_only=True):
     """An agent reports that a fetcher has ended.
 
     Attributes:
-        entry: An entry for each of the fetcher's loaders. `failed` of the entries has the reason if
-            the fetcher ended unexpectedly or could not start.
+        entry: If the fetcher ended unexpectedly or could not start: an entry for each of the
+            fetcher's loaders, with the reason in its `failed`. Unset if the fetcher ended on
+            request.
     """
 
     number: int

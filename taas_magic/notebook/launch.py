@@ -550,8 +550,8 @@ def plan_of(flags: Flags, pool: Pool, config: Config) -> Plan:
 def plan_of_cell(flags: Flags, session: Session | None, pool: Pool, config: Config) -> Plan:
     """Return the plan of a cell, and prepare its session, if any, for the cell (`begin_cell`).
 
-    The plan of a session's later cell has the ranks and hosts of the session's first cell. But the
-    options and the run id in it are those of the later cell. The errors are those of `plan_of`.
+    The plan of a session's later cell has the ranks and hosts of the session's first cell, but the
+    options of the later cell, and a new run id. The errors are those of `plan_of`.
     """
     if session is None:
         return plan_of(flags, pool, config)
@@ -575,9 +575,10 @@ def with_fetchers(
 ) -> Plan:
     """Add the fetchers of registered loaders to a plan, with their pool and hosts.
 
-    No hosts are allocated. Without registered loaders or without `--cpus`, add no fetchers and
-    remove `prefill` from the plan. Without registered loaders, also add a note that lists the given
-    flags that have no effect, such as `--units`.
+    If several data pools are possible, or hosts or fetchers are shared, add notes that say so. No
+    hosts are allocated. Without registered loaders or without `--cpus`, add no fetchers and remove
+    `prefill` from the plan. Without registered loaders, also add a note that lists the given flags
+    that have no effect, such as `--units`.
 
     Args:
         flags: Flags of the cell, completed by `Session.with_session_flags` for a session.

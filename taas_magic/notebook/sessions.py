@@ -382,7 +382,7 @@ class Session:
         Args:
             captured: Payload of the cell.
             counts: Whether the cell resets the session's idle time. False for a cell of taas-magic
-                itself, such as that of `%taas vars`.
+                itself, such as the cell that `%taas vars` runs.
         """
         if counts:
             self._used_at = time.monotonic()

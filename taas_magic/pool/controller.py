@@ -385,7 +385,9 @@ class Controller(SchedulerPlugin):
         """Make the requesting kernel the owner of a detached session.
 
         If another kernel owned the session, that kernel receives `Detached` and loses the session.
-        If the kernel cannot take the session over, only `error` of the result is set.
+        If the kernel cannot take the session over, only `error` of the result is set. If no cell
+        is running, `cell` of the result is the last cell that lost its kernel; only the first
+        takeover after this cell gets it.
         """
         run = self._runs.get(request.run_id)
         if not isinstance(run, PoolRun):

@@ -38,7 +38,8 @@ class FetcherRestarts:
     def record(self, event: Event) -> tuple[list[Event], bool]:
         """Record an event of a fetcher.
 
-        If `event` reports the end of the last fetcher and a restart is allowed, count the restart.
+        The requested end of a fetcher, a `FetcherEnded` without `entry`, does not count. If `event`
+        reports the unexpected end of the last fetcher and a restart is allowed, count the restart.
         In this case, the events to publish are a note and a copy of `event` without addresses and
         failures. The copy makes ranks wait for new fetchers.
 

@@ -555,8 +555,8 @@ class PoolFetchers(Share):
     async def _start_again(self) -> None:
         """Start all fetchers when the earlier ones are gone from their hosts.
 
-        If the start fails, kill those that have started, publish the failure of each fetcher, and
-        allow no further restart.
+        If the start fails, kill the fetchers that have started, publish the failure of each
+        fetcher, and allow no further restart.
         """
         try:
             await self.wait_until_ended()

@@ -181,7 +181,7 @@ def of_this_machine(
         packages: Distributions whose versions are reported.
         mark: Path of a file in the project store, to find out whether this process shares the
             store; "" skips this check.
-        modules: Top-level modules to check; those that are missing are reported.
+        modules: Top-level modules to check; the result has the missing ones.
     """
     facts = msgspec.convert(probe.main(tuple(packages), tuple(modules), mark), HostFacts)
     return structs.replace(facts, host=host)

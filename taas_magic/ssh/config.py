@@ -155,7 +155,8 @@ def find_target(
         config_file: The only configuration file to read, as with `ssh -F`; None for the user's file
             and the system's.
         stop: Event that the caller sets to cancel.
-        jumps: Jump hosts on the way to `host`, as with `ssh -J`; "" for those in the configuration.
+        jumps: Jump hosts on the way to `host`, as with `ssh -J`; "" for the jump hosts in the
+            configuration.
         through: The hosts for which `host` is a jump host.
 
     Raises:
@@ -310,7 +311,7 @@ def _expand_home(path: str) -> str:
 
 
 def _home() -> str:
-    """Return the home folder that ssh uses: that of the user database, not `$HOME`."""
+    """Return the home folder that ssh uses: the entry of the user database, not `$HOME`."""
     try:
         return pwd.getpwuid(os.getuid()).pw_dir
     except KeyError:

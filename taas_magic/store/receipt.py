@@ -140,8 +140,8 @@ class ReceiptBuilder:
 
         Args:
             searches: Whether the host ran rank 0 and shares the store. If True, search the store:
-                rank 0's files are those that rank 0 reported or that the search finds. If False,
-                they are the files that were sent from the mirror.
+                the receipt lists the files that rank 0 reported or that the search finds. If False,
+                the receipt lists the files that were sent from the mirror.
         """
         with self._lock:
             reported = list(self._reported)

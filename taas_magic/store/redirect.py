@@ -791,9 +791,10 @@ def _is_gone(view: StoreView, path: Path, dir_fd: int | None) -> bool:
 
 
 def _path_to_set_times(view: StoreView, store_path: str) -> str | None:
-    """Return the path whose times to set instead of those of `store_path`; None for itself.
+    """Return the path whose times to set instead of the times of `store_path`, or None.
 
-    If the file does not exist, the call must fail: `Path.touch` then creates the file.
+    None if the file does not exist. The call of the rank then fails, and `Path.touch` creates the
+    file.
     """
     exists = os.path.exists(_path_to_find(view, store_path))
     return view.path_to_change(store_path) if exists else None
