@@ -38,13 +38,13 @@ from tests.processes import mark_process_tests, no_process_starts
 from tests.rig.pools import enter, given_back, settings_in
 
 LONGEST = (
-    *("programs", "aftermath", "waits", "browser", "notebooks", "slurm", "lost_hosts", "ssh_host"),
-    *("farm_hosts", "data_registered", "data_loader", "data_streams", "torch_stateful_cases"),
-    *("torch_loader_cases", "ssh_notebook"),
-    *("travel_runs", "hpc_notebook", "setup_hosts", "fetching_hosts", "stacks", "faults"),
-    *("capture_kernel", "engines", "multi_host", "kernel_life", "pool", "fetching"),
-    *("setup_install",),
-    *("data_fed", "data_parties", "data_faults", "unshared_runs", "data_robust", "install"),
+    *("programs", "sessions", "farm", "data_registered", "notebooks", "aftermath", "functions"),
+    *("kernel_life", "stacks", "torch_loader_cases", "federation", "detach", "waits"),
+    *("data_streams", "capture_kernel", "data_loader", "ssh_notebook", "travel_runs"),
+    *("fetching_hosts", "faults", "data_faults", "pool", "capture", "slurm", "multi_host"),
+    *("ssh_host", "setup_hosts", "farm_hosts", "rank", "ssh_connect", "rank_process", "attach"),
+    *("fetching", "rehearsal", "browser", "lost_hosts", "pbs", "hpc_notebook", "docs"),
+    *("setup_install", "torch_stateful_cases", "unshared_runs", "install"),
 )
 """Names of the slowest test files, slowest first; the files in tests/chaos come before them."""
 

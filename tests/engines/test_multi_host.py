@@ -156,7 +156,6 @@ print("had more than was left")
     assert first(outcome)["how"] == "timeout" and outcome.lines == {}
 
 
-@pytest.mark.nightly
 def test_hosts_may_have_different_numbers_of_ranks(several: Notebook) -> None:
     source = 'print(os.environ["LOCAL_WORLD_SIZE"])'
     assert run(several, "", gpus=5).run is None

@@ -102,6 +102,7 @@ def test_a_run_is_seen_again_from_another_kernel_and_a_terminal(
     frontend.run("import taas; assert taas.last_run.out == {'total': 42} and total == 42")
 
 
+@pytest.mark.nightly
 def test_a_removed_notebook_folder_is_reported_in_one_line(tmp_path: Path) -> None:
     with kernel(tmp_path / "removed", TAAS_WARM="0") as frontend:
         (tmp_path / "removed").rmdir()

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from msgspec import Struct
 
 import taas_magic.api
@@ -81,6 +82,7 @@ def test_the_page_of_events_names_their_fields() -> None:
         assert set(re.findall(r"`(\w+)`", firsts)) == fields(kind)
 
 
+@pytest.mark.nightly
 def test_the_site_builds_without_a_broken_link(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "-b", "html"]
     done = subprocess.run(

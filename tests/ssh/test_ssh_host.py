@@ -367,6 +367,7 @@ def connects_to(address: str) -> bool:
     return any(peer.startswith(wanted) and state == "02" for _, _, peer, state, *_ in sockets)
 
 
+@pytest.mark.nightly
 @pytest.mark.fault(52)
 def test_sshd_dies_in_a_run(remote: Remote, hosts: Hosts) -> None:
     outcome = remote.run_until(ENDLESS, "three", lambda: hosts.kill_processes(3, "sshd"))

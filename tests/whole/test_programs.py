@@ -121,6 +121,12 @@ def check(found: list[str], script: Path, *arguments: str) -> None:
         assert found == torchrun(script, *arguments)
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_the_record_is_of_the_programs_text(name: str) -> None:
+    """If this test fails, run `python -m tests.rig.torchrun`. Other tests would run torchrun."""
+    assert recorded(PROGRAMS / f"{name}.py") is not None
+
+
 @pytest.fixture
 def frontend(frontend_of_module: Frontend) -> Frontend:
     """Return the module's kernel with an empty namespace and the scripts in its folder."""
