@@ -24,6 +24,7 @@ from taas_magic.journal.analysis import LoaderCounts, RunCounts, advice_for_run
 from taas_magic.journal.folder import ENDED_STATES
 from taas_magic.journal.metrics import Curve, Curves, add_points, sparkline, svg_data_url
 from taas_magic.messages import (
+    DebuggerChanged,
     Event,
     Failure,
     Hang,
@@ -125,6 +126,7 @@ class RunState:
         hangs: Hang reports by host: the time of the report, and the stacks of the host's ranks.
         ended_hosts: Names of the hosts whose ranks have all ended, and of lost hosts.
         asking: Numbers of the ranks that wait for a line of input from the user.
+        debugged: Numbers of the ranks to which a client of debugpy is attached.
         last_attempt: Number of the attempt whose results count; 0 until the run has ended.
         left: Title that replaces the state after the notebook has stopped following the run; ""
             while the notebook follows the run.
@@ -164,6 +166,7 @@ class RunState:
     hangs: dict[str, tuple[float, list[RankStack]]] = field(default_factory=dict)
     ended_hosts: set[str] = field(default_factory=set)
     asking: set[int] = field(default_factory=set)
+    debugged: set[int] = field(default_factory=set)
     last_attempt: int = 0
     left: str = ""
     tails: dict[int, list[str]] = field(default_factory=dict)
@@ -218,6 +221,9 @@ class RunState:
                 self.asking.discard(event.rank)
             case Usage() if event.attempt == self.restarts:
                 self.usage.update((row.rank, row) for row in event.ranks)
+            case DebuggerChanged():
+                change = self.debugged.add if event.is_attached else self.debugged.discard
+                change(event.rank)
             case Metrics():
                 add_points(self.curves, event)
             case StoreReceipt():
@@ -298,6 +304,7 @@ class RunState:
         self.restart_cause = headline(event.failure) if event.failure else ""
         self.first = None
         self.usage.clear()
+        self.debugged.clear()
         for known in (self.up, self.hangs, self.ended_hosts, self.failures, self.asking):
             known.clear()
 
@@ -428,6 +435,13 @@ def _parts(state: RunState, now: float) -> Iterator[tuple[str, str]]:
         ranks = rank_ranges(sorted(state.asking))
         waits = f"rank{'s' * (len(state.asking) > 1)} {ranks}: waiting for your input"
         yield waits, _row(waits, f"color:{COLOURS['INTERRUPTED']}")
+    if state.debugged and not state.has_ended:
+        ranks = rank_ranges(sorted(state.debugged))
+        has = (
+            f"rank{'s' * (len(state.debugged) > 1)} {ranks}: a debugger is attached; the clocks of "
+            "--timeout and --hang stand"
+        )
+        yield has, _row(has, f"color:{COLOURS['INTERRUPTED']}")
     if state.advice:
         yield _labelled("advice", state.advice)
     for note in shown_notes(state):

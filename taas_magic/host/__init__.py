@@ -22,7 +22,7 @@ results.py     sends the values of `--out` from ranks to the notebook
 cell_main.py   the main module of child processes that a cell spawns
 prompt.py      the loop in which a session's rank waits for cells and runs them
 keyboard.py    lines that the user types for a rank: `input()` and debuggers
-debugger.py    the debugger that `breakpoint()` opens, and the exceptions for `%taas debug`
+debugger.py    debuggers of a rank: `breakpoint()`, `%taas debug` and debugpy
 process_groups.py  gives each process group of a session its own keys in the key-value store
 variables.py   short descriptions of the variables of a session's rank
 link.py        the pipes between a rank and its agent

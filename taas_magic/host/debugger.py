@@ -2,13 +2,21 @@
 
 import os
 import pdb
+import socket
 import sys
 from collections.abc import Mapping
-from types import CodeType, FrameType
+from types import CodeType, FrameType, FunctionType
 from typing import Any
+
+from msgspec import Struct, to_builtins
+
+from taas_magic.host.spec import HOST
 
 BREAKPOINT_VARIABLE = "PYTHONBREAKPOINT"
 """Python's environment variable that chooses another debugger for `breakpoint()`."""
+
+_NO_WARNING = "PYDEVD_DISABLE_FILE_VALIDATION"
+"""Environment variable that keeps debugpy from printing a warning about frozen modules."""
 
 
 class BreakpointHook:
@@ -36,11 +44,15 @@ class BreakpointHook:
         """
         if os.environ.get(BREAKPOINT_VARIABLE):  # set by the cell
             return sys.__breakpointhook__(*args, header=header, **options)
+        self.stop(sys._getframe().f_back, header)
+        return None
+
+    def stop(self, frame: FrameType | None, header: str | None = None) -> None:
+        """Open the debugger in a frame; `header` is a text to print first."""
         self._debugger = debugger = _CellDebugger(self)
         if header is not None:
             debugger.message(header)
-        debugger.set_trace(sys._getframe().f_back)
-        return None
+        debugger.set_trace(frame)
 
     def end_stepping(self) -> None:
         """End the single steps of the debugger. Called when the work has ended.
@@ -130,3 +142,104 @@ def last_exception() -> str:
         return ""
     text = " ".join(str(sys.last_value).split())
     return f"{getattr(sys.last_type, '__name__', sys.last_type)}: {text}".removesuffix(": ")
+
+
+class DebugpyListener(Struct, frozen=True):
+    """The port on which debugpy waits in one rank for a client such as VS Code.
+
+    Attributes:
+        host: Name of the rank's host, as the user knows it.
+        port: Port on the host's loopback address; 0 if debugpy is missing.
+        problem: Reason why debugpy does not wait, for the user; "" if it waits.
+    """
+
+    host: str
+    port: int = 0
+    problem: str = ""
+
+
+_listening: list[DebugpyListener] = []
+"""The listener of this rank, if any. debugpy can listen only once in a process."""
+
+
+def listen_with_debugpy(rank: int) -> dict[str, Any] | None:
+    """Make debugpy wait for a client in rank `rank`; do nothing in other ranks.
+
+    All ranks of a session run this function. A second call returns the same port.
+
+    Returns:
+        The fields of this rank's `DebugpyListener`; None in other ranks.
+    """
+    if int(os.environ["RANK"]) != rank:
+        return None
+    if not _listening:
+        host = os.environ.get(HOST) or socket.gethostname()
+        try:
+            port = _start_debugpy()
+        except ImportError as error:
+            why = (
+                f"rank {rank} on host {host} cannot import debugpy ({error}). Install it on this "
+                f"host: {sys.executable} -m pip install debugpy"
+            )
+            return _fields(DebugpyListener(host, problem=why))
+        except RuntimeError as error:
+            return _fields(DebugpyListener(host, problem=f"rank {rank} on host {host}: {error}"))
+        _listening.append(DebugpyListener(host, port))
+    return _fields(_listening[0])
+
+
+def _fields(listener: DebugpyListener) -> dict[str, Any]:
+    fields: dict[str, Any] = to_builtins(listener)
+    return fields
+
+
+def _start_debugpy() -> int:
+    """Make debugpy listen at a free port of the loopback address, and return the port.
+
+    Afterwards, `breakpoint()` calls `_stop_in_debugpy_or_here`. debugpy's own hook would ignore
+    `breakpoint()` while no client is attached.
+
+    Raises:
+        ImportError: debugpy is not installed.
+        RuntimeError: The cell has already called `debugpy.listen`, or debugpy failed.
+    """
+    global _own_hook
+    hook = sys.breakpointhook
+    is_new = _NO_WARNING not in os.environ
+    os.environ.setdefault(_NO_WARNING, "1")
+    try:
+        import debugpy
+
+        # A child process, such as a DataLoader worker, would wait for a client of its own.
+        debugpy.configure(subProcess=False)
+        _, port = debugpy.listen(("127.0.0.1", 0))
+    finally:
+        if is_new:
+            del os.environ[_NO_WARNING]
+    if isinstance(hook, BreakpointHook):
+        _own_hook = hook
+        # debugpy stops in the innermost frame whose file is not one of debugpy's own files.
+        code = _stop_in_debugpy_or_here.__code__.replace(co_filename=debugpy.__file__)
+        sys.breakpointhook = FunctionType(code, globals())
+    return int(port)
+
+
+_own_hook: BreakpointHook | None = None
+"""This rank's hook of `breakpoint()` from the time before debugpy replaced it."""
+
+
+def _stop_in_debugpy_or_here(*args: Any, **options: Any) -> None:
+    """Stop at the line that calls `breakpoint()`, in debugpy if a client is attached."""
+    if is_debugpy_connected():
+        sys.modules["debugpy"].breakpoint()
+    elif _own_hook is not None:
+        _own_hook.stop(sys._getframe().f_back, options.get("header"))
+
+
+def is_debugpy_connected() -> bool:
+    """Return whether a client of debugpy, such as VS Code, is attached to this process.
+
+    Also True if the user's program has called `debugpy.listen`. Does not import debugpy.
+    """
+    check = getattr(sys.modules.get("debugpy.server.api"), "is_client_connected", None)
+    return check is not None and bool(check())

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from taas_magic.data.loader import RankFeed
 from taas_magic.host import tracebacks
+from taas_magic.host.debugger import is_debugpy_connected
 from taas_magic.host.feeding import SessionLoaders
 from taas_magic.host.link import CUT_CONNECTIONS, AgentLink
 from taas_magic.host.metrics import METRICS_VARIABLE, MetricBuffer, record_tensorboard, use_buffer
@@ -101,12 +102,16 @@ def send_heartbeats(
                 begun, spins = collective_progress()
                 stack = tracebacks.innermost_frames(main)
                 gpu = _gpu_usage()
-                link.send(RankBeat(stack=stack, collectives=begun, spins=spins, gpu=gpu))
+                message = RankBeat(stack=stack, collectives=begun, spins=spins, gpu=gpu)
+                message.is_debugged = is_debugpy_connected()
+                link.send(message)
             with reporting:
                 if not ended.is_set():
                     send(waits_for_gpu=False)
 
     thread = threading.Thread(target=beat, name="taas-heartbeat", daemon=True)
+    # At a breakpoint, debugpy suspends all threads except those with this attribute.
+    thread.pydev_do_not_trace = True  # type: ignore[attr-defined]
     thread.start()
     try:
         yield report

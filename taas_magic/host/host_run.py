@@ -67,6 +67,7 @@ from taas_magic.host.watch import (
 from taas_magic.leases import STOPPED_S
 from taas_magic.messages import (
     AnswerInput,
+    DebuggerChanged,
     EndRun,
     Event,
     Failure,
@@ -469,6 +470,8 @@ class HostRun(HostShare):
         self.port = self._rendezvous.port if self._rendezvous else 0
         timeout_s = spec.plan.timeout_s
         began = time.monotonic() - spec.ran_s
+        self._debugged: set[int] = set()
+        """Ranks of this host to which a client of debugpy is attached."""
         self._deadline = Deadline(began + timeout_s if timeout_s is not None else None)
         self._attempt: Attempt | None = None
         self._readers: list[PipeReader] = []
@@ -621,6 +624,7 @@ class HostRun(HostShare):
             self._rendezvous.close()
         self._rendezvous = next_attempt.rendezvous
         self._pause(False)  # the rank that asked the user is gone
+        self._debugged.clear()
         try:
             self._local = self._files.prepare_next_attempt(next_attempt.spec)
             self.spec = next_attempt.spec
@@ -636,6 +640,9 @@ class HostRun(HostShare):
         """
         if self._attempt is not None:
             self._attempt.ranks.record_message(rank, message)
+        if isinstance(message, RankBeat) and message.is_debugged != (rank in self._debugged):
+            self._debugged ^= {rank}
+            self.emit(DebuggerChanged(rank=rank, is_attached=message.is_debugged))
         if isinstance(message, RankMessage):
             if not isinstance(message, RankBeat | RankStackSample):  # cannot change a verdict
                 self.wakeup.set()

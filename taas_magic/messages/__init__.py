@@ -23,6 +23,7 @@ from taas_magic.messages.events import (
     AnyEvent,
     CellNames,
     ClearOutput,
+    DebuggerChanged,
     Detached,
     Display,
     Event,

@@ -521,6 +521,16 @@ class InputRequested(RankEvent, tag="input", kw_only=True):
     is_hidden: bool = False
 
 
+class DebuggerChanged(RankEvent, tag="debugger", kw_only=True):
+    """An agent reports that a client of debugpy was attached to a rank, or was detached.
+
+    Attributes:
+        is_attached: Whether the client is attached now.
+    """
+
+    is_attached: bool
+
+
 class Rehearsed(RankEvent, tag="rehearsed", kw_only=True):
     """A rank of a rehearsal reports what it has used and written.
 

@@ -49,12 +49,14 @@ class RankBeat(RankMessage, tag="beat", kw_only=True):
         spins: Whether the rank may be busy-waiting for a NCCL collective. If so, its use of CPU
             time does not count as progress.
         gpu: The rank's use of its GPU; None if the rank has not used CUDA.
+        is_debugged: Whether a client of debugpy, such as VS Code, is attached to the rank.
     """
 
     stack: list[StackFrame] = []
     collectives: list[tuple[int, int]] = []
     spins: bool = False
     gpu: GpuUsage | None = None
+    is_debugged: bool = False
 
 
 class RankStackSample(RankMessage, tag="stack_sample"):

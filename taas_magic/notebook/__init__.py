@@ -13,6 +13,7 @@ attach.py     shows the view of a run again
 heads.py      updates the status headers of runs whose views were closed
 sessions.py   the sessions of this kernel
 pools.py      the pools of this kernel
+vscode.py     attaches VS Code to a rank (`%taas debug --debugpy`)
 logs.py       reads the log files of ranks
 report.py     writes the file of `%taas report`
 between_cells.py  functions to call before each cell, and names for a hint after each cell

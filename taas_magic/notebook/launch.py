@@ -389,9 +389,13 @@ def start_session(
 
 
 def call_on_ranks(
-    session: Session, function: Callable[[], Any], shell: "InteractiveShell", config: Config
+    session: Session,
+    function: Callable[..., Any],
+    shell: "InteractiveShell",
+    config: Config,
+    *args: Any,
 ) -> list[Any]:
-    """Call a function without arguments on each rank of a session, and return the results by rank.
+    """Call `function(*args)` on each rank of a session, and return the results by rank.
 
     The call runs like a cell of the session, but the notebook does not show it, and it does not
     lock the project store. Its run folder is removed at the end.
@@ -401,7 +405,7 @@ def call_on_ranks(
         RunError: The call failed.
         KeyboardInterrupt: The user interrupted the call.
     """
-    work = FunctionWork(function, raw=f"{function.__name__}()")
+    work = FunctionWork(function, args, raw=f"{function.__name__}()")
     flags = session.with_session_flags(structs.replace(session.flags, out=(VALUES,)))
     pool = pools.named(flags.pool, config)
     plan = plan_of_cell(flags, session, pool, config)

@@ -644,7 +644,12 @@ def _end(words: Sequence[str], settings: Config) -> str:
     return f"Session {session.name} has ended, and so have its ranks."
 
 
-_DEBUG_FLAGS = FlagParser([Flag("--rank", "R", whole(0), "a rank's number, such as 3")])
+_DEBUG_FLAGS = FlagParser(
+    [
+        Flag("--rank", "R", whole(0), "a rank's number, such as 3"),
+        Flag("--debugpy"),
+    ]
+)
 
 
 def _debug(words: Sequence[str], settings: Config) -> str:
@@ -652,6 +657,10 @@ def _debug(words: Sequence[str], settings: Config) -> str:
 
     given, words = _DEBUG_FLAGS.parse_known_args(words)
     session = sessions.named(_optional_word("debug", words))
+    if given.debugpy:
+        from taas_magic.notebook.vscode import attach_debugpy
+
+        return attach_debugpy(session, given.rank or 0, _shell(), settings)
     launch.debug(session, given.rank, _shell(), settings)
     return ""
 
@@ -738,8 +747,9 @@ _COMMANDS: dict[str, tuple[str, str, Callable[[Sequence[str], Config], str]]] = 
     ),
     "vars": ("vars [SESSION]", "list a session's variables, and whether its ranks agree", _vars),
     "debug": (
-        "debug [SESSION] [--rank R]",
-        "open the debugger at the exception that a session's rank raised",
+        "debug [SESSION] [--rank R] [--debugpy]",
+        "open the debugger at the exception that a session's rank raised; --debugpy lets VS Code "
+        "attach to the rank, by default rank 0",
         _debug,
     ),
     "end": ("end [SESSION]", "end a session: its ranks and their variables", _end),
@@ -832,7 +842,7 @@ def _after_line(text: str, known: TaasMagics) -> tuple[str, list[str]]:
         return _beginning(word, known.pools())
     if before[0] in _OF_A_SESSION:
         names = [*known.sessions(), *known.detached_sessions()]
-        return _beginning(word, [*names, "--rank"] if before[0] == "debug" else names)
+        return _beginning(word, [*names, "--rank", "--debugpy"] if before[0] == "debug" else names)
     if before[0] == "attach":
         return _beginning(word, [*known.detached_sessions(), *known.runs()])
     if before[0] == "detach":

@@ -21,6 +21,7 @@ from taas_magic.journal.folder import RunFolder
 from taas_magic.messages import (
     AddressesByLoader,
     AnswerInput,
+    DebuggerChanged,
     Detached,
     EndRun,
     Event,
@@ -694,6 +695,10 @@ class PoolRun(Share):
 
         self._open_requests: dict[int, int] = {}
         """Number of the unanswered `InputRequested` of each rank that waits for the user."""
+
+        self._debugged: set[int] = set()
+        """Ranks to which a client of debugpy is attached."""
+
         self._has_federation = False
         """Whether this is a federation, and all hosts have taken part in the current attempt."""
 
@@ -853,9 +858,25 @@ class PoolRun(Share):
         if closed:
             await self._pause_clocks()
 
+    async def _set_debugged(self, ranks: Iterable[int], is_attached: bool) -> None:
+        """Record whether a client of debugpy is attached to `ranks`."""
+        before = set(self._debugged)
+        change = self._debugged.update if is_attached else self._debugged.difference_update
+        change(ranks)
+        if self._debugged != before:
+            await self._pause_clocks()
+
+    async def _forget_ranks(self, ranks: Collection[int]) -> None:
+        """Record that `ranks` have ended, so that they wait neither for input nor in debugpy."""
+        await self._close_requests(ranks)
+        await self._set_debugged(ranks, is_attached=False)
+
     async def _pause_clocks(self) -> None:
-        """Pause the clocks of `--timeout` and `--hang` while a rank waits for the user's input."""
-        is_paused = bool(self._open_requests)
+        """Pause the clocks of `--timeout` and `--hang` while a rank waits for the user.
+
+        A rank waits if it has asked for input, or if a client of debugpy is attached to it.
+        """
+        is_paused = bool(self._open_requests or self._debugged)
         self._clock.set_paused(is_paused, time.monotonic())
         await self._send_to_all(PauseClocks(self.run_id, is_paused=is_paused))
 
@@ -875,7 +896,8 @@ class PoolRun(Share):
         """Publish an event of a host, and record what the event says about the run.
 
         The recorded facts are: how the host's ranks ended; that the host has cleaned up; that a
-        rank waits for the user's input; that a federation has started. If the host can run no
+        rank waits for the user's input; whether a client of debugpy is attached to a rank; that a
+        federation has started. If the host can run no
         ranks, it is dropped.
         """
         self.publish(event)
@@ -888,21 +910,23 @@ class PoolRun(Share):
         elif isinstance(event, HostEnded):
             self._report(part, event.state, "host", event.failures)
             self._record_part_ended(part)
-            self._tasks.start(self._close_requests(self._numbers(part)))
+            self._tasks.start(self._forget_ranks(self._numbers(part)))
         elif isinstance(event, FederationStarted):
             self._has_federation = self.plan.federated and part.host_rank == 0
         elif isinstance(event, InputRequested):
             self._open_requests[event.rank] = event.number
             self._tasks.start(self._on_input_requested())
+        elif isinstance(event, DebuggerChanged):
+            self._tasks.start(self._set_debugged([event.rank], event.is_attached))
         elif isinstance(event, RankFailure) and event.failure.rank is not None:
-            self._tasks.start(self._close_requests([event.failure.rank]))
+            self._tasks.start(self._forget_ranks([event.failure.rank]))
 
     def _publish_loss(self, part: HostPart, why: str) -> None:
         failure = host_failure(part.host.name, PoolError(why))
         self.publish(RankFailure(host=part.host.name, failure=failure))
         part.report = None
         self._report(part, "LOST", "lost", [failure])
-        self._tasks.start(self._close_requests(self._numbers(part)))
+        self._tasks.start(self._forget_ranks(self._numbers(part)))
 
     def _report(self, part: HostPart, state: str, cause: str, failures: list[Failure]) -> None:
         """Record how a host's ranks ended, unless the host has a report for this attempt already.
@@ -975,6 +999,7 @@ class PoolRun(Share):
         other hosts start no ranks.
         """
         self._open_requests.clear()
+        self._debugged.clear()
         self._has_federation = False
         running = set(self._running_addresses())
         first, *others = parts = [HostPart(host, number) for number, host in enumerate(hosts)]

@@ -210,6 +210,26 @@ def find_target(
     )
 
 
+def forward_command(host: str, config_file: str | None, port: int) -> str:
+    """Return the `ssh` command that forwards a port of this machine to the same port of a host.
+
+    The user runs the command. ssh itself reads the jump hosts and keys from its configuration.
+
+    Args:
+        host: The host, in one of the forms of `find_target`.
+        config_file: See `find_target`.
+    """
+    match = _HOST.fullmatch(host)
+    name, words = host, ["ssh", "-N", "-L", f"{port}:127.0.0.1:{port}"]
+    if config_file:
+        words += ["-F", os.path.expanduser(config_file)]
+    if match is not None:
+        name = match["bracketed"] or match["name"]
+        words += ["-p", match["port"]] if match["port"] else []
+        words += ["-l", match["user"]] if match["user"] else []
+    return shlex.join([*words, name])
+
+
 def _settings_without_ssh(name: str, user: str | None, port: str | None) -> _Settings:
     return {
         "hostname": [name],
