@@ -82,7 +82,7 @@ class Samples(Dataset[torch.Tensor]):
 def _send(port: int, size: int, tls: Tls | None) -> None:
     data = memoryview(bytearray(size))
     sock = socket.create_connection(("127.0.0.1", port))
-    sock = tls.server().wrap_socket(sock, server_side=True) if tls else sock
+    sock = tls.server_context().wrap_socket(sock, server_side=True) if tls else sock
     with sock, contextlib.suppress(OSError):
         while True:
             sock.sendall(data)
@@ -98,7 +98,7 @@ def raw(size: int, tls: Tls | None = None) -> Iterator[Take]:
         sender = FORK.Process(target=_send, args=(server.getsockname()[1], size, tls))
         sender.start()
         sock, _ = server.accept()
-    sock = tls.client().wrap_socket(sock) if tls else sock
+    sock = tls.client_context().wrap_socket(sock) if tls else sock
     # A TLS socket accepts no flags, and returns at most one record per call.
     flags = 0 if tls else socket.MSG_WAITALL
     memory = bytearray(size)
@@ -196,7 +196,7 @@ def service(
         running.append((process, control))
     for _, control in running:
         assert isinstance(decode_fetcher_message(control.recv_bytes()), FetcherStarted)
-    client = tls.client if tls else None
+    client = tls.client_context if tls else None
     near = services.FolderDirectory(services.addresses_folder(folder), range(fetchers))
 
     def far(name: str) -> LoaderAddresses:

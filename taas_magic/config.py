@@ -346,7 +346,7 @@ def parse(values: Mapping[str, Any], source: Path) -> Config:
     )
 
     def table(name: str, kind: type[_T]) -> _T:
-        return _read(values.get(name, {}), kind, f"{source}: [{name}]")
+        return _convert_table(values.get(name, {}), kind, f"{source}: [{name}]")
 
     store = table("store", StoreConfig)
     if store.path:
@@ -390,7 +390,7 @@ def size_text(n_bytes: float, base: int = 1000) -> str:
     return f"{n_bytes / base:.1f} {'TB' if base == 1000 else 'TiB'}"
 
 
-def _read(table: object, kind: type[_T], where: str, **given: str) -> _T:
+def _convert_table(table: object, kind: type[_T], where: str, **given: str) -> _T:
     """Convert a table of the file to a settings struct. Sizes may be text such as "4GiB".
 
     Args:
@@ -440,7 +440,7 @@ def _pool(name: str, table: object, source: Path) -> PoolConfig:
                 f'{source}: [pools.{name}.{key}] is a table below pool "{name}". If the pool is '
                 f'called "{name}.{key}", write [pools."{name}.{key}"]'
             )
-    pool = _read(table, PoolConfig, where, name=name)
+    pool = _convert_table(table, PoolConfig, where, name=name)
     if not re.fullmatch(r"local|ssh|\w+(\.\w+)+", pool.engine):
         raise UsageError(f"{where} engine needs {_field_meta(_Engine)}; got {pool.engine!r}")
     if name == LOCAL and pool.engine != "local":

@@ -277,7 +277,7 @@ def _description(obj: Any) -> Any:
         case _ if kind.__module__.partition(".")[0] in _BY_PICKLE:
             return NotImplemented
         case _ if is_user_class(kind):
-            return name, _attributes(obj), *_items(obj)
+            return name, _attributes(obj), *_elements(obj)
     return (name,)
 
 
@@ -354,7 +354,7 @@ def _attributes(obj: Any) -> dict[str, Any]:
     return found
 
 
-def _items(obj: Any) -> Iterator[Any]:
+def _elements(obj: Any) -> Iterator[Any]:
     """Yield a list of the elements of `obj` if `obj` is a list, tuple, dict, set or frozenset.
 
     Instances of subclasses count, too. For any other object, yield nothing.

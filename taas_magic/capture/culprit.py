@@ -156,7 +156,7 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
     """
     match value:
         case dict() if type(value) is dict:
-            yield from _items(value)
+            yield from _entries(value)
         case list() | tuple() if type(value) in (list, tuple):
             yield from ((f"[{index}]", element) for index, element in enumerate(value))
         case set() | frozenset():
@@ -189,7 +189,7 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
             yield from _reduced_parts(value)
 
 
-def _items(value: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
+def _entries(value: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
     for key, item in list(value.items()):
         yield f"[{_short(repr(key)) if isinstance(key, str | int) else '…'}]", item
         yield ".<key>", key
@@ -228,15 +228,15 @@ def _reduced_parts(value: Any) -> Iterator[tuple[str, Any]]:
         return
     _, args, state, listitems, dictitems, *_ = (*reduced, None, None, None, None)
     for attributes in state if isinstance(state, tuple) else (state,):
-        yield from _attributes(attributes)
+        yield from _attributes_in_state(attributes)
     entries: list[Any] = list(listitems or ())
     yield from ((f"[{index}]", entry) for index, entry in enumerate(entries))
-    yield from _items(dict(dictitems or ()))
+    yield from _entries(dict(dictitems or ()))
     for part in args or ():
         yield f".<{part.__name__ if isinstance(part, type) else 'made from'}>", part
 
 
-def _attributes(state: Any) -> Iterator[tuple[str, Any]]:
+def _attributes_in_state(state: Any) -> Iterator[tuple[str, Any]]:
     """Yield (path step, value) for each attribute in the pickled state of an object.
 
     The children, parameters and buffers of a torch module appear as its attributes. A state that

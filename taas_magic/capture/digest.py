@@ -1,4 +1,4 @@
-"""Digests of plain values, to tell whether values in two processes are equal."""
+"""Digests of simple values, to tell whether values in two processes are equal."""
 
 import hashlib
 from collections.abc import Iterable
@@ -9,20 +9,19 @@ _MOST_PARTS = 1000
 """Maximum number of objects in a value, and maximum length of each string or bytes object in it."""
 
 
-def plain_digest(value: Any) -> str:
-    """Return a digest of a small plain value; "" for any other value.
+def simple_digest(value: Any) -> str:
+    """Return a digest of a simple value; "" for any other value.
 
-    A plain value consists of numbers, strings, bytes and None, in lists, tuples and dicts. A value
-    above the limit `_MOST_PARTS` is not small. If two processes have equal digests other than "",
-    their values are equal.
+    A simple value consists of at most `_MOST_PARTS` numbers, strings, bytes and None, in lists,
+    tuples and dicts. If two processes have equal digests other than "", their values are equal.
     """
-    if not _is_plain([value], [0]):
+    if not _is_simple([value], [0]):
         return ""
     return hashlib.sha256(repr(value).encode(errors="backslashreplace")).hexdigest()
 
 
-def _is_plain(values: Iterable[Any], counted: list[int]) -> bool:
-    """Return whether all `values` are plain and together within `_MOST_PARTS`.
+def _is_simple(values: Iterable[Any], counted: list[int]) -> bool:
+    """Return whether all `values` are simple and together within `_MOST_PARTS`.
 
     Args:
         counted: List with one element, the number of objects counted so far. This function updates
@@ -37,10 +36,10 @@ def _is_plain(values: Iterable[Any], counted: list[int]) -> bool:
             if len(value) > _MOST_PARTS:
                 return False
         elif kind in (list, tuple):
-            if not _is_plain(value, counted):
+            if not _is_simple(value, counted):
                 return False
         elif kind is dict:
-            if not (_is_plain(value, counted) and _is_plain(value.values(), counted)):
+            if not (_is_simple(value, counted) and _is_simple(value.values(), counted)):
                 return False
         elif kind not in _ATOMS:
             return False

@@ -58,7 +58,7 @@ class ModuleSource:
     is_package: bool
 
 
-def collect(names: Iterable[str], project: Path) -> dict[str, ModuleSource]:
+def find_local_modules(names: Iterable[str], project: Path) -> dict[str, ModuleSource]:
     """Find the local modules among `names`, and the local modules that these import, transitively.
 
     Args:
@@ -82,7 +82,9 @@ def collect(names: Iterable[str], project: Path) -> dict[str, ModuleSource]:
         module = _find(name, folders, found)
         if module is not None:
             found[name] = module
-            waiting.extend(part for used in _read(module).imports for part in _with_parents(used))
+            waiting.extend(
+                part for used in _parse_module(module).imports for part in _with_parents(used)
+            )
     return found
 
 
@@ -159,7 +161,7 @@ def differences(modules: Mapping[str, ModuleSource], cell: str) -> tuple[str, ..
     found = []
     for name, module in modules.items():
         live = vars(sys.modules[name]) if name in sys.modules else {}
-        for constant, value in _read(module).constants.items():
+        for constant, value in _parse_module(module).constants.items():
             here = live.get(constant, value)
             is_same = type(here) is type(value) and here == value
             if not is_same and not re.search(rf"\b{constant}\s*=(?!=)", cell):
@@ -408,7 +410,7 @@ _parsed_modules: dict[tuple[str, str], _ParsedModule] = {}
 """Cache of parsed modules, by name and file; parsing a thousand modules takes about a minute."""
 
 
-def _read(module: ModuleSource) -> _ParsedModule:
+def _parse_module(module: ModuleSource) -> _ParsedModule:
     text = _parsed_modules.get((module.name, module.path))
     if text is None or text.source != module.source:
         tree = _tree(module.source)
@@ -479,7 +481,7 @@ def needed_modules(
     for text in (cell, *texts):
         optional |= set(imported(text, branches=True)) - set(imported(text))
     for module in travelling.values():
-        sure |= _read(module).needs
+        sure |= _parse_module(module).needs
     loaded = {name.partition(".")[0] for name in referred} - optional
     sure |= {name for name in loaded if _is_installed(name)}
     own = {name.partition(".")[0] for name in travelling} | _NOT_NEEDED

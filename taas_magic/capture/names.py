@@ -280,7 +280,7 @@ class UsedNames:
         """
         use = self._compiled(node)
         self.updates |= use.names & use.stores
-        self._read(use.names)
+        self._record_reads(use.names)
         for name in _assigned(node):
             self._defined.add(name)
             self._later.pop(name, None)
@@ -298,12 +298,12 @@ class UsedNames:
         use = self._compiled(node)
         self.updates |= (use.names & use.stores) - {node.name}
         reads_at_once = use.names if node.decorator_list else use.now
-        self._read(reads_at_once)
+        self._record_reads(reads_at_once)
         self._defined.add(node.name)
         for by_name in (self._later, self.definitions):
             by_name[node.name] = use.later | by_name.get(node.name, frozenset())
         if node.name in self._awaited:
-            self._read({node.name})
+            self._record_reads({node.name})
 
     def _with(self, node: ast.With | ast.AsyncWith) -> None:
         """Record the names of a `with` statement.
@@ -345,11 +345,11 @@ class UsedNames:
             self._branch([*guard, *case.body], bound)
 
     def _evaluate(self, expression: ast.expr) -> None:
-        self._read(self._compiled(_statement_of(expression)).names)
+        self._record_reads(self._compiled(_statement_of(expression)).names)
 
     def _loads(self, node: ast.AST) -> None:
         found = (each for each in ast.walk(node) if isinstance(each, ast.Name))
-        self._read({each.id for each in found if isinstance(each.ctx, ast.Load)})
+        self._record_reads({each.id for each in found if isinstance(each.ctx, ast.Load)})
 
     def _compiled(self, node: ast.stmt) -> CodeUse:
         use = code_use(compile(ast.Module([node], []), "<cell>", "exec", _FLAGS, dont_inherit=True))
@@ -357,7 +357,7 @@ class UsedNames:
         self.attributes |= use.attributes
         return use
 
-    def _read(self, names: Iterable[str], why: str = THE_CELL) -> None:
+    def _record_reads(self, names: Iterable[str], why: str = THE_CELL) -> None:
         """Record that a statement reads these names.
 
         If a name refers to a function of the cell, the function may be called from now on. So the
@@ -368,7 +368,7 @@ class UsedNames:
                 self.why.setdefault(name, why)
             body = self._later.pop(name, frozenset())
             self._awaited |= body
-            self._read(body, reason_used_by(name))
+            self._record_reads(body, reason_used_by(name))
 
 
 def _statement_of(expression: ast.expr) -> ast.stmt:

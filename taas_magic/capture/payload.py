@@ -17,8 +17,8 @@ from taas_magic.capture.changes import ChangeDetector
 from taas_magic.capture.culprit import Destination, type_name
 from taas_magic.capture.modules import (
     ModuleSource,
-    collect,
     edited_modules,
+    find_local_modules,
     install,
     needed_modules,
     patches,
@@ -432,7 +432,7 @@ def capture(
     if isinstance(work, FunctionWork):
         gathering.pickle_call(work)
     edited = edited_modules(known.modules) if known is not None else ()
-    modules = collect([*used.imports, *imports, *edited, *pickler.modules], project)
+    modules = find_local_modules([*used.imports, *imports, *edited, *pickler.modules], project)
     if choice is not None:
         choice.modules = modules
     definitions = _definitions(pickler.filenames, source_of)

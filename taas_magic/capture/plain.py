@@ -88,7 +88,7 @@ class PlainWriter:
         self._depth = 0
         self.buffers: list[PickleBuffer] = []
 
-    def add(self, value: Any) -> None:
+    def write_value(self, value: Any) -> None:
         """Write `value` and all objects in it to the table. Must be called only once.
 
         Raises:

@@ -545,11 +545,11 @@ def torch_reducers(storages: Storages) -> dict[type, Callable[[Any], Any] | None
         torch.qscheme: _reduce_torch_name,
         torch.jit.ScriptModule: _reduce_script,
         torch.jit.ScriptFunction: _reduce_script,
-        torch.nn.Module: _reduce_module,
+        torch.nn.Module: _reduce_parametrized,
     }
 
 
-def _reduce_module(module: Any) -> Any:
+def _reduce_parametrized(module: Any) -> Any:
     """Reduce a module with parametrizations, such as weight norm. Leave other modules to torch.
 
     Torch gives each module with parametrizations a class of its own, which refuses to be pickled.

@@ -12,7 +12,7 @@ from types import FunctionType, ModuleType
 from typing import Any
 
 from taas_magic.capture.culprit import Destination
-from taas_magic.capture.digest import plain_digest
+from taas_magic.capture.digest import simple_digest
 from taas_magic.capture.modules import ModuleSource
 from taas_magic.capture.names import THE_CELL, UsedNames, reason_used_by
 from taas_magic.capture.pickling import Pickled, ValuePickler, group_sharers
@@ -83,8 +83,8 @@ class RankVariables:
     """The kernel's record of the variables that a session's ranks have.
 
     Attributes:
-        owned: Digest (`plain_digest`) of each variable that a cell assigned, by name; "" for a
-            variable that is not plain. If several ranks reported the variable, the lowest rank
+        owned: Digest (`simple_digest`) of each variable that a cell assigned, by name; "" for a
+            variable that is not simple. If several ranks reported the variable, the lowest rank
             counts.
         modules: Sources of the project's modules that the ranks got from this kernel, by name.
     """
@@ -262,7 +262,7 @@ class RankVariables:
         choice: VariablesToSend,
         assigned: Iterable[str],
         deleted: Iterable[str],
-        plain: Mapping[str, str],
+        digests: Mapping[str, str],
     ) -> None:
         """Record the variables that a cell assigned and deleted on a rank.
 
@@ -270,14 +270,14 @@ class RankVariables:
         values of these names. The deleted names are forgotten.
 
         Args:
-            plain: For each assigned variable with a plain value, the value's digest
-                (`plain_digest`).
+            digests: Digest (`simple_digest`) of each assigned variable that has a simple value, by
+                name.
         """
         for name in deleted:
             for known in (self.owned, self._sent, self._reads):
                 known.pop(name, None)
         for name in assigned:
-            self.owned[name] = plain.get(name, "")
+            self.owned[name] = digests.get(name, "")
             self._sent.pop(name, None)
             self._returned.pop(name, None)
             self._reads[name] = choice.reads.get(name, frozenset())
@@ -309,11 +309,11 @@ class RankVariables:
         """Return whether to tell the user that the notebook's value differs from the ranks' value.
 
         Later calls with the same value return False. Also False for a module, for an object that
-        `--out` returned, and for a plain value that is equal at the ranks.
+        `--out` returned, and for a simple value that is equal at the ranks.
         """
         if _is_module(value) or self._returned.get(name) == id(value):
             return False
-        digest = plain_digest(value)
+        digest = simple_digest(value)
         if digest and digest == self.owned[name]:
             return False
         seen = digest or id(value)

@@ -174,7 +174,7 @@ class FetcherLink:
             message, body = whole
             if isinstance(message, Response) and (shared := message.shared) is not None:
                 if shared.is_new:
-                    self.borrowed.add(shared.place.arena, self._inbox.pop_descriptor())
+                    self.borrowed.add_arena(shared.place.arena, self._inbox.pop_descriptor())
                 body = self.borrowed.map_span(shared.place, shared.size)
             if not self._unconfirmed_cancels:
                 yield message, body
@@ -266,7 +266,7 @@ class Inbox:
         """
         now = self._now
         if now is None:
-            now = self._now = self._state.decode(self._chunk[self._start : self._end])
+            now = self._now = self._state.decode_message(self._chunk[self._start : self._end])
             if now is None:
                 return None
             self._start += now.header_bytes

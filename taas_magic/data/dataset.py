@@ -458,7 +458,7 @@ class BatchSource:
         info = self._start_worker(loader, stream, seed) if loader.num_workers else None
         seed_all(seed + stream)
         snapshots = self._snapshots_of(epoch, stream)
-        start = snapshots.restore(loader.dataset, item)
+        start = snapshots.load_latest(loader.dataset, item)
         return Cursor(loader, definitions, epoch, stream, start, info, snapshots)
 
     def _start_worker(self, loader: Any, worker_id: int, seed: int) -> Any:
@@ -650,7 +650,7 @@ class Snapshots:
         at = self.item_before(item)
         return (at, pickle.loads(self._states[at])) if at in self._states else None
 
-    def restore(self, dataset: Any, item: int) -> int:
+    def load_latest(self, dataset: Any, item: int) -> int:
         """Load the latest saved state at or before `item` into a fresh dataset.
 
         Returns:

@@ -141,7 +141,7 @@ class TensorRow(NamedTuple):
     stride: tuple[int, ...]
 
 
-def _row(buffer: int, tensor: torch.Tensor) -> TensorRow:
+def _tensor_row(buffer: int, tensor: torch.Tensor) -> TensorRow:
     return TensorRow(buffer, 0, _NAMES[tensor.dtype], tuple(tensor.shape), tensor.stride())
 
 
@@ -302,7 +302,7 @@ def encode(value: object) -> Encoded:
         if len(_heads) >= _MOST_FORMS:
             _heads.clear()
         pickled, _, numbered = _pickle(value, _FastPickler)
-        rows = [_row(at, one) for at, one in enumerate(numbered)]
+        rows = [_tensor_row(at, one) for at, one in enumerate(numbered)]
         known = _heads[form] = _head(pickled, [len(buffer) for buffer in buffers], rows)
     return Encoded(known[0], buffers, known[1])
 
@@ -438,7 +438,7 @@ def _choose_spans(
     Returns:
         The table's entry for each tensor, and the spans.
     """
-    rows = [_row(-1, tensor) for tensor in tensors]
+    rows = [_tensor_row(-1, tensor) for tensor in tensors]
     spans: list[memoryview] = []
 
     def add_span(

@@ -263,7 +263,7 @@ class EpochIterator(Iterator[Any]):
             ValueError: The epoch's order is not the one that the loaded state requires.
         """
         loader, feed = self._loader, self._loader.feed
-        self._client = loader.client()
+        self._client = loader.new_client()
         opened = self.opened = self._adopt_common_order(self._client, self._client.open(self.epoch))
         if opened.streams is None:
             if self.order and self.order != opened.order:
@@ -277,7 +277,7 @@ class EpochIterator(Iterator[Any]):
         if feed.ledger is not None:
             step = self.after.position // feed.world_size
             about = loader.name, self._turn, self.epoch, feed.world_size, step
-            self._line = feed.ledger.begin(*about)
+            self._line = feed.ledger.begin_pass(*about)
         left = None if feed.units is None else feed.units - loader.counts.spent
         part = RankPart(feed.rank, feed.world_size, loader.shape.uneven, left)
         bounds = self.after, feed.window_bytes

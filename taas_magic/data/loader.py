@@ -26,8 +26,13 @@ from taas_magic.data.epoch import EpochIterator
 from taas_magic.data.order import dump_without_dataset, load_with_dataset
 from taas_magic.data.server import RankServers
 from taas_magic.data.service import BatchLedger, Directory, machine_id
-from taas_magic.data.sharding import EpochPosition, FetcherPart, Uneven, first_slots_to_keep
-from taas_magic.data.sharding import steps as steps_of
+from taas_magic.data.sharding import (
+    EpochPosition,
+    FetcherPart,
+    Uneven,
+    count_steps,
+    first_slots_to_keep,
+)
 from taas_magic.data.worker import ServedLoader
 from taas_magic.errors import CaptureError
 from taas_magic.leases import FetchLease
@@ -283,11 +288,11 @@ class RemoteLoader(DataLoader[Any]):
             if current is not None and not current.ended and current.opened is not None:
                 batches = current.opened.batches
             else:
-                with closing(self.client()) as client:
+                with closing(self.new_client()) as client:
                     batches = client.open(self.next_epoch).batches
         if batches is None:
             raise TypeError(f'loader "{self.shape.name}" does not know its length')
-        steps = steps_of(batches, self.feed.rank, self.feed.world_size, self.shape.uneven)
+        steps = count_steps(batches, self.feed.rank, self.feed.world_size, self.shape.uneven)
         most = self.feed.pass_batches
         return steps if most is None else min(steps, most)
 
@@ -417,7 +422,7 @@ class RemoteLoader(DataLoader[Any]):
             return position
         if self._states:
             return {**position, "streams": self._states}
-        with closing(self.client()) as client:
+        with closing(self.new_client()) as client:
             streams = client.open(epoch).streams or 1
             slots = {slot % streams: slot for slot in range(place.slot, place.slot + streams)}
             found = {stream: client.find_state(slot) for stream, slot in slots.items()}
@@ -441,7 +446,7 @@ class RemoteLoader(DataLoader[Any]):
             self._original = pickle.loads(self.feed.payload(self.name))
         return self._original.dataset
 
-    def client(self) -> Client:
+    def new_client(self) -> Client:
         """Return a new client for one pass over the loader."""
         with _one_route:
             if self._route is None:
@@ -696,7 +701,7 @@ class RemoteDataset(Dataset[Any]):
     def __getitem__(self, index: Any) -> Any:
         if self._taas_copy is not None:
             return self._taas_copy[index]
-        with closing(self._taas_loader.client()) as client:
+        with closing(self._taas_loader.new_client()) as client:
             return client.sample(index)
 
     def __getattr__(self, name: str) -> Any:

@@ -160,7 +160,7 @@ class BorrowedSpans:
         self._gone: deque[SharedSpan] = deque()
         self._is_closed = False
 
-    def add(self, arena: int, descriptor: int) -> None:
+    def add_arena(self, arena: int, descriptor: int) -> None:
         """Add an arena of the fetcher, and take over the descriptor of its file."""
         self._arenas[arena] = ArenaMapping(descriptor)
 

@@ -97,9 +97,9 @@ class EpochOrders:
         return self._starts.get(1) == self._starts[0]
 
     def _enumerate(self, number: int) -> EpochOrder:
-        sampler, generator, indices = self._begin(number)
+        sampler, generator, indices = self._start_sampler(number)
         if not _has_length(sampler):
-            unsized = UnsizedBatches(lambda: self._begin(number)[2])
+            unsized = UnsizedBatches(lambda: self._start_sampler(number)[2])
             return EpochOrder(unsized, None, unsized.digest)
         packed, digest = _pack_batches(indices)
         self._save_state_after(number, sampler, generator)
@@ -110,7 +110,7 @@ class EpochOrders:
 
         If the sampler may be endless, every epoch begins from the state at registration instead.
         """
-        sampler, generator, indices = self._begin(number)
+        sampler, generator, indices = self._start_sampler(number)
         most = None if _has_length(sampler) else _MOST_PASSED
         for _ in itertools.islice(indices, most):
             pass
@@ -126,7 +126,7 @@ class EpochOrders:
             call_set_epoch(sampler, 0, "sampler")
             self._starts[number + 1] = dump_without_dataset((sampler, generator), self._dataset)
 
-    def _begin(self, number: int) -> tuple[Any, Any, Iterator[Any]]:
+    def _start_sampler(self, number: int) -> tuple[Any, Any, Iterator[Any]]:
         """Seed all random generators, and start the sampler for an epoch.
 
         First unpickle the sampler in the state that it has before this epoch, and call its

@@ -321,7 +321,7 @@ class ProtocolState:
         self._role = role
         self._now, *self._later = _STATES[role]
 
-    def decode(self, data: memoryview) -> ReceivedFrame | None:
+    def decode_message(self, data: memoryview) -> ReceivedFrame | None:
         """Decode the message whose header is at the start of `data`.
 
         A decoded message moves the connection to its next state.
@@ -401,7 +401,7 @@ class Assembler:
         while True:
             if self._received is None:
                 with memoryview(self._bytes) as view:
-                    self._received = self._state.decode(view)
+                    self._received = self._state.decode_message(view)
                 if self._received is None:
                     return
                 del self._bytes[: self._received.header_bytes]

@@ -795,7 +795,7 @@ class Scheduler:
                     break
                 if self._streams is not None and request.kind is RequestKind.GET:
                     item, stream = divmod(request.slot, self._streams)
-                    self._advance(stream, request.epoch, item + 1)
+                    self._record_next_item(stream, request.epoch, item + 1)
                 one.queue_command(next(self._numbers), request)
             one.send(self.buffer.oldest_epoch)
 
@@ -849,7 +849,7 @@ class Scheduler:
         item, stream = divmod(request.slot, self._streams)
         return item >= self._positions.get(stream, {}).get(request.epoch, 0)
 
-    def _advance(self, stream: int, epoch: int, item: int) -> None:
+    def _record_next_item(self, stream: int, epoch: int, item: int) -> None:
         """Record which batch of a stream the worker's iterator yields next (`_continues_stream`).
 
         The record has only the latest `OPEN_EPOCHS` epochs, because a worker keeps its iterators

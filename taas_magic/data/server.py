@@ -277,8 +277,8 @@ class RankConnection:
         form, slot, alike = self._form, self._slot, self._alike
         self._form, self._alike = None, []
         first, size = alike[0], alike[0].reply.body_bytes
-        is_plain = first.reply.kind is ResponseKind.BATCH and not self.tls and not self.is_unix
-        body_sum = sum([one.reply.body_sum for one in alike]) & SUM_MASK if is_plain else None
+        has_sum = first.reply.kind is ResponseKind.BATCH and not self.tls and not self.is_unix
+        body_sum = sum([one.reply.body_sum for one in alike]) & SUM_MASK if has_sum else None
         header = _packed(form, slot, size * len(alike), body_sum, more=len(alike) - 1)
         if size > _COPIED_BYTES:
             self.add(header)
@@ -373,7 +373,7 @@ class Server:
             one.name: Scheduler(one, self._selector, arenas, self._mark_ready, self._notes.append)
             for one in loaders
         }
-        self._tls = tls.server() if tls is not None else None
+        self._tls = tls.server_context() if tls is not None else None
         # Raise the soft limit to the hard limit, because every connection is an open file.
         _, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))

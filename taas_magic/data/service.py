@@ -47,11 +47,11 @@ class Tls:
     certificate: str
     key: str = field(repr=False)
 
-    def server(self) -> ssl.SSLContext:
+    def server_context(self) -> ssl.SSLContext:
         """Return the TLS context for a fetcher's server."""
         return self._context(ssl.PROTOCOL_TLS_SERVER)
 
-    def client(self) -> ssl.SSLContext:
+    def client_context(self) -> ssl.SSLContext:
         """Return the TLS context for a rank's connections."""
         return self._context(ssl.PROTOCOL_TLS_CLIENT)
 
@@ -153,7 +153,7 @@ def write(run_dir: Path, service: DataServiceSettings, payloads: Mapping[str, by
         file.write(msgspec.json.encode(service))
 
 
-def read(run_dir: Path) -> DataServiceSettings | None:
+def read_settings(run_dir: Path) -> DataServiceSettings | None:
     """Return the settings of a run's data service; None if the cell uses no registered loader."""
     file = folder_of(run_dir) / "service.json"
     if not file.exists():
@@ -264,7 +264,7 @@ class BatchLedger:
         self._map, self._is_on_disk = mmap.mmap(-1, mmap.PAGESIZE), True
         self._grow()
 
-    def begin(
+    def begin_pass(
         self, loader: str, pass_number: int, epoch: int, world_size: int, first_step: int
     ) -> int:
         """Add a line for a new pass, with a count of 0; return the number of the line.

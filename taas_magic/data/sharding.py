@@ -144,7 +144,7 @@ def first_slots_to_keep(world_size: int, uneven: Uneven) -> int:
     return world_size if uneven == "pad" and world_size > 1 else 0
 
 
-def steps(batches: int, rank: int, world_size: int, uneven: Uneven) -> int:
+def count_steps(batches: int, rank: int, world_size: int, uneven: Uneven) -> int:
     """Return the number of batches that a rank gets in an epoch of `batches` batches."""
     whole, rest = divmod(batches, world_size)
     if uneven == "pad":
@@ -216,11 +216,11 @@ class StaticSchedule:
         self._part, self._batches = part, batches
         self._rank, self._world_size = part.rank, part.world_size
         self._next = self._first = place.position // part.world_size
-        self._steps = steps(batches, part.rank, part.world_size, part.uneven)
+        self._steps = count_steps(batches, part.rank, part.world_size, part.uneven)
         if part.units is not None:
             left = part.units // part.world_size
             if part.uneven == "keep":
-                left = steps(part.units, part.rank, part.world_size, "keep")
+                left = count_steps(part.units, part.rank, part.world_size, "keep")
             self._steps = min(self._steps, self._first + left)
 
     def requests(self, until_step: int) -> Iterator[SlotRequest]:

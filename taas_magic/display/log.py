@@ -77,7 +77,7 @@ class LineMerger:
         """
         if self._world_size == 1:
             return [ShownLine((rank,), line) for line in lines]
-        shown = self.due(now)
+        shown = self.pop_due(now)
         if not lines:
             return shown
         queue = self._waiting[rank]
@@ -90,7 +90,7 @@ class LineMerger:
             shown += self._release(lines[0])
         return shown + self._release_unmatched()
 
-    def due(self, now: float) -> list[ShownLine]:
+    def pop_due(self, now: float) -> list[ShownLine]:
         """Remove and return the lines that have waited for `hold_s` seconds."""
         shown: list[ShownLine] = []
         while self.next_due() <= now:
@@ -99,7 +99,7 @@ class LineMerger:
         return shown
 
     def next_due(self) -> float:
-        """Return the time at which `due` will return lines; infinity when no line waits."""
+        """Return the time at which `pop_due` will return lines; infinity when no line waits."""
         while self._deadlines:
             deadline, rank, number = self._deadlines[0]
             if number > self._n_released[rank]:
@@ -107,7 +107,7 @@ class LineMerger:
             self._deadlines.popleft()
         return math.inf
 
-    def flush(self) -> list[ShownLine]:
+    def pop_all(self) -> list[ShownLine]:
         """Remove and return all waiting lines."""
         shown: list[ShownLine] = []
         while self._groups:
@@ -341,13 +341,13 @@ class LogText:
 
     def due(self, now: float) -> None:
         """Add the lines that have waited for `HOLD_S`, and add a due note on dropped lines."""
-        self._add(self._merger.due(now))
+        self._add(self._merger.pop_due(now))
         if self._dropped and now >= self._note_at:
             self._note_dropped(now)
 
     def flush(self) -> None:
         """Add the lines that still wait for other ranks."""
-        self._add(self._merger.flush())
+        self._add(self._merger.pop_all())
 
     def close(self, now: float) -> None:
         """Add all waiting lines, and a note with the number of dropped lines, if any."""

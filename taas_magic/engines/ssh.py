@@ -349,9 +349,9 @@ class _SshHost(Host):
         """End everything that runs on the host, close the connection, and mark the host as free."""
         host, self._host = self._host, None
         if host is not None:
-            await self._engine.return_host(host, self._end)
+            await self._engine.return_host(host, self._close)
 
-    def _end(self) -> None:
+    def _close(self) -> None:
         if self._command is not None:
             self._command.close(HOST_END_S)
         if self.connection is not None:

@@ -197,7 +197,7 @@ class Farm:
         _remove_ended(self.folder.parent, config.runs.keep)
         (self.folder / "jobs").mkdir(mode=0o700, parents=True)
         self.state = FarmState(self.name, ", ".join(settings.pools), settings.least, settings.most)
-        self._process, address = _start(settings, self.folder)
+        self._process, address = _start_process(settings, self.folder)
         self.state.slots = address.slots
         self._client = _connect(address)
         self._stored_parts = _StoredParts(self._client)
@@ -399,9 +399,9 @@ class Farm:
                 jobs.append(Job(self, name, work.args, dict(work.kwargs), folder))
                 job_calls.append(JobCall(name, work.shape, fresh, settings_hash))
                 parts.append([])
-                parts[-1].append(self._stored_parts.part(captured, is_shared=len(packed) > 1))
+                parts[-1].append(self._stored_parts.store_part(captured, is_shared=len(packed) > 1))
                 for part in call.parts:
-                    parts[-1].append(self._stored_parts.part(part))
+                    parts[-1].append(self._stored_parts.store_part(part))
             for job in jobs:
                 self.state.add(job)
             self._send_jobs(jobs, job_calls, parts, retries)
@@ -640,7 +640,7 @@ class _StoredParts:
         self._known: dict[str, str] = {}
         self._users: Counter[str] = Counter()
 
-    def part(self, part: Any, is_shared: bool = False) -> Part:
+    def store_part(self, part: Any, is_shared: bool = False) -> Part:
         """Store a part in the farm's process if it is large or shared.
 
         Args:
@@ -825,7 +825,9 @@ def _remove_ended(folder: Path, keep: int) -> None:
                 shutil.rmtree(old, ignore_errors=True)
 
 
-def _start(settings: FarmSettings, folder: Path) -> tuple[subprocess.Popen[bytes], FarmAddress]:
+def _start_process(
+    settings: FarmSettings, folder: Path
+) -> tuple[subprocess.Popen[bytes], FarmAddress]:
     """Start the farm's process, wait until it reports its address, and return both.
 
     Raises:

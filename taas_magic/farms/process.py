@@ -213,7 +213,7 @@ class NodeManager(SchedulerPlugin):
             for _ in range(-spare):
                 name = f"node-{next(self._numbers)}"
                 self._nodes[name] = _NodeRun()
-                self._threads.submit(self._start, name)
+                self._threads.submit(self._start_node, name)
             looks = looks + 1 if spare > 0 else 0
             if looks >= IDLE_CHECKS:
                 looks = 0
@@ -254,7 +254,7 @@ class NodeManager(SchedulerPlugin):
         self._report_node_state(name, "left")
         self._threads.submit(self._end_run, name)
 
-    def _start(self, name: str) -> None:
+    def _start_node(self, name: str) -> None:
         """Choose a pool for a node, wait for a host, and start the node. Runs in a thread.
 
         If some pools have a free host, consider only these pools. Choose the pool with the fewest

@@ -43,7 +43,7 @@ class NodeWorker(ClosedWorker):
         self._parts: dict[str, asyncio.Future[SharedBytes]] = {}
         self.stream_handlers[DROP_PART] = self._drop
 
-    async def part(self, part: Part) -> bytes | SharedBytes:
+    async def load_part(self, part: Part) -> bytes | SharedBytes:
         """Return the content of one part of a job's payload or arguments.
 
         Args:
@@ -104,7 +104,7 @@ async def run_job(call: JobCall, parts: list[Part]) -> None:
     def report(update: JobUpdate) -> None:
         worker.log_event(TOPIC, msgspec.to_builtins(update))
 
-    loaded_parts = asyncio.gather(*map(worker.part, parts))
+    loaded_parts = asyncio.gather(*map(worker.load_part, parts))
     result = await worker.slots.run(call, loaded_parts, report)
     result.parts = [_wrap_if_large(part) for part in result.parts]
     result.files = [(name, _wrap_if_large(data)) for name, data in result.files]

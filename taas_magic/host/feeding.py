@@ -51,7 +51,7 @@ def run_feed(share: LocalShare, rank: int) -> Iterator[RankFeed | None]:
     Yields:
         The rank's access to the run's data service; None if the cell uses no registered loader.
     """
-    served = service.read(share.folder.path)
+    served = service.read_settings(share.folder.path)
     if served is None:
         yield None
         return
@@ -73,7 +73,7 @@ def _create_feed(served: DataServiceSettings, share: LocalShare, rank: int) -> R
     folder = service.folder_of(share.folder.path)
     own = agreement = None
     if not served.fetchers:
-        own = RankServers(served.key, _load)
+        own = RankServers(served.key, _load_pickled_loader)
         if share.plan.world_size > 1:
             agreement = rendezvous.LoaderAgreement(os.environ, share.plan.run_id)
     return RankFeed(
@@ -83,7 +83,7 @@ def _create_feed(served: DataServiceSettings, share: LocalShare, rank: int) -> R
         folder=str(share.folder.path),
         directory=_directory(served, share.folder.path),
         key=served.key,
-        tls=served.tls.client if served.tls else None,
+        tls=served.tls.client_context if served.tls else None,
         units=served.units,
         pass_batches=share.plan.rehearse or None,
         seed=served.seed,
@@ -110,7 +110,7 @@ def _payloads_in(run_dir: Path) -> Callable[[str], bytes]:
     return lambda name: service.payload_file(run_dir, name).read_bytes()
 
 
-def _load(served: ServedLoader) -> bytes:
+def _load_pickled_loader(served: ServedLoader) -> bytes:
     """Apply the notebook's settings to this process, and return a run's pickled loader.
 
     Runs at the start of a data server. `served.folder` is the run folder.
@@ -180,7 +180,7 @@ class SessionLoaders:
         for loader in self._loaders():
             loader.reset_counts()
         self._settings.append(settings)
-        served = service.read(run_dir)
+        served = service.read_settings(run_dir)
         if served is None:
             return
         names = [loader.name for loader in served.loaders]
@@ -196,7 +196,7 @@ class SessionLoaders:
             folder=str(kept),
             directory=directory,
             key=self._key if directory is None else served.key,
-            tls=served.tls.client if served.tls else None,
+            tls=served.tls.client_context if served.tls else None,
             seed=served.seed,
             window_bytes=served.settings.rank_buffer_bytes // 2,
             lease=FetchLease(served.settings.fetch_s),

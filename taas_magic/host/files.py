@@ -382,7 +382,7 @@ class HostFiles:
         if store is not None and not store.is_here(lambda: self._send_request(MakeToken())):
             session_copy = self._session._store_copy if self._session is not None else None
             self._store_copy = StoreCopy(spec, self._send_request, self._note, session_copy)
-        here = self._local(spec)
+        here = self._local_share(spec)
         builds_receipt = not (spec.run.reads_only or spec.is_fetchers or spec.run.is_session)
         if (rule := here.store) and builds_receipt:
             self._receipt_builder = ReceiptBuilder(rule.path, rule.shared)
@@ -403,7 +403,7 @@ class HostFiles:
             self._store_copy.prepare_next_attempt(spec)
         if self._folder is not None:
             self._folder.begin_attempt(spec.attempt)
-        return self._local(spec)
+        return self._local_share(spec)
 
     def record(self, rank: int, message: StoreMessage) -> None:
         """Record a rank's message about a file of the project store, for the receipt."""
@@ -428,7 +428,7 @@ class HostFiles:
             if self._folder is not None:
                 self._folder.close()
 
-    def _local(self, spec: ShareSpec) -> LocalShare:
+    def _local_share(self, spec: ShareSpec) -> LocalShare:
         origin, store, cwd = spec.run.origin, spec.plan.store, spec.run.origin.cwd
         environ, sys_path = dict(origin.environ), origin.sys_path
         if self._host_address.is_foreign:

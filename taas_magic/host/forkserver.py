@@ -167,14 +167,14 @@ def _watch() -> None:
         if stopped := [it for it in _servers() if status_of(it) == psutil.STATUS_STOPPED]:
             stopped_at = stopped_at or now
             if now - stopped_at >= STOPPED_S:
-                _end(stopped[0], f"was stopped (SIGSTOP) for {STOPPED_S:.0f} s")
+                _kill_all(stopped[0], f"was stopped (SIGSTOP) for {STOPPED_S:.0f} s")
         else:
             stopped_at = None
             if (timer := _starting) is not None and timer.idle_s() >= _start_timeout_s:
                 name = importing()[0]
                 what = f"imported {name}" if name else "was starting a process"
                 limit = f"for start_timeout_s = {_start_timeout_s:g}"
-                _end(
+                _kill_all(
                     _servers()[0],
                     f"used no processor time and read nothing {limit} while it {what}",
                 )
@@ -189,7 +189,7 @@ def _servers() -> list[psutil.Process]:
     return servers + [it.process for it in list(_stand_ins)]
 
 
-def _end(server: psutil.Process, what: str) -> None:
+def _kill_all(server: psutil.Process, what: str) -> None:
     """Kill the forkserver and its stand-ins because one of these processes failed.
 
     Args:
@@ -272,7 +272,7 @@ class _StandIn:
             return status_of(self.process) == ""
         return _known_exitcode(self._started) not in (None, 0)
 
-    def connect(self, fds: Sequence[int]) -> tuple[int, int]:
+    def fork_process(self, fds: Sequence[int]) -> tuple[int, int]:
         """Make this stand-in fork a process.
 
         Replaces multiprocessing's `forkserver.connect_to_new_process` during the import, and has
@@ -370,7 +370,7 @@ def _replaced_by(stand_in: _StandIn) -> Iterator[None]:
     with _lock:
         _stand_in = stand_in
         _stand_ins.append(stand_in)
-        forkserver.connect_to_new_process = stand_in.connect
+        forkserver.connect_to_new_process = stand_in.fork_process
     try:
         yield
     finally:

@@ -767,7 +767,8 @@ class HostFetchers(HostShare):
                 self._kill_if_stopped(one)
 
     def _specs(self) -> Iterator[FetcherSpec]:
-        share, folder, served = self.local, self.folder, service.read(self.local.folder.path)
+        share, folder = self.local, self.folder
+        served = service.read_settings(share.folder.path)
         data = share.plan.data
         assert data is not None and served is not None
         groups = len(data.fetchers) // served.fetchers

@@ -554,13 +554,13 @@ class _MessageStream:
         if size_bytes <= MESSAGE_LIMIT_BYTES:
             parts.append(part)
         if is_last:
-            return self._read(parts, size_bytes)
+            return self._decode(parts, size_bytes)
         self._begun[sender] = parts, size_bytes
         if len(self._begun) > MAX_INCOMPLETE:
             del self._begun[next(iter(self._begun))]
         return None
 
-    def _read(
+    def _decode(
         self, parts: list[bytes], size_bytes: int
     ) -> Event | RankMessage | StoreMessage | None:
         if size_bytes > MESSAGE_LIMIT_BYTES:
@@ -702,7 +702,7 @@ class PipeReader:
             self._flush(time.monotonic())
         self._read_all(self._streams())
         for stream in self._streams():
-            self._end(stream)
+            self._close_stream(stream)
         self._flush(float("inf"))
 
     def _change_sink(self, sink: _Sink, logs: dict[int, _LogStream]) -> None:
@@ -735,7 +735,7 @@ class PipeReader:
             if key.data is None:
                 self._wakeup.clear()
             elif self._read(key.data) == b"" and key.data.is_open:
-                self._end(key.data)
+                self._close_stream(key.data)
 
     def _read_all(self, streams: Iterable[_LogStream | _MessageStream]) -> None:
         """Read everything that the pipes contain at the time of the call, and possibly later data.
@@ -809,7 +809,7 @@ class PipeReader:
         stream.pending += stream.assembler.flush()
         self._flush_stream(stream)
 
-    def _end(self, stream: _LogStream | _MessageStream) -> None:
+    def _close_stream(self, stream: _LogStream | _MessageStream) -> None:
         self._selector.unregister(stream.fd)
         stream.close()
 

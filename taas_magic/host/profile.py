@@ -69,7 +69,7 @@ class StepProfiler:
         If no step was recorded, send a note that says why.
         """
         if self._profile is not None and not self._has_ended:
-            self._end()
+            self._end_profile()
         if not self._file.exists():
             self._note(f"--profile has recorded nothing: {self._why_empty}")
 
@@ -89,13 +89,13 @@ class StepProfiler:
         self._thread = here
         self._begun += 1
         if self._profile is None:
-            self._start()
+            self._start_profile()
         else:
             self._profile.step()
         if self._begun > WARM_UP_STEPS + self._steps:
-            self._end()
+            self._end_profile()
 
-    def _start(self) -> None:
+    def _start_profile(self) -> None:
         import torch
         from torch.profiler import profile, schedule
 
@@ -113,7 +113,7 @@ class StepProfiler:
         )
         self._profile.start()
 
-    def _end(self) -> None:
+    def _end_profile(self) -> None:
         self._has_ended = True
         self._profile.stop()
 

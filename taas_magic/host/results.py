@@ -136,7 +136,7 @@ def receive(
         expected = {variable_name(text) for text in theirs} | ({VALUE} if rank == 0 else set())
         if expected:
             own = ReceivedResults()
-            _load(path, rank, own, expected, sources, namespace)
+            _load_archive(path, rank, own, expected, sources, namespace)
             for name in [variable_name(text) for text in theirs if split_name(text)[1] == ALL]:
                 if name in own.values:
                     by_rank.setdefault(name, {})[rank] = own.values.pop(name)
@@ -155,7 +155,7 @@ def receive(
     )
 
 
-def _load(
+def _load_archive(
     path: Path,
     rank: int,
     received: ReceivedResults,
@@ -497,7 +497,7 @@ def _as_plain(values: dict[str, Any]) -> PlainWriter | None:
     """Encode `values` as plain data. Return None if at least one value is not plain data."""
     writer = PlainWriter()
     try:
-        writer.add(values)
+        writer.write_value(values)
     except Exception:  # NotPlainError, or a tensor without storage: the pickler reports the latter
         return None
     return writer

@@ -9,7 +9,7 @@ from typing import Any
 from msgspec import structs
 
 from taas_magic.capture import payload
-from taas_magic.capture.digest import plain_digest
+from taas_magic.capture.digest import simple_digest
 from taas_magic.capture.home import RankNamespace
 from taas_magic.capture.modules import ModuleSource, install, outdated
 from taas_magic.capture.names import assigned_names
@@ -130,7 +130,7 @@ class _SessionCells:
         assigned = [
             name for name, value in now.items() if name in sets or before.get(name) != id(value)
         ]
-        digests = {name: plain_digest(now[name]) for name in assigned}
+        digests = {name: simple_digest(now[name]) for name in assigned}
         return CellNames(
             assigned=assigned,
             deleted=[name for name in before if name not in now],

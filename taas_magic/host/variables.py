@@ -14,7 +14,7 @@ import msgspec
 import psutil
 from msgspec import Struct
 
-from taas_magic.capture.digest import plain_digest
+from taas_magic.capture.digest import simple_digest
 from taas_magic.host.prompt import users_names
 from taas_magic.host.results import is_model
 from taas_magic.host.spec import HOST
@@ -89,8 +89,8 @@ def names() -> Any:
     A kernel that attaches to another kernel's session calls this function.
 
     Returns:
-        First, a dict with the digest (`plain_digest`) of each variable; "" for a variable that is
-        not plain data. Second, a list with the names of functions, classes and modules.
+        First, a dict with the digest (`simple_digest`) of each variable; "" for a variable that is
+        not a simple value. Second, a list with the names of functions, classes and modules.
     """
     found = {
         name: value
@@ -98,7 +98,7 @@ def names() -> Any:
         if not name.startswith("__") and name not in _SHELLS_OWN
     }
     code = [name for name, value in found.items() if isinstance(value, _LEFT_OUT)]
-    return {name: plain_digest(found[name]) for name in found.keys() - code}, code
+    return {name: simple_digest(found[name]) for name in found.keys() - code}, code
 
 
 def memory() -> Any:
@@ -124,7 +124,7 @@ def _described(value: Any) -> Variable:
             str(tuple(value.shape)),
             str(value.dtype).removeprefix("torch."),
             str(getattr(value, "device", "")),
-            _size_bytes(value),
+            _value_bytes(value),
             _digest(value),
         )
     if is_model(value):
@@ -134,14 +134,14 @@ def _described(value: Any) -> Variable:
             f"{len(parameters)} parameters",
             ", ".join(sorted({str(each.dtype).removeprefix("torch.") for each in parameters})),
             ", ".join(sorted({str(each.device) for each in parameters})),
-            _size_bytes(value),
+            _value_bytes(value),
             _digest(value),
         )
     shape = f"{len(value)}" if isinstance(value, list | tuple | dict | set | str) else ""
-    return Variable(kind, shape, size_bytes=_size_bytes(value), digest=_digest(value))
+    return Variable(kind, shape, size_bytes=_value_bytes(value), digest=_digest(value))
 
 
-def _local(value: Any) -> Any:
+def _local_tensor(value: Any) -> Any:
     """Return this rank's part of a DTensor as a tensor. Return any other value unchanged."""
     return value.to_local() if hasattr(value, "to_local") else value
 
@@ -155,7 +155,7 @@ def _parts(value: Any) -> list[Any] | None:
     return list(value) if isinstance(value, list | tuple) else None
 
 
-def _size_bytes(value: Any, depth: int = 0) -> int:
+def _value_bytes(value: Any, depth: int = 0) -> int:
     """Return the approximate size of a value in memory; 0 if the size cannot be computed.
 
     For a DTensor, only this rank's part counts. For a container or model, the sizes of its first
@@ -163,25 +163,25 @@ def _size_bytes(value: Any, depth: int = 0) -> int:
     """
     try:
         if hasattr(value, "nbytes"):
-            return int(_local(value).nbytes)
+            return int(_local_tensor(value).nbytes)
         parts = _parts(value) if depth < _DEEPEST else None
         own = sys.getsizeof(value)
     except Exception:  # attributes of the user's classes may run any code
         return 0
     if parts is None:
         return own
-    return own + sum(_size_bytes(part, depth + 1) for part in parts[:_MOST_PARTS])
+    return own + sum(_value_bytes(part, depth + 1) for part in parts[:_MOST_PARTS])
 
 
 def _digest(value: Any) -> str:
     """Return a digest of a value, by which the kernel compares the values of ranks.
 
-    The digest of plain data is its `plain_digest`. The digest of any other value is a SHA-256 hash,
-    or "" if the value is larger than `COMPARED_BYTES` or has an element without a digest.
+    The digest of a simple value is its `simple_digest`. The digest of any other value is a SHA-256
+    hash, or "" if the value is larger than `COMPARED_BYTES` or has an element without a digest.
     """
-    if digest := plain_digest(value):
+    if digest := simple_digest(value):
         return digest
-    if _size_bytes(value) > COMPARED_BYTES:
+    if _value_bytes(value) > COMPARED_BYTES:
         return ""
     found = hashlib.sha256()
     try:
@@ -210,14 +210,14 @@ def _update_hash(found: Any, value: Any, depth: int) -> None:
     elif hasattr(value, "dtype") and hasattr(value, "detach"):
         import torch
 
-        plain = _local(value).detach().cpu().contiguous()
+        plain = _local_tensor(value).detach().cpu().contiguous()
         found.update(f"{plain.dtype}{tuple(plain.shape)}".encode())
         found.update(plain.flatten().view(torch.uint8).numpy().tobytes())
     elif parts is not None and depth < _DEEPEST and len(parts) <= _MOST_PARTS:
         found.update(f"{type(value).__name__}{len(parts)}".encode())
         for part in parts:
             _update_hash(found, part, depth + 1)
-    elif digest := plain_digest(value):
+    elif digest := simple_digest(value):
         found.update(digest.encode())
     else:
         raise _NotComparedError

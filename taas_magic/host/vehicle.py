@@ -78,7 +78,7 @@ class Vehicle(WorkerPlugin):
         if vehicle_of(worker.name):
             return
         try:
-            await self._start(worker)
+            await self._start_supervisor(worker)
         except OSError:
             self._close_worker(worker, "its supervisor could not be started")
             raise
@@ -101,7 +101,7 @@ class Vehicle(WorkerPlugin):
         except asyncio.TimeoutError:
             self._supervisor.kill()
 
-    async def _start(self, worker: Worker) -> None:
+    async def _start_supervisor(self, worker: Worker) -> None:
         """Get the agent's name and keys from the pool's process, and start the supervisor.
 
         First closes the worker's web server. If the worker has no nanny, also closes the worker's

@@ -557,8 +557,8 @@ class CellNames(RankEvent, tag="names", kw_only=True):
     """A rank reports which variables a session's cell has assigned or deleted.
 
     Attributes:
-        plain: Digests of the assigned values that are plain data, such as numbers and lists of
-            strings, by the name of the variable (`plain_digest`).
+        plain: Digests of the assigned simple values, such as numbers and lists of strings, by the
+            name of the variable (`simple_digest`).
         fetched: Numbers of the session's cells whose fetchers this rank still needs.
     """
 

@@ -150,7 +150,7 @@ class TaasMagics(Magics):
         if asked.dry_run:
             _print_line(launch.dry_run_text(asked, cell, self.shell, settings))
             return
-        with _one_line("Stopped by you before the ranks started."):
+        with _show_interrupt_as("Stopped by you before the ranks started."):
             if asked.rehearse:
                 from taas_magic.notebook.rehearsal import rehearse
 
@@ -166,7 +166,7 @@ class TaasMagics(Magics):
 
         The errors are those of `run_command`.
         """
-        with _one_line("Stopped by you."):
+        with _show_interrupt_as("Stopped by you."):
             shown = run_command(line, self.settings())
         if type(shown) is not str:
             display(shown)
@@ -212,7 +212,7 @@ def _missing_name(error: BaseException | None) -> str | None:
 
 
 @contextlib.contextmanager
-def _one_line(text: str) -> Iterator[None]:
+def _show_interrupt_as(text: str) -> Iterator[None]:
     """If the block raises KeyboardInterrupt, make IPython show `text` instead of a traceback.
 
     An interrupt that already has a text of its own keeps this text.

@@ -134,7 +134,7 @@ class Interrupts:
             self, max_interrupts=max_interrupts, meanwhile=meanwhile, leave_s=LEAVE_S
         )
 
-    def check(self, max_interrupts: int = 1) -> None:
+    def raise_if_interrupted(self, max_interrupts: int = 1) -> None:
         """Raise KeyboardInterrupt if there were `max_interrupts` or more interrupts."""
         if self.count >= max_interrupts:
             raise interrupted("Stopped by you before the ranks started; nothing was returned.")
@@ -200,7 +200,7 @@ class BackgroundCall(Generic[T]):
                     said.add(line)
                     show_line(line)
         if not (leave_s and futures.wait([self.outcome], leave_s).done):
-            interrupts.check(max_interrupts)
+            interrupts.raise_if_interrupted(max_interrupts)
         return self.outcome.result()
 
     def _run(self) -> None:
@@ -252,7 +252,7 @@ class RunFetchers:
         """
         self._beginning.wait(interrupts, show_line)
 
-    def check(self) -> None:
+    def raise_if_ended(self) -> None:
         """Raise ConnectionEnded if the fetchers have ended because their pool's process ended."""
         if self._connection is not None:
             self._connection.raise_if_over()
@@ -327,7 +327,7 @@ class RunFetchers:
         Also end the thread that forwards events, and wait for its end.
         """
         if not is_detached:
-            self._end()
+            self._kill()
         elif self._connection is not None:
             self._connection.stop_events(self._share_id)
         self._events.put(None)
@@ -355,9 +355,9 @@ class RunFetchers:
         if not self._closing:
             self._connection.launch_fetchers(self._spec, listen)
         if self._closing:
-            self._end()
+            self._kill()
 
-    def _end(self) -> None:
+    def _kill(self) -> None:
         """Stop waiting for hosts, and kill the fetchers."""
         self._wait.cancel()
         if self._connection is not None:
@@ -490,8 +490,8 @@ class RunDriver:
             for seen in events:
                 if isinstance(seen, FetcherReport):
                     fetching.record_event(filling.event(seen.host))
-            interrupts.check()
-            fetching.check()
+            interrupts.raise_if_interrupted()
+            fetching.raise_if_ended()
             if deadline is not None and time.monotonic() > deadline:
                 stands = filling.event("")
                 came = f"{stands.done:,} of {stands.wanted:,} {stands.unit}"

@@ -235,7 +235,7 @@ class PoolConnection:
     def is_over(self) -> bool:
         """Whether the connection has ended."""
         if not self.why and not self.process.is_alive():
-            self._end(self._ending or self._how_process_ended())
+            self._mark_ended(self._ending or self._how_process_ended())
         return bool(self.why)
 
     @property
@@ -389,7 +389,7 @@ class PoolConnection:
         Args:
             why: The reason, for callers that still use the connection and get ConnectionEnded.
         """
-        self._end(why or self._ending or f'this kernel has left pool "{self.config.name}"')
+        self._mark_ended(why or self._ending or f'this kernel has left pool "{self.config.name}"')
         self._watcher.join()
 
     def call(self, request: Request[_T], on_poll: Callable[[], None] = lambda: None) -> _T:
@@ -422,7 +422,7 @@ class PoolConnection:
             # A process that is ending closes its connections before it exits. So wait a moment:
             # `_watch` may find that the process has exited, which is the better reason.
             self._over.wait(_PATIENCE_S + 2 * _LOOK_S)
-            self._end(self._broken())
+            self._mark_ended(self._broken())
             raise ConnectionEnded(self.why) from error
 
     def silence_message(self) -> str:
@@ -476,10 +476,10 @@ class PoolConnection:
                 with suppress(PoolError):  # a process closes its connections before it exits
                     self.process.wait_for_end(_PATIENCE_S)
                 if not self.is_over:
-                    self._end(self._broken())
+                    self._mark_ended(self._broken())
         disconnect(self._client)
 
-    def _end(self, why: str) -> None:
+    def _mark_ended(self, why: str) -> None:
         """Mark the connection as ended. Store the reason `why` unless an earlier one is stored."""
         with self._lock:
             self.why = self.why or why

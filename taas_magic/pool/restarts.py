@@ -29,7 +29,7 @@ class FetcherRestarts:
         self._used, self._most = 0, 1
         if self._last is None or not self._may_start_again():
             return [], False
-        return self._start_again(structs.replace(self._last, time=time.time()))
+        return self._count_restart(structs.replace(self._last, time=time.time()))
 
     def refuse(self) -> None:
         """Allow no further restart until the next call of `allow_one`."""
@@ -53,14 +53,14 @@ class FetcherRestarts:
             return [event], False
         self._ended.add(event.number)
         self._last = event
-        return self._start_again(event) if self._may_start_again() else ([event], False)
+        return self._count_restart(event) if self._may_start_again() else ([event], False)
 
     def _may_start_again(self) -> bool:
         data = self._plan.data
         have_all_ended = data is not None and len(self._ended) == len(data.fetchers)
         return have_all_ended and self._used < self._most
 
-    def _start_again(self, last: FetcherEnded) -> tuple[list[Event], bool]:
+    def _count_restart(self, last: FetcherEnded) -> tuple[list[Event], bool]:
         assert last.entry
         self._used += 1
         self._ended.clear()

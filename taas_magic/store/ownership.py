@@ -111,7 +111,7 @@ class RunFileRecord:
         self._lock = threading.Lock()
         self._known: dict[str, _Record] = {}
         n_lines = 0
-        for n_lines, record in enumerate(_read(self._path), 1):  # noqa: B007
+        for n_lines, record in enumerate(_read_records(self._path), 1):  # noqa: B007
             if record.is_gone:
                 self._known.pop(record.path, None)
             else:
@@ -196,7 +196,7 @@ def _line(record: _Record) -> bytes:
     return to_json(record) + b"\n"
 
 
-def _read(path: Path) -> Iterator[_Record]:
+def _read_records(path: Path) -> Iterator[_Record]:
     """Yield the records in a file; skip lines that a killed process left incomplete."""
     with suppress(FileNotFoundError):
         for line in path.read_bytes().splitlines():

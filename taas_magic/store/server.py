@@ -104,7 +104,7 @@ class StoreServer:
         self._answers: Mapping[type[FileRequest[Any]], Callable[[int, Any], Any]] = {
             MakeToken: self._make_token,
             ListFiles: self._current_manifest,
-            ReadFiles: self._read,
+            ReadFiles: self._read_parts,
             ListChanges: self._list_changes,
             WriteFiles: self._publish,
         }
@@ -188,7 +188,7 @@ class StoreServer:
                 entries.append(entry if change is None or change.entry is None else change.entry)
         return Manifest(entries, manifest.skipped)
 
-    def _read(self, host_rank: int, request: ReadFiles) -> list[bytes | None]:
+    def _read_parts(self, host_rank: int, request: ReadFiles) -> list[bytes | None]:
         return [self._part(path, offset, size) for path, offset, size in request.parts]
 
     def _part(self, path: str, offset: int, size: int) -> bytes | None:
@@ -336,7 +336,7 @@ class StoreServer:
         answers: dict[str, str] = {}
         for piece in pieces:
             path = piece.entry.path
-            answers[path] = self._apply_if_allowed(self._write, host_rank, path, piece, whole)
+            answers[path] = self._apply_if_allowed(self._write_piece, host_rank, path, piece, whole)
         # Force the files to the disk before they get their names. Then a power cut cannot leave
         # incomplete files at these paths.
         flushing = [self._flushers.submit(os.fsync, incoming.file) for _, incoming in whole]
@@ -349,7 +349,7 @@ class StoreServer:
             self._tree.flush_folder(folder)
         return answers
 
-    def _write(
+    def _write_piece(
         self,
         host_rank: int,
         path: str,

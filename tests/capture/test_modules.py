@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from taas_magic.capture import modules
-from taas_magic.capture.modules import collect, install, is_local, local_folders
+from taas_magic.capture.modules import find_local_modules, install, is_local, local_folders
 from taas_magic.errors import CaptureError
 
 
@@ -65,7 +65,7 @@ def clean_imports() -> Iterator[None]:
     ],
 )
 def test_collects_what_is_imported(project: Path, names: list[str], expected: set[str]) -> None:
-    assert set(collect(names, project)) == expected
+    assert set(find_local_modules(names, project)) == expected
 
 
 def test_what_a_module_is_on_disk_counts_and_not_what_was_imported(
@@ -74,7 +74,7 @@ def test_what_a_module_is_on_disk_counts_and_not_what_was_imported(
     monkeypatch.syspath_prepend(str(project))
     assert importlib.import_module("alone").value == 1
     (project / "alone.py").write_text("value = 2\n")
-    assert collect(["alone"], project)["alone"].source == "value = 2\n"
+    assert find_local_modules(["alone"], project)["alone"].source == "value = 2\n"
 
 
 def test_a_module_from_another_folder_on_the_path(
@@ -82,9 +82,9 @@ def test_a_module_from_another_folder_on_the_path(
 ) -> None:
     library = tmp_path_factory.mktemp("library")
     (library / "shared_code.py").write_text("import alone\n")
-    assert collect(["shared_code"], project) == {}
+    assert find_local_modules(["shared_code"], project) == {}
     monkeypatch.syspath_prepend(str(library))
-    found = collect(["shared_code"], project)
+    found = find_local_modules(["shared_code"], project)
     assert found["shared_code"].path == str(library / "shared_code.py")
     assert set(found) == {"shared_code", "alone"}
 
@@ -102,7 +102,7 @@ def test_what_pip_installed_into_a_folder_on_the_path_is_not_the_projects(
         (about / "METADATA").write_text(f"Name: {name}\nVersion: 1.0\n")
         (about / "RECORD").write_text(f"{file},,\n{about.name}/METADATA,,\n../../bin/{name},,\n")
     monkeypatch.syspath_prepend(str(folder))
-    assert set(collect(["mine", "single", "large"], project)) == {"mine"}
+    assert set(find_local_modules(["mine", "single", "large"], project)) == {"mine"}
 
 
 def test_a_project_of_many_modules_is_parsed_once(
@@ -121,7 +121,7 @@ def test_a_project_of_many_modules_is_parsed_once(
 
     def capture() -> int:
         parsed.clear()
-        found = collect(["many0"], project)
+        found = find_local_modules(["many0"], project)
         modules.differences(found, "")
         modules.needed_modules("", [], found, [])
         return len([text for text in parsed if "many" in text])
@@ -134,13 +134,13 @@ def test_a_project_of_many_modules_is_parsed_once(
 
 def test_a_module_in_another_encoding(project: Path) -> None:
     (project / "latin.py").write_bytes("# coding: latin-1\ntext = 'é'\n".encode("latin-1"))
-    assert "é" in collect(["latin"], project)["latin"].source
+    assert "é" in find_local_modules(["latin"], project)["latin"].source
 
 
 def test_a_module_that_is_no_text_is_named(project: Path) -> None:
     (project / "binary.py").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(CaptureError, match="`binary`"):
-        collect(["binary"], project)
+        find_local_modules(["binary"], project)
 
 
 def test_an_environment_inside_the_project_is_not_local(
@@ -163,7 +163,7 @@ def test_a_python_around_the_project_does_not_hide_it(
 
 
 def test_a_rank_imports_the_shipped_text(project: Path, clean_imports: None) -> None:
-    shipped = collect(["pack.one", "uses_alone"], project)
+    shipped = find_local_modules(["pack.one", "uses_alone"], project)
     shipped["pack.two"] = modules.ModuleSource(
         "pack.two", str(project / "pack/two.py"), "def fail():\n    raise ValueError\n", False
     )
@@ -183,14 +183,14 @@ def test_data_beside_a_package_is_found(project: Path, clean_imports: None) -> N
     from importlib import resources
 
     (project / "pack/table.txt").write_text("rows")
-    install(collect(["pack"], project))
+    install(find_local_modules(["pack"], project))
     importlib.import_module("pack")
     assert resources.files("pack").joinpath("table.txt").read_text() == "rows"
 
 
 def test_installing_again_replaces_what_was_installed(project: Path, clean_imports: None) -> None:
     before = len(sys.meta_path)
-    install(collect(["alone"], project))
+    install(find_local_modules(["alone"], project))
     install({})
     assert len(sys.meta_path) == before + 1
     with pytest.raises(ImportError):
@@ -203,7 +203,7 @@ def test_a_stale_bytecode_file_never_wins(project: Path, tmp_path: Path) -> None
     source = """
         import os, sys
         from pathlib import Path
-        from taas_magic.capture.modules import collect, install
+        from taas_magic.capture.modules import find_local_modules, install
         project = Path(sys.argv[1])
         sys.path.insert(0, str(project))
         import alone
@@ -215,7 +215,7 @@ def test_a_stale_bytecode_file_never_wins(project: Path, tmp_path: Path) -> None
         import alone
         fooled = alone.value
         del sys.modules["alone"]
-        install(collect(["alone"], project))
+        install(find_local_modules(["alone"], project))
         import alone
         print(fooled, alone.value)
     """

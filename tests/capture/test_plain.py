@@ -22,7 +22,7 @@ from taas_magic.messages import to_bytes
 
 def there_and_back(value: Any) -> Any:
     writer = PlainWriter()
-    writer.add(value)
+    writer.write_value(value)
     return read_plain(writer.data, [memoryview(bytearray(it.raw())) for it in writer.buffers])
 
 
@@ -233,7 +233,7 @@ def test_a_pickle_is_no_table(tmp_path: Path) -> None:
 def test_any_bytes_are_read_or_refused() -> None:
     """Change random bytes, with a fixed seed. Reading may raise no other error than ValueError."""
     writer = PlainWriter()
-    writer.add({"a": [torch.ones(2000), {1, 2}], "b": (np.ones(3), Fraction(1, 2), "ü")})
+    writer.write_value({"a": [torch.ones(2000), {1, 2}], "b": (np.ones(3), Fraction(1, 2), "ü")})
     data, chance = writer.data, random.Random(0)
     buffers = [memoryview(bytearray(it.raw())) for it in writer.buffers]
     n_refused = 0

@@ -133,7 +133,7 @@ def train(
             rank=rank,
             world_size=WORLD_SIZE,
             directory=directory,
-            tls=certificate.client if certificate else None,
+            tls=certificate.client_context if certificate else None,
             ledger=ledgers[rank],
             direct=rank == 0,
         )

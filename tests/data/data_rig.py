@@ -348,7 +348,7 @@ def ready(role: Role) -> ProtocolState:
     if role is Role.RANK:
         before = [Challenge(bytes(32)), Welcome(bytes(32))]
     for message in before:
-        found = state.decode(memoryview(encode_header(message)))
+        found = state.decode_message(memoryview(encode_header(message)))
         assert found is not None and found.message == message
     assert not state._later
     return state

@@ -291,7 +291,7 @@ def test_a_batch_beyond_the_limit_is_refused() -> None:
         Response(ResponseKind.BATCH, 0, 0), protocol.MAX_BATCH_BYTES + 1
     )
     with pytest.raises(ProtocolError, match="the limits are"):
-        ready(Role.RANK).decode(memoryview(header))
+        ready(Role.RANK).decode_message(memoryview(header))
 
 
 class TooBig(Rows):
@@ -340,7 +340,7 @@ def test_a_peer_that_says_nothing_is_dropped(tmp_path: Path) -> None:
     with service(tmp_path, DataLoader(Rows(4), 2)) as running:
         with over_tcp(running) as sock:
             greeting = sock.recv(2 * protocol.HEADER_BYTES)
-            heard = ProtocolState(Role.RANK).decode(memoryview(greeting))
+            heard = ProtocolState(Role.RANK).decode_message(memoryview(greeting))
             assert heard is not None and isinstance(heard.message, Challenge)
             assert sock.recv(1) == b""
         assert len(stream(running)) == 2

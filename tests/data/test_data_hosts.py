@@ -38,7 +38,7 @@ def check_batches_come_from_host_to_host(
     assert {rank: lines[1:] for rank, lines in far.items()} == near
     assert [far[rank][0] for rank in range(gpus)] == gpus * [f"tls {tls}"]
     assert outcome.run is not None and len(outcome.run.hosts) == 2
-    served = service.read(outcome.run.path)
+    served = service.read_settings(outcome.run.path)
     assert served is not None
     assert (served.tls is not None) is tls
 

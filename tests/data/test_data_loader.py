@@ -48,7 +48,9 @@ def local(loader: DataLoader[object], epoch: int = 0) -> list[object]:
 
 def dealt(batches: Sequence[object], world_size: int, uneven: Uneven = "pad") -> list[list[object]]:
     """Return what each rank gets: the model."""
-    count = [sharding.steps(len(batches), rank, world_size, uneven) for rank in range(world_size)]
+    count = [
+        sharding.count_steps(len(batches), rank, world_size, uneven) for rank in range(world_size)
+    ]
     return [
         [batches[(step * world_size + rank) % len(batches)] for step in range(count[rank])]
         for rank in range(world_size)

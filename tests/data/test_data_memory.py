@@ -188,7 +188,7 @@ class Watched(BorrowedSpans):
 @pytest.fixture
 def lent(writer: Writer) -> Watched:
     one = Watched()
-    one.add(3, writer.descriptor)
+    one.add_arena(3, writer.descriptor)
     return one
 
 

@@ -44,7 +44,7 @@ def test_the_ledger_knows_what_is_missing() -> None:
 def test_the_ledger_has_room_for_any_name(tmp_path: Path) -> None:
     written, name = service.BatchLedger(tmp_path, 2**31, 2**31), "\1" * 100
     for pass_number in range(200):
-        at = written.begin(name, pass_number, 2**31, 2**31, 2**63)
+        at = written.begin_pass(name, pass_number, 2**31, 2**31, 2**63)
         for _ in range(pass_number):
             written.count_batch(at)
     written.close()

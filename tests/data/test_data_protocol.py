@@ -63,7 +63,7 @@ MESSAGES = [message for messages in MAY_HEAR.values() for message in messages]
 def heard(
     state: ProtocolState, message: FromRank | FromServer, body_bytes: int = 0
 ) -> ReceivedFrame:
-    found = state.decode(memoryview(protocol.encode_header(message, body_bytes)))
+    found = state.decode_message(memoryview(protocol.encode_header(message, body_bytes)))
     assert found is not None
     return found
 
@@ -124,7 +124,7 @@ def test_a_flipped_bit_is_seen(response: Response, bit: int) -> None:
     bit %= 8 * size
     damaged[bit // 8] ^= 1 << bit % 8
     with pytest.raises(ProtocolError):
-        ready(Role.RANK).decode(memoryview(damaged))
+        ready(Role.RANK).decode_message(memoryview(damaged))
 
 
 @pytest.mark.parametrize(
@@ -151,7 +151,7 @@ def test_a_flipped_bit_is_seen(response: Response, bit: int) -> None:
 )
 def test_what_is_out_of_bounds_is_refused(frame: memoryview, says: str) -> None:
     with pytest.raises(ProtocolError, match=says):
-        ready(Role.SERVER).decode(frame)
+        ready(Role.SERVER).decode_message(frame)
 
 
 def test_a_table_of_contents_is_no_larger_than_its_body() -> None:
@@ -193,7 +193,7 @@ def test_a_stranger_can_announce_little() -> None:
     proof = msgspec.msgpack.encode(PROOF)
     for frame in (forged(proof, size=1 << 12), forged(proof, body=1)):
         with pytest.raises(ProtocolError, match="the limits are"):
-            ProtocolState(Role.SERVER).decode(frame)
+            ProtocolState(Role.SERVER).decode_message(frame)
 
 
 @hypothesis.given(st.integers(0, 1 << 20), st.lists(st.integers(0, 1 << 20), max_size=20))

@@ -99,7 +99,7 @@ class Large(Rows):
 def test_a_rank_that_pauses_in_the_middle_of_a_pass_loses_nothing(tmp_path: Path, way: str) -> None:
     """The pause of 3 s is longer than 1 s, the time limit that a send over TLS once had."""
     certificate = service.new_certificate() if way == "tls" else None
-    tls = certificate.client if certificate else None
+    tls = certificate.client_context if certificate else None
     with data_service(tmp_path, DataLoader(Large(20, 4 << 20), 1), tls=certificate) as running:
         remote = running.loader(direct=False, tls=tls, window_bytes=64 << 20)
         batches = iter(remote)
@@ -220,7 +220,7 @@ def test_thousands_of_strangers_keep_no_rank_out(
     tmp_path: Path, way: str, many_files: None
 ) -> None:
     certificate = service.new_certificate() if way == "tls" else None
-    tls = certificate.client if certificate else None
+    tls = certificate.client_context if certificate else None
     with data_service(tmp_path, DataLoader(Noise(40), 2), tls=certificate) as running:
         want, over = stream(running, local=True), threading.Event()
         silent, dripping = strangers(running, 1500), strangers(running, 1500)
@@ -356,7 +356,7 @@ def is_lent(link: FetcherLink) -> bool:
     while True:
         select.select([link._socket], [], [])
         header = link._socket.recv(protocol.HEADER_BYTES, socket.MSG_PEEK)
-        found = ready(Role.RANK).decode(memoryview(header))
+        found = ready(Role.RANK).decode_message(memoryview(header))
         assert found is not None
         if isinstance(found.message, Response):
             return found.message.shared is not None

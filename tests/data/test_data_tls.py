@@ -76,7 +76,7 @@ def test_what_is_on_the_wire_is_not_the_batch(running: Service) -> None:
 
 def client_of(running: Service) -> Callable[[], ssl.SSLContext] | None:
     has = running.changes["tls"]
-    return has.client if has else None
+    return has.client_context if has else None
 
 
 @pytest.mark.fault(47)
@@ -87,7 +87,7 @@ def test_a_peer_without_the_runs_certificate_is_refused(
     with data_service(tmp_path, DataLoader(Rows(4), 2), tls=ours) as running:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         if shows == "another":
-            context = service.new_certificate().client()
+            context = service.new_certificate().client_context()
         context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
         with pytest.raises(OSError):
             linked(running, context, direct=False)
@@ -100,7 +100,7 @@ def test_a_server_without_the_runs_certificate_is_refused(tmp_path: Path, ours: 
     another, loader = service.new_certificate(), DataLoader(Rows(4), 2)
     refuses = pytest.raises(ssl.SSLCertVerificationError)
     with data_service(tmp_path, loader, tls=another) as running, refuses:
-        linked(running, ours.client(), direct=False)
+        linked(running, ours.client_context(), direct=False)
 
 
 @pytest.mark.fault(47)

@@ -34,15 +34,15 @@ def test_a_line_of_some_ranks_is_shown_once_when_its_time_is_over() -> None:
     folder = LineMerger(8, HOLD_S)
     for rank in range(1, 8):
         assert folder.push(rank, ["warning"], 0.001 * rank) == []
-    assert folder.due(0.05) == []
-    assert folder.due(0.052) == [ShownLine((1, 2, 3, 4, 5, 6, 7), "warning")]
+    assert folder.pop_due(0.05) == []
+    assert folder.pop_due(0.052) == [ShownLine((1, 2, 3, 4, 5, 6, 7), "warning")]
 
 
 def test_no_line_waits_when_each_rank_has_printed_another() -> None:
     folder = LineMerger(2, HOLD_S)
     assert folder.push(1, ["I am 1"], 0.0) == []
     assert folder.push(0, ["I am 0"], 0.001) == [ShownLine((0,), "I am 0")]
-    assert folder.due(HOLD_S) == [ShownLine((1,), "I am 1")]
+    assert folder.pop_due(HOLD_S) == [ShownLine((1,), "I am 1")]
 
 
 def test_a_line_before_a_common_one_does_not_part_it() -> None:
@@ -65,7 +65,10 @@ def test_a_common_line_behind_others_is_waited_for() -> None:
 def test_a_rank_that_prints_alone_waits_no_longer_than_its_time() -> None:
     folder = LineMerger(2, HOLD_S)
     assert folder.push(0, ["loss 0.5", "loss 0.4"], 2.0) == []
-    assert folder.due(2.0 + HOLD_S) == [ShownLine((0,), "loss 0.5"), ShownLine((0,), "loss 0.4")]
+    assert folder.pop_due(2.0 + HOLD_S) == [
+        ShownLine((0,), "loss 0.5"),
+        ShownLine((0,), "loss 0.4"),
+    ]
     assert folder.next_due() == math.inf
 
 
@@ -74,7 +77,7 @@ def test_each_line_waits_its_own_time_in_its_order() -> None:
     for step in range(6):
         shown = folder.push(0, [f"{step}"], 0.01 * step)
     assert [line.text for line in shown] == ["0"]
-    assert [line.text for line in folder.due(1.0)] == ["1", "2", "3", "4", "5"]
+    assert [line.text for line in folder.pop_due(1.0)] == ["1", "2", "3", "4", "5"]
 
 
 def test_lines_that_folded_once_fold_again_after_one_that_was_alone() -> None:
@@ -83,7 +86,7 @@ def test_lines_that_folded_once_fold_again_after_one_that_was_alone() -> None:
         assert folder.push(0, [epoch], 0.0) == []
         assert folder.push(1, [epoch], 0.01) == [ShownLine((0, 1), epoch)]
         assert folder.push(0, ["loss 0.3"], 0.02) == []
-        assert folder.due(1.0) == [ShownLine((0,), "loss 0.3")]
+        assert folder.pop_due(1.0) == [ShownLine((0,), "loss 0.3")]
 
 
 def test_one_rank_never_waits() -> None:
@@ -111,7 +114,7 @@ def test_nothing_is_lost_doubled_or_reordered_and_nothing_waits_too_long(
         shown += folder.push(rank, lines, now)
         deadline = folder.next_due()
         assert deadline == math.inf or now < deadline <= now + HOLD_S
-    shown += folder.flush()
+    shown += folder.pop_all()
     assert folder.next_due() == math.inf
     assert lines_by_rank(shown) == {rank: lines for rank, lines in printed.items() if lines}
     assert all(list(ranks) == sorted(set(ranks)) for ranks, _ in shown)

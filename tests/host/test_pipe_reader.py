@@ -151,7 +151,7 @@ def test_a_pipe_that_ends_while_the_next_run_begins_leaves_no_open_log(
     change = reader._change_sink
 
     def end_and_change(*given: Any) -> None:
-        reader._end(reader._logs[0])
+        reader._close_stream(reader._logs[0])
         change(*given)
 
     monkeypatch.setattr(reader, "_change_sink", end_and_change)

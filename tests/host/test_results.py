@@ -254,7 +254,7 @@ def forge(path: Path, names: Sequence[str], value: Any, *, is_plain: bool = Fals
     written = Pickled(pickle.dumps(dict.fromkeys(names, value)), ())
     if is_plain and not isinstance(value, Makes):
         writer = PlainWriter()
-        writer.add(dict.fromkeys(names, value))
+        writer.write_value(dict.fromkeys(names, value))
         written = Pickled(writer.data, ())
     pickling.write_archive(path, written, ResultsHeader(names=[*names], is_plain=is_plain))
 
