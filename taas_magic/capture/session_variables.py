@@ -147,12 +147,13 @@ class RankVariables:
     ) -> VariablesToSend:
         """Choose the variables of the notebook to send for a cell.
 
-        The candidates are the variables that the cell uses, and the variables that these need. A
-        candidate is sent if the ranks lack it, if its value has changed, or if it is a module or in
-        `send`. A group of candidates that share an object is sent as a whole if one of them is
-        sent, or if they were sent for different cells: the ranks then have several copies of the
-        object. A changed process state is sent, too. When the ranks have received the result, the
-        caller must call `record_sent`.
+        The candidates are the variables that the cell uses, and the variables that these need.
+        Names that belong to the ranks are no candidates unless they are in `send`. A candidate is
+        sent if the ranks lack it, if its value has changed, or if it is a module or in `send`. A
+        group of candidates that share an object is sent as a whole if one of them is sent, or if
+        they were sent for different cells: the ranks then have several copies of the object. A
+        changed process state is sent, too. When the ranks have received the result, the caller must
+        call `record_sent`.
 
         Args:
             send: Names whose values are sent although cells have assigned them (`--send`).

@@ -714,7 +714,7 @@ class UserErrorReport:
         text = "".join(traceback.format_exception(type(error), error, frames))
         return cls(type(error), text, where, tuple(cls.of(part, where) for part in parts))
 
-    def plain(self) -> "UserErrorReport":
+    def as_runtime_error(self) -> "UserErrorReport":
         """Return a copy with the type RuntimeError, which can always be sent."""
         return replace(self, kind=RuntimeError, parts=())
 

@@ -287,9 +287,9 @@ class EpochIterator(Iterator[Any]):
         """Make all ranks use the same order of the epoch; return the description with this order.
 
         In a run without fetchers, each rank runs the sampler itself. If the sampler draws from an
-        unseeded generator, the ranks' orders differ. In this case, the rank that opened the epoch
-        first publishes its order, and the clients of all ranks request batches in that order. In
-        any other case, return `opened` unchanged.
+        unseeded generator, the ranks' orders differ. In this case, the rank that was the first to
+        open the epoch publishes its order, and the clients of all ranks request batches in that
+        order. In any other case, return `opened` unchanged.
 
         Raises:
             RunLost: This rank's order differs, and the sampler has no length.

@@ -409,7 +409,7 @@ def _failed(failure: UserCodeFailed) -> _ResponseParts:
     try:
         body = encode.as_bytes(failure.raised)
     except Exception:  # pickling a user's exception may raise anything
-        body = encode.as_bytes(failure.raised.plain())
+        body = encode.as_bytes(failure.raised.as_runtime_error())
     return ResponseKind.ERROR, encode.raw(body), 1, 0
 
 

@@ -264,8 +264,8 @@ def writable_folders(store: str, writable: Iterable[str], protection: StoreProte
     would fail, and the rank would get a weaker protection.
 
     A process under Landlock cannot make entries directly in a folder that contains the store. So
-    for Landlock, this function also makes missing `writable` folders whose parent folder contains
-    the store. The result does not include these folders.
+    for Landlock, this function also makes the missing `writable` folders beside the store, which
+    the process could not make later. The result has only folders below the store.
     """
     store = os.path.realpath(store)
     resolved = sorted({os.path.realpath(path) for path in writable})
