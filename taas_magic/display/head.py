@@ -385,7 +385,7 @@ def _rank_table(state: RunState, now: float) -> list[str]:
     if is_last or not state.rank_table or now - state.rank_table_at >= REDRAW_GAP_S:
         ranks = sorted(state.processes)
         rows = [_rank_cells(rank, state) for rank in ranks[:MAX_ROWS]] if state.usage else []
-        state.rank_table = columns([_RANKS_HEAD, *rows]) if rows else []
+        state.rank_table = _ranks_lines(rows)
         if len(ranks) > MAX_ROWS and rows:
             state.rank_table.append(f"… and {len(ranks) - MAX_ROWS:,} more ranks")
         state.rank_table_at = now
@@ -876,8 +876,8 @@ def stacks_text(found: RunStacks, labels: Mapping[str, str]) -> str:
 
 
 _RANKS_HEAD = (
-    *("rank", "host", "pid", "CPU", "memory", "batches", "per second", "waited"),
-    *("in collectives", "step", "at"),
+    *("rank", "host", "pid", "CPU", "memory", "GPU", "GPU memory", "batches", "per second"),
+    *("waited", "in collectives", "step", "at"),
 )
 
 
@@ -887,8 +887,7 @@ def ranks_text(found: RunStacks, state: RunState) -> str:
         _cells(row.rank, (row.host, row.pid), _usage_of(row), state)
         for row in sorted(found.ranks, key=lambda row: row.rank)
     ]
-    table = columns([_RANKS_HEAD, *rows]) if rows else []
-    return "\n".join([*table, *found.silent]) or "no rank runs"
+    return "\n".join([*_ranks_lines(rows), *found.silent]) or "no rank runs"
 
 
 def _usage_of(row: RankStack) -> RankUsage:
@@ -898,7 +897,23 @@ def _usage_of(row: RankStack) -> RankUsage:
         memory_bytes=_memory(row),
         in_collectives=row.in_collectives,
         place=row.place or row.waits_for,
+        gpu=row.gpu,
     )
+
+
+def _ranks_lines(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    """Return the table of ranks as lines; [] without rows.
+
+    If no rank uses a GPU, leave out the columns about GPUs.
+    """
+    if not rows:
+        return []
+    shown = [
+        number
+        for number, name in enumerate(_RANKS_HEAD)
+        if not name.startswith("GPU") or any(row[number] != "-" for row in rows)
+    ]
+    return columns([tuple(row[number] for number in shown) for row in (_RANKS_HEAD, *rows)])
 
 
 def _rank_cells(rank: int, state: RunState) -> tuple[str, ...]:
@@ -921,12 +936,15 @@ def _cells(
     shares = [loader.shares[rank] for loader in loaders if rank in loader.shares]
     steps = [of[rank].last_step for of in state.curves.values() if rank in of]
     host, pid = process
+    gpu = usage.gpu if usage else None
     return (
         str(rank),
         host,
         str(pid),
         f"{100 * usage.cpus:.0f} %" if usage else "-",
         size_text(usage.memory_bytes) if usage else "-",
+        f"{100 * gpu.busy:.0f} %" if gpu and gpu.busy is not None else "-",
+        size_text(gpu.memory_bytes) if gpu else "-",
         f"{batches:,}" if loaders else "-",
         _number(batches / span_s) if span_s else "-",
         f"{100 * sum(shares):.0f} %" if shares else "-",

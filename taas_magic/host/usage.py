@@ -93,6 +93,7 @@ class UsageReporter:
                 memory_bytes=sum(map(_memory_of, below[state.pid])),
                 in_collectives=state.collective_fraction,
                 place=code_position(state.beat.stack)[:_PLACE_CHARS],
+                gpu=state.beat.gpu,
             )
 
 

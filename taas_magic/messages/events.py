@@ -138,6 +138,7 @@ class RankUsage(Struct, kw_only=True):
         in_collectives: Fraction of the rank's heartbeats, from 0 to 1, at which a collective was
             running.
         place: Line of the notebook that the rank executes; "" if unknown.
+        gpu: The rank's use of its GPU; None if the rank has not used CUDA.
     """
 
     rank: int
@@ -145,6 +146,7 @@ class RankUsage(Struct, kw_only=True):
     memory_bytes: int = 0
     in_collectives: float = 0.0
     place: str = ""
+    gpu: GpuUsage | None = None
 
 
 class RankCounts(Struct, kw_only=True):

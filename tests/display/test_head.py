@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from msgspec import structs
 
-from taas_magic.display.head import RunState, duration, mime_bundle, text
-from taas_magic.messages import Event
+from taas_magic.display.head import RunState, duration, mime_bundle, ranks_text, text
+from taas_magic.messages import Event, GpuUsage, RankStack, RunStacks
 from tests.events import event, new_state, parsed
 
 BAR = " epoch 3:  62%|######2   | 31/50 [00:05<00:03, 5.91it/s]"
@@ -265,3 +265,13 @@ def test_events_that_say_nothing_about_the_head_are_ignored() -> None:
 )
 def test_duration(seconds: float, decimals: int, words: str) -> None:
     assert duration(seconds, decimals) == words
+
+
+def test_the_table_of_ranks_has_columns_about_gpus_only_if_a_rank_uses_one() -> None:
+    used = GpuUsage(busy=0.93, memory_bytes=1_500_000_000)
+    rows = [RankStack(rank=0, pid=1, host="a"), RankStack(rank=1, pid=2, host="a", gpu=used)]
+    heading, first, second = ranks_text(RunStacks(ranks=rows), new_state()).splitlines()
+    assert re.split(" {2,}", heading)[4:7] == ["memory", "GPU", "GPU memory"]
+    assert re.split(" {2,}", first)[5:7] == ["-", "-"]
+    assert re.split(" {2,}", second)[5:7] == ["93 %", "1.5 GB"]
+    assert "GPU" not in ranks_text(RunStacks(ranks=rows[:1]), new_state())
