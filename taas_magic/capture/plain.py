@@ -201,8 +201,9 @@ class PlainWriter:
         key = ("storage", storage_id(storage))
         number = self._numbers.get(key)
         if number is None:
-            held = storage if value.device.type == "cpu" else storage.cpu()
-            number = self._append_memory("storage", [], bytes_of_storage(held))
+            device = value.device.type
+            held = storage if device == "cpu" else storage.cpu()
+            number = self._append_memory("storage", [device], bytes_of_storage(held))
             self._numbers[key] = number
             self._held.append(storage)
         kind = "Parameter" if type(value) is torch.nn.Parameter else "Tensor"
@@ -242,8 +243,9 @@ class PlainWriter:
 def read_plain(data: bytes, buffers: Sequence[memoryview]) -> Any:
     """Return the value of a table that `PlainWriter` wrote.
 
-    Safe for data from an untrusted sender: a forged table cannot run code. Tensors and arrays use
-    the memory of `buffers` without copying it.
+    Safe for data from an untrusted sender: a forged table cannot run code. Arrays, and tensors on
+    the CPU, use the memory of `buffers` without copying it. `target_device` decides where a tensor
+    from a GPU arrives.
 
     Raises:
         ValueError: The table is damaged or forged.
@@ -421,7 +423,7 @@ _CONTAINERS: dict[str, _Container] = {
 
 
 def _make_tensor(items: list[Any], memory: memoryview) -> "torch.Tensor":
-    """Make a CPU tensor on a storage of the table, without copying its memory.
+    """Make a tensor on a storage of the table, without copying the storage.
 
     Args:
         items: Storage, name of the dtype, `requires_grad`, offset, sizes, and strides.
@@ -440,7 +442,8 @@ def _make_tensor(items: list[Any], memory: memoryview) -> "torch.Tensor":
     last = offset + sum((n - 1) * step for n, step in zip(shape, stride, strict=True))
     if 0 not in shape and (last + 1) * dtype.itemsize > storage.nbytes():
         raise ValueError("a tensor exceeds its storage")
-    tensor = torch.empty(0, dtype=dtype, device="cpu").set_(storage, offset, shape, stride)
+    empty = torch.empty(0, dtype=dtype, device=storage.device)
+    tensor = empty.set_(storage, offset, shape, stride)
     return tensor.requires_grad_(bool(requires_grad))
 
 
@@ -523,7 +526,7 @@ _MAKERS: dict[str, Callable[[list[Any], memoryview], Any]] = {
     "UUID": lambda items, memory: UUID(hex=items[0]),
     "PosixPath": lambda items, memory: Path(path_from_home(items[0])),
     "PurePosixPath": lambda items, memory: PurePosixPath(path_from_home(items[0])),
-    "storage": lambda items, memory: rebuild_untyped(memory, "cpu"),
+    "storage": lambda items, memory: rebuild_untyped(memory, items[0] if items else "cpu"),
     "Tensor": _make_tensor,
     "Parameter": _make_parameter,
     "torch.dtype": _dtype,

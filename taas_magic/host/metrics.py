@@ -7,7 +7,7 @@ collective never ends, the GPU computes nothing more.
 
 import os
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
@@ -25,21 +25,20 @@ _GPU_POLL_S = 0.01
 
 
 class _GpuScalar:
-    """Copy of a scalar on a GPU. The program may change the original before the copy is read."""
+    """Copy of a scalar on a GPU. The program may change the original before the copy is read.
+
+    Attributes:
+        stream: CUDA stream in which the copy is made.
+    """
 
     def __init__(self, value: "torch.Tensor") -> None:
         import torch
 
-        with torch.cuda.device(value.device):
-            self._copy, self._computed = value.clone(), torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._computed.record()
-
-    def is_computed(self) -> bool:
-        """Return whether the GPU has made the copy. Raise RuntimeError if the GPU has failed."""
-        return bool(self._computed.query())  # type: ignore[no-untyped-call]
+        self._copy = value.clone()
+        self.stream = torch.cuda.current_stream(value.device)
 
     def __float__(self) -> float:
-        """Return the number. Call this only if `is_computed` has returned True."""
+        """Return the number. Call this only when the GPU has made the copy."""
         import torch
 
         # In the program's own stream, the read would wait for all work that was queued since.
@@ -48,12 +47,18 @@ class _GpuScalar:
             return float(self._copy)
 
 
+_Logged = tuple[float, int | None, str, float | _GpuScalar]
+"""Time, step, name and value of a scalar."""
+
+
 class MetricBuffer:
     """The scalars that a rank has logged and not yet sent. Any thread may add scalars."""
 
     def __init__(self, rank: int) -> None:
         self._rank, self._pid = rank, os.getpid()
-        self._waiting: deque[tuple[float, int | None, str, float | _GpuScalar]] = deque()
+        self._waiting: list[_Logged] = []
+        self._batch: list[_Logged] = []
+        self._events: list[torch.cuda.Event] = []
         self._counts: Counter[str] = Counter()
 
     def add(self, values: Mapping[str, Any], step: int | None, all_ranks: bool) -> None:
@@ -83,21 +88,38 @@ class MetricBuffer:
         one thread at a time may call this method.
 
         Args:
-            waits_for_gpu: Whether to wait for scalars that the GPU has not computed yet. If False,
-                the first of these scalars and all later scalars stay in the buffer.
+            waits_for_gpu: Whether to wait until the GPU has computed all scalars. If False, scalars
+                that the GPU has not computed stay in the buffer, and so do all later scalars.
         """
-        points: list[MetricPoint] = []
-        for _ in range(len(self._waiting)):
-            seen_at, step, name, value = self._waiting[0]
+        points = self._pop_computed()
+        while waits_for_gpu and (self._batch or self._waiting):
+            time.sleep(_GPU_POLL_S)
+            points += self._pop_computed()
+        return points
+
+    def _pop_computed(self) -> list[MetricPoint]:
+        """Return the oldest batch of scalars as numbers; [] if the GPU has not computed all of it.
+
+        A batch has the scalars that were in the buffer when the previous batch was returned. A CUDA
+        event for each stream shows when the GPU has computed the batch. Events for each scalar
+        would make `log` slow.
+        """
+        with suppress(RuntimeError):  # if the GPU has failed, there is nothing to wait for
+            if not self._batch:
+                # Other threads may extend the list meanwhile, so it must stay the same list.
+                self._batch = self._waiting[:]
+                del self._waiting[: len(self._batch)]
+                streams = {it.stream for *_, it in self._batch if not isinstance(it, float)}
+                self._events = [stream.record_event() for stream in streams]
+            if not all(event.query() for event in self._events):  # type: ignore[no-untyped-call]
+                return []
+        points = []
+        for seen_at, step, name, value in self._batch:
             number = self._counts[name] if step is None else step
-            with suppress(RuntimeError):
-                while not isinstance(value, float) and not value.is_computed():
-                    if not waits_for_gpu:
-                        return points
-                    time.sleep(_GPU_POLL_S)
-                points.append(MetricPoint(name, number, float(value), seen_at))
-            self._waiting.popleft()
             self._counts[name] = number + 1
+            with suppress(RuntimeError):
+                points.append(MetricPoint(name, number, float(value), seen_at))
+        self._batch, self._events = [], []
         return points
 
 

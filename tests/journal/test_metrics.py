@@ -121,7 +121,7 @@ def test_a_partial_dtensor_is_refused(tmp_path: Path) -> None:
 
 
 class _GpuTensor:
-    """Stand-in for a CUDA tensor with one element, and for the copy that the buffer makes of it.
+    """Stand-in for a CUDA tensor with one element, its copy, and the copy's stream and event.
 
     Attributes:
         is_queued: Whether the GPU has not computed the tensor yet.
@@ -132,6 +132,7 @@ class _GpuTensor:
 
     def __init__(self, value: float = 0.0, is_queued: bool = False, is_lost: bool = False) -> None:
         self.value, self.is_queued, self.is_lost = value, is_queued, is_lost
+        self.stream = self
 
     def numel(self) -> int:
         return 1
@@ -142,12 +143,15 @@ class _GpuTensor:
     def detach(self) -> "_GpuTensor":
         return self
 
-    def is_computed(self) -> bool:
-        if self.is_lost:
-            raise RuntimeError("CUDA error: device-side assert triggered")
+    def record_event(self) -> "_GpuTensor":
+        return self
+
+    def query(self) -> bool:
         return not self.is_queued
 
     def __float__(self) -> float:
+        if self.is_lost:
+            raise RuntimeError("CUDA error: device-side assert triggered")
         return self.value
 
 
@@ -167,12 +171,12 @@ def test_a_value_that_the_gpu_lost_does_not_stop_the_heartbeats() -> None:
 @pytest.mark.usefixtures("gpu_scalars")
 def test_a_value_that_the_gpu_has_not_computed_is_sent_later_in_order() -> None:
     buffer, queued = MetricBuffer(0), _GpuTensor(2.0, is_queued=True)
-    for value in (1.0, queued, 3.0):
+    for value in (1.0, queued):
         buffer.add({"loss": value}, None, False)
-    assert popped(buffer) == [(0, 1.0)]
     assert popped(buffer) == []
+    buffer.add({"loss": 3.0}, None, False)
     threading.Timer(0.1, setattr, (queued, "is_queued", False)).start()
-    assert popped(buffer, waits_for_gpu=True) == [(1, 2.0), (2, 3.0)]
+    assert popped(buffer, waits_for_gpu=True) == [(0, 1.0), (1, 2.0), (2, 3.0)]
 
 
 def test_a_tensor_keeps_the_value_that_it_had() -> None:
