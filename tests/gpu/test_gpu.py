@@ -134,7 +134,7 @@ def test_ranks_shows_the_use_of_the_gpu(frontend_of_module: Frontend) -> None:
     )
     shown = frontend_of_module.text(frontend_of_module.run(wait))
     frontend_of_module.run("%taas stop")
-    frontend_of_module.run("taas.runs()[0].wait()")
+    frontend_of_module.fail("taas.runs()[0].wait()")  # raises, because the run was stopped
     assert re.search(r"GPU +GPU memory", shown), shown
     assert re.search(r" \d+ %  +\d+\.\d MB", shown), shown
 
