@@ -76,7 +76,7 @@ def test_a_whole_report() -> None:
     )
     assert report(found).splitlines() == [
         "rehearsal (3 batches a pass on 2 CPU ranks here): SUCCEEDED in 4.2 s; "
-        'rehearsed for pool "gpu": 8 ranks on 1 host',
+        'rehearsed for pool "gpu": 8 ranks on 2 hosts',
         "  would fail    first line; second line",
         "  would fail    hosts gpu0, gpu1, gpu2 and 2 more: module nosuch that the cell imports: "
         "not installed there. Install it",
