@@ -271,6 +271,15 @@ class Route:
                 )
             time.sleep(_FIRST_LOOKS_S)
 
+    def wait_for_opener(self) -> None:
+        """Wait until the fetcher that describes epochs has started, or cannot start any more.
+
+        Raises:
+            RunLost: No fetcher has started in time, or all fetchers have ended.
+        """
+        self._await_fetchers()
+        self._await_start(self._wanted(0, None))
+
     def _await_start(self, number: int) -> None:
         """Wait until fetcher `number` has started, or until no fetcher is starting.
 
@@ -366,16 +375,23 @@ class Client:
         links = list(self._links.values())
         return self._blocks.held_bytes + sum(link.borrowed.held_bytes for link in links)
 
-    def open(self, epoch: int) -> EpochDescription:
+    def open(self, epoch: int, has_own_sampler: bool = False) -> EpochDescription:
         """Begin an epoch: request the epoch's description from one fetcher, and return it.
 
         Two fetchers may have different orders, if the sampler is not seeded. The pass follows the
         order of the fetcher that sent the description, until the caller calls `use_order`.
 
+        Args:
+            has_own_sampler: Whether the sampler is of a type that is not torch's, and so may not be
+                seeded. If so, first wait for the fetcher from which all ranks request the
+                description. Another fetcher could start earlier.
+
         Raises:
             RunLost: No fetcher responds.
             Exception: The exception that the loader's sampler raised.
         """
+        if has_own_sampler:
+            self._route.wait_for_opener()
         body = self._answer_to(LoaderRequest(RequestKind.OPEN, epoch, 0), ResponseKind.OPENED)
         opened = protocol.read_opened(body)
         self._epoch, self._streams, self._indices = epoch, opened.streams, None

@@ -264,7 +264,8 @@ class EpochIterator(Iterator[Any]):
         """
         loader, feed = self._loader, self._loader.feed
         self._client = loader.new_client()
-        opened = self.opened = self._adopt_common_order(self._client, self._client.open(self.epoch))
+        opened = self._client.open(self.epoch, loader.shape.has_own_sampler)
+        self.opened = opened = self._adopt_common_order(self._client, opened)
         if opened.streams is None:
             if self.order and self.order != opened.order:
                 raise ValueError(_ANOTHER_ORDER.format(loader.name, self.epoch))
@@ -286,8 +287,9 @@ class EpochIterator(Iterator[Any]):
     def _adopt_common_order(self, client: Client, opened: EpochDescription) -> EpochDescription:
         """Make all ranks use the same order of the epoch; return the description with this order.
 
-        In a run without fetchers, each rank runs the sampler itself. If the sampler draws from an
-        unseeded generator, the ranks' orders differ. In this case, the rank that was the first to
+        In a run without fetchers, each rank runs the sampler itself. In a run with fetchers, ranks
+        may get the order from different fetchers, if a fetcher has ended. If the sampler draws from
+        an unseeded generator, these orders differ. In this case, the rank that was the first to
         open the epoch publishes its order, and the clients of all ranks request batches in that
         order. In any other case, return `opened` unchanged.
 
@@ -336,7 +338,7 @@ class EpochIterator(Iterator[Any]):
             if self.order not in (0, order):
                 warnings.warn(_ANOTHER_STREAM.format(loader.name, self.epoch), stacklevel=2)
             self.order = order
-        if agreement is None or loader.has_warned:
+        if agreement is None or loader.feed.directory is not None or loader.has_warned:
             return
         mine = str(order).encode()
         if agreement.store_first(f"{loader.name}/{self.epoch}/{slot}", mine) != mine:

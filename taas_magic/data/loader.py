@@ -153,8 +153,7 @@ class RankFeed:
         ledger: On-disk count of the batches that this rank received; None to keep no count.
         window_bytes: Total size of the batches to request before the rank needs them.
         own: Manager of this rank's servers in a run without fetchers; None if there are fetchers.
-        agreement: Key-value store of the ranks in a run without fetchers; None if there are
-            fetchers or only one rank.
+        agreement: Key-value store of the ranks; None if there is only one rank.
         folder: Folder with the pickled loaders, for servers that `own` starts.
     """
 

@@ -68,14 +68,14 @@ def run_feed(share: LocalShare, rank: int) -> Iterator[RankFeed | None]:
 def _create_feed(served: DataServiceSettings, share: LocalShare, rank: int) -> RankFeed:
     """Create a rank's feed. If the run has no fetchers, also create the rank's own data servers.
 
-    In a run without fetchers that has several ranks, the feed also has a `LoaderAgreement`.
+    If the run has several ranks, the feed also has a `LoaderAgreement`.
     """
     folder = service.folder_of(share.folder.path)
     own = agreement = None
     if not served.fetchers:
         own = RankServers(served.key, _load_pickled_loader)
-        if share.plan.world_size > 1:
-            agreement = rendezvous.LoaderAgreement(os.environ, share.plan.run_id)
+    if share.plan.world_size > 1:
+        agreement = rendezvous.LoaderAgreement(os.environ, share.plan.run_id)
     return RankFeed(
         rank=rank,
         world_size=share.plan.world_size,
@@ -186,7 +186,7 @@ class SessionLoaders:
         names = [loader.name for loader in served.loaders]
         kept = self._copy_loaders(number, run_dir, names)
         share, agreement, directory = self._share, None, _directory(served, self._base)
-        if share.plan.world_size > 1 and directory is None:
+        if share.plan.world_size > 1:
             run = f"{share.plan.run_id}/{number}"
             agreement = rendezvous.LoaderAgreement(self._environ, run)
         self._feed = RankFeed(

@@ -24,6 +24,7 @@ from taas_magic.journal.analysis import LoaderCounts
 from taas_magic.messages import LoaderAddresses
 from tests.data.data_rig import (
     SEED,
+    FeedChanges,
     Lines,
     Noise,
     Remembering,
@@ -34,6 +35,7 @@ from tests.data.data_rig import (
     service,
     workers_of,
 )
+from tests.data.draws import Agreed
 from tests.data.ledger import audit, missing
 from tests.eventually import HUNG_S
 from tests.nightly import nightly
@@ -448,6 +450,43 @@ def test_a_fetcher_that_starts_later_does_not_tell_the_epochs_order(
         hidden.clear()
         found += batches
     assert sorted(index for batch in found for index in plain(batch)[1]) == list(range(20))
+
+
+def both_ranks(running: Service, *changes: FeedChanges) -> list[int]:
+    """Return the samples, sorted, that two ranks get in one epoch, one rank after the other."""
+    ranks = [running.loader(rank=at, world_size=2, **it) for at, it in enumerate(changes)]
+    return sorted(index for rank in ranks for batch in rank for index in plain(batch)[1])
+
+
+def test_ranks_wait_for_the_fetcher_that_decides_the_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client, "_CHECK_AGAIN_S", 0.0)
+    with service(tmp_path, DataLoader(Rows(20), 2, sampler=Unseeded()), fetchers=2) as running:
+        looks = itertools.count()
+
+        def directory(name: str) -> LoaderAddresses:
+            found = running.directory(name)
+            if next(looks) > 5:
+                return found
+            return structs.replace(found, addresses={1: found.addresses[1]}, starting=1)
+
+        assert both_ranks(running, {"directory": directory}, {}) == list(range(20))
+
+
+def test_ranks_share_an_order_when_the_fetcher_that_decided_it_is_gone(tmp_path: Path) -> None:
+    with service(tmp_path, DataLoader(Rows(20), 2, sampler=Unseeded()), fetchers=2) as running:
+
+        def only(number: int) -> FeedChanges:
+            def directory(name: str) -> LoaderAddresses:
+                found = running.directory(name)
+                left = {number: found.addresses[number]}
+                return structs.replace(found, addresses=left, starting=0)
+
+            return {"directory": directory, "agreement": agreed}
+
+        agreed = Agreed()
+        assert both_ranks(running, only(0), only(1)) == list(range(20))
 
 
 class UnseededStream(IterableDataset[int]):
