@@ -140,7 +140,14 @@ class FetcherPart:
 
 
 def first_slots_to_keep(world_size: int, uneven: Uneven) -> int:
-    """Return the value of `FetcherPart.keep_first`; see `RankPart` for the arguments."""
+    """Return how many first batches of each epoch a fetcher keeps (`FetcherPart.keep_first`).
+
+    These are the batches of the first step, because with "pad" ranks may repeat them at the end of
+    the epoch.
+
+    Args:
+        uneven: See `RankPart.uneven`.
+    """
     return world_size if uneven == "pad" and world_size > 1 else 0
 
 

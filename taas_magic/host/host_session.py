@@ -114,7 +114,11 @@ class CellAttempt(_AttemptOfSession):
         self._drained: set[int] = set()
 
     def start(self, port: int) -> None:
-        """Send the cell to the ranks. The port is not used."""
+        """Send the cell to the ranks.
+
+        Args:
+            port: Not used, because the ranks of a session are running already.
+        """
         spec = self._spec
         self._report_started()
         chosen = spec.plan.ranks or range(spec.plan.world_size)
@@ -151,7 +155,11 @@ class CellAttempt(_AttemptOfSession):
         return self._interrupted_at is not None
 
     def note_if_cut(self) -> None:
-        """If ranks have cut their connections, tell the user in a note how to continue."""
+        """If ranks have cut their connections to other ranks, publish a note.
+
+        A rank does this when an interrupt must end a collective. The note tells the user how to
+        continue.
+        """
         if cut := [state.rank for state in self.ranks.states() if state.was_cut]:
             ranks = f"rank{'s' * (len(cut) > 1)} {', '.join(map(str, cut))}"
             name = self._spec.plan.session

@@ -263,8 +263,9 @@ class ShareSpec(Struct, frozen=True, omit_defaults=True):
         ran_s: Seconds since the start of the first attempt, for `--timeout`. Time in which a rank
             waited for the user's input does not count.
         fetchers: Addresses of the fetchers that have started, by number of the fetcher.
-        reach: Address at which ranks on this host connect to the server of `RunSpec.reach`. "" if
-            there is no server.
+        reach: Address at which ranks on this host connect to a server on the notebook's machine,
+            for example to the scheduler of a farm's process. "" if there is no such server. Differs
+            from `RunSpec.reach` if the connection goes through a tunnel.
     """
 
     run: RunSpec

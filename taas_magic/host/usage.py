@@ -31,9 +31,10 @@ _PLACE_CHARS = 200
 
 
 class UsageReporter:
-    """Reporter of the processors and memory that an attempt's ranks use, and of their code lines.
+    """Reporter of an attempt's ranks on this host: their use of CPUs, GPUs and memory.
 
-    The agent calls `check` regularly. Threads of this class measure and emit the reports.
+    A report also has the code line that each rank executes. The agent calls `check` regularly.
+    Threads of this class measure and emit the reports.
     """
 
     def __init__(self, attempt: int, ranks: Ranks, emit: EventSink) -> None:

@@ -410,7 +410,9 @@ class JournalWriter:
         return ""
 
     def _run(self) -> None:
-        """Write the queued events until `close` (the thread's function); then close the journal.
+        """Write the queued events until `close` is called; then close the journal's file.
+
+        Runs in the writer's thread.
 
         Metrics are also written to `metrics.csv`. If the disk is almost full, bulk events are left
         out. If an event cannot be written, report once that the journal is incomplete, and go on.

@@ -160,7 +160,11 @@ class Kernels:
             await asyncio.wait(pending_waits, timeout=_ANSWERED_S)
 
     def cancel_wait(self, wait: str) -> None:
-        """Cancel the kernel's wait with the id `wait`."""
+        """Cancel a kernel's wait for hosts, if it has not ended.
+
+        Args:
+            wait: Id of the wait (`WaitForHosts.wait`).
+        """
         if wait in self._waiting:
             self._waiting[wait][1].cancel()
 

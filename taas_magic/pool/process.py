@@ -176,6 +176,7 @@ class PoolFolder:
         """Start a process of the pool. If one is running or being started, return None instead.
 
         The process gets the folder's lock and, by stdin, its settings. Its output goes to the log.
+        Before the start, deletes the `pool.json` that a killed process may have left.
         """
         self.reap_children()
         path = self.path / "lock"

@@ -157,7 +157,8 @@ def find_target(
         stop: Event that the caller sets to cancel.
         jumps: Jump hosts on the way to `host`, as with `ssh -J`; "" for the jump hosts in the
             configuration.
-        through: The hosts for which `host` is a jump host.
+        through: Used in recursive calls to detect a circle: the hosts whose settings led to `host`
+            as a jump host.
 
     Raises:
         UsageError: `host` has none of the forms above, the jump hosts form a circle, or there are
