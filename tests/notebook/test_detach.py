@@ -13,6 +13,7 @@ from taas_magic.notebook import runs
 from taas_magic.notebook.runs import Run
 from tests.eventually import HUNG_S, eventually
 from tests.frontend import Frontend, kernel
+from tests.nightly import nightly
 from tests.notebook.test_attach import WAITS, beside, head
 from tests.notebook.test_kernel_life import ANSI
 
@@ -60,8 +61,12 @@ def check_attached(other: Frontend, run_id: str) -> None:
     other.run(f"import taas\nassert taas.last_run.wait() == {{'total': {TOTAL}}}")
 
 
-def check_killed_kernels(project: Path, folder: Path, pool: str, start_s: float = HUNG_S) -> None:
+def check_killed_kernels(
+    project: Path, folder: Path, pool: str, kills: int, start_s: float = HUNG_S
+) -> None:
     """Kill the kernel of a detached run at a random moment, and check the run in another kernel.
+
+    Do this `kills` times, each time with a new kernel and a new run.
 
     Then check that the pool ends, because it has no kernel left. `benchmarks/detach.py` does this
     many times.
@@ -73,23 +78,25 @@ def check_killed_kernels(project: Path, folder: Path, pool: str, start_s: float 
         start_s: Maximum seconds until the ranks have started.
     """
     with beside(folder) as other:
-        with kernel(project, TAAS_WARM="0") as killed:
-            cell = killed.send(COUNTS.replace("--name", f"--pool {pool} --name"))
-            reply = killed.finish(cell, start_s)
-            assert reply["status"] == "ok", reply
-            assert head(killed, cell).startswith("DETACHED counts")
-            run = next(runs.newest())
-            assert run.state == "RUNNING"
-            time.sleep(random.uniform(0.0, 1.0))
-            kill(killed)
-        check_attached(other, run.id)
+        for _ in range(kills):
+            with kernel(project, TAAS_WARM="0") as killed:
+                cell = killed.send(COUNTS.replace("--name", f"--pool {pool} --name"))
+                reply = killed.finish(cell, start_s)
+                assert reply["status"] == "ok", reply
+                assert head(killed, cell).startswith("DETACHED counts")
+                run = next(runs.newest())
+                assert run.state == "RUNNING"
+                time.sleep(random.uniform(0.0, 1.0))
+                kill(killed)
+            check_attached(other, run.id)
         eventually(lambda: not (Path(run.context.pool_folder) / "pool.json").exists())
 
 
+@pytest.mark.parametrize("kills", [1, nightly(3)])
 def test_a_detached_run_goes_on_when_its_kernel_is_killed(
-    frontend: Frontend, tmp_path: Path
+    frontend: Frontend, tmp_path: Path, kills: int
 ) -> None:
-    check_killed_kernels(tmp_path / "killed", tmp_path, "local")
+    check_killed_kernels(tmp_path / "killed", tmp_path, "local", kills)
 
 
 DEFINITIONS = """

@@ -128,7 +128,7 @@ def test_a_detached_run_on_hosts_goes_on_when_its_kernel_is_killed(
     folder: tuple[Path, Hosts], tmp_path: Path
 ) -> None:
     path, _ = folder
-    check_killed_kernels(path, tmp_path, "lab", HUNG_S)
+    check_killed_kernels(path, tmp_path, "lab", kills=3)
 
 
 def test_it_is_stored_with_its_outputs() -> None:
