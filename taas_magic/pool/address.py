@@ -10,13 +10,14 @@ from taas_magic.setup.facts import KernelVersions
 
 
 class PoolAddress(Struct):
-    """The contents of `pool.json`, with which a kernel connects to the pool's process.
+    """The contents of `pool.json`: the data that a kernel needs to connect to the pool's process.
 
     Attributes:
-        address: Address of the process's Dask scheduler, as "tls://host:port".
+        address: Address of the Dask scheduler in the pool's process, as "tls://host:port".
         security: Keyword arguments for Dask's `Security`, including a private key.
         project: Path of the project folder (the notebook's folder).
-        made_of: Versions of Python, torch and taas-magic that the process uses.
+        made_of: Versions of Python, torch and taas-magic that the pool's process uses. A kernel
+            with other versions does not connect.
     """
 
     address: str

@@ -1,8 +1,8 @@
-"""The kernel's side of a pool: start or find its process, connect, launch runs, receive events.
+"""The kernel's side of a pool: start the pool's process, connect to it, launch runs.
 
-A run, or a wait for hosts, belongs to one connection (`PoolConnection`) and ends with it. Any
-thread of the kernel may call every method. The Dask client runs an event loop in a thread of its
-own.
+A run, or a wait for hosts, belongs to one connection (`PoolConnection`) and ends when this
+connection ends. All methods may be called from any thread of the kernel. The Dask client runs an
+event loop in a thread of its own.
 """
 
 import asyncio
@@ -61,11 +61,12 @@ After that, the kernel kills the process and starts another process.
 END_S = 30.0
 """Maximum seconds for a pool's process to end by itself.
 
-After this time, `Pool.down` kills the process. Other callers get PoolError.
+After this time, `Pool.down` kills the process. All other functions that wait for the end of the
+process raise PoolError.
 """
 
 REPORT_WAIT_AFTER_S = 5.0
-"""Seconds of a wait for a pool's process until the user gets a message about the process."""
+"""Seconds that a kernel waits for a pool's process before it shows a message to the user."""
 
 _LOOK_S = 0.25
 _POLL_S = 0.02
@@ -78,10 +79,10 @@ class ConnectionEnded(RunLost):
 
 
 class PoolWait:
-    """One wait of this kernel for a pool's process and its hosts.
+    """One wait of this kernel for a pool's process and for hosts of the pool; can be cancelled.
 
-    A wait that is over starts no process of the pool. The pool's process identifies a wait by its
-    `id`.
+    When the wait is over, the waiting method of `Pool` stops with PoolError and starts no further
+    process. The pool's process identifies the wait by the attribute `id`.
     """
 
     def __init__(self, pool: "Pool") -> None:
@@ -99,7 +100,7 @@ class PoolWait:
         self.is_cancelled = True
 
     def raise_if_over(self) -> None:
-        """Raise PoolError if the wait is over."""
+        """Raise PoolError if the wait was cancelled, or if this kernel ended the pool meanwhile."""
         if self.is_cancelled:
             raise PoolError(f'pool "{self._pool.name}": the wait for its hosts was cancelled')
         if self.is_over:
@@ -109,7 +110,8 @@ class PoolWait:
 def disconnect(client: "Client") -> None:
     """Close a Dask client, even if its scheduler was killed.
 
-    Wait at most 2 s. Suppress Dask's log messages and the error of a client that is reconnecting.
+    Wait at most 2 s for the client. Write no log messages of Dask about the lost connection. Ignore
+    the ValueError that Dask raises if the client is just reconnecting.
     """
     # If the scheduler was killed, the client would log that it reconnects. So disable this log.
     logger = logging.getLogger("distributed.client")
@@ -130,11 +132,12 @@ def _connect(pool_address: PoolAddress, check: Callable[[], None]) -> "Client":
 
     Args:
         check: Called repeatedly while the client connects. If `check` raises PoolError, this call
-            stops, and a client that connects later is closed. Dask itself would keep trying for
-            `ANSWER_S`, even if the process has ended.
+            raises this error too, and a client that connects later is closed. Without `check`, Dask
+            would keep trying for `ANSWER_S`, even if the process has ended.
 
     Raises:
-        OSError: The process does not respond.
+        OSError: The process does not respond within `ANSWER_S`.
+        PoolError: `check` raised this error.
     """
     from distributed import Client, Security
 
@@ -168,10 +171,14 @@ def _connect(pool_address: PoolAddress, check: Callable[[], None]) -> "Client":
 def ask_pool(folder: Path, request: Request[_T]) -> _T:
     """Send a request to the running process of a pool's folder and return the response.
 
-    This call opens a connection for the request, and closes it afterwards.
+    This call opens a connection for the request, and closes the connection afterwards.
+
+    Args:
+        folder: The pool's folder, with `pool.json`.
 
     Raises:
-        PoolError: The folder's pool has no running process, or the process does not respond.
+        PoolError: The folder's pool has no running process, or the process does not respond within
+            `ANSWER_S`.
     """
     pool_address = read_address(folder)
     if pool_address is None or is_unlocked(folder / "lock"):
@@ -193,13 +200,14 @@ def ask_pool(folder: Path, request: Request[_T]) -> _T:
 class PoolConnection:
     """The connection of this kernel to one process of a pool.
 
-    The connection ends when the process ends or when the kernel closes the connection. It is never
-    restored. When the connection ends, all its runs and waits for hosts end. Each method that sends
-    a request raises the errors of `call`.
+    The connection ends when the process ends or when the kernel closes the connection. An ended
+    connection is never restored. Runs and waits for hosts that were started on the connection end
+    with it, except detached runs. Each method that sends a request raises ConnectionEnded if the
+    connection has ended, and PoolError if the process sends no beats.
 
     Attributes:
         id: The Dask client's id, by which the process identifies this kernel.
-        why: The reason for which the connection has ended; "" while it is open.
+        why: The reason why the connection has ended; "" while the connection is open.
     """
 
     def __init__(
@@ -254,7 +262,7 @@ class PoolConnection:
             raise ConnectionEnded(self.why)
 
     def register(self) -> bool:
-        """Ask the process to accept this kernel. A process that has begun to end refuses."""
+        """Ask the process to accept this kernel; return False if the process has begun to end."""
         return self.call(RegisterKernel(self.id))
 
     def wait_for_hosts(
@@ -262,8 +270,13 @@ class PoolConnection:
     ) -> StartResponse:
         """Ask the process for `hosts` hosts, and wait until they can start ranks.
 
-        For the arguments, see `Pool.open`. While `wait` is over, ask the process repeatedly to
-        cancel the wait. If the hosts are not available, the response has an error.
+        If `wait` is cancelled, ask the process to stop waiting. The response then has an error, as
+        it has if the hosts are not available.
+
+        Args:
+            wait: Object by which another thread can cancel this call.
+            has_run: Whether a run is to start on the hosts.
+            on_wait: Called at each beat of the process with lines about hosts that are not ready.
         """
 
         def halt_if_over() -> None:
@@ -286,7 +299,8 @@ class PoolConnection:
 
         Args:
             on_event: Called with every event of the run, in the thread of the Dask client.
-            fetcher_events: Events that the run's fetchers have already sent to this kernel.
+            fetcher_events: Events that the run's fetchers have already sent to this kernel. From
+                these events, the ranks learn the addresses of the fetchers.
 
         Returns:
             The names of the hosts on which the ranks start.
@@ -300,7 +314,17 @@ class PoolConnection:
         return self._launch(LaunchRanks(self.id, run, fetcher_events), run.plan.run_id, on_event)
 
     def launch_fetchers(self, run: "RunSpec", on_event: Callable[[Event], None]) -> list[str]:
-        """Start a run's fetchers, and pass their events to `on_event`; see `launch`."""
+        """Start a run's fetchers, and pass their events to `on_event`.
+
+        Args:
+            on_event: Called with every event of the fetchers, in the thread of the Dask client.
+
+        Returns:
+            The names of the hosts on which the fetchers start.
+
+        Raises:
+            PoolError: The hosts are not available.
+        """
         from taas_magic.host.spec import LaunchFetchers, fetchers_share_id
 
         return self._launch(
@@ -326,10 +350,13 @@ class PoolConnection:
         return answer.hosts
 
     def take_session(self, run_id: str, on_event: Callable[[Event], None]) -> SessionState:
-        """Take over a detached session, and pass its events to `on_event`.
+        """Make this kernel the owner of a detached session, and pass its events to `on_event`.
+
+        Returns:
+            The session's state, such as the number of its cells and the running cell.
 
         Raises:
-            PoolError: The session has ended or is not detached.
+            PoolError: The session has ended, is ending, or is not detached.
         """
         self._listeners[run_id] = on_event
         error = "the pool's process did not answer"
@@ -349,13 +376,16 @@ class PoolConnection:
             raise PoolError(f'pool "{self.config.name}": {answer.error}')
 
     def stop_events(self, run_id: str) -> None:
-        """Stop passing events of a run to the run's `on_event`."""
+        """Stop passing events of a run to the run's `on_event`.
+
+        If `close_when_unused` was called and this was the last run, close the connection.
+        """
         self._listeners.pop(run_id, None)
         if self._closes_when_unused:
             self.close_when_unused()
 
     def halt(self, run_id: str, how: str) -> None:
-        """Interrupt or end a run, without waiting for the run's end.
+        """Interrupt or kill a run's ranks or fetchers, without waiting for their end.
 
         Args:
             how: "interrupt" or "kill".
@@ -378,16 +408,19 @@ class PoolConnection:
             self.process.wait_for_end(END_S)
 
     def close_when_unused(self) -> None:
-        """Close the connection as soon as this kernel has no run on it."""
+        """Close the connection as soon as none of this kernel's runs uses it, perhaps now."""
         self._closes_when_unused = True
         if not self._listeners:
             self.close()
 
     def close(self, why: str = "") -> None:
-        """Close the connection. Its runs and waits end; the process may continue.
+        """Close the connection, and wait until the Dask client is closed.
+
+        Runs and waits on the connection end, except detached runs. The pool's process may continue.
 
         Args:
-            why: The reason, for callers that still use the connection and get ConnectionEnded.
+            why: Message of the ConnectionEnded that later calls on this connection raise. The
+                default says that this kernel has left the pool.
         """
         self._mark_ended(why or self._ending or f'this kernel has left pool "{self.config.name}"')
         self._watcher.join()
@@ -460,16 +493,20 @@ class PoolConnection:
             on_wait(cleaned(list(beat[1])))
 
     def _on_event(self, pair: tuple[float, tuple[str, bytes]]) -> None:
-        """Pass an event to the listener of its run. Called in the thread of the Dask client."""
+        """Pass an event to the `on_event` of the event's run, if there is one.
+
+        Dask calls this method in the thread of the Dask client.
+        """
         run_id, line = pair[1]
         listener = self._listeners.get(run_id)
         if listener is not None:
             listener(decode_event(line))
 
     def _watch(self) -> None:
-        """Check the Dask client until the connection ends, then close the client (in a thread).
+        """Wait until the connection ends, then close the Dask client. Runs in a thread of its own.
 
-        If the client has lost its connection, mark this connection as ended, with the reason.
+        Meanwhile, check repeatedly whether the process has ended or the Dask client has lost its
+        connection. If so, mark this connection as ended, with the reason.
         """
         while not self.is_over and not self._over.wait(_LOOK_S):
             if self._client.status != "running" or self._client.scheduler_comm is not self._comm:
@@ -480,7 +517,10 @@ class PoolConnection:
         disconnect(self._client)
 
     def _mark_ended(self, why: str) -> None:
-        """Mark the connection as ended. Store the reason `why` unless an earlier one is stored."""
+        """Mark the connection as ended, so that `_watch` stops.
+
+        Store the reason `why`, unless an earlier reason is stored.
+        """
         with self._lock:
             self.why = self.why or why
         self._over.set()
@@ -522,7 +562,7 @@ class Pool:
         return self.config.name
 
     def capacity(self) -> HostCapacity:
-        """Return the GPUs and cores of one host, without allocating a host."""
+        """Return the numbers of GPUs and cores of one host of the pool. Requests no host."""
         return find_engine(self.config).capacity()
 
     def notes(self) -> tuple[str, ...]:
@@ -536,7 +576,11 @@ class Pool:
         return None if found is None or found.is_over else found
 
     def connection_with(self, hosts: int) -> PoolConnection | None:
-        """Return the connection if `hosts` hosts or more can start ranks, else None."""
+        """Return the open connection to the pool's process if at least `hosts` hosts are ready.
+
+        A host is ready when it can start ranks. Return None if too few hosts are ready, or if there
+        is no connection. Start nothing.
+        """
         found = self.connection
         with suppress(PoolError):  # the process has just ended or been stopped
             if found is not None and found.is_ready and len(found.status().hosts) >= hosts:
@@ -552,7 +596,8 @@ class Pool:
     ) -> PoolConnection:
         """Wait until `hosts` hosts can start ranks. Start the pool's process if none is running.
 
-        If the process was about to end, wait for its end and try once more with a new process.
+        If the pool's process has begun to end, wait for its end and try once more with a new
+        process.
 
         Args:
             on_wait: Function called at each beat of the pool's process, in the thread of the Dask
@@ -586,8 +631,12 @@ class Pool:
         A process that runs but does not respond (it is stopped or hangs) is killed and replaced.
 
         Args:
-            on_wait: Called with lines for the user who waits.
+            on_wait: Called with messages for the user, for example that the process does not
+                answer yet.
             wait: Object whose method `cancel` cancels this call.
+
+        Raises:
+            PoolError: The process could not be started, or `wait` was cancelled.
         """
         wait = wait or PoolWait(self)
         with self._joining:
@@ -600,16 +649,17 @@ class Pool:
         """Connect to the pool's process if one is running; return None otherwise.
 
         Raises:
-            PoolError: The process has other versions than this kernel.
+            PoolError: The process has other versions of Python, torch or taas-magic than this
+                kernel, or it did not accept this kernel.
         """
         with self._joining:
             return self._ready_connection() or self._join(PoolWait(self), lambda lines: None)
 
     def _ready_connection(self) -> PoolConnection | None:
-        """Return the connection if the process sends beats; else close the connection.
+        """Return the open connection if the pool's process sends beats, else None.
 
-        If the process is silent, first wait up to `_PATIENCE_S` for a beat. Without a ready
-        connection, return None.
+        If the process has sent no beat for `SILENT_S`, wait up to `_PATIENCE_S` for a beat. If none
+        arrives, close the connection.
         """
         if (found := self.connection) is None:
             return None
@@ -626,9 +676,12 @@ class Pool:
     ) -> PoolConnection | None:
         """Connect to the pool's process, and store the connection in this object.
 
-        If a process ends normally before it accepts this kernel, try the pool's next process. A
-        process that does not respond is killed, and the next one is tried. Try at most
+        If a process ends normally before it accepts this kernel, try the pool's next process. If a
+        process does not respond, kill it and try the pool's next process. Try at most
         `_MAX_PROCESSES` processes.
+
+        Args:
+            starts: Whether to start a process if none is running.
 
         Returns:
             The connection. None if no process is running and `starts` is False.
@@ -654,11 +707,11 @@ class Pool:
     def _connect_to(
         self, process: PoolProcess, wait: PoolWait, on_wait: Callable[[list[str]], None]
     ) -> PoolConnection | None:
-        """Connect to a process and ask it to accept this kernel.
+        """Connect to a pool's process and ask it to accept this kernel.
 
         A process that has begun to end does not accept the kernel. In this case, wait up to `END_S`
-        for the end of the process. `on_wait` receives a line for the user if the process does not
-        answer soon, and another line before the wait for the process's end.
+        for the end of the process. `on_wait` receives one message for the user if the process does
+        not answer within `REPORT_WAIT_AFTER_S`, and one message before the wait for its end.
 
         Returns:
             The connection. None if the process ended without a failure before it accepted this
@@ -666,10 +719,9 @@ class Pool:
 
         Raises:
             OSError: The process runs, but does not respond.
-            PoolError: The process failed, and this kernel had started it. Or the process hung at
-                its start and was killed. Or the process has other versions than this kernel. Or an
-                ending process did not end within `END_S`. Or `wait` was cancelled, or this kernel
-                ended the pool.
+            PoolError: The process failed after this kernel had started it; it hung at its start and
+                was killed; it has other versions than this kernel; or it did not end within
+                `END_S`. Also if `wait` was cancelled, or if this kernel ended the pool.
         """
         began, is_told = time.monotonic(), False
 
@@ -703,11 +755,13 @@ class Pool:
         return None
 
     def _find(self, wait: PoolWait, starts: bool) -> PoolProcess | None:
-        """Return the pool's running process, or start one if `starts` is True.
+        """Return the pool's running process. If none runs, start one if `starts`, else return None.
+
+        If another kernel is just starting the pool's process, wait up to `END_S` for this process.
 
         Raises:
-            PoolError: The wait is over. Or another kernel locked the pool's folder and did not
-                start a process within `END_S`.
+            PoolError: `wait` was cancelled, or this kernel ended the pool. Also if another kernel
+                has locked the pool's folder, but started no process within `END_S`.
         """
         deadline = time.monotonic() + END_S
         while True:
@@ -726,14 +780,15 @@ class Pool:
     def _wait_for_address(self, process: PoolProcess, check: Callable[[], None]) -> PoolAddress:
         """Wait until a process accepts connections. Return the address and keys of the process.
 
-        A process that uses no processor time and reads nothing for `start_timeout_s` is killed.
+        If the process uses no processor time and reads nothing for `start_timeout_s`, kill the
+        process.
 
         Args:
             check: Called repeatedly during the wait. May raise PoolError to end the wait.
 
         Raises:
-            PoolError: The process was killed, it has other versions than this kernel, or `check`
-                raised.
+            PoolError: This call killed the process, the process has other versions than this
+                kernel, or `check` raised PoolError.
         """
         import distributed  # noqa: F401  # takes 0.8 s, meanwhile the process starts
 
@@ -762,9 +817,9 @@ class Pool:
         return PoolError(f'pool "{self.name}" {what}. Its log:\n{log_tail(self.folder.log)}')
 
     def down(self) -> None:
-        """End the pool: its runs, its hosts, its process and all waits of this kernel for it.
+        """End the pool's runs, hosts and process, and cancel this kernel's waits for the pool.
 
-        A process that does not respond is killed.
+        If the pool's process does not end within `END_S`, or does not respond, kill it.
         """
         self.end_count += 1
         with self._joining:  # a thread that is starting the process now stops waiting for it
@@ -778,9 +833,9 @@ class Pool:
             self.close()
 
     def retire(self) -> None:
-        """Close the connection as soon as this kernel has no run on it.
+        """Close the connection to the pool's process as soon as none of this kernel's runs uses it.
 
-        Call when another `Pool` replaces this one, because the pool's settings have changed.
+        Call this when the pool's settings have changed and a new `Pool` replaces this object.
         """
         if (found := self.connection) is not None:
             found.close_when_unused()
@@ -790,7 +845,10 @@ class Pool:
         return self.connection is None and not self.folder.reap_children()
 
     def close(self) -> None:
-        """Close the connection. The pool's process may continue."""
+        """Close the connection to the pool's process, and reap child processes that have ended.
+
+        The pool's process may continue.
+        """
         if self._connection is not None:
             self._connection.close()
             self._connection = None

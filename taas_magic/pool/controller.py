@@ -70,19 +70,22 @@ from taas_magic.store.rule import locked_store
 _log = logging.getLogger(__name__)
 
 FIRST_S = 20.0
-"""Minimum seconds that a pool waits for its first kernel, which may still be importing modules."""
+"""Minimum seconds that a new pool waits for its first kernel before the pool ends itself.
+
+The kernel may still be importing modules.
+"""
 
 _WHY_ENDED = "a kernel ended the pool (`%taas down`)"
-"""Reason, for the user, why a run or a wait ended when `%taas down` ended the pool."""
+"""Message for the user about a run or a wait for hosts that `%taas down` has ended."""
 
 _ANSWERED_S = 2.0
-"""Maximum seconds for the kernels' cancelled waits for hosts to end when the pool ends."""
+"""Maximum seconds that an ending pool waits until its cancelled waits for hosts have ended."""
 
 
 class Kernels:
     """Registry of the kernels that are connected to a pool, and of their waits for hosts.
 
-    The registry also ends a pool that no kernel and no run uses any more.
+    The registry also decides when to end the pool: after `linger_s` without a kernel and a run.
 
     Args:
         linger_s: Seconds for which the pool continues without a kernel and without a run.
@@ -98,10 +101,13 @@ class Kernels:
         self._stays_until = time.monotonic() + max(FIRST_S, linger_s)
         self.is_ending = False
         self.over = asyncio.Event()
-        """Event that is set when the pool's process must end."""
+        """Event that this object or the controller sets when the pool's process must end."""
 
     def end_if_idle(self, has_runs: bool) -> None:
-        """End the pool if it has had neither a kernel nor a run for `linger_s`."""
+        """End the pool if it has had neither a kernel nor a run for `linger_s`.
+
+        A new pool first waits at least `FIRST_S` for a kernel.
+        """
         now = time.monotonic()
         if self.connected or has_runs:
             self._stays_until = now + self._linger_s
@@ -117,14 +123,17 @@ class Kernels:
                 self.cancel_wait(wait)
 
     async def register(self, request: RegisterKernel) -> bool:
-        """Return whether the pool accepts a kernel; False if the pool has begun to end."""
+        """Return whether the pool accepts the requesting kernel.
+
+        False if the pool has begun to end, or if the kernel has disconnected meanwhile.
+        """
         return not self.is_ending and request.owner in self.connected
 
     async def wait_for_hosts(self, request: WaitForHosts) -> StartResponse:
-        """Wait until the requested number of hosts can start ranks.
+        """Wait until the pool has the requested number of hosts that can start ranks.
 
-        A kernel may have several waits at the same time. The response has the error if the wait
-        failed or was cancelled. If the pool is ending, do not wait; the response says so.
+        A kernel may have several waits at the same time. If the wait fails or is cancelled, the
+        response has a message in `error`. If the pool is ending, return such a response at once.
         """
         if self.is_ending:
             return StartResponse(error="its process is ending", is_ending=True)
@@ -146,9 +155,9 @@ class Kernels:
             self._waiting.pop(request.wait, None)
 
     def why_not_started(self, error: Exception) -> str:
-        """Return the message for a kernel whose wait or start failed.
+        """Return the message for a kernel whose wait for hosts, or whose start of a run, failed.
 
-        If the pool is ending, the message says so instead of `error`.
+        The message is the text of `error`. If a kernel has ended the pool, it says this instead.
         """
         return _WHY_ENDED if self.is_ending else str(error)
 
@@ -160,7 +169,7 @@ class Kernels:
             await asyncio.wait(pending_waits, timeout=_ANSWERED_S)
 
     def cancel_wait(self, wait: str) -> None:
-        """Cancel a kernel's wait for hosts, if it has not ended.
+        """Cancel a kernel's wait for hosts. Do nothing if this wait has ended.
 
         Args:
             wait: Id of the wait (`WaitForHosts.wait`).
@@ -189,7 +198,9 @@ class PoolMeter:
         self._gpu_s = self._used_gpu_s = 0.0
 
     def update(self) -> bool:
-        """Add the time since the last call to the hours of hosts and GPUs, and update idle times.
+        """Add the time since the last call of `update` to the hosts' and GPUs' hours.
+
+        Also record for each host since when it has been idle.
 
         Returns:
             Whether any host has been idle for `idle_timeout_s`, so that the pool must return it.
@@ -207,7 +218,7 @@ class PoolMeter:
         return not all(map(self.is_in_use, self._pool_hosts.all()))
 
     def host_status(self, host: PoolHost) -> HostStatus:
-        """Return a host's status for `%taas pools`."""
+        """Return a host's status for `%taas pools`, such as its runs and its GPU hours."""
         return HostStatus(
             host=host.name,
             protection=host.protection,
@@ -218,7 +229,7 @@ class PoolMeter:
         )
 
     def pool_status(self) -> PoolStatus:
-        """Return the pool's status for `%taas pools`."""
+        """Return the pool's status for `%taas pools`: the hosts' status and the GPU hours."""
         return PoolStatus(
             hosts=[self.host_status(host) for host in self._pool_hosts.all()],
             gpu_hours=self._gpu_s / 3600,
@@ -226,7 +237,11 @@ class PoolMeter:
         )
 
     def is_in_use(self, host: PoolHost) -> bool:
-        """Return whether a host has a run, or has been idle for less than `idle_timeout_s`."""
+        """Return whether the pool must keep a host.
+
+        True if the host has a run or has been idle for less than `idle_timeout_s`, and always true
+        if `idle_timeout_s` is None.
+        """
         if host.runs or host.idle_since is None or self._idle_timeout_s is None:
             return True
         return self._clock() - host.idle_since < self._idle_timeout_s
@@ -236,17 +251,29 @@ EncodedEventSink = Callable[[bytes], None]
 """Function that sends an encoded event to a kernel."""
 
 BEAT_S = 1.0
-"""Seconds between beats of the pool's process to its kernels; also the precision of host hours."""
+"""Seconds between two beats that the pool's process sends to its kernels.
+
+The process also counts host hours and GPU hours once in this time.
+"""
 
 END_S = 10.0
-"""Maximum seconds to write the journal and release the project store at a run's end.
+"""Maximum seconds that a run's end event waits for the journal and the project store.
 
-After this time, the kernel gets the run's end event anyway.
+Before the kernel gets the event, the pool's process closes the journal and releases the store. If
+this takes longer, the kernel gets the event anyway.
 """
 
 
 class Controller(SchedulerPlugin):
-    """Controller of a pool's runs."""
+    """Dask scheduler plugin that handles the kernels' requests and the hosts' events.
+
+    It starts, follows and ends the pool's runs. When no kernel and no run is left, it ends the
+    pool.
+
+    Args:
+        source: Engine that provides the pool's hosts.
+        linger_s: Seconds for which the pool continues without a kernel and without a run.
+    """
 
     name = "taas-controller"
 
@@ -297,15 +324,16 @@ class Controller(SchedulerPlugin):
 
     @property
     def over(self) -> asyncio.Event:
-        """Event that is set when the pool must end."""
+        """Event that this process sets when the pool must end."""
         return self._kernels.over
 
     async def launch(self, request: LaunchRanks) -> StartResponse:
         """Start a run's ranks on hosts of this pool.
 
-        First wait until interrupted runs have ended. If the run may write to the project store,
-        lock the store. Then open the run's journal and start the ranks. A background task follows
-        the started run to its end. The response has the names of the hosts, or the error.
+        First wait until interrupted runs have ended, which may still own the project store. If the
+        new run may write to the store, lock it. Then open the run's journal and start the ranks. A
+        background task follows the started run to its end. The response has the names of the hosts;
+        if the start fails, it has a message instead.
         """
         spec, owner, run_id = request.run, request.owner, request.run.plan.run_id
         send_event = self._event_sender(owner, run_id)
@@ -342,7 +370,11 @@ class Controller(SchedulerPlugin):
         return StartResponse(hosts=hosts)
 
     def _session_of(self, spec: RunSpec) -> PoolRun | None:
-        """Return the session in which a cell runs; None for a run that starts its own ranks."""
+        """Return the session in which a cell runs; None for a run that starts its own ranks.
+
+        Raises:
+            PoolError: The session has ended.
+        """
         if not spec.session:
             return None
         session = self._runs.get(spec.session)
@@ -361,9 +393,9 @@ class Controller(SchedulerPlugin):
     async def detach(self, request: Detach) -> str:
         """Detach a run and its fetchers from the kernel: they continue when the kernel ends.
 
-        The kernel receives `Detached` as the run's last event. Requests for the user's input are
-        refused from now on. A session is only marked: it belongs to its kernel until the kernel
-        ends.
+        The kernel receives `Detached` as the run's last event. From now on, requests of the ranks
+        for the user's input are refused. If the run is a session, only record that it may continue
+        without its kernel. The session still belongs to the kernel until the kernel ends.
 
         Returns:
             The reason why the run cannot be detached; "" if it is detached.
@@ -388,10 +420,13 @@ class Controller(SchedulerPlugin):
     async def take_session(self, request: TakeSession) -> SessionState:
         """Make the requesting kernel the owner of a detached session.
 
-        If another kernel owned the session, that kernel receives `Detached` and loses the session.
-        If the kernel cannot take the session over, only `error` of the result is set. If no cell
-        is running, `cell` of the result is the last cell that lost its kernel; only the first
-        takeover after this cell gets it.
+        If another kernel owned the session, this other kernel receives `Detached` and loses the
+        session.
+
+        Returns:
+            The session's state. Its field `cell` names the running cell. If no cell is running,
+            `cell` names the last cell that lost its kernel, unless an earlier takeover has already
+            returned this cell. If the takeover is refused, only the field `error` is set.
         """
         run = self._runs.get(request.run_id)
         if not isinstance(run, PoolRun):
@@ -417,14 +452,15 @@ class Controller(SchedulerPlugin):
         return session if isinstance(session, PoolRun) and session.is_detached_session else None
 
     def _disown(self, share: Share, session: PoolRun) -> None:
-        """Let a part of a detached session continue without the kernel that owned the part.
+        """Let a detached session's ranks, cell or fetchers continue without their kernel.
 
-        A cell continues as a detached run: publish `Detached`, refuse its requests for input, and
-        record it as the cell to show after a takeover. The events of fetchers go to the session
-        instead of the kernel. The session itself only loses its owner.
+        If `share` is a cell, it continues as a detached run: publish `Detached`, refuse the cell's
+        requests for input, and record the cell, so that the next owner of the session can show it.
+        If `share` is the cell's fetchers, send their events to the session instead of the kernel.
+        If `share` is the session itself, only remove the owner.
 
         Args:
-            share: The session itself, a cell that the session runs, or fetchers.
+            share: The session itself, a cell that the session runs, or the fetchers of a cell.
         """
         share.owner = ""
         if isinstance(share, PoolFetchers):
@@ -437,7 +473,7 @@ class Controller(SchedulerPlugin):
             self._tasks.start(share.refuse_input())
 
     def _relay_to(self, run: PoolRun, fetchers: PoolFetchers) -> None:
-        """From now on, send the events of this pool's `fetchers` to `run`, and not to a kernel.
+        """Send all further events of this pool's `fetchers` to `run` instead of a kernel.
 
         Also send the fetchers' earlier start and end events, because the kernel may not have
         forwarded them to the run.
@@ -446,10 +482,10 @@ class Controller(SchedulerPlugin):
         self._tasks.start(run.relay(list(fetchers.lifecycle_events)))
 
     async def _end_fetchers(self, run: PoolRun) -> None:
-        """End those fetchers of `run` that no kernel owns.
+        """End the fetchers of `run` if no kernel owns them, because then no kernel ends them.
 
-        No kernel owns the fetchers of a detached run. No kernel owns a detached session's fetchers
-        either after the kernel that started them has ended.
+        No kernel owns the fetchers of a detached run, or of a detached session whose kernel is
+        gone.
         """
         if end_fetchers := self._fetchers_of.pop(run.run_id, None):
             with contextlib.suppress(PoolError, OSError):  # the fetchers ended with their pool
@@ -461,11 +497,15 @@ class Controller(SchedulerPlugin):
     async def _adopt_fetchers(self, run: PoolRun) -> "EndFetchers":
         """Take over a run's fetchers from its kernel, if the run has fetchers.
 
-        From now on, the run gets the fetchers' events from the fetchers' pool, not from the kernel.
-        If the fetchers run on another pool, send a request to the process of the other pool.
+        From now on, the fetchers' events no longer travel through the kernel. If the fetchers run
+        on another pool, ask the process of that pool to send the events to this process.
 
         Returns:
-            A function that ends the fetchers; without fetchers, it does nothing.
+            A function that ends the fetchers. If the run has no fetchers, it does nothing.
+
+        Raises:
+            PoolError: The other pool's process does not respond, or the fetchers have ended.
+            OSError: The other pool's process cannot be reached.
         """
         data_id = fetchers_share_id(run.run_id)
         here = self._runs.get(data_id)
@@ -482,8 +522,8 @@ class Controller(SchedulerPlugin):
         """Make another pool's process the owner of a run's fetchers on this pool.
 
         Returns:
-            The start and end events of the fetchers so far. None if these fetchers are not on this
-            pool (any more), or if the other process is not connected.
+            The earlier start and end events of the fetchers. None if these fetchers do not run on
+            this pool, or have ended, or if the other process is not connected.
         """
         fetchers = self._runs.get(request.run_id)
         if not isinstance(fetchers, PoolFetchers) or request.owner not in self._kernels.connected:
@@ -497,11 +537,11 @@ class Controller(SchedulerPlugin):
     ) -> None:
         """Wait until a started run has ended; then write its end event to the journal and clean up.
 
-        Release the project store and close the journal before the kernel gets the end event. If the
-        kernel would have to wait longer than `END_S`, send the event without waiting any longer.
+        Release the project store and close the journal before the kernel gets the end event. If
+        this takes longer than `END_S`, send the event anyway.
 
-        Then remove the payload, and end the fetchers that no kernel owns. For a detached run, also
-        run the `notify` command.
+        Then remove the payload from the run folder, and end the run's fetchers if no kernel owns
+        them. For a detached run, also run the `notify` command.
 
         Args:
             until_end: Exit stack that releases the project store and closes the journal.
@@ -521,13 +561,14 @@ class Controller(SchedulerPlugin):
             await asyncio.to_thread(notify, journal.folder, ended)
 
     async def _wait_for_interrupted_runs(self, owner: str, send_event: EncodedEventSink) -> None:
-        """Wait until all interrupted runs have ended, except runs of other connected kernels.
+        """Wait until all interrupted runs have ended; ignore the runs of other connected kernels.
 
-        An interrupted run may still own the project store. The pool drops a host that does not end
-        its ranks within `HALT_S`, so the wait ends.
+        An interrupted run may still own the project store, which the next run needs. The wait has
+        an end, because the pool drops a host that does not end its ranks within `HALT_S`.
 
         Args:
             owner: Dask client id of the kernel that starts the next run.
+            send_event: Receives a note for the user about each run that this call waits for.
         """
         others = self._kernels.connected - {owner}
         for run in list(self._runs.values()):
@@ -539,8 +580,9 @@ class Controller(SchedulerPlugin):
     async def launch_fetchers(self, request: LaunchFetchers) -> StartResponse:
         """Start a run's fetchers on hosts of this pool.
 
-        A background task follows the fetchers to their end. If the start fails, kill them. The
-        response has the names of the hosts, or the error.
+        A background task follows the fetchers to their end. If the start fails, kill the fetchers
+        that have started. The response has the names of the hosts; if the start fails, it has a
+        message instead.
         """
         owner, run_id = request.owner, fetchers_share_id(request.run.plan.run_id)
         fetch = PoolFetchers(request.run, owner, self.pool_hosts, self._publisher(owner, run_id))
@@ -574,7 +616,12 @@ class Controller(SchedulerPlugin):
         """Register and start a run's ranks or fetchers; return the names of the hosts.
 
         Args:
-            fetcher_events: Events that the run's fetchers have already sent to the kernel.
+            fetcher_events: Events that the run's fetchers have already sent to the kernel. They are
+                first passed to the run, so that its ranks learn the fetchers' addresses.
+
+        Raises:
+            PoolError: The kernel is gone, or the start failed.
+            OSError: The run folder cannot be read.
         """
         self._runs[share.run_id] = share
         if share.owner not in self._kernels.connected:
@@ -584,7 +631,7 @@ class Controller(SchedulerPlugin):
         return await share.start()
 
     async def relay(self, request: ForwardEvents) -> None:
-        """Pass events of a run's fetchers to the run. The fetchers may be on another pool."""
+        """Pass fetchers' events, which the kernel has received from another pool, to their run."""
         run = self._runs.get(request.run_id)
         if isinstance(run, PoolRun):
             await run.relay(request.events)
@@ -596,17 +643,17 @@ class Controller(SchedulerPlugin):
             await run.halt(request.how)
 
     async def answer_input(self, request: AnswerInput) -> None:
-        """Pass the user's line to the rank that asked for it."""
+        """Pass the line that the user has typed to the rank that requested input."""
         if isinstance(run := self._runs.get(request.run_id), PoolRun):
             await run.answer_input(request)
 
     async def stacks(self, request: GetStacks) -> RunStacks:
-        """Return the stacks of a run's ranks or fetchers."""
+        """Return the Python stacks of a run's ranks or fetchers; empty if the run has ended."""
         run = self._runs.get(request.run_id)
         return await run.stacks() if run is not None else RunStacks()
 
     async def status(self, request: GetStatus) -> PoolStatus:
-        """Return the pool's hosts and their runs."""
+        """Return the pool's hosts, their runs, GPU hours, and the number of refused messages."""
         status = self._meter.pool_status()
         status.starting = self.pool_hosts.starting()
         status.refused = self.pool_hosts.refused + self._scheduler.refused
@@ -617,8 +664,9 @@ class Controller(SchedulerPlugin):
     ) -> Callable[..., Awaitable[bytes]]:
         """Return the function that Dask calls with the hosts' file requests of the class `kind`.
 
-        The function passes a request to its run and returns the encoded response. For security, it
-        identifies the sending host by the authenticated connection, and counts refused requests.
+        The function passes each request to the run that the request names, and returns the encoded
+        response. For security, the function takes the name of the sending host from the
+        authenticated connection, not from the request. It counts refused requests.
         """
 
         async def handle(comm: GateComm, request: bytes) -> bytes:
@@ -641,7 +689,7 @@ class Controller(SchedulerPlugin):
         return await request_host_facts(self.pool_hosts, self.pool_hosts.all(), request)
 
     async def end_pool(self, request: EndPool) -> None:
-        """End all waits and runs, then the pool's process."""
+        """Cancel all waits for hosts, kill all runs, then end the pool's process."""
         self._kernels.is_ending = True
         await self._kernels.cancel_all_waits()
         runs = list(self._runs.values())
@@ -658,8 +706,8 @@ class Controller(SchedulerPlugin):
     def remove_client(self, scheduler: Scheduler, client: str) -> None:
         """End the runs of a kernel that has left or died, and cancel its waits. Called by Dask.
 
-        Detached runs continue. So do detached sessions with their cells and fetchers (`_disown`).
-        The other runs get a note and are interrupted.
+        Detached runs continue, and so do detached sessions with their cells and fetchers. All other
+        runs of the kernel get a note in their journals and are interrupted.
         """
         for run in self._runs.values():
             if run.owner == client and (session := self._session_that_stays(run)) is not None:
@@ -672,7 +720,8 @@ class Controller(SchedulerPlugin):
     async def _beat(self) -> None:
         """Send a beat to all kernels every `BEAT_S`, until this task is cancelled.
 
-        At each beat, also end idle sessions and an unused pool, and return idle hosts.
+        At each beat, also end idle sessions, return idle hosts to the engine, and end the pool if
+        no kernel and no run uses it.
         """
         while True:
             self._scheduler.log_event(POOL_BEAT, self.pool_hosts.awaited)
@@ -708,7 +757,10 @@ class Controller(SchedulerPlugin):
 
 
 def _journal(folder: RunFolder, send_event: EncodedEventSink) -> JournalWriter:
-    """Open a run's journal. If a write to the journal fails later, the kernel gets one note."""
+    """Open a run's journal for writing.
+
+    If a later write to the journal fails, the kernel gets a note that the journal is incomplete.
+    """
     loop = asyncio.get_running_loop()
 
     def report_incomplete(why: str) -> None:
@@ -720,7 +772,7 @@ def _journal(folder: RunFolder, send_event: EncodedEventSink) -> JournalWriter:
 
 
 async def _no_fetchers() -> None:
-    """Do nothing: the `EndFetchers` function of a run without fetchers."""
+    """Do nothing. Used as the `EndFetchers` function of a run for which no fetchers must end."""
 
 
 async def _end_of(run: PoolRun) -> RunEnded:
@@ -739,7 +791,13 @@ async def _end_of(run: PoolRun) -> RunEnded:
 
 
 async def _lock_store(until_end: contextlib.AsyncExitStack, plan: Plan) -> None:
-    """Make the run the owner of the project store until `until_end` is closed."""
+    """Lock the project store for the run of `plan`, until the caller closes `until_end`.
+
+    Do nothing if the run has no project store.
+
+    Raises:
+        StoreError: Another run has locked the store.
+    """
     if plan.store is not None:
         locking = locked_store(plan.store.path, plan.run_id, plan.name)
         await asyncio.to_thread(locking.__enter__)

@@ -17,13 +17,13 @@ from taas_magic.pool.address import read_address
 from taas_magic.pool.hosts import BackgroundTasks
 
 ANSWER_S = 20.0
-"""Maximum seconds for the process of the fetchers' pool to respond."""
+"""Maximum seconds for another pool's process to respond to a request about fetchers."""
 
 NOTIFY_S = 60.0
-"""Maximum seconds for which the command of `notify` may run."""
+"""Maximum seconds for which the user's `notify` command may run; then it is killed."""
 
 EndFetchers = Callable[[], Awaitable[None]]
-"""Function that ends the fetchers of a detached run, on this pool or another one."""
+"""Function that ends the fetchers of a detached run, on whichever pool these fetchers run."""
 
 
 async def take_fetchers(
@@ -32,15 +32,17 @@ async def take_fetchers(
     relay: Callable[[Sequence[Event]], Awaitable[None]],
     tasks: BackgroundTasks,
 ) -> EndFetchers:
-    """Take over fetchers that run on another pool; return a function that ends them.
+    """Make this process the owner of fetchers on another pool; return a function that ends them.
 
-    The calling process stays connected to the other pool's process, which ends the fetchers if this
-    connection breaks. So the fetchers also end when the calling process ends.
+    From now on, this process receives the fetchers' events. It stays connected to the other pool's
+    process. If this connection breaks, for example because this process ends, the other pool's
+    process ends the fetchers.
 
     Args:
+        folder: Folder of the other pool, with its `pool.json`.
         share_id: Id by which the other pool identifies the run's fetchers.
-        relay: Receives the start and end events so far, and then all further events.
-        tasks: Runs `relay` for each further event.
+        relay: Called with the earlier start and end events, and then with each further event.
+        tasks: Runs `relay` in the background for each further event.
 
     Raises:
         PoolError: The other pool's process does not respond, or the fetchers have ended.

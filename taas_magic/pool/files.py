@@ -1,6 +1,7 @@
-"""The pool's side of file transfer: handles hosts' requests for files of a run.
+"""The pool's side of file transfer: handles hosts' requests to list, read and write files of a run.
 
-`host/files.py` sends the requests. `store/server.py` handles requests about the project store.
+`host/files.py` sends these requests from the hosts. `store/server.py` handles those requests that
+concern the project store.
 """
 
 import asyncio
@@ -41,7 +42,8 @@ class OwnedFiles:
     Attributes:
         numbers: Numbers of the host's ranks, or of its fetchers.
         attempt: The run's current attempt. The host may not write results of earlier attempts.
-        senders: Ranks of the run that may send results, on any host (`plan.ranks_with_results`).
+        senders: All ranks of the run that may send results: rank 0 and the ranks named in `--out`.
+            These ranks may be on different hosts.
     """
 
     numbers: Collection[int]
@@ -52,8 +54,9 @@ class OwnedFiles:
         """Return whether the host may write a file of the run folder.
 
         A host with ranks may write the logs and ledgers of its ranks. For the current attempt, it
-        may also write the profiles of its ranks, and the results of those ranks that are in
-        `senders`. A host with fetchers may write only the logs of its fetchers.
+        may also write the profiles of its ranks. It may write the results of its ranks that are in
+        `senders`, also for the current attempt only. A host with fetchers may write only the logs
+        of its fetchers.
 
         Args:
             name: Path of the file, relative to the run folder.
@@ -69,12 +72,12 @@ class OwnedFiles:
 
 
 class FileServer:
-    """Handler of file requests from the hosts of one share.
+    """Handler of file requests from the hosts of one run.
 
-    Requests about the project store run in a thread of their own, because they wait for the disk.
+    Requests about the project store run in a thread of this object, because they wait for the disk.
 
     Args:
-        is_fetchers: Whether the share is the run's fetchers.
+        is_fetchers: Whether the hosts run the run's fetchers instead of its ranks.
     """
 
     def __init__(self, run: RunSpec, is_fetchers: bool) -> None:
@@ -86,14 +89,16 @@ class FileServer:
     async def answer(self, host_rank: int, owned: OwnedFiles, asked: FileRequest[_T]) -> _T:
         """Handle a host's request for files in a thread; return the response.
 
-        Requests about the run folder may run at the same time. Requests about the project store run
-        one after the other.
+        Several requests about the run folder may run at the same time. Requests about the project
+        store run one after the other.
 
         Args:
-            host_rank: Number of the host in the share.
+            host_rank: Number of the requesting host among the hosts of the ranks or fetchers.
+            owned: The files of the run folder that this host may write.
 
         Raises:
-            ProtocolError: The request is invalid, or this host may not send it.
+            ProtocolError: The request is invalid, or this host may not send it. Or it is about the
+                project store, and the run has no store or has ended.
             StoreError: The store is too large to be copied.
         """
         if asked.root is FileRoot.RUN:
@@ -105,7 +110,7 @@ class FileServer:
         return await loop.run_in_executor(self._thread, answer, host_rank, asked)
 
     async def close(self) -> None:
-        """Refuse further requests about the store, and wait until the begun requests are done."""
+        """Refuse further requests about the project store, and wait until earlier ones are done."""
         self._is_closed = True
         if self._store_server is not None:
             loop = asyncio.get_running_loop()
@@ -117,7 +122,11 @@ class FileServer:
     ) -> Any:
         """Handle a request to list, read or write files of the run folder; return the response.
 
-        This call blocks. Any thread may call it. It raises ProtocolError for any other request.
+        This method waits for the disk. Any thread may call it.
+
+        Raises:
+            ProtocolError: The request has another purpose, is too large, or is not allowed to the
+                host.
         """
         asked.check_size()
         match asked:
@@ -130,9 +139,10 @@ class FileServer:
         raise ProtocolError(f"host {host_rank}: {asked.op()}: not for the run folder")
 
     def _list(self) -> Manifest:
-        """Return the files that the host needs: the data service's files and the payload for ranks.
+        """Return names and sizes of the files in the run folder that a host needs and may read.
 
-        Files that do not exist are left out.
+        These are the files of the data service and, for hosts with ranks, the payload. Files that
+        do not exist are left out.
         """
         names = [] if self._is_fetchers else ["payload"]
         data = service.folder_of(self._path)
@@ -147,10 +157,11 @@ class FileServer:
         return Manifest(entries, {})
 
     def _read(self, asked: ReadFiles) -> list[bytes | None]:
-        """Return parts of files of the run folder.
+        """Return the requested parts of files of the run folder.
 
         Raises:
-            ProtocolError: `_list` does not return the file, or an offset or size is negative.
+            ProtocolError: The host may not read a file, because `_list` does not return it. Or an
+                offset or size is negative.
         """
         listed = {entry.path for entry in self._list().entries}
         parts: list[bytes | None] = []
@@ -163,11 +174,14 @@ class FileServer:
         return parts
 
     def _write(self, host_rank: int, owned: OwnedFiles, asked: WriteFiles) -> dict[str, str]:
-        """Write pieces of files. Return an empty dict: no path is refused (see `WriteFiles`).
+        """Write pieces of files to the run folder.
+
+        Returns:
+            An empty dict, because the response to `WriteFiles` names only refused paths.
 
         Raises:
             ProtocolError: The host may not write one of the files, or the request creates a folder
-                or removes a path. Then no file is written.
+                or removes a path. In both cases, no file is written.
         """
         entries = [piece.entry for piece in asked.pieces]
         foreign = [it.path for it in entries if not owned.may_write(it.path, self._is_fetchers)]
@@ -180,10 +194,10 @@ class FileServer:
         return {}
 
     def _write_piece(self, host_rank: int, piece: FilePiece) -> None:
-        """Write a piece of a file to a temporary file; after the last piece, rename this file.
+        """Write a piece of a file to a temporary file. After the last piece, replace the real file.
 
-        Each host has a temporary file of its own. The temporary file is cut off after the newest
-        piece, so bytes of an earlier try do not remain.
+        Each host has a temporary file of its own. Before the piece is written, the temporary file
+        is cut off at the start of the piece, so that no bytes of an earlier try remain.
         """
         path = self._path / piece.entry.path
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -197,10 +211,11 @@ class FileServer:
             beside.replace(path)
 
     def _answer_of_store(self, host_rank: int, asked: FileRequest[_T]) -> _T:
-        """Handle a request about the project store by a `StoreServer`, in this object's own thread.
+        """Pass a request about the project store to a `StoreServer`; return the response.
 
         The first call creates the server. If the run owns the store, the server lets the host of
-        rank 0 write anywhere in the store. Other writes must be below shared folders.
+        rank 0 write anywhere in the store. All other writes must be below shared folders. Only the
+        thread of this object calls this method.
         """
         if self._store_server is None:
             rule = self._run.plan.store

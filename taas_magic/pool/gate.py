@@ -37,13 +37,19 @@ from taas_magic.messages import GetAgentKeys, leaf_subclasses
 from taas_magic.store.requests import FileRequest
 
 PROVE_S = 10.0
-"""Maximum seconds in which a new connection must prove its certificate and end the handshake."""
+"""Maximum seconds in which the peer of a new connection must complete the handshakes.
+
+These are the TLS handshake, in which the peer proves its certificate, and Dask's handshake.
+"""
 
 MOST_UNPROVED = 128
-"""Maximum number of unauthenticated connections. If more arrive, the gate closes the oldest."""
+"""Maximum number of connections that are not authenticated yet.
+
+If more arrive, the gate closes the oldest of them.
+"""
 
 MOST_BYTES = 1 << 30
-"""Maximum size of one message in bytes."""
+"""Maximum size in bytes of one message from a peer. The gate refuses larger messages."""
 
 BACKLOG = 2048
 """Maximum number of connections that wait until the pool's process accepts them."""
@@ -55,21 +61,31 @@ ALLOWED_OPERATIONS: Mapping[PeerRole, frozenset[str]] = {
     PeerRole.HOST: _JOINING | _OF_DASK | {ANSWER, EVENT, BEAT} | _OF_FILES,
     PeerRole.VEHICLE: _JOINING | _OF_DASK | {GetAgentKeys.op(), "register_nanny"},
 }
-"""Operations that each role may send. A kernel belongs to the user and may send every operation."""
+"""Names of Dask's and our operations that a peer may send, by the peer's role.
+
+A kernel has no entry: it belongs to the user and may send every operation.
+"""
 
 _PRELUDE = struct.Struct("QQQ")
-"""Header of a message with one frame: number of bytes that follow, number of frames, bytes of the
-first frame.
+"""Header of a Dask message with one frame: three unsigned 64-bit numbers.
+
+They are the number of bytes after the first number, the number of frames, and the size of the frame
+in bytes.
 """
 
 _MARKS = frozenset({"__Pickled__", "__Serialized__", "__Enum__"})
-"""Keys by which Dask marks values that are not plain data."""
+"""Dict keys by which Dask marks values that are not plain data. The gate refuses such messages."""
 
 logger = logging.getLogger("taas.gate")
 
 
 class GateComm(TLS):
-    """A connection whose peer is authenticated."""
+    """A TLS connection whose peer is authenticated and whose messages are checked.
+
+    Attributes:
+        peer: Role and name of the peer, from its certificate.
+        gate: The gate that accepted the connection.
+    """
 
     peer: Peer
     gate: "Gate"
@@ -77,8 +93,8 @@ class GateComm(TLS):
     async def read(self, deserializers: Any = None) -> Any:
         """Read one message. Check that the message is plain data, and that this peer may send it.
 
-        If the message breaks a rule of the gate, close the connection, count it as refused, and log
-        the reason.
+        If the message is not plain data or is forbidden, close the connection, add 1 to
+        `gate.refused`, and log the reason.
 
         Raises:
             CommClosedError: The connection has ended, or the message broke a rule.
@@ -109,11 +125,11 @@ class GateComm(TLS):
 
 
 def size_of(begin: bytes) -> int:
-    """Return the size of a message in bytes, from its header.
+    """Return the size in bytes of a message's only frame, which follows the header `begin`.
 
     Raises:
-        ProtocolError: The message is too large, or has several frames, as messages with pickles
-            have.
+        ProtocolError: The message is larger than `MOST_BYTES`. Or it has several frames, so it may
+            contain a pickle.
     """
     following, frames, size = _PRELUDE.unpack(begin)
     if frames != 1 or following != size + 16:
@@ -124,10 +140,10 @@ def size_of(begin: bytes) -> int:
 
 
 def decode_plain(frame: Any) -> Any:
-    """Decode a message of plain data.
+    """Decode one msgpack frame, without unpickling anything; return the message.
 
     Raises:
-        ProtocolError: The frame is not msgpack, or holds more than plain data.
+        ProtocolError: The frame is not msgpack, or contains values that are not plain data.
     """
     try:
         return msgpack.unpackb(frame, object_hook=_refuse_marks, use_list=False, **msgpack_opts)
@@ -144,9 +160,13 @@ def _refuse_marks(values: dict[Any, Any]) -> Any:
 
 
 def check_message(peer: Peer, message: Any) -> None:
-    """Raise ProtocolError if `peer` may not send `message`, or sends it in another peer's name.
+    """Check that `peer` may send `message`.
 
-    Every part of the message that names an operation is checked. A kernel may send everything.
+    Check every part of the message that names an operation. A kernel may send everything.
+
+    Raises:
+        ProtocolError: An operation is not in `ALLOWED_OPERATIONS` for the peer's role. Or the peer
+            uses the name of another peer.
     """
     may = ALLOWED_OPERATIONS.get(peer.role)
     if may is None:
@@ -189,32 +209,38 @@ class Gate(Listener):
         """Number of connections that failed to authenticate, or whose messages broke a rule."""
 
     async def start(self) -> None:
-        """Open the port; for port 0, the system chooses one. Called by Dask."""
+        """Open the pool's port and listen on it. Called by Dask.
+
+        If the address has port 0, the operating system chooses the port.
+        """
         sockets = bind_sockets(self._port, address=self._host, backlog=BACKLOG)
         self._host, self._port = sockets[0].getsockname()[:2]
         self._server.add_sockets(sockets)
 
     def stop(self) -> None:
-        """Close the port, and all connections that are not authenticated yet. Called by Dask."""
+        """Close the pool's port, and all connections that are not authenticated yet.
+
+        Called by Dask.
+        """
         self._server.stop()
         for stream in list(self._unproved):
             stream.close()
 
     @property
     def listen_address(self) -> str:
-        """The address of the port, as "tls://host:port"."""
+        """The address on which the pool's process listens, as "tls://host:port"."""
         return self.prefix + str(unparse_host_port(self._host, self._port))
 
     @property
     def contact_address(self) -> str:
-        """The same address as `listen_address`."""
+        """The address to which peers connect, as "tls://host:port"; equal to `listen_address`."""
         return self.listen_address
 
     async def _serve_connection(self, stream: IOStream, address: Any) -> None:
         """Authenticate a new connection within `PROVE_S`, then serve it until it ends.
 
-        A connection that fails is closed and counted. If more than `MOST_UNPROVED` connections are
-        not authenticated yet, the oldest of them is closed.
+        If the authentication fails, close the connection and add 1 to `refused`. If more than
+        `MOST_UNPROVED` connections are not authenticated yet, close the oldest of them.
         """
         self._unproved[stream] = None
         if len(self._unproved) > MOST_UNPROVED:
@@ -233,9 +259,10 @@ class Gate(Listener):
         await self._admit(comm)
 
     async def _prove(self, stream: IOStream, address: Any) -> GateComm:
-        """Wait for the TLS handshake, and complete Dask's handshake; return the connection.
+        """Wait for the TLS handshake, then complete Dask's handshake; return the connection.
 
-        The peer's certificate says who the peer is; store this in `peer` of the connection.
+        The attribute `peer` of the returned connection has the role and name from the peer's
+        certificate.
         """
         assert isinstance(stream, SSLIOStream)
         await stream.wait_for_handshake()
@@ -269,9 +296,9 @@ HANDLERS = (
     "set_metadata",
     "terminate",
 )
-"""Dask's calls that clients, clusters and workers need.
+"""Names of the calls of Dask's scheduler that our clients, clusters and workers need.
 
-`PoolScheduler` removes all other calls, such as `run_function`.
+`PoolScheduler` removes all other calls, such as `run_function`, so that no peer can use them.
 """
 
 STREAM_HANDLERS = (
@@ -282,13 +309,16 @@ STREAM_HANDLERS = (
     "client-releases-keys",
     "subscribe-topic",
 )
-"""Dask's messages without a response that clients and workers need.
+"""Names of Dask's messages without a response that our clients and workers need.
 
-`PoolScheduler` removes the handlers of all other messages.
+`PoolScheduler` removes the handlers of all other messages, so that no peer can use them.
 """
 
 JOINS_WITH = ("address", "name", "status", "server_id", "stimulus_id", "now")
-"""Fields that `add_worker` uses from a worker's registration; constants replace the others."""
+"""Fields of a worker's registration that `PoolScheduler.add_worker` passes to Dask.
+
+Constants replace all other fields, because a hostile worker could affect other workers by them.
+"""
 
 METRICS: Mapping[str, Any] = {
     "bandwidth": {"total": 1e8, "workers": {}, "types": {}},
@@ -296,13 +326,19 @@ METRICS: Mapping[str, Any] = {
     "spilled_bytes": {"memory": 0, "disk": 0},
     "digests_total_since_heartbeat": {},
 }
-"""Constant load metrics that Dask gets for every worker. They have no effect: no tasks run here."""
+"""Load metrics that Dask gets for every worker, instead of metrics that the worker reports.
+
+These constants have no effect, because the pool's Dask cluster runs no tasks.
+"""
 
 _versions = functools.cache(get_versions)
 
 
 class PoolScheduler(Scheduler):
-    """A Dask scheduler that runs no tasks and no functions, and has no web pages."""
+    """Dask scheduler of a pool: it only connects peers and passes messages between them.
+
+    It runs no tasks and no functions, and opens no port for web pages. Its port is a `Gate`.
+    """
 
     handlers: dict[str, Any]
     stream_handlers: dict[str, Any]
@@ -319,7 +355,7 @@ class PoolScheduler(Scheduler):
 
     @property
     def refused(self) -> int:
-        """Number of connections that failed to authenticate or sent a forbidden message."""
+        """Number of connections that the gate closed: not authenticated, or a forbidden message."""
         return sum(listener.refused for listener in self.listeners)
 
     async def listen(
@@ -344,10 +380,11 @@ class PoolScheduler(Scheduler):
         extra: Mapping[str, Any],
         **fields: Any,
     ) -> None:
-        """Register an agent or a vehicle. `check_message` has already verified the agent's name.
+        """Register a host's agent, or the Dask worker of a vehicle.
 
-        Constants replace all fields outside `JOINS_WITH`: Dask uses one worker's fields when
-        another worker joins, so a hostile worker could affect other workers.
+        `check_message` has already verified the agent's name. Constants replace all fields that are
+        not in `JOINS_WITH`: Dask uses one worker's fields when the next worker joins, so a hostile
+        worker could affect other workers.
 
         Raises:
             ProtocolError: A vehicle registers as an agent.
@@ -373,7 +410,7 @@ class PoolScheduler(Scheduler):
         """Pass a worker's heartbeat to Dask without the metrics that the worker reports.
 
         Raises:
-            ProtocolError: A host sent the heartbeat of another host's worker.
+            ProtocolError: A host sent a heartbeat in the name of another host.
         """
         known = self.workers.get(self.coerce_address(address))
         if known and comm.peer.role is PeerRole.HOST and str(known.name) != comm.peer.name:

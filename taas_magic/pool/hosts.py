@@ -1,7 +1,7 @@
 """The hosts of a pool, in the pool's process: membership, leases, and calls to their agents.
 
-The pool opens no connection to a host. Requests, responses and beats travel over the stream that
-the host's agent opened.
+The pool opens no connection to a host. Instead, the host's agent connects to the pool. Requests,
+responses and beats travel over this connection.
 """
 
 import asyncio
@@ -42,20 +42,24 @@ class PoolHost:
 
     Attributes:
         address: Dask's address of the host's agent.
-        agent: The agent's name, which the engine and Dask use.
+        agent: Name of the host's agent. The engine and Dask identify the host by this name.
         last_message_at: Time of the host's last beat, on this process's monotonic clock.
         excused_s: Seconds since `last_message_at` in which this process was stalled and could not
-            receive a beat.
+            receive a beat. They do not count as silence of the host.
         name: The host's name in the notebook; "" until the host can start ranks.
         starting: The last progress report of a host that cannot start ranks yet.
-        protection: Value of `store.guard.StoreProtection`.
+        protection: How the host protects the project store, such as "Landlock" (a value of
+            `store.guard.StoreProtection`).
         peer_address: The address at which other hosts reach this host's ranks and fetchers.
+        runs: Ids of the shares (ranks or fetchers of a run) that run on the host.
+        is_returned: Whether the pool has given the host back to the engine. Then it gets no runs.
+        allocated_s: Seconds for which the pool has had the host.
         idle_since: Monotonic time at which `PoolMeter` first found the host without a run. None
             while the host has a run or has just been chosen for a run.
         known_modules: Modules that an earlier check has found on the host; None before the first
             check.
         pending: Futures of requests that the host has not answered yet, by request number.
-        why_lost: The reason for which this process dropped the host; "" for any other host.
+        why_lost: The reason why this process dropped the host; "" if it did not drop the host.
     """
 
     address: str
@@ -77,26 +81,26 @@ class PoolHost:
 
 
 ASK_AGAIN_S = 0.5
-"""Seconds between requests to the engine for hosts that have not joined."""
+"""Seconds between two requests to the engine, while too few hosts can start ranks."""
 
 CALL_S = 150.0
 """Maximum seconds for a host to respond to a request.
 
-At the start of a next attempt, the agent first waits up to `CLEAN_UP_S` until the host has cleaned
-up after the current attempt.
+The limit is long because of one request: the start of a run's next attempt. For this request, the
+agent first waits up to `CLEAN_UP_S` until the host has cleaned up after the previous attempt.
 """
 
 REPORT_HOST_AFTER_S = 1.5
-"""Seconds without a response to `DescribeHost` after which a message to the user names the host."""
+"""Seconds without a response to a `DescribeHost` request, after which the user gets a message."""
 
 FAILED_STARTS = 3
-"""Number of failed starts of hosts after which a wait for hosts fails.
+"""Number of hosts whose start may fail during one wait for hosts; then the wait fails, too.
 
-A start has failed if the host was lost before it could start ranks.
+The start of a host has failed if the pool dropped the host before it could start ranks.
 """
 
 SLOW_S = 5.0
-"""Seconds of an import after which the waiting user gets a message with the module's name."""
+"""Seconds that a host's import of a module may take before the user gets a message about it."""
 
 _CHECKS_PER_LEASE = 32
 
@@ -113,7 +117,7 @@ class BackgroundTasks:
         self._tasks: set[asyncio.Future[Any]] = set()
 
     def start(self, work: Awaitable[Any]) -> None:
-        """Run `work` in the background until it ends."""
+        """Run `work` as an asyncio task, and keep a reference to the task until it ends."""
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -125,9 +129,11 @@ class PoolHosts(SchedulerPlugin):
     Requests hosts from the engine, sends requests to the hosts' agents, and drops lost hosts.
 
     Args:
+        source: Engine that provides the hosts.
+        start_timeout_s: Seconds that a wait for hosts may last while no host is starting.
         lease_s: Seconds without contact to this process after which a host ends itself.
-        on_lost: Called with each host that is gone, and the reason. It is not called for a host
-            that ended by itself before it could start ranks.
+        on_lost: Called with each host that is gone, and with the reason. It is not called for a
+            host that ended by itself before it could start ranks.
         are_local: Whether all hosts run on the notebook's machine.
     """
 
@@ -154,7 +160,7 @@ class PoolHosts(SchedulerPlugin):
         self.awaited: list[str] = []
         """One line for the user about each requested host that cannot start ranks yet."""
         self.refused = 0
-        """Number of ignored messages: from unknown hosts, late responses, invalid reports."""
+        """Number of ignored messages: late responses, invalid reports, beats of unknown hosts."""
         scheduler.stream_handlers[ANSWER] = self._on_answer
         scheduler.stream_handlers[BEAT] = self._on_beat
         scheduler.add_plugin(self)
@@ -179,20 +185,21 @@ class PoolHosts(SchedulerPlugin):
         on_wait: Callable[[str], None] | None = None,
         has_run: bool = True,
     ) -> list[PoolHost]:
-        """Wait until `count` hosts can start ranks, and return them. Request missing hosts.
+        """Request missing hosts, wait until `count` hosts can start ranks, and return these hosts.
 
         A host that died a moment ago may still count as joined. So each chosen host must first
-        respond to a request. If a chosen host does not respond, the wait begins again.
+        respond to a request. If a chosen host does not respond, drop it and wait again.
 
         Args:
             preferred: Addresses of hosts that are chosen first.
             on_wait: Function called with a message for each host that has not responded within
                 `REPORT_HOST_AFTER_S`. If None, all kernels that wait for hosts receive the message.
-            has_run: Whether a run is to start on the hosts.
+            has_run: Whether a run waits for the hosts. If not, new hosts begin to import modules
+                that runs need later.
 
         Raises:
-            PoolError: The hosts did not join in time, or the engine cannot provide a host. Then all
-                hosts without a run are returned to the engine.
+            PoolError: The hosts did not join in time, or the engine cannot provide a host. In both
+                cases, all hosts without a run go back to the engine.
         """
         while True:
             self._runs_waiting += has_run
@@ -206,9 +213,13 @@ class PoolHosts(SchedulerPlugin):
                 return taken
 
     async def _await_response(self, host: PoolHost, on_wait: Callable[[str], None] | None) -> None:
-        """Wait until a host responds to `DescribeHost` or is gone; tell the user of a long wait.
+        """Check that a host responds to `DescribeHost`; drop a host that does not.
 
-        A host that responds with an error, or not within `CALL_S`, is dropped.
+        After `REPORT_HOST_AFTER_S` without a response, send the user a message that names the host.
+        Drop the host if it responds with an error, or does not respond within `CALL_S`.
+
+        Args:
+            on_wait: Receives the message; None sends it to all kernels that wait for hosts.
         """
 
         def report_wait() -> None:
@@ -237,9 +248,9 @@ class PoolHosts(SchedulerPlugin):
                 self._publish_lines([])
 
     async def _acquire(self, count: int, preferred: Collection[str]) -> list[PoolHost]:
-        """Wait until `count` hosts have joined, and return the hosts that `choose` selects.
+        """Wait until `count` hosts can start ranks, and return the hosts that `choose` selects.
 
-        If too few hosts join, give all hosts that run nothing back to the engine.
+        If too few hosts join, give all hosts without a run back to the engine.
 
         Raises:
             PoolError: The hosts did not join in time, or the engine cannot provide a host.
@@ -265,7 +276,10 @@ class PoolHosts(SchedulerPlugin):
     def choose(self, count: int, preferred: Collection[str] = ()) -> list[PoolHost]:
         """Return up to `count` hosts that can start ranks.
 
-        Hosts in `preferred` come first, then the hosts with the fewest runs.
+        Choose hosts in `preferred` first, then the hosts with the fewest runs.
+
+        Args:
+            preferred: Addresses of hosts.
         """
 
         def order(host: PoolHost) -> int:
@@ -276,9 +290,13 @@ class PoolHosts(SchedulerPlugin):
     async def release(
         self, stays: Callable[[PoolHost], bool] = lambda host: bool(host.runs)
     ) -> None:
-        """Return to the engine all hosts for which `stays` is false, and all that have not joined.
+        """Give back to the engine all hosts for which `stays` is false. Cancel requests for hosts.
 
         Do nothing while `acquire` waits for hosts.
+
+        Args:
+            stays: Function that returns whether the pool keeps a host; by default, it keeps the
+                hosts with a run.
         """
         if not self._acquiring:
             for host in self._hosts.values():
@@ -290,8 +308,11 @@ class PoolHosts(SchedulerPlugin):
     async def call(self, address: str, request: Request[_T]) -> _T:
         """Send a request to a host's agent and return the response.
 
-        The host must respond within `CALL_S`. There is no limit for a host that cannot start ranks
-        yet.
+        The host must respond within `CALL_S`. A host that cannot start ranks yet may take any time,
+        because it may still be importing modules.
+
+        Args:
+            address: Dask's address of the host's agent.
 
         Raises:
             PoolError: The host is gone, did not respond in time, failed to handle the request, or
@@ -314,13 +335,23 @@ class PoolHosts(SchedulerPlugin):
             del host.pending[number]
 
     def tunnel(self, host: PoolHost, address: str) -> AbstractAsyncContextManager[str]:
-        """Let a host connect to a port of this machine. See `Engine.tunnel`."""
+        """Return a context manager in whose block a host can connect to a port of this machine.
+
+        The context manager raises PoolError if the host cannot reach the port.
+
+        Args:
+            address: Address of the port on this machine, as "tls://host:port".
+
+        Returns:
+            A context manager whose value is the address to which the host must connect.
+        """
         return self._source.tunnel(host.agent, address)
 
     async def watch(self) -> None:
         """Drop each host that has sent no beat for `lease_s` plus `LOST_AFTER_S`.
 
-        Time in which this process was stalled does not count. Runs until this task is cancelled.
+        Time in which this process was stalled does not count. This coroutine runs until its task is
+        cancelled.
         """
         pause_s, limit_s = self._lease_s / _CHECKS_PER_LEASE, self._lease_s + LOST_AFTER_S
         checked_at = time.monotonic()
@@ -335,7 +366,11 @@ class PoolHosts(SchedulerPlugin):
                     await self.drop(host.address, why)
 
     async def drop(self, address: str, why: str) -> None:
-        """Remove a lost or failed host, for the reason `why`. The engine then ends the host."""
+        """Remove a lost or failed host for the reason `why`. The engine then ends the host.
+
+        Args:
+            address: Dask's address of the host's agent.
+        """
         if host := self._hosts.get(address):
             host.why_lost = why
             if not host.name:
@@ -343,7 +378,10 @@ class PoolHosts(SchedulerPlugin):
             await self._scheduler.remove_worker(address, stimulus_id="taas-lease")
 
     async def add_worker(self, scheduler: Scheduler, worker: str) -> None:
-        """Record a host that joins, and start `_greet`; ignore vehicles. Called by Dask."""
+        """Record a host that joins, and start a task that asks the host to describe itself.
+
+        Ignore the Dask workers of vehicles. Called by Dask.
+        """
         joined = scheduler.workers[worker]
         if AGENT in joined.extra:
             host = self._hosts[worker] = PoolHost(worker, str(joined.name))
@@ -352,8 +390,8 @@ class PoolHosts(SchedulerPlugin):
     def remove_worker(self, scheduler: Scheduler, worker: str, **kwargs: Any) -> None:
         """Remove a host that is gone. Called by Dask.
 
-        Calls that wait for the host's response raise a PoolError. If the host had been ready or was
-        dropped, call `on_lost` with the reason.
+        Each `call` that waits for the host's response raises PoolError. If the host could start
+        ranks, or `drop` removed it, pass the host and the reason to `on_lost`.
         """
         host = self._hosts.pop(worker, None)
         if host is None:
@@ -373,10 +411,10 @@ class PoolHosts(SchedulerPlugin):
     async def _greet(self, host: PoolHost) -> None:
         """Send `DescribeHost` to a new host, and mark the host as ready when the host responds.
 
-        A ready host wakes the calls that wait for hosts. A host that responds with an error is
-        dropped. Imports may be slow, so the wait has no time limit. The wait ends when the host is
-        gone: `watch` drops a host that sends no beats, and a host whose imports are stuck ends
-        itself.
+        Then wake the calls of `acquire` that wait for hosts. Drop a host that responds with an
+        error. This method waits without a time limit, because a host's imports may be slow. The
+        wait also ends when the host is gone: `watch` drops a host that sends no beats, and a host
+        whose imports are stuck ends itself.
         """
         greeting = DescribeHost(has_run=self._runs_waiting > 0)
         try:
@@ -392,9 +430,10 @@ class PoolHosts(SchedulerPlugin):
             self._changed.notify_all()
 
     async def _wait_until_ready(self, count: int) -> None:
-        """Request missing hosts until `count` hosts can start ranks; publish lines on the progress.
+        """Request missing hosts until `count` hosts can start ranks; send lines about the progress.
 
-        The engine is called every `ASK_AGAIN_S`, so that it replaces requested hosts that died.
+        Call the engine every `ASK_AGAIN_S`, so that it replaces requested hosts that died. The
+        kernels receive the lines.
 
         Raises:
             asyncio.TimeoutError: No host was starting for `start_timeout_s`, or the engine did not
@@ -423,7 +462,7 @@ class PoolHosts(SchedulerPlugin):
                 await asyncio.wait_for(change(len(self.all())), ASK_AGAIN_S)
 
     def _publish_lines(self, lines: list[str]) -> None:
-        """Send `lines` about requested hosts to all kernels, if they differ from the last lines."""
+        """Send `lines` about requested hosts to all kernels, unless these lines were sent last."""
         if lines != self.awaited:
             self.awaited = lines
             self._scheduler.log_event(POOL_BEAT, lines)
@@ -459,7 +498,7 @@ class PoolHosts(SchedulerPlugin):
 
 
 def slow_import(host: StartingHost) -> str:
-    """Return a line for the user if a host's import takes longer than `SLOW_S`, else "".
+    """Return a line for the user if a host has been importing a module for `SLOW_S`, else "".
 
     The seconds are rounded down to `SLOW_S` times a power of two, so that the line changes rarely.
     """
@@ -476,7 +515,7 @@ async def require_fit(
 ) -> None:
     """Check that all hosts have the notebook's versions of Python and torch, and all `modules`.
 
-    Ask only hosts that have not passed an earlier check of these modules.
+    Send requests only to hosts that have not passed an earlier check of these modules.
 
     Raises:
         PoolError: A host lacks something. The message names the host, what it lacks, and what to
@@ -500,9 +539,14 @@ async def require_fit(
 async def request_host_facts(
     pool_hosts: PoolHosts, hosts: Iterable[PoolHost], request: GetHostFacts
 ) -> list[HostFacts]:
-    """Request facts from all `hosts` at the same time; return them in the order of `hosts`.
+    """Request facts, such as versions and modules, from all `hosts` at the same time.
 
-    For a host that sends no facts, the result has the default values of `HostFacts`.
+    Returns:
+        The facts about each host, in the order of `hosts`. If a host responds without facts, its
+        entry has the default values of `HostFacts`.
+
+    Raises:
+        PoolError: A host is gone, did not respond in time, or failed to handle the request.
     """
 
     async def ask(host: PoolHost) -> HostFacts:

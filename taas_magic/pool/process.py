@@ -2,7 +2,7 @@
 
 A kernel starts the process in a separate session of the operating system. So the process continues
 if the kernel is interrupted or ends. Kernels find the process through `pool.json` in the pool's
-folder. Only the user can read this file, which holds the address and the keys.
+folder. This file holds the address of the process and the keys. Only the user can read this file.
 """
 
 import asyncio
@@ -41,12 +41,14 @@ DASK_SETTINGS = {
 
 
 class PoolSettings(Struct):
-    """Settings that a kernel passes on standard input to a pool's process that it starts.
+    """Settings that a kernel writes to the standard input of the pool's process at its start.
 
     Attributes:
+        folder: Path of the pool's folder, with the lock, `pool.json` and the log.
         project: Path of the project folder (the notebook's folder).
-        linger_s: See `LINGER_S`.
-        lock: File descriptor of the folder's lock, which the process inherits.
+        linger_s: Seconds for which the process continues without a kernel and without a run.
+        lock: Descriptor of the lock file in the pool's folder. The process inherits this
+            descriptor, and holds the lock until it ends.
     """
 
     folder: str
@@ -65,7 +67,11 @@ _POLL_S = 0.02
 
 
 class PoolProcess:
-    """One operating-system process of a pool, started by this kernel or another one."""
+    """Handle of a pool's process, which this kernel or another kernel started.
+
+    Args:
+        process: A `Popen` if this kernel started the process, else a `psutil.Process`.
+    """
 
     def __init__(self, process: subprocess.Popen[bytes] | psutil.Process) -> None:
         self.pid, self._process = process.pid, process
@@ -82,14 +88,14 @@ class PoolProcess:
 
     @property
     def exit_code(self) -> int | None:
-        """The exit code, which is negative if a signal ended the process.
+        """The exit code of the process; it is negative if a signal ended the process.
 
         None while the process runs. Always None if another kernel started the process.
         """
         return self._process.poll() if isinstance(self._process, subprocess.Popen) else None
 
     def state_text(self) -> str:
-        """Return the state in words, such as "is alive" or "was killed by SIGTERM"."""
+        """Return the state of the process in words, such as "was killed by SIGTERM"."""
         if self.is_alive():
             return "is alive"
         code = self.exit_code or 0
@@ -98,20 +104,20 @@ class PoolProcess:
         return f"ended with exit code {code}" if code else "has ended"
 
     def kill(self) -> None:
-        """Kill the process, and wait until it has ended.
+        """Send SIGKILL to the process, and wait until the process has ended.
 
         Raises:
-            PoolError: The process has not ended within `_KILL_S`.
+            PoolError: The process has not ended within `_KILL_S` (20 s).
         """
         with contextlib.suppress(psutil.NoSuchProcess):
             self._process.kill()
         self.wait_for_end(_KILL_S)
 
     def wait_for_end(self, limit_s: float) -> None:
-        """Wait until the process has ended.
+        """Wait until the process has ended. Send no signal.
 
         Raises:
-            PoolError: The process did not end within `limit_s`.
+            PoolError: The process did not end within `limit_s` seconds.
         """
         deadline = time.monotonic() + limit_s
         while self.is_alive():
@@ -134,7 +140,11 @@ class PoolFolder:
 
     @property
     def path(self) -> Path:
-        """Path of the folder. The first call creates the folder."""
+        """Path of the pool's folder. The first access creates the folder.
+
+        The name contains a digest of the pool's settings, the project folder, and the versions of
+        Python, torch and taas-magic. So different settings or versions have different processes.
+        """
         mark = f"{sys.prefix}|{self._project}|{self._config}|{this_kernel()}"
         digest = hashlib.sha256(os.fsencode(mark)).hexdigest()[:_DIGEST]
         path = state_dir() / "pools" / f"{self._config.name}-{digest}"
@@ -143,7 +153,7 @@ class PoolFolder:
 
     @property
     def log(self) -> Path:
-        """Path of the log of the pool's newest process."""
+        """Path of the log file that the pool's newest process writes."""
         return self.path / LOG
 
     @property
@@ -152,9 +162,9 @@ class PoolFolder:
         return not is_unlocked(self.path / "lock")
 
     def find(self) -> PoolProcess | None:
-        """Return the pool's running process; None if there is none.
+        """Return the pool's running process; None if no process runs.
 
-        None also if a process has just started and has not yet written its pid to the lock file.
+        Also None while a new process has not yet written its pid to the lock file.
         """
         self.reap_children()
         path = self.path / "lock"
@@ -175,8 +185,9 @@ class PoolFolder:
     def start(self) -> PoolProcess | None:
         """Start a process of the pool. If one is running or being started, return None instead.
 
-        The process gets the folder's lock and, by stdin, its settings. Its output goes to the log.
-        Before the start, deletes the `pool.json` that a killed process may have left.
+        Take the lock of the pool's folder, remove the `pool.json` of a killed process, start the
+        new process, and send the settings to its standard input. The new process inherits the lock.
+        Its output goes to the log.
         """
         self.reap_children()
         path = self.path / "lock"
@@ -208,9 +219,9 @@ class PoolFolder:
         return PoolProcess(child)
 
     def address_of(self, process: PoolProcess) -> PoolAddress | None:
-        """Return the address and keys of a process, from `pool.json`.
+        """Return the address and keys of a process of the pool, from `pool.json`.
 
-        None before the process accepts connections and after it has begun to end.
+        Return None if the process does not accept connections yet, or has begun to end.
 
         Raises:
             PoolError: The process has other versions of Python, torch or taas-magic than this
@@ -227,12 +238,13 @@ class PoolFolder:
         return pool_address
 
     def find_other_versions(self) -> list[str]:
-        """Find running processes of this pool whose versions differ from those of this kernel.
+        """Find running processes of this pool with other versions than this kernel.
 
-        Only processes for the same notebook's folder count.
+        Search processes for the same project folder that use another version of Python, torch or
+        taas-magic.
 
         Returns:
-            A text for each such process, such as "Python 3.11.9, torch 2.4.0".
+            The versions of each found process as text, such as "Python 3.11.9, torch 2.4.0".
         """
         found = []
         folders = f"{self._config.name}-{'?' * _DIGEST}"  # does not match a pool `name-more`
@@ -246,10 +258,10 @@ class PoolFolder:
         return found
 
     def reap_children(self) -> bool:
-        """Reap ended child processes.
+        """Reap the processes of this pool that this kernel started and that have ended.
 
         Returns:
-            Whether a process of this pool that this kernel started still runs.
+            Whether such a process still runs.
         """
         with self._lock:
             self._children = [child for child in self._children if child.poll() is None]
@@ -259,8 +271,11 @@ class PoolFolder:
 def main() -> int:
     """Run the pool's process until a kernel ends the pool, or no kernel and no run is left.
 
-    Read the settings from stdin, write the pid to the lock file, clear the log, prepare the pool's
-    engine, and run `_run_pool`.
+    Read the settings from standard input, write the pid to the lock file, clear the log, and
+    prepare the pool's engine. Then run the scheduler and the controller of the pool.
+
+    Returns:
+        The exit code of the process: 0.
     """
     gc.disable()  # garbage collection takes a tenth of the import time, and would free nothing
     settings = from_json(sys.stdin.buffer.readline(), PoolSettings)
@@ -276,9 +291,10 @@ def main() -> int:
 
 
 async def _run_pool(engine: Engine, folder: Path, settings: PoolSettings) -> None:
-    """Run the pool's scheduler and controller until the pool ends.
+    """Run the pool's Dask scheduler and controller until the pool ends.
 
-    Meanwhile, `pool.json` in the folder has the address and keys for kernels.
+    When the scheduler listens, write its address and the keys for kernels to `pool.json` in
+    `folder`. At the end, remove this file.
     """
     import dask
 

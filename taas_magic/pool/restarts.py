@@ -9,9 +9,14 @@ from taas_magic.plan import Plan
 
 
 class FetcherRestarts:
-    """Rule for restarting a run's fetchers: when all of them have ended, up to `most` times.
+    """Counter that decides whether a run's fetchers start again.
 
-    The caller passes the fetchers' events to this object, and starts the fetchers again.
+    The fetchers start again when all of them have ended unexpectedly, at most `most` times. The
+    caller passes the fetchers' events to this object. If the object says so, the caller starts all
+    fetchers again.
+
+    Args:
+        most: Maximum number of restarts.
     """
 
     def __init__(self, plan: Plan, most: int) -> None:
@@ -20,11 +25,12 @@ class FetcherRestarts:
         self._last: FetcherEnded | None = None
 
     def allow_one(self) -> tuple[list[Event], bool]:
-        """Allow one restart from now on. Earlier restarts do not count.
+        """Allow one further restart of the fetchers, however often they have started again.
+
+        If all fetchers have already ended, this restart begins now.
 
         Returns:
-            Events to publish, and whether the caller must start all fetchers now, because they have
-            ended.
+            Events to publish, and whether the caller must start all fetchers now.
         """
         self._used, self._most = 0, 1
         if self._last is None or not self._may_start_again():
@@ -32,16 +38,16 @@ class FetcherRestarts:
         return self._count_restart(structs.replace(self._last, time=time.time()))
 
     def refuse(self) -> None:
-        """Allow no further restart until the next call of `allow_one`."""
+        """Allow no further restart of the fetchers, unless `allow_one` is called later."""
         self._most = self._used
 
     def record(self, event: Event) -> tuple[list[Event], bool]:
-        """Record an event of a fetcher.
+        """Record an event of a fetcher; decide whether all fetchers start again.
 
-        The requested end of a fetcher, a `FetcherEnded` without `entry`, does not count. If `event`
-        reports the unexpected end of the last fetcher and a restart is allowed, count the restart.
-        In this case, the events to publish are a note and a copy of `event` without addresses and
-        failures. The copy makes ranks wait for new fetchers.
+        They start again if `event` reports the unexpected end of the last fetcher, and a restart is
+        allowed. Then the events to publish are a note and a copy of `event` without addresses and
+        failures. The copy makes ranks wait for new fetchers. A `FetcherEnded` without `entry` means
+        that a fetcher ended on request; it does not count.
 
         Returns:
             The events to publish instead of `event`, and whether the caller must start all fetchers

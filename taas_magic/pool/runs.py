@@ -59,21 +59,26 @@ from taas_magic.pool.restarts import FetcherRestarts
 from taas_magic.store.requests import FileRequest
 
 SETTLE_S = 0.3
-"""Seconds to wait for other hosts' reports after a failure that no other failure caused."""
+"""Seconds for which an attempt waits for further hosts' reports after a host reports a failure.
+
+This applies to a failure that no other failure caused.
+"""
 
 LATE_S = 2.0
-"""Maximum seconds from a rank's failure to the report of the rank's host.
+"""Maximum seconds from a rank's failure until the rank's host reports the failure.
 
-The host first waits for the end of its other ranks, and may be busy. Meanwhile, it sends beats.
+Before the report, the host waits until its remaining ranks have ended. It may also be busy. During
+this time, it sends beats.
 """
 
 FINAL_CAUSES = frozenset({"timeout", "interrupt", "host"})
-"""Causes of an end after which ranks are not started again."""
+"""Values of `HostReport.cause` after which the pool does not start the ranks again."""
 
 END_S = 600.0
-"""Maximum seconds without a message from a host that cleans up after a finished run.
+"""Maximum seconds without a message from a host that cleans up at the end of a run.
 
-After this time, the pool drops the host. Files that the host still sends count as messages.
+After this time, the pool drops the host. A request to write a file counts as a message, so a host
+that still sends files is not dropped.
 """
 
 FETCHERS_END_S = 10.0
@@ -83,13 +88,16 @@ STACKS_S = 15.0
 """Maximum seconds for a host to return the stacks of its ranks or fetchers."""
 
 AGAIN_S = 5.0
-"""Seconds between attempts to get hosts that were not available."""
+"""Seconds between two tries to get hosts for a run's next attempt."""
 
 POOL_ONLY_EVENTS = (StateChanged, Detached, Restart, InputAnswered, RunEnded)
-"""Events that only the pool's process creates. The process refuses such events from hosts."""
+"""Classes of events that only the pool's process creates.
+
+If a host sends such an event, the pool's process ignores and counts it.
+"""
 
 TICK_S = 0.1
-"""Seconds between calls of `decide` while some hosts have reported and others have not."""
+"""Seconds between two calls of `decide`, from the first host's report to the attempt's end."""
 
 _WORST_LAST = ("SUCCEEDED", "INTERRUPTED", "FAILED", "LOST")
 _LOOK_S = 1.0
@@ -101,7 +109,9 @@ class HostReport:
 
     Attributes:
         state: SUCCEEDED, FAILED, INTERRUPTED, or LOST for a host that is gone.
-        cause: As in `host.watch.Verdict.cause`; "lost" for a host that is gone.
+        cause: Reason for the end, such as "rank" or "timeout" (a value of
+            `host.watch.Verdict.cause`), or "lost" for a host that is gone; "" on success.
+        at: Time at which the pool's process received the report, on its monotonic clock.
         failures: Failures of the host's ranks. A rank that ends early by `sys.exit(0)` has a
             failure here even if `state` is SUCCEEDED.
     """
@@ -117,11 +127,12 @@ class HostPart:
     """The state of a run's ranks, or of its fetchers, on one host.
 
     Attributes:
-        host_rank: Number of the host in the share.
+        host_rank: Number of the host among the hosts of the run's ranks, or of its fetchers.
         report: The host's report of how its ranks of the current attempt ended; None before the
             report.
-        ended: Whether the host has ended these ranks or fetchers, has not started them, or is gone.
-        last_message_at: Time of the host's last event or request.
+        ended: Whether the host runs none of these processes (any more): it has ended them, never
+            started them, or is gone.
+        last_message_at: Monotonic time of the host's last event or request.
     """
 
     host: PoolHost
@@ -133,10 +144,11 @@ class HostPart:
 
 @dataclass(frozen=True)
 class AttemptOutcome:
-    """The end of an attempt.
+    """The result of an attempt that has ended.
 
     Attributes:
-        state: The worst state of the attempt's hosts.
+        state: The worst state that a host reported, in the order SUCCEEDED, INTERRUPTED, FAILED,
+            LOST.
         failures: Failures in the order in which they were reported. Failures that other failures
             caused come last.
         may_retry: Whether another attempt may succeed.
@@ -148,19 +160,27 @@ class AttemptOutcome:
 
 
 def decide(hosts: Collection[HostPart], now: float) -> AttemptOutcome | None:
-    """Return the outcome of an attempt; None if the attempt continues.
+    """Return the outcome of an attempt; None while the attempt continues.
 
     If all hosts report success, the attempt has succeeded. If a rank exits early by `sys.exit(0)`
-    and other hosts' ranks still run `LEFT_GRACE_S` later, the attempt has failed. After any other
-    failure, the attempt ends when all hosts have reported, or earlier:
+    and other hosts' ranks still run `LEFT_GRACE_S` later, the attempt has failed.
 
-    - If a reported failure was not caused by another failure, the attempt ends `SETTLE_S` later.
-    - If each reported failure was caused by a failure that no host has reported yet, wait for that
-      report. The wait ends when each host without a report has sent a beat at least `LATE_S` after
-      the first reported failure: a host's messages arrive in order, so its report would have
-      arrived before the beat. A host that sends no beats is soon dropped, which counts as a report.
-    - If hosts have reported only interrupts so far, the attempt does not end earlier, because all
-      hosts were interrupted and will report.
+    After any other failure, the attempt ends at the latest when all hosts have reported. It ends
+    earlier in two cases:
+
+    - A host has reported a failure that no other failure caused. The attempt ends `SETTLE_S` after
+      this report.
+    - Hosts have reported only consequences of a failure that no host has reported yet. The attempt
+      ends when each host without a report has sent a beat at least `LATE_S` after the first report
+      of a failure. A host's messages arrive in order, so its own report would have arrived before
+      this beat. A host without beats is soon dropped, which counts as a report.
+
+    If hosts have reported only interrupts, the attempt waits for all hosts: each of them was
+    interrupted and will report.
+
+    Args:
+        hosts: State of the attempt's ranks on each host.
+        now: Monotonic time.
     """
     reports = [part.report for part in hosts if part.report is not None]
     bad = [report for report in reports if report.state != "SUCCEEDED"]
@@ -206,20 +226,22 @@ def _has_own_failure(report: HostReport) -> bool:
 
 
 def worst_state(states: Iterable[str]) -> str:
-    """Return the worst state, in the order SUCCEEDED, INTERRUPTED, FAILED, LOST."""
+    """Return the worst of `states`. From best to worst: SUCCEEDED, INTERRUPTED, FAILED, LOST."""
     return max(states, key=_WORST_LAST.index)
 
 
 class Share(ABC):
-    """The ranks of a run on all their hosts, or the run's fetchers on all their hosts.
+    """All ranks of a run, or all fetchers of a run, on their hosts.
 
-    A share accepts events and requests only from these hosts.
+    A share accepts events and requests only from the hosts on which its processes run.
 
     Args:
-        owner: Dask client id of the run's kernel; "" for a detached run.
+        owner: Dask client id of the kernel that receives the events; "" for a detached run.
+        publish: Function that receives each event of the share.
 
     Attributes:
-        run_id: Id of the run for ranks; `host.spec.fetchers_share_id` for fetchers.
+        run_id: Id of the share: for ranks, the id of the run; for fetchers, this id and ".data".
+        attempt: Number of the run's current attempt, from 0.
     """
 
     is_fetchers: bool
@@ -257,19 +279,22 @@ class Share(ABC):
 
     @abstractmethod
     def _may_send(self, part: HostPart, event: Event) -> bool:
-        """Return whether a host may send `event`; False for events about other hosts' processes."""
+        """Return whether a host may send `event`.
+
+        False if the event is about a process of another host, or if hosts never send such events.
+        """
 
     @abstractmethod
     def _on_host_event(self, part: HostPart, event: Event) -> None:
-        """Publish a host's event, or record that the host has ended its ranks or fetchers."""
+        """Publish an event that a host has sent, and record its effect on this share."""
 
     @abstractmethod
     def _publish_loss(self, part: HostPart, why: str) -> None:
-        """Publish the loss of a host and of its ranks or fetchers, with the reason `why`."""
+        """Publish that a host is gone, and so its ranks or fetchers, for the reason `why`."""
 
     @property
     def session_id(self) -> str:
-        """Run id of the session that the ranks or fetchers belong to; "" for none."""
+        """Run id of the session to which the ranks or fetchers belong; "" without a session."""
         return self.run_id if self._run.is_session else self._run.session
 
     @property
@@ -293,10 +318,13 @@ class Share(ABC):
         return self._halted.is_set()
 
     def on_event(self, address: str, event: Event) -> bool:
-        """Accept an event from a host if the host may send it; return whether it was accepted.
+        """Accept and publish an event from a host; return False if the host may not send the event.
 
-        If the event is accepted, set the event's time and host, and handle the event. Also record
-        the time at which the host sent its last message.
+        Before publishing, set the event's time and host name. Also record the time of the host's
+        last message.
+
+        Args:
+            address: Dask's address of the host's agent.
         """
         part = self._active_part(address)
         if part is None or not self._may_send(part, event):
@@ -310,8 +338,15 @@ class Share(ABC):
     async def answer(self, address: str, request: FileRequest[Any]) -> object:
         """Handle a host's request for files of the run folder or the project store.
 
+        Args:
+            address: Dask's address of the host's agent.
+
+        Returns:
+            The response, whose type depends on the request.
+
         Raises:
-            ProtocolError: The share has ended on the host, or the host may not send the request.
+            ProtocolError: The ranks or fetchers on the host have ended, or the host may not send
+                the request.
         """
         part = self._active_part(address)
         if part is None:
@@ -320,7 +355,11 @@ class Share(ABC):
         return await self._files.answer(part.host_rank, self._owned(part), request)
 
     def lose(self, host: PoolHost, why: str) -> None:
-        """Record that a host is gone, if a rank or fetcher of this share ran on the host."""
+        """Record and publish that a host is gone. Ignore a host on which this share does not run.
+
+        Args:
+            why: The reason, for the user.
+        """
         part = self._active_part(host.address)
         if part is not None:
             self._publish_loss(part, why)
@@ -329,8 +368,8 @@ class Share(ABC):
     async def halt(self, how: str) -> None:
         """Interrupt or kill the ranks or fetchers on all hosts. Ranks are not started again.
 
-        This method does not wait for the end. The pool drops each host that needs more than
-        `HALT_S`.
+        This method does not wait until they have ended. The pool drops each host that has not ended
+        them within `HALT_S`.
 
         Args:
             how: "interrupt" or "kill".
@@ -340,12 +379,18 @@ class Share(ABC):
         await self._send_halt(how)
 
     async def _send_halt(self, how: str) -> None:
-        """Tell all hosts to end the ranks or fetchers. Drop hosts that need over `HALT_S`."""
+        """Tell all hosts to interrupt or kill the ranks or fetchers.
+
+        A background task drops each host that has not ended them within `HALT_S`.
+        """
         self._tasks.start(self._drop_late_hosts(HALT_S))
         await self._send_to_all(Halt(self.run_id, how))
 
     async def stacks(self) -> RunStacks:
-        """Return the stacks of all ranks or fetchers, from all hosts."""
+        """Request the Python stacks of all ranks or fetchers from their hosts; return the stacks.
+
+        The result also names each host that has not responded within `STACKS_S`.
+        """
         there = [part.host for part in self._parts.values() if not part.ended]
         found = await asyncio.gather(*map(self._stacks_on, there))
         return RunStacks(
@@ -377,7 +422,7 @@ class Share(ABC):
     async def _acquire_hosts(
         self, count: int, preferred: Collection[str] = (), retry_s: float = 0.0
     ) -> list[PoolHost]:
-        """Wait for `count` hosts with the modules and versions that the run needs.
+        """Wait until the pool has `count` hosts, check their modules and versions, and return them.
 
         Args:
             preferred: Addresses of hosts that are chosen first.
@@ -385,7 +430,8 @@ class Share(ABC):
                 gets a note with each new reason.
 
         Raises:
-            PoolError: The hosts are not available or lack something, or `halt` was called.
+            PoolError: The hosts are not available, a host lacks a module or version that the run
+                needs, or `halt` was called.
         """
         until, noted = time.monotonic() + retry_s, ""
         while True:
@@ -424,18 +470,20 @@ class Share(ABC):
     async def _start_one(
         self, part: HostPart, spec: ShareSpec, is_next_attempt: bool = False
     ) -> int:
-        """Start the ranks or fetchers of one host, and count the run as active on the host.
+        """Start the ranks or fetchers on one host, and count the run as active on the host.
 
         If `halt` is called during the start, send `Halt` to this host again after the start.
 
         Args:
-            is_next_attempt: Whether the host ran the last attempt and is to start the next one.
+            spec: What the host must start.
+            is_next_attempt: Whether the host also ran the previous attempt, so that it must first
+                clean up after this attempt.
 
         Returns:
             The port of the ranks' rendezvous if this host runs the rendezvous, else 0.
 
         Raises:
-            PoolError: The host failed. Then its part counts as ended.
+            PoolError: The host did not start the processes. They count as ended on this host.
         """
         part.host.runs.add(self.run_id)
         address = part.host.address
@@ -449,9 +497,9 @@ class Share(ABC):
         return port
 
     async def _send_to_all(self, request: Request[None]) -> None:
-        """Send a request to all hosts of the ranks or fetchers.
+        """Send a request to all hosts that still run ranks or fetchers; wait for the responses.
 
-        Errors are ignored, because `PoolHosts` notices lost hosts, and `lose` is then called.
+        Ignore errors: if a host is lost, `PoolHosts` notices this and `lose` is called.
         """
         calls = (self._pool_hosts.call(address, request) for address in self._running_addresses())
         await asyncio.gather(*calls, return_exceptions=True)
@@ -468,11 +516,13 @@ class Share(ABC):
             await self._changed.wait()
 
     async def _drop_late_hosts(self, limit_s: float) -> None:
-        """Drop each host that does not end its ranks or fetchers in time, until all have ended.
+        """Drop each host that does not end its ranks or fetchers within `limit_s`.
+
+        Return when no host runs any of them.
 
         Args:
-            limit_s: Seconds that a host may take. They count from this call, and again from each
-                event or request of the host. So a host that still sends files is not dropped.
+            limit_s: Seconds that a host may take. They count from this call, and start again at
+                each event or request of the host. So a host that still sends files is not dropped.
         """
         parts, began = list(self._parts.values()), time.monotonic()
         while left := [part for part in parts if not part.ended]:
@@ -486,10 +536,11 @@ class Share(ABC):
 
 
 class PoolFetchers(Share):
-    """The fetchers of a run, on one pool.
+    """All fetchers of a run in the pool's process; they run on hosts of one pool.
 
-    If all of them have ended, they start again, up to `--max-restarts` times. A session's fetchers
-    stay until they are halted, and start again at most once for each cell (`allow_restart`).
+    If all of them have ended unexpectedly, they start again, up to `--max-restarts` times. A
+    session's fetchers run until `halt` is called. They start again at most once for each cell of
+    the session (`allow_restart`).
     """
 
     is_fetchers = True
@@ -509,12 +560,14 @@ class PoolFetchers(Share):
         self._folder_lock = contextlib.ExitStack()
 
     async def start(self) -> list[str]:
-        """See `Share.start`.
+        """Get hosts from the pool, and start the fetchers on them; return the hosts' names.
 
         If the start fails on one host, fetchers may already run on other hosts, so the caller must
         call `halt`.
 
         Raises:
+            PoolError: Too few hosts are available, a host lacks a module or version that the run
+                needs, or the run was halted.
             OSError: The run folder cannot be read.
         """
         if self._run.session:  # the fetchers may start again long after their cell has ended
@@ -535,7 +588,10 @@ class PoolFetchers(Share):
         return [host.name for host in chosen]
 
     async def carry_out(self) -> None:
-        """Wait until the fetchers have ended for good; then refuse requests about the store."""
+        """Wait until all fetchers have ended and cannot start again.
+
+        Then refuse further requests of their hosts about the project store.
+        """
         while self._running_addresses() or self._may_start_again():
             self._changed.clear()
             await self._changed.wait()
@@ -554,7 +610,7 @@ class PoolFetchers(Share):
             self._publish_all(*self._restarts.allow_one())
 
     async def _start_again(self) -> None:
-        """Start all fetchers when the earlier ones are gone from their hosts.
+        """Start all fetchers again, after their hosts have cleaned up after the ended fetchers.
 
         If the start fails, kill the fetchers that have started, publish the failure of each
         fetcher, and allow no further restart.
@@ -574,10 +630,12 @@ class PoolFetchers(Share):
             self._changed.set()
 
     async def halt(self, how: str) -> None:
-        """Kill the fetchers on all hosts, and wait up to `FETCHERS_END_S` for their end.
+        """Kill the fetchers on all hosts, and wait up to `FETCHERS_END_S` until they have ended.
+
+        The fetchers do not start again.
 
         Args:
-            how: Ignored: both "interrupt" and "kill" kill the fetchers.
+            how: Ignored. Both "interrupt" and "kill" kill the fetchers.
         """
         self._restarts.refuse()
         await super().halt("kill")
@@ -629,9 +687,9 @@ class PoolFetchers(Share):
 
 
 class RunClock:
-    """Clock of a run's `--timeout`, over all its attempts.
+    """Clock that measures the time of a run for `--timeout`, summed over the run's attempts.
 
-    The clock stands while the run waits for hosts, and while a rank waits for the user's input.
+    The clock is paused until the first attempt starts, and while a rank waits for the user.
     """
 
     def __init__(self) -> None:
@@ -639,12 +697,16 @@ class RunClock:
         self._since: float | None = None
 
     def set_paused(self, is_paused: bool, now: float) -> None:
-        """Stop the clock, or let it run. Do nothing if the clock is already in that state."""
+        """Pause the clock or let it run. If the clock is already in this state, change nothing.
+
+        Args:
+            now: Monotonic time.
+        """
         self._ran_s = self.ran_s(now)
         self._since = None if is_paused else now
 
     def ran_s(self, now: float) -> float:
-        """Return the seconds that the clock has run."""
+        """Return the seconds for which the clock has run until the monotonic time `now`."""
         return self._ran_s + (now - self._since if self._since is not None else 0.0)
 
 
@@ -655,9 +717,10 @@ class PoolRun(Share):
     its own, which uses the ranks of the session.
 
     Args:
-        over: Event that the caller sets at the end: when the run has ended on all hosts, its
-            journal is closed and the project store is free.
-        session: The session whose hosts and ranks a cell uses; None for any other run.
+        over: Event that the caller sets when the run has ended on all hosts, its journal is closed,
+            and the project store is free.
+        session: For a cell in a session: the session, whose hosts and ranks the cell uses. None for
+            any other run.
     """
 
     is_fetchers = False
@@ -674,13 +737,13 @@ class PoolRun(Share):
         super().__init__(run, owner, pool_hosts, publish)
         self.over, self._session = over, session
         self.send_event: Callable[[bytes], None] = lambda encoded: None
-        """Function that sends an encoded event to the owner."""
+        """Function that sends an encoded event to the kernel that owns the run."""
 
         self.is_detached_session = False
-        """Whether this run is a detached session, which continues without its kernel."""
+        """Whether this run is a detached session, which continues when its kernel ends."""
 
         self.why_halted = ""
-        """Why the pool's process has halted the run, for the user; "" if it has not."""
+        """The reason, for the user, why the pool's process halted the run; "" if it did not."""
 
         self.left_cell = ""
         """Run id of the session's newest cell that has lost its kernel; "" for none."""
@@ -707,7 +770,12 @@ class PoolRun(Share):
         self._clock = RunClock()
 
     async def start(self) -> list[str]:
-        """See `Share.start`."""
+        """Get hosts from the pool, start the first attempt on them, and return the hosts' names.
+
+        Raises:
+            PoolError: Too few hosts are available, a host lacks a module or version that the run
+                needs, the run was halted, or the cell's session has ended.
+        """
         hosts = await self._acquire_hosts(len(self.plan.hosts))
         self.publish(StateChanged(state="RUNNING"))
         await self._start_attempt(hosts)
@@ -715,7 +783,7 @@ class PoolRun(Share):
 
     @property
     def is_idle(self) -> bool:
-        """Whether this run is a session that has run no cell for `session_idle_s`."""
+        """Whether this run is a session in which no cell has run for `session_idle_s`."""
         limit_s = self._run.idle_s
         return limit_s is not None and not self._cells and self.idle_for_s >= limit_s
 
@@ -726,9 +794,10 @@ class PoolRun(Share):
 
     @contextlib.contextmanager
     def in_use(self, cell: "PoolRun") -> Iterator[None]:
-        """Count a cell as running in this session until the block ends.
+        """Count a cell as running in this session until the `with` block ends.
 
-        The start events of the session's fetchers are published for the cell, too.
+        At the start of the block, publish the start events of the session's running fetchers also
+        as events of the cell.
         """
         self._cells.append(cell)
         self._n_cells = max(self._n_cells, cell.cell_number)
@@ -741,18 +810,22 @@ class PoolRun(Share):
             self._used_at = time.monotonic()
 
     def session_state(self) -> SessionState:
-        """Return a session's state for a kernel that takes the session over."""
+        """Return this session's state for a kernel that takes the session over.
+
+        The state has the number of the session's cells, the number of used fetcher numbers, and the
+        running cell, or the last cell that has lost its kernel.
+        """
         cell = self._cells[-1].run_id if self._cells else self.left_cell
         return SessionState(cells=self._n_cells, fetchers=self._n_fetchers, cell=cell)
 
     def count_fetchers(self, fetchers: PoolFetchers) -> None:
-        """Record which fetcher numbers a cell has used, so that later cells get new ones."""
+        """Record which fetcher numbers a cell uses, so that later cells get different numbers."""
         data = fetchers.plan.data
         numbers = (fetcher.number + 1 for fetcher in (data.fetchers if data else ()))
         self._n_fetchers = max(self._n_fetchers, *numbers, 0)
 
     def session_hosts(self) -> list[PoolHost]:
-        """Return a session's hosts in the order of their ranks.
+        """Return this session's hosts in the order of their ranks.
 
         Raises:
             PoolError: The session has ended or is ending.
@@ -765,7 +838,15 @@ class PoolRun(Share):
     async def _acquire_hosts(
         self, count: int, preferred: Collection[str] = (), retry_s: float = 0.0
     ) -> list[PoolHost]:
-        """See `Share._acquire_hosts`. A cell in a session gets the session's hosts."""
+        """Return hosts for the run; for a cell in a session, the hosts of the session.
+
+        Otherwise, wait until the pool has `count` hosts. In both cases, check that the hosts have
+        the modules and versions that the run needs.
+
+        Raises:
+            PoolError: The hosts are not available, a host lacks something, `halt` was called, or
+                the session has ended.
+        """
         if self._session is None:
             return await super()._acquire_hosts(count, preferred, retry_s)
         hosts = self._session.session_hosts()
@@ -773,11 +854,11 @@ class PoolRun(Share):
         return hosts
 
     async def carry_out(self) -> RunEnded:
-        """Wait for the end of the started run on all hosts; return the run's last event.
+        """Wait until the started run has ended on all hosts; return the run's last event.
 
-        If an attempt fails and another attempt may succeed, start all ranks again, up to
-        `max_restarts` times. After the last attempt, let all hosts clean up. If a host is lost in
-        that time, the run counts as LOST.
+        If an attempt fails and a further attempt may succeed, start all ranks again, up to
+        `max_restarts` times. After the last attempt, let all hosts clean up. If a host is lost
+        during the cleanup, the run counts as LOST.
         """
         outcome = await self._outcome()
         most = self.plan.max_restarts
@@ -805,11 +886,11 @@ class PoolRun(Share):
     async def relay(self, events: Sequence[Event]) -> None:
         """Publish events of the run's fetchers, and send new fetchers' addresses to all hosts.
 
-        Also record which fetchers are up, and their addresses. The published events do not have the
-        addresses. Ignore a start or end event that arrives a second time.
+        Also record which fetchers run, and their addresses. Remove the addresses from the published
+        events. Ignore a start or end event that arrives a second time.
 
-        The fetchers of a session's cell remain for later cells. So a cell only passes the events to
-        the session. The session does all of the above, and publishes the events in its newest cell.
+        The fetchers of a session's cell remain for later cells. So a cell in a session only passes
+        `events` to the session's `relay`, which publishes them as events of the newest cell.
         """
         if self._session is not None:
             await self._session.relay(events)
@@ -834,14 +915,17 @@ class PoolRun(Share):
                 publish(event)
 
     async def answer_input(self, answer: AnswerInput) -> None:
-        """Pass the user's line to the rank that asked for it, on its host."""
+        """Send the line that the user has typed to the rank that requested input.
+
+        Do nothing if the rank no longer waits for this line.
+        """
         if self._open_requests.get(answer.rank) != answer.number:
             return  # the rank was interrupted meanwhile, or has ended
         await self._close_requests([answer.rank])
         await self._send_to_all(answer)
 
     async def refuse_input(self) -> None:
-        """Refuse all open requests for the user's input, because no user can answer."""
+        """Refuse all open requests of ranks for the user's input, because no user can answer."""
         for rank, number in list(self._open_requests.items()):
             await self.answer_input(AnswerInput(self.run_id, rank, number, is_refused=True))
 
@@ -851,7 +935,11 @@ class PoolRun(Share):
             await self.refuse_input()
 
     async def _close_requests(self, ranks: Iterable[int]) -> None:
-        """Record that `ranks` no longer wait for input, and publish `InputAnswered` for each."""
+        """Record that `ranks` no longer wait for the user's input.
+
+        Publish `InputAnswered` for each rank that has waited. If none waits any more, let the
+        clocks of `--timeout` and `--hang` run again.
+        """
         closed = [rank for rank in ranks if self._open_requests.pop(rank, None) is not None]
         for rank in closed:
             self.publish(InputAnswered(rank=rank))
@@ -859,7 +947,10 @@ class PoolRun(Share):
             await self._pause_clocks()
 
     async def _set_debugged(self, ranks: Iterable[int], is_attached: bool) -> None:
-        """Record whether a client of debugpy is attached to `ranks`."""
+        """Record whether a client of debugpy is attached to `ranks`.
+
+        While a client is attached to any rank, the clocks of `--timeout` and `--hang` are paused.
+        """
         before = set(self._debugged)
         change = self._debugged.update if is_attached else self._debugged.difference_update
         change(ranks)
@@ -872,9 +963,10 @@ class PoolRun(Share):
         await self._set_debugged(ranks, is_attached=False)
 
     async def _pause_clocks(self) -> None:
-        """Pause the clocks of `--timeout` and `--hang` while a rank waits for the user.
+        """Pause the clocks of `--timeout` and `--hang` if a rank waits for the user; else resume.
 
-        A rank waits if it has asked for input, or if a client of debugpy is attached to it.
+        A rank waits for the user if it has requested input, or if a client of debugpy is attached
+        to it. The clock of `--timeout` is in this process; each host has its clocks of both.
         """
         is_paused = bool(self._open_requests or self._debugged)
         self._clock.set_paused(is_paused, time.monotonic())
@@ -893,12 +985,12 @@ class PoolRun(Share):
         return not is_of_pool and _ranks_of(event) <= set(self._numbers(part))
 
     def _on_host_event(self, part: HostPart, event: Event) -> None:
-        """Publish an event of a host, and record what the event says about the run.
+        """Publish an event that a host has sent, and record what the event says about the run.
 
-        The recorded facts are: how the host's ranks ended; that the host has cleaned up; that a
-        rank waits for the user's input; whether a client of debugpy is attached to a rank; that a
-        federation has started. If the host can run no
-        ranks, it is dropped.
+        Recorded facts are: how the host's ranks ended; whether the host has cleaned up; whether a
+        rank waits for the user's input; whether a client of debugpy is attached to a rank; and
+        whether a federation has started. If the event says that the host can run no ranks, drop the
+        host.
         """
         self.publish(event)
         if isinstance(event, RanksEnded) and event.cause == "host":
@@ -931,9 +1023,13 @@ class PoolRun(Share):
     def _report(self, part: HostPart, state: str, cause: str, failures: list[Failure]) -> None:
         """Record how a host's ranks ended, unless the host has a report for this attempt already.
 
-        After all hosts of a federation have taken part, the run fails only if the host with number
-        0 fails or is lost. A failure of another host becomes a note, and this host counts as
+        In a federation in which all hosts have taken part, only the failure or loss of host number
+        0 ends the run. If any other host fails or is lost, publish a note and record that this host
         succeeded.
+
+        Args:
+            state: SUCCEEDED, FAILED, INTERRUPTED or LOST.
+            cause: Reason for the end; "" on success.
         """
         if self._has_federation and part.host_rank and state in ("FAILED", "LOST"):
             why = "; ".join(failure.message for failure in failures)
@@ -945,9 +1041,9 @@ class PoolRun(Share):
             self._changed.set()
 
     async def _outcome(self) -> AttemptOutcome:
-        """Wait until `decide` returns the outcome of the attempt; return this outcome.
+        """Wait until the current attempt has ended; return its outcome, as `decide` determines it.
 
-        Ask `decide` after each change, and every `TICK_S` once a host has reported.
+        Call `decide` after each change. After the first host's report, also call it every `TICK_S`.
         """
         while True:
             parts = self._parts.values()
@@ -961,7 +1057,11 @@ class PoolRun(Share):
     async def _start_again(self, outcome: AttemptOutcome) -> bool:
         """Publish `Restart`, and start all ranks again, with new hosts in place of lost ones.
 
-        Wait up to the pool's `start_timeout_s` for new hosts. If there are none, publish a note.
+        Wait up to the pool's `start_timeout_s` for new hosts. If too few hosts are available,
+        publish a note and start nothing.
+
+        Args:
+            outcome: Outcome of the attempt that has failed.
 
         Returns:
             Whether the next attempt was started.
@@ -984,7 +1084,7 @@ class PoolRun(Share):
     def _in_host_order(self, hosts: list[PoolHost]) -> list[PoolHost]:
         """Return `hosts` in the order of their host numbers in the next attempt.
 
-        Each host of the last attempt keeps its number.
+        A host of the previous attempt keeps its number. New hosts get the numbers of lost hosts.
         """
         old = {part.host_rank: part.host for part in self._parts.values()}
         stay = {rank: host for rank, host in old.items() if host in hosts}
@@ -994,9 +1094,9 @@ class PoolRun(Share):
     async def _start_attempt(self, hosts: list[PoolHost]) -> None:
         """Start an attempt's ranks on `hosts`, given in the order of their ranks.
 
-        `hosts` replace the hosts of the last attempt. The first host starts its ranks first,
-        because it creates the ranks' rendezvous. If the first host fails to start its ranks, the
-        other hosts start no ranks.
+        `hosts` replace the hosts of the previous attempt. The first host starts its ranks before
+        all other hosts, because it creates the ranks' rendezvous. If the first host fails to start
+        its ranks, the other hosts start none.
         """
         self._open_requests.clear()
         self._debugged.clear()
@@ -1020,15 +1120,17 @@ class PoolRun(Share):
     ) -> int:
         """Start an attempt's ranks on one host.
 
-        If the start fails, record the failure as if the host had reported it.
+        If the start fails, record the failure as if the host had reported it. If the run needs a
+        tunnel to the notebook's machine, open it first.
 
         Args:
-            running: Addresses of the hosts that ran the last attempt.
+            running: Addresses of the hosts that ran the previous attempt.
             master_addr: Address of the first host, which creates the rendezvous of the ranks.
             master_port: Port of the rendezvous; 0 for the first host, which chooses the port.
 
         Returns:
-            The port that the first host chose; 0 for other hosts, and after a failure.
+            The port of the rendezvous if this is the first host; 0 for any other host, and after a
+            failure.
         """
         try:
             reach = ""
@@ -1056,12 +1158,12 @@ class PoolRun(Share):
     async def _end(self) -> tuple[list[Failure], list[Failure]]:
         """Tell all hosts to end their ranks and clean up, and wait for them.
 
-        A host that needs more than `END_S` is dropped. At the end, close the hosts' tunnels.
+        Drop a host that sends no message for `END_S`. At the end, close the hosts' tunnels.
 
         Returns:
-            Two lists of failures. The first has one failure for each host that was lost during this
-            call. The second has failures that happened before this call, but that hosts reported
-            only during it; failures that other failures caused are left out.
+            Two lists of failures. The first list has one failure for each host that was lost during
+            this call. The second list has the failures of ranks that hosts reported late, that is,
+            during this call. It omits failures that other failures caused.
         """
         there = [part for part in self._parts.values() if not part.ended]
         silent = [part for part in there if part.report is None]
