@@ -1,6 +1,7 @@
 """Integration of registered loaders with accelerate.
 
-Every rank imports this module, so only `patch_accelerate` imports accelerate, which is slow.
+Importing accelerate is slow, and every rank imports this module. So only `patch_accelerate` imports
+accelerate.
 """
 
 import functools
@@ -44,7 +45,10 @@ class _RemoteShardMixin:
         yield from super().__iter__()  # type: ignore[misc]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position after the last yielded batch, for the loader's `load_state_dict`."""
+        """Return the position in the epoch after the last yielded batch.
+
+        To resume there, pass the result to the `load_state_dict` of the remote loader.
+        """
         return self.base_dataloader.with_states(self.dl_state_dict)
 
     def _update_state_dict(self) -> None:
@@ -53,8 +57,8 @@ class _RemoteShardMixin:
     def begin(self) -> None:
         """Tell the accelerator that an epoch begins.
 
-        DataLoaderShard's own method looks up an attribute of the dataset. In a rank, that lookup
-        would unpickle the rank's copy of the dataset, which may be large.
+        This method replaces `DataLoaderShard.begin`, which looks up an attribute of the dataset. In
+        a rank, that lookup would unpickle a copy of the dataset, which may be large.
         """
         self.reset()
         loader = self.base_dataloader
@@ -82,9 +86,9 @@ class _RemoteShardMixin:
 def patch_accelerate() -> None:
     """Patch accelerate, so that it works with registered loaders.
 
-    The patched `Accelerator.prepare` wraps a registered loader; the original one would return the
-    loader unchanged. The patched `skip_first_batches` discards the first batches that fetchers
-    send; the original one would run the loader's sampler in the rank.
+    The patched `Accelerator.prepare` wraps a registered loader; the original function would return
+    the loader unchanged. The patched `skip_first_batches` receives the first batches from fetchers
+    and discards them; the original function would run the loader's sampler in the rank.
     """
     from accelerate import accelerator, data_loader
     from accelerate.accelerator import Accelerator

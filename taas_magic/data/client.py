@@ -40,19 +40,25 @@ Without the copy, a small batch that the cell keeps would keep the whole buffer 
 """
 
 _CHECK_AGAIN_S = 0.25
-"""Seconds between checks for further fetchers, after the first fetcher has started."""
+"""Seconds between checks whether more fetchers have started, after the first has started."""
 
 _FIRST_LOOKS_S = 0.01
 """Seconds between checks while the client waits for a fetcher to start."""
 
 _FIRST_PAUSE_S = 0.05
-"""Seconds of a fetcher's pause after its first failure; each further one doubles the pause."""
+"""Seconds without requests to a fetcher (a pause) after its first failure.
+
+Each further failure of the same fetcher doubles the pause.
+"""
 
 _LONGEST_PAUSE_S = 1.0
-"""Maximum seconds of a fetcher's pause after a failed connection."""
+"""Maximum seconds without requests to a fetcher (a pause) after a connection to it failed."""
 
 _PAUSE_PER_SILENCE = 10
-"""Pause of a silent fetcher, as a multiple of the seconds that the client waited for a response."""
+"""Factor for the pause of a fetcher that sent nothing: the time without requests to this fetcher.
+
+The pause is this factor times the seconds that the client waited for a response.
+"""
 
 _OTHER_ORDER = (
     "epoch {epoch}: the fetcher that ran the loader's sampler for this epoch is gone, and the "
@@ -65,8 +71,8 @@ class Route:
     """A rank's record of one loader's fetchers: addresses, failures and idle connections.
 
     Each pass over the loader has its own `Client`. The clients of a loader share one route, and may
-    run in several threads. The route has no lock, so another thread may change it between any two
-    statements of a method.
+    run in several threads. The route has no lock, so another thread may change the route between
+    any two statements of a method.
 
     Args:
         tls: TLS client context for fetchers on other hosts; None for plain TCP.
@@ -103,11 +109,12 @@ class Route:
         The result is the fetcher that `sharding.assigned_worker` assigns to the batch. If this
         fetcher is paused or has not started, the result is another usable fetcher, if there is one.
 
-        For an iterable-style loader, this method first waits for the stream's fetcher to start, at
-        most `start_s` seconds. If the dataset is not seeded, another fetcher may read the stream in
-        a different order, and samples could arrive twice or not at all.
+        For an iterable-style loader, this method first waits up to `start_s` seconds for the start
+        of the assigned fetcher. The reason: if the dataset is not seeded, another fetcher may read
+        the stream in a different order. Then samples could arrive twice or not at all.
 
         Args:
+            slot: Number of the batch in its epoch.
             streams: Number of streams of an iterable-style loader; None for a map-style one.
             preferred: Index of a fetcher to return if it is usable.
 
@@ -137,14 +144,17 @@ class Route:
     def patience_s(self) -> float:
         """Seconds that a fetcher may be silent before it counts as failed.
 
-        The result is half of `fetch_s`, or the part of `fetch_s` that is left if this is less, but
-        at least `ALIVE_S`. So if all fetchers are silent, the run fails after about `fetch_s`, even
-        if the rank tries several fetchers.
+        Usually, the result is half of `fetch_s`. If the rank has already waited for more than half
+        of `fetch_s` without any response, the result is the remaining part of `fetch_s`. The
+        minimum is `ALIVE_S`. So if all fetchers are silent, the run fails after about `fetch_s`,
+        even if the rank tries several fetchers.
         """
         return max(ALIVE_S, min(self._lease.silent_s, self._lease.fetch_s - self._silent_s))
 
     def connect(self, number: int) -> FetcherLink:
-        """Return a new connection to a fetcher, and record it for `close_copies`.
+        """Return a new connection to fetcher `number`, and record the connection.
+
+        A fork of the rank closes its copies of all recorded connections (`close_copies`).
 
         Raises:
             OSError: The fetcher has no address, or cannot be reached.
@@ -164,14 +174,14 @@ class Route:
         If no connections and memory are stored, return an empty dict and new memory.
 
         Args:
-            keep_bytes: Limit on the memory that new `ReceiveBlocks` keep for reuse.
+            keep_bytes: Maximum size in bytes of the memory blocks, if this method makes new memory.
         """
         with suppress(IndexError):  # another thread may take the last entry at any time
             return self._idle.pop()
         return {}, ReceiveBlocks(keep_bytes)
 
     def store_idle(self, links: dict[int, FetcherLink], blocks: ReceiveBlocks) -> None:
-        """Store the connections and memory of a finished pass for the next one."""
+        """Store the connections and the receive memory of a finished pass for the next pass."""
         self._idle.append((links, blocks))
 
     def close_copies(self) -> None:
@@ -192,13 +202,15 @@ class Route:
             self._reasons.clear()
 
     def record_failure(self, number: int, error: Exception, silent_s: float) -> None:
-        """Pause a fetcher. If no other fetcher is left to try now, wait up to 0.25 s.
+        """Send no requests to a fetcher for a while (a pause), because it has failed.
 
-        Each further failure doubles the pause, up to a limit. This method also closes the idle
+        If no fetcher can be tried now, sleep until a pause ends, but at most 0.25 s. Each further
+        failure of a fetcher doubles its pause, up to a limit. This method also closes the idle
         connections to the fetcher, and reads the current addresses of all fetchers.
 
         Args:
-            silent_s: Seconds that the client waited for the fetcher.
+            number: Index of the fetcher.
+            silent_s: Seconds that the client waited for a response of the fetcher.
 
         Raises:
             RunLost: No fetcher has responded for `fetch_s`, or all fetchers have ended.
@@ -244,9 +256,10 @@ class Route:
         return [at for at in sorted(self._found.addresses) if aside.get(at, (0.0, 0.0))[0] <= now]
 
     def _await_fetchers(self) -> None:
-        """Wait until a fetcher has an address. Wait again if all fetchers are restarting.
+        """Wait until at least one fetcher has an address, up to `start_s` seconds.
 
-        Later calls also check whether more fetchers have started, at most every 0.25 s.
+        Later calls return at once, unless all fetchers are restarting. Every 0.25 s, a call also
+        checks whether more fetchers have started.
 
         Raises:
             RunLost: No fetcher has started in time, or all fetchers have ended.
@@ -272,7 +285,9 @@ class Route:
             time.sleep(_FIRST_LOOKS_S)
 
     def wait_for_opener(self) -> None:
-        """Wait until the fetcher that describes epochs has started, or cannot start any more.
+        """Wait for the start of the fetcher from which all ranks request descriptions of epochs.
+
+        Return without this fetcher after `start_s` seconds, or if the fetcher cannot start.
 
         Raises:
             RunLost: No fetcher has started in time, or all fetchers have ended.
@@ -283,7 +298,7 @@ class Route:
     def _await_start(self, number: int) -> None:
         """Wait until fetcher `number` has started, or until no fetcher is starting.
 
-        The wait ends at the latest `start_s` seconds after the route's first wait of this kind.
+        Return at the latest `start_s` seconds after the first call that had to wait.
         """
         if number in self._started:
             return
@@ -341,7 +356,8 @@ class Client:
     the epoch. Afterwards, the client requests the batch with these indices from any worker.
 
     Args:
-        keep_bytes: Limit on the free receive memory that is kept for reuse.
+        keep_bytes: Maximum size in bytes of the memory that receives batches. Memory of batches
+            that are still in use may exceed this limit.
         timeout_s: Seconds that a batch may take, from `DataLoader(timeout=…)`. If 0, there is no
             limit as long as the fetcher reports that it is alive.
 
@@ -366,12 +382,12 @@ class Client:
 
     @property
     def workers(self) -> int:
-        """Number of workers of all fetchers."""
+        """Number of workers of all fetchers of the loader together."""
         return self._route.workers
 
     @property
     def held_bytes(self) -> int:
-        """Size of the memory that holds batches or is kept for the next batches."""
+        """Bytes of memory that hold received batches or are kept for the next batches."""
         links = list(self._links.values())
         return self._blocks.held_bytes + sum(link.borrowed.held_bytes for link in links)
 
@@ -384,7 +400,7 @@ class Client:
         Args:
             has_own_sampler: Whether the sampler is of a type that is not torch's, and so may not be
                 seeded. If so, first wait for the fetcher from which all ranks request the
-                description. Another fetcher could start earlier.
+                description. Otherwise, ranks could get different orders from different fetchers.
 
         Raises:
             RunLost: No fetcher responds.
@@ -404,7 +420,7 @@ class Client:
         return bytes(self._answer_to(request, ResponseKind.VALUE))
 
     def use_order(self, order: bytes) -> int:
-        """Use another rank's order for this epoch; return the number of batches.
+        """Request the rest of this epoch in another rank's order; return the number of batches.
 
         Args:
             order: Result of `request_order` in the other rank.
@@ -419,7 +435,9 @@ class Client:
         self._flush()
 
     def wait_for_response(self, request: SlotRequest) -> SlotResponse:
-        """Return the response to a request; send the request now if `send_requests` did not.
+        """Wait for the response to a request, and return the response.
+
+        If `send_requests` has not sent the request, send it first.
 
         Raises:
             RunLost: No fetcher responds, or no worker can prepare the batch.
@@ -453,7 +471,7 @@ class Client:
     def close(self) -> None:
         """End the pass: cancel pending requests, and store the connections for the next pass.
 
-        A connection that has failed is closed instead.
+        If cancelling fails on a connection, close this connection and do not store it.
         """
         for number, link in list(self._links.items()):
             try:
@@ -476,8 +494,8 @@ class Client:
         """Send a request whose response is an object, and return the object.
 
         Raises:
-            ValueError: The response is a dataset's state of more than `MAX_STATE_BYTES`; fetchers
-                would reject such a state if it were sent back.
+            ValueError: The response is a dataset's state of more than `MAX_STATE_BYTES`. A rank
+                could not load this state later, because fetchers reject larger states.
             RunLost: No fetcher responds.
             Exception: The exception that the user's code raised.
         """
@@ -522,9 +540,10 @@ class Client:
         return response, body
 
     def _send_later(self, request: LoaderRequest) -> None:
-        """Queue a request on the connection to its fetcher; connect first if necessary.
+        """Choose a fetcher for a request, and queue the request on the connection to the fetcher.
 
-        If no connection can be made, record the failure, and choose a fetcher again.
+        Connect to the fetcher if there is no connection yet. If that fails, record the failure and
+        choose a fetcher again. `_flush` sends the queued requests.
 
         Raises:
             RunLost: No fetcher can be reached.
@@ -558,10 +577,10 @@ class Client:
                 self._reroute_requests(number, error)
 
     def _receive_until(self, request: LoaderRequest) -> None:
-        """Receive responses until the one to `request` has arrived.
+        """Receive and store responses until the response to `request` has arrived.
 
-        If the fetcher is silent for too long or its connection fails, send the pending requests to
-        other fetchers.
+        If the fetcher is silent for too long, or the connection to the fetcher fails, send the
+        pending requests to other fetchers.
 
         Raises:
             CancelledError: Another thread has set `must_end`.
@@ -590,8 +609,9 @@ class Client:
     def _receive(self, number: int) -> None:
         """Receive a fetcher's next message and all further messages that arrived with it.
 
-        Store each message that is a response, and end the fetcher's pause. Stop early if the
-        connection is closed or replaced while a response is being stored.
+        Store each message that is a response. Any message ends the fetcher's pause, in which the
+        fetcher gets no requests. Stop early if the connection is closed or replaced while a
+        response is being stored.
         """
         link = self._links[number]
         for message, body in link.receive(self._blocks):
@@ -602,10 +622,10 @@ class Client:
                 return
 
     def _store_response(self, link: FetcherLink, response: Response, body: memoryview) -> None:
-        """Store a response, which may answer several requests of its connection.
+        """Store a response, which may answer several pending requests of the connection `link`.
 
-        The answered requests are removed from `link.pending`. Each of these requests gets an equal
-        part of the body; a small part is copied.
+        Remove the answered requests from `link.pending`. Each of these requests gets an equal part
+        of the body. A small part is copied, so that it does not keep the whole body in memory.
 
         Raises:
             ProtocolError: The response does not belong to the oldest pending request.
@@ -627,11 +647,11 @@ class Client:
     def _store_one_response(
         self, request: LoaderRequest, response: Response, body: memoryview
     ) -> None:
-        """Store the response to `request`, or send another request for the same batch.
+        """Store the response to `request`, or send a further request for the same batch.
 
-        Another request is necessary if the response has the hash of another order
-        (`_follow_up_request`). When the batch has arrived in the epoch's order, it is stored as the
-        response to the original request.
+        A further request is necessary if the worker prepared the batch in an order that is not the
+        epoch's order (`_follow_up_request`). When the batch of the epoch's order has arrived, store
+        this batch as the response to the original request.
         """
         number = self._where.pop(request)
         if request.kind is RequestKind.OPEN:
@@ -650,21 +670,22 @@ class Client:
     def _follow_up_request(
         self, request: LoaderRequest, first: LoaderRequest, response: Response, body: memoryview
     ) -> LoaderRequest | None:
-        """Return the request to send next if a worker prepared a batch in another order.
+        """Return the request to send next if a worker's order is not the epoch's order.
 
-        For such a batch, the client sends three requests: GET, answered with a batch of the other
-        order; ORDER, for the batch's indices in the epoch's order; and GET with these indices.
+        In this case, the client sends three requests for one batch. The first is a GET, whose
+        response is a batch of the wrong order. The second is an ORDER, whose response has the
+        batch's indices in the epoch's order. The third is a GET with these indices.
 
         Args:
             request: The request that `response` answers.
-            first: The first of the three requests. Before the second one is sent, this is `request`
-                itself.
+            first: The first of the three requests. Before the second request is sent, this is
+                `request` itself.
 
         Returns:
             The second or third request; None if `response` is the final answer to `first`.
 
         Raises:
-            RunLost: The response to ORDER also has the hash of another order.
+            RunLost: The response to ORDER also has the hash of a wrong order.
         """
         order = response.order
         is_other = order != self._order and order != 0 and self._order is not None
@@ -680,7 +701,8 @@ class Client:
     def _reroute_requests(self, number: int, error: Exception, silent_s: float = 0.0) -> None:
         """Close a failed connection and send its pending requests to other fetchers.
 
-        Also pause the fetcher (`Route.record_failure`), and add the requests to `retried`.
+        For a while, the failed fetcher gets no requests (`Route.record_failure`). Also add the
+        number of pending requests to `retried`.
 
         Raises:
             RunLost: No fetcher responds.

@@ -34,7 +34,10 @@ A larger body gets a memory block of its own.
 """
 
 _LEAST_ROOM_BYTES = _CHUNK_BYTES // 8
-"""Minimum free space at the end of a chunk; a chunk with less space is replaced by a new one."""
+"""Minimum bytes of free space at the end of a chunk (see `Inbox`).
+
+A chunk with less free space is replaced by a new chunk.
+"""
 
 _PIECE_BYTES = 992 << 10
 """Size of the pieces of a large body: each piece is received, then its checksum is computed."""
@@ -45,11 +48,11 @@ _ALL_BUT_SLOT = operator.attrgetter("kind", "epoch", "detail")
 
 
 class PeerSilent(OSError):
-    """Exception that a receive raises if the peer sent no data for `ALIVE_S` seconds (one tick).
+    """Exception for a wait of `ALIVE_S` seconds (one tick) in which the peer sent no data.
 
-    The caller adds up ticks to measure how long the peer has been silent. A pause of this process
-    itself (SIGSTOP, or a wait for the interpreter lock) adds at most one tick. After the pause, the
-    process first reads the data that has arrived.
+    The caller counts ticks to measure how long the peer has been silent. If this process itself
+    pauses (SIGSTOP, or a wait for the interpreter lock), at most one tick is counted: after the
+    pause, the process first reads the data that arrived meanwhile.
     """
 
 
@@ -120,7 +123,10 @@ class FetcherLink:
             raise
 
     def send(self, messages: Sequence[tuple[protocol.FromRank, bytes]]) -> None:
-        """Send messages with their bodies, and report released spans of shared memory."""
+        """Send messages with their bodies to the fetcher.
+
+        First, tell the fetcher which spans of its shared memory this rank no longer reads.
+        """
         parts = [protocol.encode_header(message, len(body)) + body for message, body in messages]
         if gone := self.borrowed.pop_released():
             parts.insert(0, protocol.encode_header(protocol.Free(gone)))
@@ -152,7 +158,7 @@ class FetcherLink:
             self._unconfirmed_cancels += 1
 
     def close_copy(self) -> None:
-        """In a fork of the rank, close the fork's copy of the socket."""
+        """In a fork of the rank, close the fork's copy of the socket; the rank's own stays open."""
         self._socket.close()
 
     def receive(self, blocks: ReceiveBlocks) -> Iterator[tuple[FromServer, memoryview]]:
@@ -165,7 +171,7 @@ class FetcherLink:
             A message and its body. The body is in `blocks` or in shared memory.
 
         Raises:
-            PeerSilent: No data arrived for a tick; the connection is still usable.
+            PeerSilent: No data arrived for `ALIVE_S` seconds; the connection is still usable.
             OSError, ProtocolError: The connection is no longer usable, or a body was damaged in
                 transit.
         """
@@ -220,11 +226,11 @@ class FetcherLink:
 
 
 class Inbox:
-    """Receiving end of a connection: reads frames, each a message with its body.
+    """Receiving end of a connection: reads frames; a frame is a message with its body.
 
-    One system call receives all small frames that have arrived. The frames are stored in a block of
-    memory that is called the chunk. A body stays in the chunk as long as its batch is in use. A
-    large body is received into a block of its own.
+    One system call receives all small frames that have arrived, into a block of memory that is
+    called the chunk. The body of a batch stays in the chunk as long as the batch is in use. A large
+    body is received into a block of its own.
 
     Args:
         patience_s: Seconds that the peer may pause in the middle of a frame.
@@ -245,7 +251,7 @@ class Inbox:
         """Wait for the next message and its body, and return them.
 
         Raises:
-            PeerSilent: No data arrived for a tick; the connection is still usable.
+            PeerSilent: No data arrived for `ALIVE_S` seconds; the connection is still usable.
             OSError, ProtocolError: The connection is no longer usable, or a body was damaged in
                 transit.
         """
@@ -257,9 +263,10 @@ class Inbox:
         return whole
 
     def next_complete(self) -> tuple[FromServer, memoryview] | None:
-        """Return the next message and its body; None if either is not completely in the chunk.
+        """Return the next message and its body, if both have arrived completely; else None.
 
-        A body that does not start at an aligned offset is copied.
+        Receive no data: read only the chunk, the block of data that has arrived. A body that does
+        not start at an aligned offset is copied.
 
         Raises:
             ProtocolError: The message is damaged or not allowed, or the body's checksum is wrong.
@@ -297,9 +304,10 @@ class Inbox:
     def _receive_large_body(
         self, now: protocol.ReceivedFrame, blocks: ReceiveBlocks
     ) -> tuple[FromServer, memoryview]:
-        """Receive the rest of a large body whose beginning is in the chunk.
+        """Receive the rest of a large body; return the message and the whole body.
 
-        The whole body goes to a block of its own.
+        The beginning of the body has arrived already and is in the chunk. The whole body gets a
+        memory block of its own, so this method first copies the beginning to that block.
 
         Raises:
             ProtocolError: The body's checksum is wrong.
@@ -334,7 +342,7 @@ class Inbox:
         If the chunk has too little space left, first replace the chunk.
 
         Raises:
-            PeerSilent: No data arrived for a tick, and no frame has begun.
+            PeerSilent: No data arrived for `ALIVE_S` seconds, and no frame has begun.
             ConnectionError: The peer paused in the middle of a frame for too long.
         """
         now = self._now
@@ -362,10 +370,10 @@ class Inbox:
     def _receive_limit(self) -> int:
         """Return the offset in the chunk up to which to receive.
 
-        The method assumes that all frames have the size of the latest frame, and returns the last
-        offset at which a frame ends. A frame that began after this offset would not fit into the
-        chunk, and its beginning would have to be copied to the next chunk. If data up to this
-        offset has arrived already, the result is the end of the chunk.
+        The limit is the end of the last frame that fits into the chunk completely, if all frames
+        have the size of the latest frame. Without the limit, the chunk would also get the beginning
+        of the next frame, which would have to be copied to the next chunk. If data up to this limit
+        has arrived already, the result is the end of the chunk.
         """
         begin = self._start - (self._now.header_bytes if self._now else 0)
         size = self._latest_bytes
@@ -374,10 +382,10 @@ class Inbox:
         return until
 
     def _receive_into(self, room: memoryview, flags: int = 0) -> int:
-        """Receive data into `room`, and store file descriptors; return the number of bytes.
+        """Receive data into `room`; return the number of bytes. Store received file descriptors.
 
         Raises:
-            PeerSilent: No data arrived for a tick.
+            PeerSilent: No data arrived for `ALIVE_S` seconds.
             OSError: The connection failed or the peer closed it.
         """
         try:
@@ -400,7 +408,11 @@ class Inbox:
         return got
 
     def _check_patience(self) -> None:
-        """Count one more silent tick in a frame; raise ConnectionError after `patience_s`."""
+        """Add `ALIVE_S` seconds to the time without data in the middle of a frame.
+
+        Raises:
+            ConnectionError: The peer has sent no data for more than `patience_s` seconds.
+        """
         self._silent_s += ALIVE_S
         if self._silent_s > self._patience_s:
             raise ConnectionError(
@@ -415,9 +427,13 @@ def _compare_checksum(response: Response, total: int) -> None:
 
 
 def _connect_unix(name: str, connect_s: float) -> socket.socket:
-    """Connect to a Unix socket in the abstract namespace.
+    """Connect to a Unix socket in the abstract namespace, and check the server's user.
+
+    Args:
+        connect_s: Timeout in seconds of the returned socket, also for connecting.
 
     Raises:
+        OSError: The server cannot be reached.
         ProtocolError: The server belongs to another user.
     """
     sock = socket.socket(socket.AF_UNIX)

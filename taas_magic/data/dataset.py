@@ -1,9 +1,9 @@
 """Preparation of a loader's batches, one by one; the only module that runs the user's dataset.
 
-The workers of fetchers run this module. In a run without fetchers, the workers of ranks run it. A
-batch depends only on (seed, epoch, slot), not on the batches prepared before. A map-style dataset
-is indexed. An iterable-style dataset is replayed from the start of its stream, or from a saved
-state if the dataset has a `state_dict`.
+The workers of fetchers run this module. In a run without fetchers, the workers of the ranks' data
+servers run this module. A batch depends only on (seed, epoch, slot), not on the batches prepared
+before. A map-style dataset is indexed. An iterable-style dataset is replayed from the start of the
+stream, or from a saved state if the dataset has a `state_dict`.
 """
 
 import io
@@ -45,16 +45,20 @@ _SNAPSHOT_EVERY = 64
 _MOST_SNAPSHOTS = 256
 """Maximum number of snapshots of a stream.
 
-If there are more, every second snapshot is dropped, and the interval between snapshots is doubled.
+Above this number, every second snapshot is dropped, and the interval between snapshots is doubled.
 """
 
 _HASHED_ITEMS = 64
-"""Number of batches that are reported with `first_hash` after a cursor has skipped items."""
+"""Number of batches whose responses have the hash of item 0, after a cursor has skipped items.
+
+By this hash, a rank notices if the second reading of a stream gave different data.
+"""
 
 _LOOKS_AT_INTS = 2
-"""Index of the last item before which a `Cursor` records its dataset's int attributes.
+"""Index of the last item before which a `Cursor` records the int attributes of its dataset.
 
-A cursor records these attributes before items 0, 1 and 2, to find the attribute that counts epochs.
+A cursor records these attributes before items 0, 1 and 2. By comparing the records, the cursor
+finds an attribute in which the dataset counts its epochs.
 """
 
 _OURS = str(Path(__file__).parent)
@@ -95,7 +99,10 @@ class LoaderParts:
     persistent_workers: bool = False
 
     def pickle_visible(self) -> bytes:
-        """Pickle the attributes that ranks may read, without the dataset."""
+        """Pickle the samplers, the generator and the functions of the loader, without the dataset.
+
+        Ranks may read these attributes.
+        """
         order = self.sampler, self.batch_sampler, self.generator
         return dump_without_dataset((*order, self.collate_fn, self.worker_init_fn), self.dataset)
 
@@ -103,7 +110,7 @@ class LoaderParts:
 class IterableAsDataset(IterableDataset[Any]):
     """Dataset for a registered iterable that is not a DataLoader; its items are the batches.
 
-    The length and the attributes, such as `set_epoch`, are those of the iterable.
+    `len()` and the attributes, such as `set_epoch`, come from the iterable.
     """
 
     def __init__(self, iterable: Iterable[Any]) -> None:
@@ -122,12 +129,12 @@ class IterableAsDataset(IterableDataset[Any]):
 
 
 def unchanged_batch(batch: Any) -> Any:
-    """Return `batch` unchanged (`collate_fn` of a loader whose samples are batches)."""
+    """Return `batch` unchanged: the `collate_fn` of a loader whose samples are already batches."""
     return batch
 
 
 def as_data_loader(loader: Any) -> DataLoader[Any]:
-    """Return `loader` if it is a DataLoader, else a DataLoader that yields its items."""
+    """Return `loader` if it is a DataLoader, else wrap this iterable in a DataLoader."""
     if isinstance(loader, DataLoader):
         return loader
     return DataLoader(IterableAsDataset(loader), batch_size=None, collate_fn=unchanged_batch)
@@ -153,8 +160,8 @@ def parts_of(loader: Any, start: bytes | None = None) -> LoaderParts:
 
     Args:
         loader: A DataLoader or any other iterable of batches.
-        start: Samplers and generator to use, pickled by `pickle_order_state`; None for the
-            current ones.
+        start: Samplers and generator to use, pickled by `pickle_order_state`; None to use the
+            samplers and generator of `loader` in their current state.
     """
     loader = as_data_loader(loader)
     order = _order_of(loader) if start is None else load_with_dataset(start, loader.dataset)
@@ -176,7 +183,8 @@ class LoadedLoader(NamedTuple):
 def load(payload: bytes) -> LoadedLoader:
     """Unpickle a loader or its `LoaderParts`.
 
-    Also add the notebook's functions and classes that the loader uses to `__main__`.
+    The loader may use functions and classes that the notebook defines. Also add these to this
+    process's `__main__`, so that pickle finds them there.
     """
     unpickler = pickle.Unpickler(io.BytesIO(payload))
     loader = unpickler.load()
@@ -242,8 +250,8 @@ class BatchSource:
             return EpochDescription(order.batches, None, order.digest, generator=self._generator)
         counter = ""
         if keeps_dataset(self.loader) and not hasattr(self.loader.dataset, "set_epoch"):
-            # In a local loader, the dataset would count its epochs. Here each epoch starts with a
-            # fresh copy, so the counter does not advance.
+            # In a local DataLoader, the dataset would count its epochs. Here each epoch starts with
+            # a fresh copy of the dataset, so the counter does not advance.
             counters = (cursor.counter for cursor in self._cursors.values())
             counter = next(filter(None, counters), "")
         return EpochDescription(None, self.streams, 0, counter=counter)
@@ -251,22 +259,23 @@ class BatchSource:
     def digest(self, epoch: int) -> int:
         """Return a hash of this worker's order of an epoch; 0 for an iterable-style loader.
 
-        By this hash, a rank notices that the samplers of two workers gave different orders.
+        By comparing such hashes, a rank notices that the samplers of two workers gave different
+        orders.
         """
         return 0 if self._order is None else self._order.epoch(epoch).digest
 
     def first_hash(self, epoch: int, slot: int) -> int:
         """Return the hash of a stream's item 0 if this worker has just skipped items of the stream.
 
-        A worker skips items if it must read the stream again from its beginning. From this hash, a
-        rank can tell that the second reading gave other data than the first.
+        A worker skips items if the worker must read the stream again from the stream's beginning.
+        By this hash, a rank notices that the second reading gave different data than the first.
 
         Args:
             slot: Slot of the batch that was prepared last.
 
         Returns:
-            The hash, for the first `_HASHED_ITEMS` batches after the skipped items. For later
-            batches 0; also 0 if the worker began at a saved state instead of item 0.
+            The hash, for the first `_HASHED_ITEMS` batches after the skipped items. 0 for later
+            batches, and if the worker began at a saved state instead of item 0.
         """
         assert self.streams is not None
         item, stream = divmod(slot, self.streams)
@@ -336,7 +345,10 @@ class BatchSource:
             del self._snapshots[key]
 
     def _start_epoch(self, epoch: int) -> EpochOrder:
-        """Return an epoch's order; call the dataset's `set_epoch` if the epoch has changed."""
+        """Return a map-style loader's order of an epoch.
+
+        If the latest call was for a different epoch, also call the dataset's `set_epoch`.
+        """
         if self._order is None:
             raise TypeError(f'loader "{self._name}" is iterable-style: its batches have no indices')
         if epoch != self._entered:
@@ -347,7 +359,7 @@ class BatchSource:
     def _run_user_code(self, work: Callable[..., Any], *arguments: Any) -> Any:
         """Call `work`, which runs user code, and return its result.
 
-        During the call, `get_worker_info()` returns the value for this worker.
+        During the call, torch's `get_worker_info()` returns the information about this worker.
 
         Raises:
             NoBatch: `work` raised NoBatch.
@@ -367,7 +379,8 @@ class BatchSource:
     def _fetch(self, epoch: int, slot: int, indices: Any) -> Any:
         """Seed the random generators for a batch of a map-style loader, and return the batch.
 
-        If an item raises an exception, `_at` names the item's index, for the error message.
+        If reading an item raises an exception, add the item's index to the attribute `_at`, from
+        which the caller makes the error message.
 
         Args:
             indices: Indices of the batch's samples; None to read them from this worker's own order.
@@ -394,7 +407,7 @@ class BatchSource:
         return self.loader.collate_fn(items)
 
     def _item(self, dataset: Any, index: Any) -> Any:
-        """Return `dataset[index]`. If the dataset raises, the message to the user has the index."""
+        """Return `dataset[index]`; if the dataset raises, add `index` to the error message."""
         try:
             return dataset[index]
         except BaseException:
@@ -404,10 +417,10 @@ class BatchSource:
     def _batch_of_stream(self, epoch: int, slot: int) -> Any:
         """Return a batch of an iterable-style loader.
 
-        If the stream's cursor is before the batch, read and discard the batches in between, and
-        ignore their errors. Use a new cursor (`_new_cursor`) if the cursor is past the batch, or if
-        a saved state is nearer. To make a new cursor, first drop the stream's cursors of other
-        epochs, except the one used last.
+        A cursor is an iterator over a stream. If the stream's cursor is before the batch, read and
+        discard the batches in between, and ignore their errors. Make a new cursor if the cursor is
+        past the batch, or if a saved state of the dataset is nearer to the batch. A new cursor
+        replaces the stream's cursors of other epochs, except the cursor that was used last.
         """
         assert self.streams is not None
         item, stream = divmod(slot, self.streams)
@@ -445,11 +458,11 @@ class BatchSource:
         return cursor.next_batch()
 
     def _new_cursor(self, epoch: int, stream: int, item: int) -> "Cursor":
-        """Return a cursor with a fresh dataset for a stream.
+        """Return a new cursor (iterator) over a stream, with a fresh copy of the dataset.
 
-        Unpickle the loader again, and call the dataset's `set_epoch`. If the loader has workers,
-        also call `worker_init_fn`. The cursor begins at the latest saved state that is not beyond
-        `item`; without such a state, the cursor begins at item 0.
+        Unpickle the loader again for this copy, and call the dataset's `set_epoch`. If the loader
+        has workers, also call `worker_init_fn`. The cursor begins at the latest saved state that is
+        not beyond `item`; without such a state, the cursor begins at item 0.
         """
         loader, definitions = load(self._payload)
         loader = _with_own_memory(loader)
@@ -462,10 +475,10 @@ class BatchSource:
         return Cursor(loader, definitions, epoch, stream, start, info, snapshots)
 
     def _start_worker(self, loader: Any, worker_id: int, seed: int) -> Any:
-        """Run `worker_init_fn` as a local worker does; return the dataset's `get_worker_info()`.
+        """Run `worker_init_fn` as a worker of a local DataLoader does; return the `WorkerInfo`.
 
-        The random generators are seeded before `worker_init_fn` runs. If the loader has no
-        `worker_init_fn`, this method only returns the `get_worker_info()`.
+        First seed the random generators. If the loader has no `worker_init_fn`, only return the
+        `WorkerInfo`, which `get_worker_info()` later gives to the dataset.
 
         Raises:
             UserCodeFailed: `worker_init_fn` raised an exception.
@@ -501,7 +514,7 @@ def _with_own_memory(loader: Any) -> Any:
 
 
 def _collate(samples: Any) -> Any:
-    """Call `default_collate` as if `get_worker_info()` were not set; see `_with_own_memory`."""
+    """Call `default_collate` as outside a worker, so that the batch is not put in /dev/shm."""
     before, torch_worker._worker_info = torch_worker._worker_info, None
     try:
         return default_collate(samples)
@@ -545,11 +558,11 @@ class Cursor:
     _ints: list[dict[str, int]] = field(default_factory=list)
 
     def next_batch(self) -> Any:
-        """Return the stream's next batch.
+        """Read and return the stream's next batch, and advance the cursor by one batch.
 
         If a snapshot is due, save the dataset's state before reading the batch. No state is saved
-        before the cursor's first batch.
-        If the user's code raises an exception, the cursor still advances by one batch.
+        before the cursor's first batch. If the user's code raises an exception, the cursor still
+        advances.
 
         Raises:
             NoBatch: The stream has ended.
@@ -577,10 +590,10 @@ class Cursor:
         return next(counted, "")
 
     def _gather(self, samples: Iterator[Any]) -> Any:
-        """Return the next batch's samples, or the next sample if `batch_size` is None.
+        """Return the samples of the next batch, or one sample if `batch_size` is None.
 
-        When the samples end, set `counter`. An incomplete last batch is dropped if the loader has
-        `drop_last`.
+        When the samples end, look for the attribute in which the dataset counts its epochs, and
+        store the name in `counter`. With `drop_last`, drop an incomplete last batch.
 
         Raises:
             NoBatch: The stream has no further batch.
@@ -616,8 +629,8 @@ class Snapshots:
     def save_if_due(self, dataset: Any, item: int) -> None:
         """Save the dataset's state, if it has a `state_dict` and a snapshot is due.
 
-        If this makes more than `_MOST_SNAPSHOTS` states, drop every second state, and double the
-        interval.
+        If there are then more than `_MOST_SNAPSHOTS` states, drop every second state, and double
+        the interval between snapshots.
 
         Args:
             item: Index of the next item; a snapshot is due at multiples of the current interval.
@@ -626,35 +639,35 @@ class Snapshots:
             return
         self._states[item] = cloudpickle.dumps(dataset.state_dict(), protocol=5)
         if len(self._states) > _MOST_SNAPSHOTS:
-            # Keep every second one, so that the snapshots still cover all of a long stream.
+            # Keep every second snapshot, so that the snapshots still cover all of a long stream.
             self._every *= 2
             first = min(self._states)
             kept = {at: one for at, one in self._states.items() if at % self._every == 0}
             self._states = {first: self._states[first], **kept}
 
     def begin_at(self, item: int, state: Any) -> None:
-        """Replace all saved states by a loaded state; `item` is the next item after this state."""
+        """Replace all saved states by `state`, after which the dataset yields `item` first."""
         self._states = {item: cloudpickle.dumps(state, protocol=5)}
 
     def item_before(self, item: int) -> int:
-        """Return the latest item at or before `item` with a saved state; 0 if there is none."""
+        """Return the last item up to `item` that has a saved state; 0 if there is none."""
         return max((at for at in self._states if at <= item), default=0)
 
     def before(self, item: int) -> tuple[int, Any] | None:
-        """Return the latest saved state at or before `item`.
+        """Return the latest saved state from which a dataset can reach `item`.
 
         Returns:
-            The index of the item that follows the state, and the state. None if no such state is
-            saved.
+            The first item that the dataset yields after loading the state (at most `item`), and the
+            state. None if there is no such state.
         """
         at = self.item_before(item)
         return (at, pickle.loads(self._states[at])) if at in self._states else None
 
     def load_latest(self, dataset: Any, item: int) -> int:
-        """Load the latest saved state at or before `item` into a fresh dataset.
+        """Load the latest saved state from which the dataset can reach `item` into a fresh dataset.
 
         Returns:
-            The index of the item that follows the state; 0 if no state was loaded.
+            The first item that the dataset yields now; 0 if no state was loaded.
         """
         found = self.before(item)
         if found is None or not hasattr(dataset, "load_state_dict"):
@@ -702,7 +715,7 @@ class UserErrorReport:
         """Return the description of a caught exception.
 
         The text leaves out the traceback's first frames, which belong to this package. For an
-        exception group, `parts` describes its exceptions.
+        exception group, `parts` describes the exceptions in the group.
         """
         # Python 3.10 has no exception groups (PEP 654).
         is_group = any(base.__name__ == "BaseExceptionGroup" for base in type(error).__mro__)
@@ -715,11 +728,11 @@ class UserErrorReport:
         return cls(type(error), text, where, tuple(cls.of(part, where) for part in parts))
 
     def as_runtime_error(self) -> "UserErrorReport":
-        """Return a copy with the type RuntimeError, which can always be sent."""
+        """Return a copy with type RuntimeError, for an exception whose type cannot be pickled."""
         return replace(self, kind=RuntimeError, parts=())
 
     def reraise(self) -> NoReturn:
-        """Raise the exception here, with the original traceback in its message.
+        """In the rank, raise the user's exception again; its message has the original traceback.
 
         Raises:
             Exception: An exception of the original type, if this type's constructor accepts a
@@ -733,7 +746,8 @@ class UserErrorReport:
         """Return the exception that `reraise` raises, with the original traceback in its message.
 
         The exception is a RuntimeError in the cases that `reraise` lists. Some types of exceptions
-        change their message. For these, a note contains the traceback (from Python 3.11 on).
+        do not keep the message that they are given. For such a type, a note of the exception
+        contains the traceback (from Python 3.11 on).
         """
         text = f"Caught {self.kind.__name__} {self.where}.\nOriginal {self.text}"
         if not issubclass(self.kind, Exception):
@@ -760,7 +774,8 @@ class UserErrorReport:
 class _UnquotedText(str):
     """String whose repr is the string itself, for the message of a KeyError.
 
-    A KeyError shows the repr of its argument: quotes, and escape sequences for line breaks.
+    A KeyError shows the repr of its argument. For a plain str, this repr has quotes, and escape
+    sequences for line breaks, so that a traceback in the message would be unreadable.
     """
 
     __slots__ = ()

@@ -1,8 +1,8 @@
 """Add a loader's functions and classes from the notebook to the `__main__` of a worker.
 
-A loader may pickle such a function, or an instance of such a class, in a worker, for example to
-send the function or the instance to a process pool. pickle saves only the name of a function or
-class, and looks the name up in `__main__`.
+The loader's code in a worker may pickle such a function, or an instance of such a class, for
+example to send it to a process pool. pickle saves only the name of the function or class, and looks
+this name up in `__main__`.
 """
 
 import itertools
@@ -14,7 +14,8 @@ from weakref import WeakValueDictionary
 _COPIES = "_taas_copies"
 """Name in `__main__` of the `_Copies` object.
 
-By this object, pickle finds the functions of a second or later copy of a loader (`Definitions`).
+Through this object, pickle finds the functions of a second or later copy of a loader
+(`Definitions`).
 """
 
 
@@ -43,7 +44,10 @@ class Definitions:
 
 
 class _Copies:
-    """Object that has each existing `Definitions` as an attribute, such as `copy1`."""
+    """Object whose attributes, such as `copy1`, are the existing `Definitions`.
+
+    pickle follows the attributes from `__main__` to the functions of a loader copy.
+    """
 
     def __getattr__(self, key: str) -> Definitions:
         try:

@@ -3,8 +3,8 @@
 torch tensors do not support pickle's out-of-band buffers. So the pickle contains a number in place
 of each tensor, and this module decides which memory to send:
 
-* Of a view, only the bytes that belong to the view are sent.
-* Memory of overlapping tensors is sent once, and the decoded tensors share memory again.
+* For a tensor that is a view, only the bytes of the view are sent, not the whole storage.
+* The memory of overlapping tensors is sent once, and the decoded tensors share memory again.
 * A tensor that is not a plain dense CPU tensor (for example sparse, or with requires_grad) is
   encoded as a function call that rebuilds the tensor from plain ones.
 
@@ -36,7 +36,7 @@ _PREFIX = struct.Struct("<II")
 """Format of the first bytes of a table of contents: the table's size, and the pickle's size."""
 
 _MOST_FORMS = 256
-"""Maximum number of tables of contents in each cache."""
+"""Maximum number of tables of contents in each of this module's caches."""
 
 _CACHED_HEAD_BYTES = 4096
 """Maximum bytes of a table of contents whose checksum and decoded form are cached."""
@@ -48,7 +48,7 @@ _PIECE_BYTES = 256 << 10
 """Size of the pieces of a buffer: each piece is copied, then its checksum is computed."""
 
 _WIDEST = 16
-"""Size in bytes of an element of the largest dtype."""
+"""Size in bytes of an element of the dtype with the largest elements (complex128)."""
 
 _THIN = 2
 """Maximum size of a span with overlapping tensors, as a multiple of the tensors' total size.
@@ -90,7 +90,7 @@ class Encoded:
     body_bytes: int
 
     def parts(self) -> list[bytes | memoryview]:
-        """Return the encoded batch as pieces to write one after the other, including padding."""
+        """Return the pieces of the encoded batch, including padding, in the order to write them."""
         parts: list[bytes | memoryview] = [self.head]
         for buffer in self.buffers:
             parts.append(buffer)
@@ -101,8 +101,11 @@ class Encoded:
     def copy_to(self, room: memoryview, is_summed: bool = False) -> int:
         """Copy the encoded batch into `room`, which has `body_bytes` bytes.
 
+        Args:
+            is_summed: Whether to compute the checksum of the copied bytes.
+
         Returns:
-            The checksum of the copied bytes; 0 if `is_summed` is False.
+            The checksum; 0 if `is_summed` is False.
         """
         at = len(self.head)
         room[:at] = self.head
@@ -167,7 +170,9 @@ def _with_grad_and_attributes(
 
 
 def _reduce(tensor: torch.Tensor) -> Any:
-    """Return a function and arguments that rebuild a tensor; the arguments have only plain tensors.
+    """Return a function and arguments that rebuild a tensor.
+
+    All tensors in the arguments are plain: described fully by values, dtype, shape and strides.
 
     This is a reducer for pickle's `dispatch_table`. It handles tensors with a gradient flag or
     attributes, conjugate and negative views, and nested and sparse tensors. For other tensors, it
@@ -287,8 +292,8 @@ def _pickle(
 def encode(value: object) -> Encoded:
     """Encode a batch in a worker, if possible without copying its tensors and arrays.
 
-    The result refers to their memory, so do not modify the batch while the result is in use. For a
-    common batch (`_split`), the table of contents comes from a cache.
+    The result uses the memory of the batch, so do not modify the batch while the result is in use.
+    For a common batch (`_split`), the table of contents comes from a cache.
 
     Raises:
         Exception: Any exception that a custom type raises when it is pickled.
@@ -362,13 +367,13 @@ def _overlap(parts: Sequence[torch.Tensor]) -> bool:
 def _encode_any(value: object) -> Encoded:
     """Encode a batch of any form.
 
-    If the batch may contain types of the notebook, use the slower pickler, which includes these
-    types.
+    If the batch may contain types that the notebook defines, use the slower `_CloudPickler`, which
+    also pickles the definitions of these types.
     """
     try:
         pickled, arrays, tensors = _pickle(value, _FastPickler)
-        # A rank may lack the notebook's types, so the slower pickler pickles them by value. If
-        # "__main__" is only a text in the batch, this pickler gives the same batch.
+        # A rank may lack the notebook's types, so the slower pickler pickles these types by value.
+        # If "__main__" is only a text in the batch, the slower pickler gives the same batch.
         is_importable = b"__main__" not in pickled
     except (pickle.PicklingError, AttributeError, TypeError):
         is_importable = False
@@ -411,7 +416,11 @@ def _range_length(shape: Sequence[int], stride: Sequence[int]) -> int:
 
 
 def _overlapping(extents: Iterable[_MemoryRange]) -> list[list[_MemoryRange]]:
-    """Group tensors whose memory overlaps, directly or by way of other tensors."""
+    """Group tensors that overlap in memory.
+
+    Two tensors are in the same group if they overlap, or if a chain of overlapping tensors connects
+    them. A tensor without overlap is a group of its own.
+    """
     groups: list[list[_MemoryRange]] = []
     end = 0
     for extent in sorted(extents):
@@ -429,8 +438,9 @@ def _choose_spans(
 ) -> tuple[list[TensorRow], list[memoryview]]:
     """Choose the spans of memory to send, and compute each tensor's offset in its span.
 
-    Tensors whose memory overlaps share a span. But if a span would have too many gaps, each of its
-    tensors gets a dense span of its own, by a copy if necessary. An empty tensor gets no span.
+    Tensors whose memory overlaps share a span. If such a span would have too many gaps, each of
+    these tensors gets a dense span of its own; a tensor that is not dense is copied for this. An
+    empty tensor gets no span.
 
     Args:
         first_buffer: Index of the first span among the body's buffers.
@@ -474,9 +484,10 @@ def _choose_spans(
 
 
 def decode(body: memoryview, head_bytes: int) -> Any:
-    """Decode a batch; its tensors and arrays are views of `body`, whose memory they keep alive.
+    """Decode a batch whose tensors and arrays are views of the memory of `body`.
 
-    A tensor is a copy, not a view, if its strides have gaps and its values were sent without gaps.
+    The tensors and arrays keep this memory alive. A tensor is a copy instead of a view if its
+    strides have gaps, but its values were sent without gaps.
 
     The body is unpickled, so it must come from a peer that has proved the run's key.
 
@@ -501,8 +512,8 @@ class _TensorLocation(NamedTuple):
     Attributes:
         at: Byte offset of the tensor's first value in the body.
         values: Number of values.
-        storage: None if the tensor fills a buffer of its own. Otherwise start and size of the
-            buffer, which has gaps or is shared with other tensors.
+        storage: Start and size of the tensor's buffer, if the buffer has gaps or also contains
+            other tensors. None if the tensor's values fill a buffer completely.
         is_packed: Whether the values are dense in the body, but the tensor's strides have gaps.
     """
 
@@ -555,8 +566,8 @@ def _contents(head: bytes) -> _TableOfContents:
 def _rebuild(locations: Iterable[_TensorLocation], body: memoryview) -> list[torch.Tensor]:
     """Return the tensors of an encoded batch: views of `body` if possible, else copies.
 
-    Tensors in the same buffer share one storage. If the sender's tensor had gaps between its values
-    (`stride`), the body has the values without the gaps, and they are copied to memory with gaps.
+    Tensors in the same buffer share one storage. If the values of a tensor were sent without gaps
+    although its strides have gaps (`is_packed`), copy the values to new memory with these gaps.
     """
     storages: dict[tuple[int, int], torch.UntypedStorage] = {}
     tensors = []
@@ -639,5 +650,8 @@ def fingerprint(encoded: Encoded) -> int:
 
 @lru_cache(_MOST_FORMS)
 def _sum_of_head(head: bytes) -> int:
-    """Return the checksum of a table of contents, which is cached: many batches share the table."""
+    """Return the checksum of a table of contents.
+
+    The checksums are cached, because many batches have the same table.
+    """
     return checksum(head)

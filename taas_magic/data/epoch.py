@@ -42,7 +42,7 @@ _THREAD_FROM_BYTES = 1 << 20
 """Minimum size in bytes of a batch that makes a separate thread receive all later batches."""
 
 _LOOK_EVERY = 16
-"""Number of batches between updates of `RankCounts.held_bytes`."""
+"""Number of batches between measurements of the memory for batches (`RankCounts.held_bytes`)."""
 
 _MOST_STEPS = 256
 """Maximum number of steps whose batches are requested ahead."""
@@ -54,11 +54,11 @@ _SAMPLE_EVERY = 16
 """Number of steps between two measurements of the time to receive a batch."""
 
 _LEFT_S = 30.0
-"""Maximum seconds that `EpochIterator.current_counts` counts after the cell got its latest batch.
+"""Maximum seconds after the latest batch that count as time in the cell's loop.
 
-These seconds count as time in the cell's loop (`RankCounts.span_s`). The limit is needed because
-the cell may have left its loop (`break`). If the cell later requests a further batch, the whole
-time counts.
+`EpochIterator.current_counts` adds these seconds to `RankCounts.span_s`. The time is limited,
+because the cell may have left its loop (`break`). If the cell later requests a further batch, the
+whole time since the latest batch counts.
 """
 
 _EVERY_EPOCH_ALIKE = (
@@ -143,7 +143,7 @@ class EpochIterator(Iterator[Any]):
     """Iterator over one rank's batches of one epoch; one such iteration is called a pass.
 
     Args:
-        turn: Number of iterators that the loader has made before this one.
+        turn: Number of iterators that the loader has made before this iterator.
         order: Hash that the epoch must have, according to a loaded state; 0 if any hash is allowed.
             For a map-style loader, it is the hash of the epoch's order. For an iterable-style
             loader, it is the hash of the epoch's first batch.
@@ -206,9 +206,9 @@ class EpochIterator(Iterator[Any]):
     def close(self) -> None:
         """End the pass, without waiting for batches that were requested.
 
-        Add the pass's time and repeated requests to the loader's counts. Stop the thread that
-        receives batches, which then closes the client; without a thread, close the client here. Do
-        nothing if the pass has ended already.
+        Add the time and the repeated requests of the pass to the loader's counts. If a separate
+        thread receives batches, stop the thread, which then closes the client. Otherwise, close the
+        client here. Do nothing if the pass has ended already.
         """
         if self.ended:
             return
@@ -257,7 +257,8 @@ class EpochIterator(Iterator[Any]):
         """Open the epoch on the fetchers, and return an iterator over this rank's steps.
 
         Also send loaded states of streams to the workers, and add a line for the pass to the
-        ledger. Rank 0 warns if the dataset counts its epochs, or has a random generator of its own.
+        ledger. Rank 0 warns if the dataset counts its epochs, because the counter cannot advance.
+        Rank 0 also warns if the dataset has a random generator of its own, which is not seeded.
 
         Raises:
             ValueError: The epoch's order is not the one that the loaded state requires.
@@ -315,20 +316,23 @@ class EpochIterator(Iterator[Any]):
     def _compare(self, slot: int, order: int) -> None:
         """Warn if this rank and another rank read different data for the same batch of a stream.
 
-        In a run without fetchers, each rank reads the whole stream, so ranks can compare hashes.
-        Also warn if the epoch's first batch is not the batch that the loaded state requires. Also
-        warn if a worker has read the stream again, and its first batch differs from the first time.
-        Store the hash of the epoch's first batch in the attribute `order`.
+        Ranks compare hashes only in a run without fetchers, where each rank reads the whole stream.
+
+        There are two further reasons to warn. First, a loaded state requires a different first
+        batch of the epoch. Second, a worker has read the stream again from the beginning, and now
+        the stream's first batch is different. If `slot` is 0, store the hash in the attribute
+        `order`.
 
         Args:
-            order: Hash of the slot's batch, or of the first batch of its stream (`Response.order`).
+            order: Hash of the slot's batch, or of the first batch of this batch's stream
+                (`Response.order`).
         """
         loader, agreement = self._loader, self._loader.feed.agreement
         assert self.opened is not None
         item, stream = divmod(slot, self.opened.streams or 1)
         if not item:
             self._first_hashes.setdefault(stream, order)
-        if not item or not is_compared(item):  # the hash is that of item 0
+        if not item or not is_compared(item):  # then `order` is the hash of item 0
             if self._first_hashes.get(stream, order) != order and not loader.has_warned:
                 loader.has_warned = True
                 warnings.warn(_READ_AGAIN.format(loader.name, self.epoch), stacklevel=2)
@@ -349,7 +353,7 @@ class EpochIterator(Iterator[Any]):
     def _count_batch(self, step: Step) -> Any:
         """Count a received batch in the loader's counts and the ledger, and return the batch.
 
-        After a large batch (`_THREAD_FROM_BYTES`), also start the thread that receives all later
+        After the first large batch (`_THREAD_FROM_BYTES`), start a thread that receives all later
         batches. If the loader pins memory, copy the batch to pinned memory, unless the thread has
         done so.
 
@@ -383,7 +387,10 @@ class EpochIterator(Iterator[Any]):
 
 
 def _pinned(received: SlotResponse) -> SlotResponse:
-    """Return a copy with the batch in pinned memory, from which transfers to the GPU are fast."""
+    """Copy the batch of a response to pinned memory, and return the response with this copy.
+
+    Transfers from pinned memory to the GPU are fast.
+    """
     return received._replace(batch=pin_memory(received.batch))  # type: ignore[no-untyped-call]
 
 
@@ -435,9 +442,9 @@ class EpochRequests:
     def _receive_step(self, step: int) -> SlotResponse | None:
         """Return this rank's batch of a step; None at the end of the epoch.
 
-        First, request further batches if that is due. If the schedule does not know the step's slot
-        yet, receive responses for other slots until the step's slot is known. Among them, batches
-        that this rank needs later are kept.
+        First, request batches of later steps, if enough steps have passed since the last request.
+        If the schedule does not know the step's slot yet, receive responses for other slots until
+        the slot is known. Keep the received batches that this rank needs later.
 
         Raises:
             ProtocolError: The fetchers announced the batch, but do not have it.
@@ -470,8 +477,9 @@ class EpochRequests:
     def _request_ahead(self, step: int) -> None:
         """Request the batches of the next steps, up to a total of `window_bytes`.
 
-        At least `_least` steps are requested, even if their batches exceed `window_bytes`. The next
-        call is due when the rank has received a quarter of these steps.
+        Request at least `_least` steps, even if their batches exceed `window_bytes`; with fewer
+        steps, some workers would be idle. The next call is due when the rank has received the
+        batches of a quarter of these steps.
         """
         ahead = self._least
         if self._largest_bytes:
@@ -508,7 +516,10 @@ class ReceiveThread(Iterator[Step]):
         return item
 
     def stop(self) -> None:
-        """Tell the thread to end, and discard the batches that it has received. Does not wait."""
+        """Tell the thread to end, without waiting for the end.
+
+        Discard the batches that the thread has received and the rank has not.
+        """
         self._client.must_end = True
         with suppress(queue.Empty):
             while True:
@@ -517,8 +528,8 @@ class ReceiveThread(Iterator[Step]):
     def _run(self) -> None:
         """Receive steps until the epoch's end, `stop` or an exception (the thread's function).
 
-        Queue each step, with its batch in pinned memory if `pins`. At the end, close the client,
-        and queue the exception that `__next__` raises.
+        Queue each step for the rank. If `pins`, first copy the batch to pinned memory. At the end,
+        close the client, and queue an exception that `__next__` then raises.
         """
         end: BaseException = StopIteration()
         try:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 _MOST_LOOKS = 1000
-"""Maximum number of objects to examine."""
+"""Maximum number of objects to examine in one search."""
 
 _DEEPEST = 3
 """Maximum depth of nested attributes to examine."""

@@ -42,7 +42,7 @@ SETTINGS = (
     *("batch_size", "drop_last", "num_workers", "pin_memory", "timeout", "prefetch_factor"),
     *("persistent_workers", "in_order"),
 )
-"""Attributes of a DataLoader that a remote loader copies from the registered loader."""
+"""Names of DataLoader attributes that a remote loader copies from the registered loader."""
 
 _VISIBLE = ("generator", "collate_fn", "worker_init_fn")
 _FIXED = {"batch_size", "drop_last", "persistent_workers", "dataset", "sampler", "batch_sampler"}
@@ -84,7 +84,8 @@ class LoaderShape:
         varies: Whether the number of batches may change from epoch to epoch.
         has_own_sampler: Whether the sampler or batch sampler is of a type that is not torch's. The
             order of such a sampler may differ between processes.
-        uneven: See `sharding.RankPart`.
+        uneven: Rule for batches that do not divide evenly among the ranks: `pad`, `drop` or `keep`
+            (`sharding.RankPart`).
         seed: The loader's seed; None for the run's seed.
         dataset: Name of the dataset's type.
         attributes: Small attributes of the dataset, by name.
@@ -120,13 +121,13 @@ class KeyValueStore(Protocol):
     """Key-value store that all ranks of an attempt share, to agree on the order of batches."""
 
     def store_first(self, key: str, value: bytes) -> bytes:
-        """Store `value` if no rank has stored one for `key`; return the stored value."""
+        """Store `value` if no rank has stored a value for `key`; return the stored value."""
 
     def publish(self, key: str, value: bytes, replaced: str) -> None:
         """Store a value for the other ranks, and remove the value of the key `replaced`."""
 
     def read(self, key: str) -> bytes:
-        """Wait until another rank publishes a value, and return it."""
+        """Wait until another rank publishes a value for `key`, and return this value."""
 
 
 class BatchProfiler(Protocol):
@@ -249,9 +250,10 @@ class RemoteLoader(DataLoader[Any]):
         return self._visible
 
     def _digest_visible(self) -> bytes:
-        """Return a digest of `visible_parts()`; b"" if the parts cannot be pickled any more.
+        """Return a digest of `visible_parts()`, by which a change of the parts is noticed.
 
-        Functions are left out, because they may use large global variables.
+        The digest leaves out functions, because they may use large global variables. If the parts
+        cannot be pickled any more, return b"".
         """
         parts = [part for part in self._visible or () if not isinstance(part, FunctionType)]
         with suppress(Exception):  # pickling runs the user's code
@@ -259,7 +261,10 @@ class RemoteLoader(DataLoader[Any]):
         return b""
 
     def _warn_of_changed_parts(self) -> None:
-        """Warn if the cell has changed this rank's copies of the parts that only fetchers use."""
+        """Warn if the cell has changed a sampler, generator or other part that only fetchers use.
+
+        The cell can change only this rank's copies, so the change has no effect on the batches.
+        """
         if self._visible is None:
             return
         before, self._visible_digest = self._visible_digest, self._digest_visible()
@@ -268,7 +273,7 @@ class RemoteLoader(DataLoader[Any]):
 
     @property
     def name(self) -> str:
-        """The loader's name in the run."""
+        """Name of the registered loader, unique in the run."""
         return self.shape.name
 
     def __len__(self) -> int:
@@ -276,8 +281,8 @@ class RemoteLoader(DataLoader[Any]):
 
         If this number may change from epoch to epoch, the result is the number for the current
         pass. Without a current pass, this method opens the next epoch on the fetchers. In a
-        rehearsal, passes are short, and the result is the length of a short pass. So the rehearsal
-        also runs code that a cell runs only at the last batch of an epoch.
+        rehearsal, the result is the number of batches of the shortened pass. So the rehearsal also
+        runs code that a cell runs only at the last batch of an epoch.
 
         Raises:
             TypeError: The loader has no length.
@@ -308,7 +313,10 @@ class RemoteLoader(DataLoader[Any]):
         return self._current
 
     def current_counts(self) -> RankCounts:
-        """Return the counts of this loader; this method may be called from any thread."""
+        """Return this loader's counts: batches, waiting times and others.
+
+        This method may be called from any thread.
+        """
         return self.counts if self._current is None else self._current.current_counts()
 
     def reset_counts(self) -> None:
@@ -324,7 +332,8 @@ class RemoteLoader(DataLoader[Any]):
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the next iterator.
 
-        If this is the epoch of a loaded state, the iterator still resumes at the state's position.
+        If a state for this epoch has been loaded (`load_state_dict`), the iterator still resumes at
+        the state's position.
         """
         if epoch != self.next_epoch:
             self.next_epoch, self._resume, self._states = epoch, EpochPosition(), {}
@@ -339,7 +348,10 @@ class RemoteLoader(DataLoader[Any]):
         return self.with_states(self.position())
 
     def position(self) -> dict[str, Any]:
-        """Return `state_dict()` without the dataset's own state; sends no request."""
+        """Return the position in the epoch after the last yielded batch; send no request.
+
+        The result is `state_dict()` without the dataset's own state.
+        """
         epoch, place, order = self.next_epoch, self._resume, self._resume_order
         if self._current is not None and not self._current.ended:
             epoch, place, order = self._current.epoch, self._current.after, self._current.order
@@ -409,12 +421,15 @@ class RemoteLoader(DataLoader[Any]):
             raise ValueError(f"{about}: the state is of {theirs}, the loader has {ours}")
 
     def with_states(self, position: dict[str, Any]) -> dict[str, Any]:
-        """Return a result of `position` with the states of the dataset's streams added.
+        """Add the saved states of the dataset's streams to a position, and return the result.
 
-        This method requests the states from the fetchers. For each stream, a fetcher sends the
-        latest state that a worker has saved at or before the position. If states from
-        `load_state_dict` have not been sent to the workers yet, these states are added instead.
-        Nothing is added if the dataset has no `state_dict`, or at the beginning of an epoch.
+        Request the states from the fetchers. For each stream, a fetcher sends the latest state that
+        a worker saved before it went beyond the position. If states from `load_state_dict` have not
+        been sent to the workers yet, add these states instead. Add nothing if the dataset has no
+        `state_dict`, or at the beginning of an epoch.
+
+        Args:
+            position: Result of the method `position`.
         """
         epoch, place = position["epoch"], EpochPosition(*position["place"])
         if not self.shape.has_state or place == EpochPosition():
@@ -454,7 +469,11 @@ class RemoteLoader(DataLoader[Any]):
         return Client(route, 2 * self.feed.window_bytes, self.timeout)
 
     def forget_route(self) -> None:
-        """In a fork of the rank, close the fork's copies of the rank's connections."""
+        """In a fork of the rank, close the fork's copies of the loader's connections.
+
+        In a run without fetchers, also close the fork's copy of the socket that ends the server.
+        When the fork uses the loader, the loader opens new connections or starts a new server.
+        """
         if self._route is not None:
             self._route.close_copies()
         if self._end_server is not None:
@@ -462,10 +481,10 @@ class RemoteLoader(DataLoader[Any]):
         self._route = self._end_server = None
 
     def _new_route(self) -> Route:
-        """Return a route to the fetchers.
+        """Return a new route: the addresses and connections of the loader's fetchers.
 
-        In a run without fetchers, start a server of this rank, and return a route to the server.
-        The server ends when this loader is deleted.
+        In a run without fetchers, start a data server of this rank, and return a route to this
+        server. The server ends when this loader is deleted.
         """
         feed, name = self.feed, self.shape.name
         if feed.directory is not None:
@@ -516,8 +535,8 @@ _feed: RankFeed | None = None
 def _reset_in_fork() -> None:
     """In a fork of the rank, replace the lock `_one_route` and close the inherited connections.
 
-    The lock may be held by a thread that the fork does not have. The fork's loaders open new
-    connections when the fork uses them.
+    A thread that does not exist in the fork may hold the old lock. When the fork uses a loader, the
+    loader opens new connections.
     """
     global _one_route
     _one_route = threading.Lock()
@@ -551,17 +570,17 @@ def make_remote_loader(shape: LoaderShape) -> DataLoader[Any]:
 
 
 find_registered: Callable[[str], Any] | None = None
-"""In the kernel: a function that returns the registered loader with a name, or None.
+"""Function of the kernel that returns the registered loader with a name, or None.
 
-In other processes, and until the kernel has sent a registered loader to ranks, the variable is
-None.
+None in other processes, and until the kernel has sent a registered loader to ranks.
 """
 
 
 def notebooks_loader(name: str) -> Any:
     """Return the kernel's registered loader with a name.
 
-    A rank pickles a remote loader in a result as a call of this function.
+    If the result of a rank contains a remote loader, the rank pickles the remote loader as a call
+    of this function. So the kernel gets its own registered loader.
 
     Raises:
         CaptureError: This process has no registered loader with this name.
@@ -576,7 +595,10 @@ def notebooks_loader(name: str) -> Any:
 
 
 class _UnusableLoader(DataLoader[Any]):
-    """Placeholder for a registered loader in a child that a rank spawned; any use raises."""
+    """Placeholder for a registered loader in a child that a rank spawned.
+
+    Any use raises RuntimeError: only ranks can receive batches from the fetchers.
+    """
 
     def __init__(self, name: str) -> None:
         self._taas_name = name
@@ -603,7 +625,7 @@ class _UnusableLoader(DataLoader[Any]):
 class _Sampler:
     """Base class of a rank's substitutes for samplers; only fetchers run the real samplers.
 
-    Attributes come from the rank's copy of the real sampler: the element of
+    Other attributes come from the rank's copy of the real sampler. This copy is the element of
     `RemoteLoader.visible_parts()` whose index is the class attribute `_place`.
     """
 
@@ -742,7 +764,13 @@ class RemoteStream(RemoteDataset, IterableDataset[Any]):
 
 
 def _warning_of_changes(path: str, dataset: Any, method: Any) -> Any:
-    """Wrap a dataset's method, to warn if a call changes attributes of this rank's copy."""
+    """Wrap a method of a dataset, to warn if a call changes attributes of the dataset.
+
+    `dataset` is this rank's copy, so the fetchers do not see the change.
+
+    Args:
+        path: Name of the dataset in the warning.
+    """
 
     @functools.wraps(method)
     def call(*arguments: Any, **named: Any) -> Any:

@@ -25,8 +25,8 @@ _STEPS = 8
 _FIRST_BYTES = 1 << 30
 """Initial size in bytes of an arena's file; only pages that were written use memory.
 
-The file is large from the start. If the file grew later, each process would have to map it again,
-and the page faults after that would take longer than a copy of the data.
+The file is large from the start. If the file grew later, each process would have to map the file
+again. The page faults after a new mapping would take longer than copying the data.
 """
 
 
@@ -99,7 +99,7 @@ class ArenaMapping:
         return self._whole
 
     def view(self, offset: int, size: int) -> memoryview:
-        """Return the `size` bytes at `offset`, which hold one batch."""
+        """Return a view of the `size` bytes at `offset`, which are the memory of one batch."""
         return self.mapped(offset + size)[offset : offset + size]
 
 
@@ -150,7 +150,7 @@ class BorrowedSpans:
     `pop_released` returns the span, so that the rank can tell the fetcher to reuse the memory.
 
     Args:
-        on_unused: Called as soon as `close` has been called and no span is in use.
+        on_unused: Called when `close` has been called and no span is in use any more.
     """
 
     def __init__(self, on_unused: Callable[[], object]) -> None:
@@ -161,11 +161,16 @@ class BorrowedSpans:
         self._is_closed = False
 
     def add_arena(self, arena: int, descriptor: int) -> None:
-        """Add an arena of the fetcher, and take over the descriptor of its file."""
+        """Add an arena of the fetcher, so that `map_span` can map spans of the arena.
+
+        Args:
+            arena: Number of the arena.
+            descriptor: Descriptor of the arena's file; this object closes it.
+        """
         self._arenas[arena] = ArenaMapping(descriptor)
 
     def map_span(self, place: SharedSpan, size: int) -> memoryview:
-        """Return the memory of a batch. The span is in use until its last view is deleted."""
+        """Return a view of a batch's span; the span is in use until its last view is deleted."""
         mapped = self._arenas[place.arena].mapped(place.offset + size)
         owner: Any = (ctypes.c_ubyte * size).from_buffer(mapped, place.offset)
         owner.borrowed = self  # keeps the connection open while the span is in use
@@ -173,21 +178,21 @@ class BorrowedSpans:
         return memoryview(owner).cast("B")
 
     def pop_released(self) -> list[SharedSpan]:
-        """Return the spans whose use has ended since the last call."""
+        """Return the spans whose use has ended since the last call; the fetcher may reuse these."""
         places: list[SharedSpan] = []
         while self._gone:
             places.append(self._gone.popleft())
         return places
 
     def close(self) -> None:
-        """Call `on_unused` when no span is in use, possibly at once. Spans in use stay valid."""
+        """Call `on_unused` as soon as no span is in use, possibly now; spans in use stay valid."""
         self._is_closed = True
         if not self._read:
             self._on_unused()
 
     @property
     def held_bytes(self) -> int:
-        """Size of the fetcher's shared memory that this process has accessed."""
+        """Bytes of the fetcher's shared memory that this process has accessed."""
         return sum(arena.used_bytes for arena in list(self._arenas.values()))
 
     def _record_unused(self, place: SharedSpan) -> None:
@@ -203,20 +208,22 @@ def _references(blocks: Sequence[object]) -> list[int]:
 
 
 _IDLE = _references([mmap.mmap(-1, 1)])[0]
-"""Reference count that `_references` returns for a block that nothing outside its list uses."""
+"""Reference count of an unused block, as `_references` returns it.
+
+Only the list of blocks refers to an unused block.
+"""
 
 
 class ReceiveBlocks:
-    """Set of reusable, page-aligned blocks to receive into.
+    """Set of reusable, page-aligned memory blocks, in which a rank receives batches.
 
-    Only one thread may use the set at a time.
-    Fresh memory costs a page fault for every 4 KiB, which halves the throughput of large batches.
-    The tensors of a batch are references to a block. A block is free if only this set refers to
-    the block.
+    Only one thread may use the set at a time. Blocks are reused because fresh memory costs a page
+    fault for every 4 KiB, which would halve the throughput of large batches. A batch's tensors
+    refer to the block with their values. A block is free if only this set refers to the block.
 
     Args:
-        keep_bytes: Limit on the total size of all blocks. If a new block exceeds the limit, the
-            oldest blocks are dropped.
+        keep_bytes: Maximum total size of all blocks in bytes. If a new block exceeds the limit, the
+            set drops its oldest blocks; a dropped block stays valid as long as tensors refer to it.
     """
 
     def __init__(self, keep_bytes: int) -> None:
@@ -226,8 +233,8 @@ class ReceiveBlocks:
     def allocate(self, size: int) -> memoryview:
         """Return `size` bytes of writable memory that is not in use; reuse a block if possible.
 
-        A block of more than about twice the size is not reused. After making a new block, drop the
-        oldest blocks while all blocks together exceed `keep_bytes`.
+        A block that is larger than about twice `size` is not reused. After making a new block, drop
+        the oldest blocks while all blocks together exceed `keep_bytes`.
         """
         for block, references in zip(self._blocks, _references(self._blocks), strict=True):
             if references == _IDLE and size <= len(block) <= 2 * size + mmap.PAGESIZE:
@@ -244,5 +251,5 @@ class ReceiveBlocks:
 
     @property
     def held_bytes(self) -> int:
-        """Size of all blocks, free or in use."""
+        """Total size in bytes of all blocks, free or in use."""
         return sum(map(len, self._blocks))

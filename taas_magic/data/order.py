@@ -56,7 +56,9 @@ class EpochOrder(NamedTuple):
 
 
 class EpochOrders:
-    """The orders of a loader's epochs; runs the sampler for each epoch and keeps the latest orders.
+    """Orders of the batches of a map-style loader, one for each epoch.
+
+    To find the order of an epoch, this class runs the loader's sampler. It keeps the latest orders.
 
     Args:
         loader: A map-style loader (or its `LoaderParts`), in its state at registration.
@@ -92,7 +94,7 @@ class EpochOrders:
     def _forgets(self) -> bool:
         """Return whether the sampler and generator have the same state before every epoch.
 
-        If so, no replay of earlier epochs is needed.
+        If so, the order of an epoch can be found without running the sampler for earlier epochs.
         """
         return self._starts.get(1) == self._starts[0]
 
@@ -106,9 +108,10 @@ class EpochOrders:
         return EpochOrder(packed, len(packed), digest)
 
     def _skip_epoch(self, number: int) -> None:
-        """Replay an epoch to find the state of sampler and generator after the epoch, and save it.
+        """Run the sampler through an epoch; save the state of sampler and generator after it.
 
-        If the sampler may be endless, every epoch begins from the state at registration instead.
+        If the epoch does not end within `_MOST_PASSED` batches, the sampler may be endless. In this
+        case, save no state; from then on, every epoch begins from the state at registration.
         """
         sampler, generator, indices = self._start_sampler(number)
         most = None if _has_length(sampler) else _MOST_PASSED
@@ -121,7 +124,7 @@ class EpochOrders:
         self._save_state_after(number, sampler, generator)
 
     def _save_state_after(self, number: int, sampler: Any, generator: Any) -> None:
-        """Save the state of sampler and generator after an epoch; the next epoch starts from it."""
+        """Save the state of sampler and generator after an epoch, to start the next epoch there."""
         if not self._forgets():
             call_set_epoch(sampler, 0, "sampler")
             self._starts[number + 1] = dump_without_dataset((sampler, generator), self._dataset)
@@ -129,7 +132,7 @@ class EpochOrders:
     def _start_sampler(self, number: int) -> tuple[Any, Any, Iterator[Any]]:
         """Seed all random generators, and start the sampler for an epoch.
 
-        First unpickle the sampler in the state that it has before this epoch, and call its
+        First unpickle the sampler with its state before this epoch, and call the sampler's
         `set_epoch`. Last, draw a base seed from the generator, as a local DataLoader does.
 
         Returns:
@@ -139,8 +142,9 @@ class EpochOrders:
         sampler, generator = load_with_dataset(start, self._dataset)
         call_set_epoch(sampler, number, "sampler")
         seed_all(seed_of(self._seed, number))
-        # Draw random numbers in the order of a local DataLoader: the sampler's iterator, the base
-        # seed, the indices. With workers, DataLoader makes the sampler's iterator a second time.
+        # Draw random numbers in the order of a local DataLoader: for the sampler's iterator, for
+        # the base seed, for the indices. With workers, DataLoader makes the sampler's iterator
+        # twice.
         # Persistent workers are started only once, in the first epoch.
         indices = iter(sampler)
         if not (self._persists and number):
@@ -175,11 +179,13 @@ def call_set_epoch(value: object, epoch: int, inner: str) -> None:
 
 
 class UnsizedBatches:
-    """Batches of a sampler without a length. The sampler runs only as far as needed.
+    """Batches of a sampler without a length, which may be endless.
 
-    The latest batches are kept. If an earlier batch is requested, the sampler starts again. Between
-    two batches, other code may draw from the same random generators. So the generators' state is
-    restored whenever the sampler continues.
+    The sampler runs at most `_UNSIZED_STEP` batches beyond the last requested batch.
+
+    Only the latest batches are kept. If an earlier batch is requested, the sampler starts again.
+    Between two batches, other code may draw from the random generators that the sampler uses. So
+    the state of the generators is restored whenever the sampler continues.
 
     Args:
         begin: Function that seeds all random generators, and returns the sampler's iterator.

@@ -57,7 +57,12 @@ _Units = Annotated[int, Meta(ge=UNHINTED)]
 
 
 class RequestKind(enum.IntEnum):
-    """Kind of a request; `LoaderRequest` explains each kind."""
+    """Kind of a request; determines what a rank requests.
+
+    OPEN: an epoch's description. GET: a batch. PEEK: the units of a batch. SAMPLE: an item of the
+    dataset. ORDER: the indices of one batch or of all batches. STATE: the dataset's own state; with
+    a state as `detail`, that the dataset loads this state.
+    """
 
     OPEN = 1
     GET = 2
@@ -187,7 +192,10 @@ class Cancelled(Struct, frozen=True, array_like=True, tag=8):
 
 
 class Alive(Struct, frozen=True, array_like=True, tag=9):
-    """Heartbeat of a server to a rank whose next response is not ready yet."""
+    """Heartbeat of a server to a rank whose next response is not ready yet.
+
+    By this message, the rank knows that the server is not silent, and keeps waiting.
+    """
 
 
 class SharedBody(Struct, frozen=True, array_like=True, gc=False):
@@ -217,8 +225,9 @@ class Response(Struct, frozen=True, array_like=True, tag=10):
         order: Hash by which ranks notice that they get different data; 0 for none (BATCH, PEEKED,
             VOID, and VALUE in reply to ORDER). Map-style loader: the hash of the epoch's order that
             the worker computed. Iterable-style loader: the hash of the batch, for batches 0, 1, 2,
-            4, 8, … of a stream. Another batch usually has 0. It has the hash of batch 0 if the
-            worker has just read the stream again from its beginning (`BatchSource.first_hash`).
+            4, 8, … of a stream. For the remaining batches, `order` is usually 0. But if the worker
+            has just read the stream again from the beginning, `order` is the hash of batch 0
+            (`BatchSource.first_hash`).
         head_bytes: Size of the table of contents at the body's start (BATCH).
         body_sum: Checksum of all bodies, for batches over TCP without TLS; else None.
         shared: The body in shared memory; None if the body follows.
@@ -382,8 +391,8 @@ def _check_size(response: Response, body_bytes: int) -> None:
 class Assembler:
     """Splitter of a received byte stream into messages with bodies.
 
-    The splitter copies the data, so only servers use it: messages of ranks are small, except the
-    state of a dataset.
+    The splitter copies the data, so only servers use this class. The messages that servers receive
+    from ranks are small, except the state of a dataset.
     """
 
     def __init__(self, state: ProtocolState) -> None:
@@ -428,7 +437,11 @@ def make_proof(key: bytes, role: Role, nonce: bytes, place: str) -> bytes:
 
 
 def is_proof(key: bytes, role: Role, nonce: bytes, place: str, mac: bytes) -> bool:
-    """Return whether `mac` is the proof of `make_proof`; takes the same time for every `mac`."""
+    """Return whether `mac` is the result of `make_proof` for these arguments.
+
+    The comparison takes the same time for every `mac`, so that the time reveals nothing about the
+    correct MAC.
+    """
     return hmac.compare_digest(make_proof(key, role, nonce, place), mac)
 
 
@@ -480,7 +493,9 @@ class CommandBatch(Struct, frozen=True, array_like=True):
 
 
 class Reply(Struct, frozen=True, array_like=True, gc=False):
-    """Worker's reply to a command; fields that are not listed here are those of `Response`.
+    """Worker's reply to a command; the server makes the `Response` to the rank from this reply.
+
+    Fields that are not listed here have the same meaning as in `Response`.
 
     Attributes:
         number: Number of the command.

@@ -75,7 +75,7 @@ Requests with this value wait for the first reply to OPEN, which tells the kind.
 """
 
 _ALL = "all"
-"""Key of the queue of a stream's batches, which all connections share."""
+"""Key of a worker's queue for batches of streams; all connections share this queue."""
 
 
 class PreparedResponse:
@@ -112,7 +112,7 @@ class PreparedResponse:
         return self._holders > 1
 
     def add_holder(self) -> None:
-        """Add a holder."""
+        """Count one more holder of the response, which must call `release` later."""
         self._holders += 1
 
     def release(self) -> None:
@@ -143,7 +143,7 @@ class PrefetchOrder:
         self._ahead: dict[int, Iterator[LoaderRequest | None]] = {}
 
     def next(self, worker: int = 0) -> LoaderRequest | None:
-        """Return the next batch (as a request) to prepare ahead; None if there is none now."""
+        """Return a request for the next batch to prepare ahead; None if there is none now."""
         if worker not in self._ahead:
             self._ahead[worker] = self._ahead_requests(worker, self._epoch, self._slot)
         return next(self._ahead[worker], None)
@@ -151,7 +151,8 @@ class PrefetchOrder:
     def restart(self) -> None:
         """Restart preparing ahead: every worker begins again at the current slot.
 
-        Batches that are in the buffer are not prepared again (`PrefetchBuffer.choose_ahead`).
+        The current slot is the slot after the latest batch that a rank has requested. Batches that
+        are in the buffer are not prepared again (`PrefetchBuffer.choose_ahead`).
         """
         self._ahead.clear()
 
@@ -171,7 +172,11 @@ class PrefetchOrder:
             self.restart()
 
     def record_epoch(self, epoch: int, opened: EpochDescription | None) -> None:
-        """Record an epoch's description; None if the sampler raised."""
+        """Record an epoch's description, which tells how many batches to prepare ahead.
+
+        Args:
+            opened: The description; None if the loader's sampler raised an exception.
+        """
         self._opened[epoch] = opened
         self._streams = (opened and opened.streams) or 1
 
@@ -190,10 +195,11 @@ class PrefetchOrder:
     ) -> Iterator[LoaderRequest | None]:
         """Yield the requests that a worker prepares ahead, from `first_slot` of `epoch` on.
 
-        For worker 0, also yield a request that opens each new epoch. The batches of the epochs
-        after `epoch` are limited (see the class). None instead of a request means that no batch can
-        be prepared now, and that the caller must try again later. The iterator ends if an epoch
-        cannot be opened, at the `--units` limit, or if the worker has no batch in a later epoch.
+        For worker 0, also yield a request that opens each new epoch. After `epoch`, only the first
+        `_NEXT_EPOCH_BATCHES` batches of the next epoch are yielded, or more for `--prefill`. None
+        instead of a request means that no batch can be prepared now, and that the caller must try
+        again later. The iterator ends if an epoch cannot be opened, at the `--units` limit, or if
+        the worker has no batch in a later epoch.
         """
         left = self._share.units
         for ahead in itertools.count():
@@ -228,7 +234,7 @@ class PrefetchOrder:
     def _slots(
         self, worker: int, epoch: int, opened: EpochDescription, first_slot: int
     ) -> Iterator[int]:
-        """Yield the slots of an epoch that a worker prepares; stop where its streams end."""
+        """Yield the slots of an epoch that a worker prepares, until all its streams have ended."""
         n_skipped = 0
         for slot in self._share.slots(worker, opened.streams, first_slot):
             if opened.batches is not None and slot >= opened.batches:
@@ -265,10 +271,10 @@ class _RequestState:
 class PrefetchBuffer:
     """The prefetch buffer: prepared responses, and the requests that connections wait for.
 
-    In all methods, `who` is the connection that waits.
+    In all methods, `who` is the connection to the rank that waits for a response.
 
     Args:
-        budget_bytes: Memory limit of all responses.
+        budget_bytes: Limit in bytes on the memory of all prepared responses.
         ahead: Order of the batches to prepare when no connection waits.
         worker_for: Function that returns the number of the worker that must answer a request. It
             returns None if any worker can, and LATER if the loader's kind must be known first.
@@ -299,7 +305,7 @@ class PrefetchBuffer:
 
     @property
     def is_full(self) -> bool:
-        """Whether the memory limit is reached.
+        """Whether prepared batches and batches in preparation reach the memory limit.
 
         The memory of a batch in preparation is estimated by the size of the latest batch.
         """
@@ -322,15 +328,15 @@ class PrefetchBuffer:
                 self._queue(who, request, self._entries[request])
 
     def add_request(self, who: Hashable, request: LoaderRequest, only_count: bool = False) -> None:
-        """Record that `who` waits for a response, and queue the request if it is new.
+        """Record that connection `who` waits for a response, and queue the request if it is new.
 
-        If the batch was sent before and is still kept (`_keep_sent`), use it again, and do not
-        queue the request. The first request of a new epoch also drops batches and units of epochs
-        before `oldest_epoch`.
+        If the batch was sent before and is still kept (`_keep_sent`), use this batch again, and do
+        not queue the request. The first request of a new epoch also drops unrequested batches
+        and the units of epochs before `oldest_epoch`.
 
         Args:
-            only_count: Whether `who` needs only the batch's units, not the batch. If the units are
-                known already, nothing is recorded.
+            only_count: Whether `who` needs only the batch's units, not the batch. If so, and if the
+                units are known already, do nothing.
         """
         if only_count and self.units(request) is not None:
             return
@@ -350,9 +356,10 @@ class PrefetchBuffer:
         entry.waiting[who] = None
 
     def _drop_before(self, oldest: int) -> None:
-        """Drop what the buffer has of epochs before `oldest`, except requested batches.
+        """Drop the data of epochs before `oldest`, except batches that ranks have requested.
 
-        These are batches that no rank has requested, batches that were sent, and numbers of units.
+        Dropped are batches that no rank has requested, batches that were kept after sending, and
+        the recorded units of batches.
         """
         for old in [old for old in self._unasked if old.epoch < oldest]:
             self._remove(old)
@@ -368,11 +375,11 @@ class PrefetchBuffer:
             self._remove_waiter(who, request)
 
     def pop_ready(self, who: Hashable, request: LoaderRequest) -> PreparedResponse | None:
-        """Return the response that `who` sends; the caller must release the response.
+        """Return a prepared response for connection `who`; the caller must release the response.
 
-        If no other connection waits, the response is removed from the buffer, unless another rank
-        may still need it. If the response is not ready, return None, and record that `who` must
-        send this response next.
+        If no further connection waits, remove the response from the buffer, unless a rank may still
+        need the response. If the response is not ready, return None, and record that `who` must
+        send this response next; then workers prepare it even if the buffer is full.
         """
         entry = self._entries.get(request)
         if entry is None or entry.prepared is None:
@@ -388,11 +395,11 @@ class PrefetchBuffer:
         return prepared
 
     def find_units(self, who: Hashable, request: LoaderRequest) -> int | None:
-        """Return the units of a batch, for a rank that needs only the units.
+        """Return the units of a batch for connection `who`, whose rank needs only the units.
 
         Returns:
-            The units; VOID if the slot has no batch; None if the units are not known yet. In the
-            last case, this method records that `who` must send the response next.
+            The units; VOID if the slot has no batch; None if the units are not known yet. If None,
+            this method records that `who` must send this response next.
         """
         units = self.units(request)
         if units is None:
@@ -419,8 +426,8 @@ class PrefetchBuffer:
         """Return the queued request that a worker prepares next; None if the worker has none.
 
         The request then counts as being prepared. If the buffer is full, this method first drops
-        responses for which no connection waits. If that is not enough, only a response that is the
-        next to send on its connection can be prepared; all other requests wait.
+        responses for which no connection waits. If the buffer is still full, choose only a request
+        whose response a connection must send next; all other requests wait.
 
         Args:
             follows: Function that returns whether the worker can prepare a batch without restarting
@@ -443,7 +450,7 @@ class PrefetchBuffer:
         return request
 
     def choose_ahead(self, worker: int) -> LoaderRequest | None:
-        """Return the batch (as a request) that a worker prepares ahead; None if there is none.
+        """Return a request for the batch that a worker prepares ahead; None if there is none.
 
         The request then counts as being prepared.
         """
@@ -457,8 +464,8 @@ class PrefetchBuffer:
     def put(self, request: LoaderRequest, prepared: PreparedResponse) -> KeysView[Hashable]:
         """Store a prepared response and its units; return the connections that wait for it.
 
-        If none waits, `make_room` may drop the response later. If memory is short, batches that
-        were kept after sending are dropped now.
+        If no connection waits, `make_room` may drop the response later. If memory is short, drop
+        batches that were kept after sending (`_limit_sent`).
         """
         entry = self._entries[request]
         self._doing -= 1
@@ -476,11 +483,12 @@ class PrefetchBuffer:
     def requeue(self, request: LoaderRequest) -> None:
         """Queue or remove a request whose worker has ended without a response.
 
-        If a connection waits for the response, queue the request again, in front of the
-        connection's other requests. But a request for a batch of a stream gets its place by slot.
+        If a connection waits for the response, queue the request again, before the connection's
+        remaining requests. But if the batch belongs to a stream, the slot decides the place in the
+        queue.
 
-        If no connection waits, remove the request from the buffer, and restart preparing ahead. The
-        batch is then prepared again if it is among the batches to prepare ahead.
+        If no connection waits, remove the request from the buffer. Then the order of preparing
+        ahead starts again at the current slot, and includes the batch if it is still useful.
         """
         entry = self._entries[request]
         self._doing -= 1
@@ -557,8 +565,8 @@ class PrefetchBuffer:
         """Keep a batch that a rank has received, because another rank may still need it.
 
         While the end of a stream is not known, a rank guesses which batches are its own
-        (`sharding.DynamicSchedule`). After a wrong guess, another rank requests the batch again. To
-        prepare it again, a worker would restart the stream.
+        (`sharding.DynamicSchedule`). After a wrong guess, the right rank requests the batch, too.
+        To prepare the batch a second time, a worker would have to restart the stream.
         """
         prepared.add_holder()
         self._sent[request] = prepared
@@ -582,7 +590,7 @@ class PrefetchBuffer:
         return prepared
 
     def _record_units(self, request: LoaderRequest, units: int) -> None:
-        """Store a batch's units, or VOID; they stay known after the buffer drops the batch."""
+        """Store a batch's units, or VOID; the units stay known after the buffer drops the batch."""
         self._counts[request] = units
         if len(self._counts) > _KEEP_COUNTS:
             self._counts.popitem(last=False)
@@ -592,8 +600,8 @@ class PrefetchBuffer:
     def _record_next_response(self, who: Hashable, request: LoaderRequest) -> None:
         """Record that `who` must send the response to `request` next.
 
-        Workers prepare this response even if the buffer is full. If it was dropped, the request is
-        queued again.
+        Workers prepare this response even if the buffer is full. If the buffer has dropped the
+        response, queue the request again.
         """
         self.add_request(who, request)
         self._due[who] = request
@@ -763,8 +771,8 @@ class Scheduler:
     def start(self) -> None:
         """Start the workers.
 
-        Call this method after the constructors of all loaders' schedulers, because these fork this
-        process.
+        Call this method only after the constructors of all loaders' schedulers: each constructor
+        forks this process, and the fork would keep copies of the workers' sockets.
         """
         for number in range(self._served.share.workers):
             self._start(number)
@@ -781,7 +789,7 @@ class Scheduler:
         )
 
     def dispatch(self) -> None:
-        """Send the next commands to every worker that has room for them.
+        """Send the next commands to every worker whose queue has room.
 
         A command answers a request of a rank, or prepares a batch ahead if there is no such
         request.
@@ -870,8 +878,8 @@ class Scheduler:
     def _start(self, number: int) -> None:
         """Ask the workers' parent process to start worker `number`.
 
-        Make the worker's handle and socket pair, and watch the socket for replies. The other socket
-        goes to the parent process.
+        First make a handle and a socket pair for the worker. This process watches one socket of the
+        pair for replies. The parent process gets the second socket, for the worker.
         """
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         one = WorkerHandle(number, next(self._arenas), ours, number in self._suspects)
@@ -895,7 +903,7 @@ class Scheduler:
         self._replace_worker(msgspec.msgpack.decode(data, type=protocol.WorkerChange))
 
     def _receive_replies(self, one: WorkerHandle) -> None:
-        """Store the replies that a worker has sent; close its socket if the worker has ended."""
+        """Store the replies of worker `one`; if the worker has ended, close the socket to it."""
         if one.is_gone:
             return  # the worker's parent has reported the end in the same step
         try:
@@ -927,7 +935,7 @@ class Scheduler:
         self._put(request, prepared)
 
     def _record_kind(self) -> None:
-        """Tell the buffer the loader's kind, once.
+        """In the first call, tell the buffer whether the loader is map-style or iterable-style.
 
         If no worker could describe an epoch, the loader counts as map-style.
         """
@@ -948,15 +956,15 @@ class Scheduler:
         """Restart a worker that has ended, and queue its pending requests again.
 
         First, store the replies that the ended worker has sent. Also pass a message for the user to
-        `note`. The first pending request may be the reason why the worker ended. If workers have
-        ended `_TRIES` times with this first request, the request gets a LOST response.
+        `note`. The first pending request may be the reason why the worker ended. So if this request
+        has been the first in `_TRIES` such cases, it gets a LOST response, and the rank fails.
 
         Raises:
             RuntimeError: More than `_MAX_LOST` workers have ended.
         """
         number, exitcode = ended.number, ended.exitcode
         one = self._workers.pop(number)
-        self._receive_replies(one)  # handle the replies that it sent before it ended
+        self._receive_replies(one)  # handle the replies that the worker sent before it ended
         self._close_socket(one)
         self._suspects.add(number)
         self._start(number)

@@ -71,7 +71,7 @@ _BACKLOG = 4096
 """Number of connections that may wait at a listener until the server accepts them."""
 
 _HEAR_BYTES = 64 << 10
-"""Maximum number of bytes that one call receives from a rank."""
+"""Maximum number of bytes that one system call receives from a rank."""
 
 _LENT_FROM_BYTES = 32 << 10
 """Minimum size of a body that a rank on this host reads in shared memory, not from the socket."""
@@ -95,7 +95,7 @@ _MOST_ALIKE = 64
 """Maximum number of small batches that share one header."""
 
 _PARTS_AT_ONCE = 256
-"""Maximum number of parts of the output that one call sends."""
+"""Maximum number of parts of a connection's queued output that one system call sends."""
 
 _TLS_JOIN_BYTES = 16 << 10
 """Maximum size of several small parts that are joined into one TLS record, which holds 16 KiB."""
@@ -344,7 +344,9 @@ def _packed(
 
 
 class Server:
-    """Server that sends the batches of one or more loaders; its owner calls `step` in a loop.
+    """Server that sends the batches of one or more loaders to ranks.
+
+    The process that makes the server must call `step` in a loop; `step` does all the work.
 
     Args:
         listen: Address for the TCP listener; "" for no TCP (ranks of this host only).
@@ -386,7 +388,7 @@ class Server:
             self.watch(listener, partial(self._accept, listener))
 
     def watch(self, readable: Any, called: Callable[[], object]) -> None:
-        """Call `called` in `step` whenever `readable` (a socket or pipe) has data."""
+        """Make `step` call `called` whenever `readable` (a socket or pipe) has data or ends."""
         self._selector.register(readable, selectors.EVENT_READ, called)
 
     def stats(self) -> dict[str, FetcherCounts]:
@@ -481,11 +483,12 @@ class Server:
         return True
 
     def _greet(self, sock: socket.socket) -> None:
-        """Begin the handshake with a new peer; close the socket if another user runs the peer.
+        """Begin the handshake with a new peer, unless another user runs the peer.
 
-        Watch the socket for input, and queue the challenge; with TLS, the challenge follows after
-        the TLS handshake. If too many peers are unauthenticated, or few file descriptors are left,
-        close the oldest unauthenticated connection.
+        Watch the socket for input, and queue the challenge. With TLS, queue the challenge only
+        after the TLS handshake. If too many peers are unauthenticated, or if few file descriptors
+        are left, close the oldest unauthenticated connection. If another user runs the peer, only
+        close the socket.
         """
         sock.setblocking(False)
         is_unix = sock.family == socket.AF_UNIX
@@ -520,8 +523,8 @@ class Server:
     ) -> None:
         """Call `work` with a connection, unless the connection is closed.
 
-        If `work` raises OSError or ProtocolError, log the error and close the connection. A
-        ProtocolError, or a failed TLS handshake, also counts the peer as refused.
+        If `work` raises OSError or ProtocolError, log the error and close the connection. After a
+        ProtocolError or a failed TLS handshake, also count the peer as a refused peer.
         """
         if connection not in self._connections:
             return
@@ -572,7 +575,7 @@ class Server:
     ) -> None:
         """Authenticate a peer, release spans, or cancel or queue requests, as `message` says.
 
-        A cancellation also queues the confirmation (`Cancelled`).
+        After cancelling, also queue the confirmation for the rank (`Cancelled`).
         """
         if isinstance(message, Proof):
             self._welcome(connection, message)
@@ -602,8 +605,8 @@ class Server:
     def _welcome(self, connection: RankConnection, proof: Proof) -> None:
         """Accept a peer that knows the run's key and requests a loader of this server.
 
-        Record the loader, and queue the server's own proof that it knows the key. Other peers are
-        rejected; so is any peer if too few file descriptors are left.
+        Record the loader, and queue the server's own proof that it knows the key. Reject all other
+        peers. If too few file descriptors are left, reject this peer, too.
 
         Raises:
             ProtocolError: The peer is rejected; a message with the reason was sent to the peer.
@@ -628,7 +631,10 @@ class Server:
         )
 
     def _reason_when_full(self) -> str:
-        """Return the reason to reject a rank when too many files are open; warn the user once."""
+        """Return the message for a rank that is rejected because too many files are open.
+
+        The first call also adds the message to the warnings for the user.
+        """
         most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         why = (
             f"{self._where} cannot accept more connections, because it has reached its limit of "
@@ -672,7 +678,11 @@ class Server:
         return has_gone
 
     def _wait_to_send(self, connection: RankConnection, waits: bool) -> None:
-        """Choose whether the event loop reports when the connection's socket can send again."""
+        """Start or stop watching for the moment when a connection's socket can send again.
+
+        Args:
+            waits: Whether output is waiting for this moment.
+        """
         if waits is not connection.waits_to_send:
             connection.waits_to_send = waits
             events = selectors.EVENT_READ | (selectors.EVENT_WRITE if waits else 0)
@@ -733,8 +743,9 @@ class Server:
         """Close a connection, release its queued responses, and cancel its requests.
 
         Args:
-            is_gone: Whether the peer has ended and no longer reads shared memory. If so, the spans
-                of shared memory that the peer was reading are released, too.
+            is_gone: Whether the peer has ended and no longer reads shared memory. If so, also
+                release the spans of shared memory that the peer was reading. If not, these spans
+                are never reused, because the peer may still read them.
         """
         for book in (self._connections, self._unproved, self._dirty):
             book.pop(connection, None)
@@ -835,7 +846,8 @@ class RankServers:
     def _start_servers(self, control: socket.socket, life: socket.socket) -> None:
         """Run the starter process, which starts the servers that the rank requests.
 
-        When the rank closes `control` or `life`, wait up to `_END_S` for each server, then kill it.
+        When the rank closes `control` or `life`, wait up to `_END_S` seconds for the end of each
+        server, then kill the server.
 
         Args:
             control: Receives a `ServedLoader` for each server to start.
@@ -867,9 +879,9 @@ class RankServers:
     def _serve(self, served: ServedLoader, answer: socket.socket, life: socket.socket) -> None:
         """Run one loader's server in this process until the rank closes `answer` or `life`.
 
-        If the rank ends, Linux closes the rank's ends of both sockets, so the server ends too.
-        The name of the server's Unix socket is sent to the rank over `answer`. Warnings are written
-        to stderr.
+        First, send the name of the server's Unix socket to the rank over `answer`. If the rank's
+        process ends, Linux closes the rank's ends of both sockets, so the server ends too. Write
+        warnings to stderr.
         """
         payload = self._load(served)
         server = Server(self._key, [dataclasses.replace(served, payload=payload)])
@@ -883,12 +895,13 @@ class RankServers:
                 for sentence in server.warnings():
                     sys.stderr.write(f"{sentence}\n")
         finally:
-            # Otherwise Python waits for the workers' parent before it prints an exception.
+            # Without this call, Python would wait for the workers' parent process before it prints
+            # an exception.
             server.close()
 
 
 def _listen(host: str) -> list[socket.socket]:
-    """Return the listening sockets: a Unix socket and, if `host` is not "", a TCP socket.
+    """Open and return a server's listening sockets: a Unix socket and, with `host`, a TCP socket.
 
     The sockets do not block. The Unix socket has a random abstract name, the TCP socket a free
     port.

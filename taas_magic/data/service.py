@@ -28,7 +28,7 @@ from taas_magic.messages import AddressesByLoader, LoaderAddresses
 from taas_magic.shared_files import boot_id, replace_atomically
 
 _LINE_BYTES = 1024
-"""Size of a ledger line.
+"""Size in bytes of a line in a ledger file.
 
 A loader's name may have 100 bytes, and JSON may need six bytes for each byte of the name.
 """
@@ -52,7 +52,7 @@ class Tls:
         return self._context(ssl.PROTOCOL_TLS_SERVER)
 
     def client_context(self) -> ssl.SSLContext:
-        """Return the TLS context for a rank's connections."""
+        """Return the TLS context for a rank's connections to fetchers."""
         return self._context(ssl.PROTOCOL_TLS_CLIENT)
 
     def _context(self, side: int) -> ssl.SSLContext:
@@ -76,7 +76,8 @@ class LoaderSettings(Struct, frozen=True):
     Attributes:
         num_workers: Workers of each fetcher; 0 for one worker for each core.
         context: multiprocessing's start method of the workers; "" for the default.
-        keep_first: See `sharding.FetcherPart`.
+        keep_first: Number of first batches of each epoch that a fetcher keeps until the epoch is
+            over, because ranks may repeat these batches (`sharding.FetcherPart`).
         ranks: Number of ranks that request batches.
     """
 
@@ -232,9 +233,9 @@ class FolderDirectory:
     def __call__(self, loader: str) -> LoaderAddresses:
         """Return the addresses of a loader's fetchers that have started.
 
-        The result also has the number of fetchers that are still starting. If none has started, the
-        result is empty. If all fetchers of the loader have failed, the result has the first one's
-        failure instead.
+        The result also has the number of fetchers that are still starting. If no fetcher has
+        started, the result is empty. If all fetchers of the loader have failed, the result has the
+        reason for the failure of one of them instead.
         """
         contents = [_content(file) for file in self._files]
         entries = [_entry.decode(content) for content in contents if content is not None]
@@ -267,9 +268,9 @@ class BatchLedger:
     def begin_pass(
         self, loader: str, pass_number: int, epoch: int, world_size: int, first_step: int
     ) -> int:
-        """Add a line for a new pass, with a count of 0; return the number of the line.
+        """Add a line with a count of 0 for a new pass over a loader; return the line's number.
 
-        Enlarge the file first if it has no room for the line.
+        If the file has no room for the line, enlarge the file first.
 
         Args:
             pass_number: Number of the pass in this attempt (two passes may share an epoch).
@@ -286,7 +287,7 @@ class BatchLedger:
         return self._lines - 1
 
     def count_batch(self, line: int) -> None:
-        """Count one more batch of the pass whose line `begin` has returned."""
+        """Count one more batch of the pass for which `begin_pass` has returned `line`."""
         at = line * _LINE_BYTES
         count, size = _COUNT.unpack_from(self._map, at)
         _COUNT.pack_into(self._map, at, count + 1, size)
@@ -297,7 +298,7 @@ class BatchLedger:
         self._file.close()
 
     def _grow(self) -> None:
-        """Make room for more lines; if the disk is full, count only in memory from now on."""
+        """Make room for more lines of the ledger; if the disk is full, count only in memory."""
         size = (self._lines + _GROW_LINES) * _LINE_BYTES
         try:  # allocate now: a write to a page without disk space would end the process (SIGBUS)
             os.posix_fallocate(self._file.fileno(), 0, size)

@@ -111,11 +111,11 @@ class FetcherPart:
 
     @property
     def has_one_rank(self) -> bool:
-        """Whether this is the fetcher of one rank, in a run with several ranks."""
+        """Whether this fetcher serves only one of several ranks, in a run without fetchers."""
         return self.stride > 1
 
     def assigned_worker(self, slot: int, streams: int | None) -> tuple[int, int]:
-        """Return the index of a batch's fetcher, and the number of the batch's worker there."""
+        """Return the fetcher and the worker of this fetcher that prepare a batch, by number."""
         return assigned_worker(slot, streams, self.fetchers, self.workers, self.stride)
 
     def slots(self, worker: int, streams: int | None, first_slot: int) -> Iterator[int]:
@@ -142,17 +142,25 @@ class FetcherPart:
 def first_slots_to_keep(world_size: int, uneven: Uneven) -> int:
     """Return how many first batches of each epoch a fetcher keeps (`FetcherPart.keep_first`).
 
-    These are the batches of the first step, because with "pad" ranks may repeat them at the end of
-    the epoch.
+    With the rule "pad", ranks may repeat the batches of the epoch's first step at the end of the
+    epoch. So fetchers keep these batches.
 
     Args:
-        uneven: See `RankPart.uneven`.
+        uneven: Rule for batches that do not divide evenly among the ranks (`RankPart`).
+
+    Returns:
+        The world size for "pad" with several ranks; else 0.
     """
     return world_size if uneven == "pad" and world_size > 1 else 0
 
 
 def count_steps(batches: int, rank: int, world_size: int, uneven: Uneven) -> int:
-    """Return the number of batches that a rank gets in an epoch of `batches` batches."""
+    """Return the number of batches that a rank gets in an epoch of `batches` batches.
+
+    Args:
+        uneven: Rule for batches that do not divide evenly among the ranks. `pad` repeats batches,
+            `drop` omits the remaining batches, `keep` gives some ranks one batch less.
+    """
     whole, rest = divmod(batches, world_size)
     if uneven == "pad":
         return whole + (rest > 0)
@@ -237,10 +245,14 @@ class StaticSchedule:
             self._next += 1
 
     def record_units(self, slot: int, units: int) -> None:
-        """Check that a slot's batch has no hints, as the epoch's first batch has none.
+        """Check that a batch has no `hints["units"]`; record nothing.
+
+        This schedule is used only if the epoch's first batch has no hints. Then no batch may have
+        hints.
 
         Args:
-            units: `UNHINTED`, or 1, which a batch without hints counts.
+            units: Units of the batch. Allowed are `UNHINTED`, and 1, because a batch without hints
+                counts as one unit.
 
         Raises:
             ValueError: The batch has hints.

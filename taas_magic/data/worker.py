@@ -35,7 +35,7 @@ from taas_magic.data.sharding import UNHINTED, VOID, FetcherPart, is_compared
 from taas_magic.leases import STOPPED_S
 
 MESSAGE_BYTES = 128 << 10
-"""Size limit of a message between a server and a worker."""
+"""Size limit in bytes of a message between a server and a worker."""
 
 _PRELOAD_FROM_BYTES = 8 << 20
 """Minimum size of a pickled loader that the workers' parent process unpickles for all workers.
@@ -67,10 +67,16 @@ needs next are spread over all workers.
 """
 
 _MOST_FREES = 64
-"""Maximum number of freed offsets in one message; the message must fit the socket's buffer."""
+"""Maximum number of freed offsets in one message to a worker.
+
+The message must fit into the socket's buffer.
+"""
 
 CONTROL_BYTES = 64
-"""Size limit of a message to or from the workers' parent, and of the first message to a worker."""
+"""Size limit in bytes of a message to or from the parent process of the workers.
+
+The limit also applies to the first message to a worker.
+"""
 
 _CLOEXEC = socket.MSG_CMSG_CLOEXEC
 _LOOK_S = 1.0
@@ -151,9 +157,9 @@ class WorkerHandle:
         return 0 if self.is_gone or n_unanswered > self._depth // 2 else self._depth - n_unanswered
 
     def queue_command(self, number: int, request: LoaderRequest) -> None:
-        """Queue a command that `send` will send to the worker; `number` identifies the reply.
+        """Queue a command for the worker; `send` sends the command later.
 
-        The request counts as unanswered from now on.
+        The request counts as unanswered from now on. The reply will have the same `number`.
 
         The queued commands must fit into the socket's buffer, so that the server never blocks.
         Therefore the request's `detail`, which may be large, is sent as a file.
@@ -170,8 +176,8 @@ class WorkerHandle:
     def send(self, oldest_epoch: int) -> None:
         """Send the queued commands, if any, with up to `_MOST_FREES` freed offsets.
 
-        Also sends the files with the requests' details, and closes them here. If the worker has
-        ended, this method raises nothing; `receive_replies` raises `EOFError`.
+        Also send the files with the requests' details, and close the files in this process. If the
+        worker has ended, this method raises nothing; `receive_replies` raises `EOFError`.
 
         Args:
             oldest_epoch: First epoch that ranks may still request.
@@ -206,8 +212,8 @@ class WorkerHandle:
             except BlockingIOError:
                 return
             except ConnectionResetError:
-                # The worker ended without reading all commands. Linux reports this once; the
-                # replies that the worker sent can be read after it.
+                # The worker ended without reading all commands. Linux reports this once. After this
+                # error, the replies that the worker sent can still be read.
                 continue
             if not message:
                 raise EOFError
@@ -216,7 +222,11 @@ class WorkerHandle:
             self._adapt_depth([it for it in replies if it.kind is ResponseKind.BATCH])
 
     def _adapt_depth(self, batches: Sequence[Reply]) -> None:
-        """Adapt the length of the worker's queue to the size and duration of its latest batches."""
+        """Set the maximum length of the worker's queue from the worker's latest batches.
+
+        Small, fast batches give a long queue, so that the worker never waits for the server. Large
+        or slow batches give a short queue.
+        """
         if batches:
             largest = max(1, *(batch.body_bytes for batch in batches))
             slowest_s = max(1e-6, *(batch.wall_s for batch in batches))
@@ -260,7 +270,8 @@ class Worker:
     def run(self) -> None:
         """Execute commands and send the replies, until the server closes the socket.
 
-        First, exempt all existing objects from garbage collection, and limit torch to one thread.
+        First, exempt all existing objects from garbage collection, so that a dataset in shared
+        memory is not copied. Also limit torch to one thread.
         """
         # Garbage collection would touch, and so copy, every page of a large shared dataset.
         gc.freeze()
@@ -452,14 +463,15 @@ def _is_stopped(pid: int) -> bool:
 def parent_main(served: ServedLoader, control: socket.socket, servers: socket.socket) -> None:
     """Run the process that is the parent of one loader's workers.
 
-    First, a large loader is unpickled for all workers (`_preload`). The parent process starts a
-    worker when the server requests it, reports workers that have ended, and kills workers that have
+    First, unpickle a large loader for all workers (`_preload`). The parent process starts a worker
+    when the server requests it, reports ended workers to the server, and kills workers that have
     been stopped (SIGSTOP). When the server has ended, the parent process kills all workers and
     ends.
 
     Args:
         control: This process's end of the socket to the server.
-        servers: The server's end of that socket. This process, a fork of the server, closes it.
+        servers: The server's end of that socket. This process is a fork of the server, and closes
+            its copy of the server's end.
     """
     servers.close()
     begin_process()
@@ -539,9 +551,10 @@ def _worker_main(
 
 
 def begin_process() -> None:
-    """Set up a new worker or other process of the data service.
+    """Set up a new process of the data service, such as a worker: imports and signals.
 
-    Afterwards `import taas` works, SIGINT is ignored, and SIGTERM ends the process.
+    Make `import taas` work for the user's code. Ignore SIGINT, so that an interrupt of
+    the cell does not end the process. Let SIGTERM end the process.
     """
     claim_taas()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
