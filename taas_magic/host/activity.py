@@ -37,16 +37,17 @@ class ResourceUsage(NamedTuple):
 
 
 def last_active(before: ResourceUsage | None, now: ResourceUsage) -> ResourceUsage:
-    """Return `now` if the processes have worked since the sample `before`, else `before`.
+    """Return the sample `now` if the processes have worked since the sample `before`.
 
-    The start or the end of a process counts as work, too. If each call gets the previous result as
-    `before`, the result is always the latest sample that showed work.
+    Otherwise, return `before`. The processes have worked if they used CPU time, read or wrote, or
+    if a process started or ended. If the caller passes the previous result as `before` each time,
+    the result is always the latest sample that showed work.
     """
     return now if before is None or before[1:] != now[1:] else before
 
 
 def usage_of(processes: Iterable[psutil.Process]) -> ResourceUsage:
-    """Return a sample of the resources that `processes` have used until now.
+    """Return a sample of the resources that `processes` have used since their start.
 
     Processes that have ended or belong to another user are ignored.
     """
@@ -75,6 +76,8 @@ def tree_of(pid: int) -> list[psutil.Process]:
 class IdleTimer:
     """Timer that measures for how long a process has been idle.
 
+    An idle process uses no CPU time, and reads and writes nothing.
+
     Args:
         with_children: Whether work of the process's descendants counts as work of the process.
     """
@@ -84,9 +87,10 @@ class IdleTimer:
         self._active: ResourceUsage | None = None
 
     def idle_s(self) -> float:
-        """Take a sample; return the seconds since the latest sample that showed work.
+        """Sample the resource usage, and return for how many seconds the process has been idle.
 
-        The first call returns 0.
+        The seconds count from the latest call that found new work of the process. The first call
+        returns 0.
         """
         tree = tree_of(self._pid)
         now = usage_of(tree if self._with_children else tree[:1])
@@ -95,7 +99,9 @@ class IdleTimer:
 
 
 def wait_for_start(process: "subprocess.Popen[bytes]", ready: int, start_timeout_s: float) -> bool:
-    """Block until a process is ready, has ended or counts as stuck. Never kills the process.
+    """Wait until a starting process is ready, has ended or counts as stuck.
+
+    This function does not kill a stuck process.
 
     Args:
         ready: Descriptor that becomes readable when the process is ready or has ended.

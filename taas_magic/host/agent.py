@@ -1,10 +1,10 @@
-"""The agent of a host: a Dask worker without a nanny that runs the host's shares of runs.
+"""The agent of a host: a Dask worker without a nanny, which runs the host's ranks and fetchers.
 
-The agent must not import torch. It starts the forkserver (`forkserver`), of which ranks and
-fetchers are forks.
+The agent must not import torch. It starts the forkserver (`forkserver`). All ranks and fetchers are
+forks of the forkserver.
 
-The agent reads its settings, with the keys, from its standard input (`AgentSettings`, one JSON
-line). The keys are not on the command line, because `ps` shows command lines to all users.
+The agent reads its settings, which include secret keys, from its standard input (`AgentSettings`,
+one JSON line). The keys are not on the command line, because `ps` shows command lines to all users.
 
 The agent has three command-line arguments:
 
@@ -28,13 +28,14 @@ _LONGEST = 107 - len("/pymp-12345678/listener-12345678")
 
 
 def main() -> int:
-    """Start the forkserver, join the pool, and handle the pool's calls.
+    """Run the agent: start the forkserver, join the pool, and carry out the pool's calls.
 
-    First makes the system kill this process when the supervisor ends. Then changes to the folder /,
-    and sets the folder for temporary files. At the end, sends SIGCONT to the supervisor, which may
-    be suspended.
+    Before these steps, this function makes the system kill this process when the supervisor ends.
+    It also changes the current folder to /, and sets the folder for temporary files. At the end, it
+    sends SIGCONT to the supervisor, because a suspended supervisor cannot exit.
 
-    Returns 0 when the pool has closed or the connection to the pool is lost.
+    Returns:
+        0 when the pool has closed, the connection to the pool is lost, or the forkserver has ended.
 
     Raises:
         SystemExit: The forkserver could not import a module that ranks need.
@@ -63,9 +64,10 @@ def main() -> int:
 
 
 def use_temporary_folder(folder: str) -> None:
-    """Use `folder` for temporary files, but /tmp for sockets if the path of `folder` is too long.
+    """Make `folder` the folder for temporary files of this process and its children.
 
-    The path of a Unix socket may have at most 107 bytes.
+    If the path of `folder` is long, multiprocessing's sockets stay in /tmp, because the path of a
+    Unix socket may have at most 107 bytes.
     """
     if len(os.fsencode(folder)) > _LONGEST:
         tempfile.tempdir = "/tmp"
@@ -76,9 +78,10 @@ def use_temporary_folder(folder: str) -> None:
 def _change_to_root_folder() -> None:
     """Change the current folder to /, and remove the old current folder from PYTHONPATH.
 
-    The old current folder may be the notebook's folder. A random.py or torch.py there would replace
-    the real module in this process and in the forkserver. If this package itself is imported from
-    the old current folder, the folder stays in PYTHONPATH.
+    The old current folder may be the notebook's folder. If that folder has a file random.py or
+    torch.py, this process and the forkserver would import the file instead of the real module.
+
+    If this package itself is imported from the old current folder, the folder stays in PYTHONPATH.
     """
     here, ours = os.getcwd(), os.path.dirname(os.path.dirname(os.path.dirname(__file__)))
     named = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))

@@ -1,4 +1,4 @@
-"""The agent as a worker of a Dask cluster: joins the pool, and handles the controller's calls.
+"""The Dask worker of an agent: joins the pool, and carries out the controller's calls.
 
 The agent uses three parts of Dask: membership in a cluster, TLS, and the stream to the scheduler. A
 run is not a Dask task (docs/decisions.md).
@@ -81,7 +81,7 @@ _T = TypeVar("_T")
 logger = logging.getLogger("taas_magic.agent")
 
 REST_IDLE_S = 2.0
-"""Seconds without a run before a host's forkserver imports `forkserver.DEFERRED_MODULES`."""
+"""Seconds that a host must be without a run before its forkserver imports `DEFERRED_MODULES`."""
 
 _LOOK_S = 0.5
 
@@ -89,9 +89,10 @@ _started = time.time() - time.monotonic()
 
 
 def steady_time() -> float:
-    """Return the seconds since 1970.
+    """Return the seconds since 1970, by a clock that never jumps.
 
-    Changes of the system clock after the import of this module have no effect.
+    This module reads the system clock once, at its import. Later changes of the system clock have
+    no effect.
     """
     return _started + time.monotonic()
 
@@ -99,8 +100,9 @@ def steady_time() -> float:
 def use_steady_clock() -> None:
     """Make Dask's streams in this process, and the current event loop's timers, use `steady_time`.
 
-    By default, streams and timers use the system clock. If the system clock were set back by an
-    hour, a stream would send its next messages an hour later, and the lease would end the host.
+    By default, streams and timers use the system clock. If somebody set the system clock back by an
+    hour, a stream would send its next messages an hour later. Without heartbeats in this hour, the
+    lease of a host would expire, and the host would end.
     """
     distributed.batched.time = steady_time
     IOLoop.current().time = steady_time  # type: ignore[method-assign]
@@ -111,17 +113,17 @@ EXPIRED = 75
 
 
 class HostLease:
-    """Time limit after which a host ends, unless the pool's process acknowledges a heartbeat.
+    """Timer that ends this host if the pool's process acknowledges no heartbeat for `lease_s`.
 
-    The lease ends `lease_s` seconds after this host sent the last acknowledged heartbeat. The
-    controller counts a host as lost if no heartbeat has arrived for one second more than `lease_s`.
+    The time counts from the moment at which this host sent the last acknowledged heartbeat. The
+    controller counts a host as lost if it has received no heartbeat for `lease_s` plus one second.
     By that time, the host has already ended itself. The lease uses only monotonic clocks, because
     the system clocks of two hosts may differ by days.
 
     Args:
         lease_s: Seconds from the sending of a heartbeat to the end of the lease.
-        expire: Function that is called in the watching thread when the lease ends. It must not
-            return.
+        expire: Function that ends this process, and does not return. The lease's thread calls the
+            function when the lease ends.
     """
 
     def __init__(self, lease_s: float, expire: Callable[[], None]) -> None:
@@ -130,19 +132,22 @@ class HostLease:
 
     @property
     def beat_s(self) -> float:
-        """Seconds between heartbeats."""
+        """Seconds between two heartbeats of this host; several heartbeats fit into `lease_s`."""
         return self.lease_s / BEATS_PER_LEASE
 
     def start(self) -> None:
         """Start the lease, and start the thread that calls `expire` when the lease ends.
 
-        A hung event loop must not keep the host alive, so the lease has a thread of its own.
+        The lease has a thread of its own, because it must end the host even if the event loop
+        hangs.
         """
         self._good_until = time.monotonic() + self.lease_s
         threading.Thread(target=self._watch, name="taas-lease", daemon=True).start()
 
     def renew(self, beat: float) -> None:
-        """Renew the lease because the pool has acknowledged a heartbeat. Never shortens the lease.
+        """Extend the lease to `lease_s` seconds after a heartbeat that the pool has acknowledged.
+
+        Never shortens the lease.
 
         Args:
             beat: Time at which this host sent the heartbeat (`time.monotonic`). A time in the
@@ -158,20 +163,23 @@ class HostLease:
 
 
 def end_agent(lease_s: float) -> None:
-    """Print a message and exit immediately. The supervisor then ends all processes of the host."""
+    """End this agent at once, because its lease has expired; first print a message for its log.
+
+    The supervisor then ends all other processes of the host.
+    """
     sys.stderr.write(f"taas-magic: no message from the pool for {lease_s:g} s: this host ends\n")
     sys.stderr.flush()
     os._exit(EXPIRED)
 
 
 class ClosedWorker(Worker):
-    """A Dask worker that accepts no connections. It only connects to the scheduler."""
+    """A Dask worker that connects to the scheduler, but accepts no connections itself."""
 
     def start_http_server(self, *args: Any, **kwargs: Any) -> None:
-        """Do nothing. Dask's method would serve web pages that everybody could open."""
+        """Do nothing. Dask's own method would serve web pages that every user could open."""
 
     async def start_unsafe(self) -> "ClosedWorker":
-        """Join the scheduler; then close this worker's port. Called by Dask."""
+        """Join the scheduler; then close this worker's port to all connections. Called by Dask."""
         await super().start_unsafe()
         for listener in self.listeners:
             listener.stop()
@@ -179,12 +187,13 @@ class ClosedWorker(Worker):
 
 
 class AgentWorker(ClosedWorker):
-    """The agent of a host. It runs no Dask tasks but handles calls of the controller.
+    """The agent of a host. It runs no Dask tasks, but carries out calls of the controller.
 
     Args:
         lease: The host's lease. Each acknowledged heartbeat renews the lease.
-        warming: Task that is done when the host can start ranks. The result has one message for
-            each module that the forkserver could not import.
+        warming: Task that waits for the forkserver's imports, after which the host can start ranks.
+            The task's result has one message for each module of the pool's settings that the
+            forkserver could not import.
     """
 
     def __init__(
@@ -223,11 +232,11 @@ class AgentWorker(ClosedWorker):
         self.stream_handlers |= {CALL: self._on_call, BEAT_ACK: lease.renew}
 
     async def describe_host(self, asked: DescribeHost) -> HostHello:
-        """Wait, without a time limit, until this host can start ranks; then describe the host.
+        """Wait until this host can start ranks; return its name, address, protection and GPUs.
 
-        If the forkserver's imports failed, this method never returns, because `watch_forkserver`
-        ends the agent. If no run is about to start, this method also starts the waiting time of
-        `import_rest`, after which the forkserver imports further modules.
+        There is no time limit. If the forkserver's imports failed, this method never returns,
+        because `watch_forkserver` ends the agent. If no run is about to start, this method also
+        starts the timer of `import_rest`, after which the forkserver imports further modules.
 
         Raises:
             PoolError: The forkserver has ended. The pool then uses another host.
@@ -254,8 +263,8 @@ class AgentWorker(ClosedWorker):
     async def start_run(self, asked: StartShare) -> int:
         """Start this host's share of a run, or the next attempt of a share that runs already.
 
-        A new share runs in a new thread. For ranks outside a session, also send a note for each
-        module of the pool's settings that the forkserver could not import.
+        A new share runs in a new thread. If the share starts ranks, also send the user a note for
+        each module of the pool's settings that the forkserver could not import.
 
         Returns:
             The port of the ranks' rendezvous if this is the run's first host, else 0. For a cell in
@@ -263,7 +272,7 @@ class AgentWorker(ClosedWorker):
 
         Raises:
             PoolError: The request is for a next attempt, but the run has ended on this host. Or the
-                request is for a cell, but the cell's session has ended on this host.
+                request is for a cell, but the cell's session has ended, or runs another cell.
         """
         spec, run_id = asked.spec, asked.spec.share_id
         if asked.is_next_attempt:
@@ -290,7 +299,9 @@ class AgentWorker(ClosedWorker):
         return share.port
 
     def _share_factory(self, spec: ShareSpec) -> Callable[..., HostShare]:
-        """Return the function that creates the share that `spec` describes.
+        """Return the function that creates the `HostShare` for `spec`.
+
+        `spec` describes fetchers, ranks, a session, or a cell of a session.
 
         Raises:
             PoolError: `spec` describes a cell, but its session has ended on this host.
@@ -309,17 +320,24 @@ class AgentWorker(ClosedWorker):
         return lambda first, *about: HostCell(first, session, *about)
 
     async def forward_command(self, command: PoolCommand) -> None:
-        """Pass a command to the share that it names. Do nothing if this share has ended."""
+        """Pass a command to the share with the command's run id, if this share still runs."""
         if share := self._shares.get(command.run_id):
             share.handle_command(command)
 
     async def stacks(self, asked: GetStacks) -> RunStacks:
-        """Return the stacks of a run's ranks or fetchers on this host. May take some seconds."""
+        """Return the stacks of a run's ranks or fetchers on this host. May take some seconds.
+
+        The result is empty if the run has ended on this host.
+        """
         share = self._shares.get(asked.run_id)
         return RunStacks() if share is None else await asyncio.to_thread(share.stacks)
 
     def _run_share(self, run_id: str, share: HostShare) -> None:
-        """Run a share to its end, then remove it from `_shares`. Runs in the share's thread."""
+        """Run a share to its end, then remove the share from `_shares`. Runs in the share's thread.
+
+        At the end, also starts the timer of `import_rest`, after which the forkserver imports
+        further modules.
+        """
         try:
             share.run()
         finally:
@@ -328,11 +346,11 @@ class AgentWorker(ClosedWorker):
             self.loop.add_callback(self._is_rest_due.set)
 
     async def beat(self) -> None:
-        """Send heartbeats to the scheduler until this task is cancelled.
+        """Send heartbeats to the pool's process until this task is cancelled.
 
-        Each heartbeat has the current time, which the acknowledgement repeats to renew the lease.
-        Until the host can start ranks, the heartbeat also names the module that the forkserver is
-        importing.
+        Each heartbeat contains the time at which it was sent. The pool's acknowledgement repeats
+        this time, so that `HostLease.renew` can extend the lease. Until the host can start ranks,
+        the heartbeat also names the module that the forkserver is importing.
         """
         while True:
             beat: dict[str, Any] = {"op": BEAT, "beat": time.monotonic()}
@@ -345,10 +363,10 @@ class AgentWorker(ClosedWorker):
             await asyncio.sleep(self._lease.beat_s)
 
     async def watch_forkserver(self) -> None:
-        """Leave the pool if the forkserver ends or cannot import a module that ranks need.
+        """End this agent if the forkserver ends or cannot import a module that ranks need.
 
-        First waits for the end of the imports, then checks the forkserver at regular intervals. If
-        the forkserver ends while shares run on this host, leave when these shares have ended.
+        First waits for the end of the imports, then checks the forkserver every `_LOOK_S` seconds.
+        If the forkserver ends while shares run on this host, the agent ends after these shares.
 
         Raises:
             PoolError: The forkserver could not import a module that ranks need.
@@ -365,9 +383,9 @@ class AgentWorker(ClosedWorker):
                 return
 
     async def import_rest(self) -> None:
-        """Make the forkserver import `DEFERRED_MODULES` after `REST_IDLE_S` without a run.
+        """Make the forkserver import `DEFERRED_MODULES` after `REST_IDLE_S` seconds without a run.
 
-        The waiting time begins when a share ends, or when `describe_host` returns and no run is
+        The seconds count from the end of a share, or from the end of `describe_host` if no run is
         about to start. Runs until this task is cancelled.
         """
         while True:
@@ -382,9 +400,10 @@ class AgentWorker(ClosedWorker):
         return len(self._shares) == 1
 
     def _send_request(self, request: Request[_T]) -> _T:
-        """Send a request to the controller, and wait for the response.
+        """Send a request to the controller, wait for the response, and return the response.
 
-        Any thread except the thread of the event loop may call this.
+        Any thread except the thread of the event loop may call this. The event loop must stay free
+        to receive the response.
 
         Raises:
             PoolError: The controller is not reachable or did not respond within `ASK_TIMEOUT_S`.
@@ -411,11 +430,12 @@ class AgentWorker(ClosedWorker):
         task.add_done_callback(self._answering.discard)
 
     async def _answer(self, number: int, name: str, request: bytes) -> None:
-        """Handle one call of the controller, and send back the response or the error.
+        """Carry out one call of the controller, and send the result, or the error as text.
 
         Args:
             number: Number of the call, which the response repeats.
-            name: Name of the request's operation (`Request.op`).
+            name: Name of the operation that the controller calls (`Request.op`).
+            request: The encoded request.
         """
         try:
             answer, error = await self._answers[name](request), ""
@@ -426,11 +446,11 @@ class AgentWorker(ClosedWorker):
 
 
 async def serve(packed_settings: bytes) -> None:
-    """Join the pool, and handle the controller's calls until the connection to the pool ends.
+    """Join the pool, and carry out the controller's calls until the connection to the pool ends.
 
-    The agent joins the pool before the forkserver has finished its imports. Meanwhile, background
-    tasks send heartbeats, watch the forkserver, and start the deferred imports. On a host other
-    than the notebook's machine, this function also starts the lease.
+    The agent joins the pool before the forkserver has finished its imports. Background tasks send
+    heartbeats, watch the forkserver, and start the deferred imports. Unless the host is the
+    notebook's machine, this function also starts the host's lease.
 
     Args:
         packed_settings: `AgentSettings` as JSON.
@@ -466,7 +486,7 @@ async def serve(packed_settings: bytes) -> None:
     async with agent:
         report_joined()
         # On the notebook's machine, the supervisor reads a pipe from the pool's process instead.
-        # The pipe closes when that process ends, and no network failure can cut the pipe.
+        # The pipe closes when the pool's process ends, and no network failure can cut the pipe.
         if host_address.is_foreign:
             lease.start()
         watching = asyncio.ensure_future(agent.watch_forkserver())

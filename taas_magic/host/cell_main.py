@@ -1,8 +1,8 @@
 """The main module of a child process that a rank starts by spawn or forkserver.
 
 Such a child imports the main module of its parent again, to find functions and classes that were
-pickled by name. Python takes the name of the main module from the parent's `__main__.__spec__`. If
-a rank runs a cell, it sets the name of this module there. So the child imports this module.
+pickled by name. Python takes the name of the main module from the parent's `__main__.__spec__`. A
+rank sets the name of this module there, so that its children import this module.
 
 When the child first looks up a name in its main module, this module loads the names of the work:
 
@@ -25,17 +25,17 @@ if TYPE_CHECKING:
     from taas_magic.capture.work import Work
 
 PAYLOAD = "TAAS_PAYLOAD"
-"""Environment variable with the path of the run's payload on this host."""
+"""Environment variable, in a rank and its children, with the path of the run's payload file."""
 
 _loading = threading.RLock()
 _is_loaded = False
 
 
 def definitions(tree: ast.Module) -> ast.Module:
-    """Select the statements of a cell's code that a spawned child process must run.
+    """Return the statements of a cell that a child started by spawn or forkserver must run.
 
-    If the cell has an `if` that tests `__name__`, return all statements. Otherwise, return only
-    imports, functions, classes and constants.
+    If the cell's top level has an `if` that tests `__name__`, return all statements. Otherwise,
+    return only imports, functions, classes and constants.
     """
     for statement in tree.body:
         if isinstance(statement, ast.If) and any(
@@ -65,10 +65,16 @@ def _only_defines(statement: ast.stmt) -> bool:
 
 
 def load(path: Path, namespace: dict[str, Any]) -> "Work":
-    """Load a payload's names into a child's main namespace, and run the cell's `definitions`.
+    """Load the names of a run's payload into a child's main namespace.
 
-    Also registers the notebook's sources for tracebacks. Returns the payload's work. If the work is
-    a function, nothing is run.
+    If the work of the run is a cell, also runs the cell's `definitions`. If the work is a function,
+    does not call the function. Registers the notebook's source code, which tracebacks show.
+
+    Args:
+        path: Path of the payload.
+
+    Returns:
+        The work of the run.
     """
     from taas_magic.capture import payload
     from taas_magic.capture.work import CellWork
@@ -85,16 +91,16 @@ def load(path: Path, namespace: dict[str, Any]) -> "Work":
 
 
 def _find(name: str) -> Any:
-    """Return the object `name` of the main module. The first call loads all names.
+    """Return the object with this name in a child's main module.
 
-    A name that starts with `__` loads nothing. If loading raises an exception, the next call tries
-    again.
+    The first call loads all names from the run's payload, unless `name` starts with `__`. If the
+    loading raises an exception, the next call tries again.
 
-    `become_main` makes this function the main module's `__getattr__` (PEP 562). Python then calls
-    it for each name that the module does not have.
+    `become_main` makes this function the main module's `__getattr__` (PEP 562). So Python calls
+    this function for each name that the main module does not have.
 
     Raises:
-        AttributeError: The child does not have this name. The text says which names a child has.
+        AttributeError: The child does not have this name. The message says which names a child has.
     """
     global _is_loaded
     main = sys.modules["__main__"].__dict__
@@ -118,9 +124,12 @@ def _find(name: str) -> Any:
 def become_main(namespace: dict[str, Any]) -> None:
     """Make a child's main module look up the notebook's names instead of this module's names.
 
-    Deletes this module's names from `namespace`, and sets `_find` as the module's `__getattr__`.
-    First makes the project's modules importable. The child may unpickle objects of classes in these
-    modules before it looks up a name.
+    First makes the project's modules importable, because the child may unpickle objects of their
+    classes before it looks up a name. Then deletes this module's names from `namespace`, and adds
+    `_find` as `__getattr__`, which loads the notebook's names at the first lookup.
+
+    Args:
+        namespace: Global variables of the child's main module, which is a copy of this module.
     """
     from taas_magic.capture import payload
     from taas_magic.capture.modules import claim_taas, install

@@ -13,7 +13,10 @@ from msgspec import Struct, to_builtins
 from taas_magic.host.spec import HOST
 
 BREAKPOINT_VARIABLE = "PYTHONBREAKPOINT"
-"""Python's environment variable that chooses another debugger for `breakpoint()`."""
+"""Python's environment variable with the name of the function that `breakpoint()` calls.
+
+If the variable is set, taas-magic does not use its own debugger.
+"""
 
 _NO_WARNING = "PYDEVD_DISABLE_FILE_VALIDATION"
 """Environment variable that keeps debugpy from printing a warning about frozen modules."""
@@ -24,7 +27,8 @@ class BreakpointHook:
 
     Args:
         namespace: Namespace of the rank's `__main__`.
-        caller: Code of the method that calls the work's function if the work is no cell.
+        caller: Code object of the method that calls the work's function if the work is a function.
+            `find_root` recognizes the frame of the work's function by this caller.
     """
 
     def __init__(self, namespace: Mapping[str, Any], caller: CodeType) -> None:
@@ -32,15 +36,18 @@ class BreakpointHook:
         self._debugger: _CellDebugger | None = None
 
     def install(self) -> None:
-        """Make `breakpoint()` call this hook, unless `PYTHONBREAKPOINT` chooses a debugger."""
+        """Make `breakpoint()` call this hook, unless `PYTHONBREAKPOINT` names another debugger."""
         if not os.environ.get(BREAKPOINT_VARIABLE):
             sys.breakpointhook = self
 
     def __call__(self, *args: Any, header: str | None = None, **options: Any) -> Any:
-        """Open the debugger at the caller's line. The user types the debugger's commands.
+        """Open the debugger at the line that called `breakpoint()`.
+
+        If the cell has set PYTHONBREAKPOINT, call Python's own hook instead, which opens the
+        debugger that this variable names.
 
         Args:
-            header: Text to print first, as for `pdb.set_trace`.
+            header: Text to print before the debugger's first prompt.
         """
         if os.environ.get(BREAKPOINT_VARIABLE):  # set by the cell
             return sys.__breakpointhook__(*args, header=header, **options)
@@ -48,15 +55,16 @@ class BreakpointHook:
         return None
 
     def stop(self, frame: FrameType | None, header: str | None = None) -> None:
-        """Open the debugger in a frame; `header` is a text to print first."""
+        """Open the debugger at the current line of `frame`, after printing `header` if given."""
         self._debugger = debugger = _CellDebugger(self)
         if header is not None:
             debugger.message(header)
         debugger.set_trace(frame)
 
     def end_stepping(self) -> None:
-        """End the single steps of the debugger. Called when the work has ended.
+        """Stop the debugger's single-stepping, because the work has ended.
 
+        Otherwise, the debugger would stop at each line of the code that runs after the work.
         Breakpoints that the user has set in the debugger stay.
         """
         debugger = self._debugger
@@ -64,11 +72,14 @@ class BreakpointHook:
             debugger.set_continue()
 
     def is_statement(self, frame: FrameType) -> bool:
-        """Return whether a frame runs a statement of a cell outside any function."""
+        """Return whether a frame runs a top-level statement of a cell, not a function's body."""
         return frame.f_globals is self._namespace and frame.f_code.co_name == "<module>"
 
     def find_root(self, frame: FrameType | None) -> FrameType | None:
-        """Return the frame of the work's function if it called `frame`; else None."""
+        """Return the frame of the work's function if `frame` is this frame or was called from it.
+
+        Return None for all other frames, and if the work is a cell.
+        """
         while frame is not None:
             if frame.f_back is not None and frame.f_back.f_code is self._caller:
                 return frame
@@ -78,7 +89,7 @@ class BreakpointHook:
     def is_users(self, frame: FrameType | None, root: FrameType | None) -> bool:
         """Return whether a frame belongs to the work, or to a function that the work called.
 
-        False for the code of IPython and of this package that runs the work.
+        Return False for the frames of IPython and taas-magic that run the work.
 
         Args:
             root: Frame of the work's function; None if the work is a cell.
@@ -91,11 +102,11 @@ class BreakpointHook:
 
 
 class _CellDebugger(pdb.Pdb):
-    """Python's debugger, which steps from one statement of a cell to the next one.
+    """Python's debugger, `pdb`, changed so that it steps from a cell's statement to the next one.
 
-    IPython runs each statement of a cell on its own. After the end of a statement, Python's own
-    debugger would stop in IPython's code. In a thread that the work has started, this class behaves
-    as Python's debugger.
+    IPython runs each statement of a cell on its own. So `pdb` itself would stop in IPython's code
+    after each statement. If the stack has no frame of the work, for example in some threads, this
+    class behaves like `pdb`.
     """
 
     def __init__(self, hook: BreakpointHook) -> None:
@@ -119,14 +130,15 @@ class _CellDebugger(pdb.Pdb):
         super().interaction(*args, **options)
 
     def user_call(self, frame: FrameType, argument_list: Any) -> None:
-        """Stop at the call of a function, but not before the first line of a statement."""
+        """Stop when a function is called, like `pdb`, but not when a cell's statement begins."""
         if not self._hook.is_statement(frame):
             super().user_call(frame, argument_list)
 
     def user_return(self, frame: FrameType, return_value: Any) -> None:
-        """Stop at the end of a function, but not at the end of a statement.
+        """Stop at the end of a function, like `pdb`, but not at the end of a cell's statement.
 
-        If `breakpoint()` is a statement, the debugger has not stopped yet, so it stops here.
+        There is one exception: if the statement is `breakpoint()` itself, its end is the first
+        place at which the debugger can stop.
         """
         is_over = self._has_stopped and self._hook.is_statement(frame)
         if not is_over and not self._is_outside(frame):
@@ -137,7 +149,7 @@ class _CellDebugger(pdb.Pdb):
 
 
 def last_exception() -> str:
-    """Return this rank's last exception in one line; "" if the rank has raised none."""
+    """Return the type and text of this rank's last uncaught exception in one line; "" if none."""
     if not hasattr(sys, "last_traceback"):
         return ""
     text = " ".join(str(sys.last_value).split())
@@ -145,12 +157,12 @@ def last_exception() -> str:
 
 
 class DebugpyListener(Struct, frozen=True):
-    """The port on which debugpy waits in one rank for a client such as VS Code.
+    """The port at which a client such as VS Code can connect to debugpy in one rank.
 
     Attributes:
         host: Name of the rank's host, as the user knows it.
-        port: Port on the host's loopback address; 0 if debugpy is missing.
-        problem: Reason why debugpy does not wait, for the user; "" if it waits.
+        port: Port on the host's loopback address; 0 if debugpy does not listen.
+        problem: Message for the user that says why debugpy does not listen; "" if debugpy listens.
     """
 
     host: str
@@ -159,16 +171,18 @@ class DebugpyListener(Struct, frozen=True):
 
 
 _listening: list[DebugpyListener] = []
-"""The listener of this rank, if any. debugpy can listen only once in a process."""
+"""The listener of this rank; empty before debugpy listens. debugpy can listen once in a process."""
 
 
 def listen_with_debugpy(rank: int) -> dict[str, Any] | None:
-    """Make debugpy wait for a client in rank `rank`; do nothing in other ranks.
+    """If this process is rank `rank`, make debugpy listen for a client such as VS Code.
 
-    All ranks of a session run this function. A second call returns the same port.
+    All ranks of a session call this function with the same argument. A second call returns the same
+    port.
 
     Returns:
-        The fields of this rank's `DebugpyListener`; None in other ranks.
+        In rank `rank`, the fields of a `DebugpyListener`, with the port or the problem. In the
+        session's other ranks, None.
     """
     if int(os.environ["RANK"]) != rank:
         return None
@@ -196,7 +210,7 @@ def _fields(listener: DebugpyListener) -> dict[str, Any]:
 def _start_debugpy() -> int:
     """Make debugpy listen at a free port of the loopback address, and return the port.
 
-    Afterwards, `breakpoint()` calls `_stop_in_debugpy_or_here`. debugpy's own hook would ignore
+    Also makes `breakpoint()` call `_stop_in_debugpy_or_here`, because debugpy's own hook ignores
     `breakpoint()` while no client is attached.
 
     Raises:
@@ -225,11 +239,17 @@ def _start_debugpy() -> int:
 
 
 _own_hook: BreakpointHook | None = None
-"""This rank's hook of `breakpoint()` from the time before debugpy replaced it."""
+"""The function that `breakpoint()` called in this rank before debugpy replaced this function.
+
+None until debugpy listens, and if the cell had already replaced this function.
+"""
 
 
 def _stop_in_debugpy_or_here(*args: Any, **options: Any) -> None:
-    """Stop at the line that calls `breakpoint()`, in debugpy if a client is attached."""
+    """Stop at the line that calls `breakpoint()`, in the client of debugpy if one is attached.
+
+    Otherwise, stop in the rank's own debugger, `pdb`.
+    """
     if is_debugpy_connected():
         sys.modules["debugpy"].breakpoint()
     elif _own_hook is not None:
@@ -239,7 +259,8 @@ def _stop_in_debugpy_or_here(*args: Any, **options: Any) -> None:
 def is_debugpy_connected() -> bool:
     """Return whether a client of debugpy, such as VS Code, is attached to this process.
 
-    Also True if the user's program has called `debugpy.listen`. Does not import debugpy.
+    Clients also count if the user's program itself has called `debugpy.listen`. This function does
+    not import debugpy.
     """
     check = getattr(sys.modules.get("debugpy.server.api"), "is_client_connected", None)
     return check is not None and bool(check())

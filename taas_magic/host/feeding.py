@@ -4,7 +4,8 @@ Ranks have data servers only if there are no fetchers. A data server prepares th
 loader, and starts when the rank first uses the loader (`RankServers`).
 
 In a session, a loader stays usable in later cells, and its data server may start in a later cell.
-So the ranks keep the pickled loaders of each cell, and the notebook's settings.
+So the ranks keep the pickled loaders of each cell, and the notebook's settings that a data server
+needs (`FetcherSettings`).
 """
 
 import gc
@@ -42,11 +43,12 @@ _SETTINGS = "settings"
 def run_feed(share: LocalShare, rank: int) -> Iterator[RankFeed | None]:
     """Connect a rank's registered loaders to the data service while the `with` block runs.
 
-    Unpickle the loaders inside the block. If the run has no fetchers, this function forks a process
-    that later starts the rank's data servers. So enter the block before the rank starts a thread or
-    runs code of the user. The end of the block ends the data servers.
+    Unpickle the loaders inside the block. If the run has no fetchers, this function forks a starter
+    process, which later starts the rank's data servers. So enter the block before the rank starts a
+    thread or runs code of the user. The end of the block ends the data servers.
 
-    If the cell uses registered loaders, also patches accelerate when the program imports it.
+    If the cell uses registered loaders, and later imports accelerate, accelerate is patched so that
+    it works with these loaders.
 
     Yields:
         The rank's access to the run's data service; None if the cell uses no registered loader.
@@ -66,9 +68,11 @@ def run_feed(share: LocalShare, rank: int) -> Iterator[RankFeed | None]:
 
 
 def _create_feed(served: DataServiceSettings, share: LocalShare, rank: int) -> RankFeed:
-    """Create a rank's feed. If the run has no fetchers, also create the rank's own data servers.
+    """Create a rank's feed, the object by which its loaders receive batches.
 
-    If the run has several ranks, the feed also has a `LoaderAgreement`.
+    If the run has no fetchers, also fork the process that later starts the rank's own data servers.
+    If the run has several ranks, the feed also has a `LoaderAgreement`, by which the ranks agree on
+    values such as the order of an epoch.
     """
     folder = service.folder_of(share.folder.path)
     own = agreement = None
@@ -96,10 +100,10 @@ def _create_feed(served: DataServiceSettings, share: LocalShare, rank: int) -> R
 
 
 def _directory(served: DataServiceSettings, base: Path) -> service.FolderDirectory | None:
-    """Return the directory with the fetchers' addresses; None if the run has no fetchers.
+    """Return the object that looks up the fetchers' addresses; None if the run has no fetchers.
 
     Args:
-        base: The run folder; for a session's ranks, their folder on the host.
+        base: The run folder; for a session, the private folder of the session's ranks on the host.
     """
     if not served.fetchers:
         return None
@@ -111,28 +115,29 @@ def _payloads_in(run_dir: Path) -> Callable[[str], bytes]:
 
 
 def _load_pickled_loader(served: ServedLoader) -> bytes:
-    """Apply the notebook's settings to this process, and return a run's pickled loader.
+    """Prepare this process, a new data server of a run, and return the pickled loader.
 
-    Runs at the start of a data server. `served.folder` is the run folder.
+    Applies the project's modules and the notebook's process state from the run's payload.
+    `served.folder` is the run folder.
     """
     loaded = payload.read(RunFolder(Path(served.folder)).payload)
     return _load_with([loaded.load_settings()], served)
 
 
 def _load_in_session(served: ServedLoader) -> bytes:
-    """Apply the settings of a session's cells to this process, and return the pickled loader.
+    """Prepare this process, a new data server of a session, and return the pickled loader.
 
-    Runs at the start of a data server. `served.folder` is a folder of the session
-    (`_copy_loaders`).
+    Applies the notebook's settings of each cell up to the cell with the loader. `served.folder` is
+    the folder in which `_copy_loaders` has stored the loader and these settings.
     """
     return _load_with(pickle.loads((Path(served.folder) / _SETTINGS).read_bytes()), served)
 
 
 def _load_with(settings: Sequence[FetcherSettings], served: ServedLoader) -> bytes:
-    """Apply `settings` to this process, one after the other, and return the loader's pickle.
+    """Apply the notebook's `settings` to this data server, in order; return the pickled loader.
 
-    Also removes the environment variables of torchrun, such as RANK and WORLD_SIZE. A dataset that
-    reads these variables might divide the data by rank a second time.
+    First removes the environment variables of torchrun, such as RANK and WORLD_SIZE. A dataset that
+    reads these variables might divide the data by rank, although the data service already does so.
     """
     for name in TORCHRUN_NAMES:
         os.environ.pop(name, None)
@@ -146,8 +151,8 @@ class SessionLoaders:
 
     Each cell whose payload has loaders has its own connection, a `RankFeed`.
 
-    The constructor forks the process that later starts the rank's data servers. So call it before
-    the rank starts a thread or runs code of the user.
+    The constructor forks the process that later starts the rank's data servers. So create this
+    object before the rank starts a thread or runs code of the user.
     """
 
     def __init__(self, spec: ProcessSpec, rank: int) -> None:
@@ -160,7 +165,7 @@ class SessionLoaders:
         self._settings: list[FetcherSettings] = []
         self._feed: RankFeed | None = None
         self._fetched: dict[int, RankFeed] = {}
-        """The feeds that receive batches from fetchers, by the number of the cell."""
+        """The feeds that receive batches from fetchers, by the number of the loaders' cell."""
 
         when_imported("accelerate.accelerator", patch_accelerate)
 
@@ -169,12 +174,13 @@ class SessionLoaders:
 
         If the payload has loaders, copies these loaders to the session's folder, and creates a
         `RankFeed`, which replaces the current feed. If the payload has no loaders, the current feed
-        stays. In both cases, stores `settings` for this and later cells.
+        stays. In both cases, stores `settings` for the data servers of this and later cells.
 
         Call this method before the cell's payload is unpickled.
 
         Args:
             number: Number of the cell in the session.
+            run_dir: Folder of the cell's run on this host.
             settings: The notebook's settings that have changed since the last cell.
         """
         for loader in self._loaders():
@@ -209,10 +215,11 @@ class SessionLoaders:
             self._fetched[number] = self._feed
 
     def end_cell(self) -> list[int]:
-        """Drop feeds that no loader uses; return the cells whose fetchers this rank still needs.
+        """Forget the feeds that no loader uses, and return which cells' fetchers are still needed.
 
-        The rank needs a cell's fetchers as long as a loader from that cell exists, for example in a
-        variable.
+        Returns:
+            Numbers of the cells whose fetchers this rank still needs. The rank needs a cell's
+            fetchers as long as a loader from this cell exists, for example in a variable.
         """
         names = [loader.name for loader in self._loaders()]
         if len(set(names)) < len(names):
@@ -224,7 +231,10 @@ class SessionLoaders:
         return list(self._fetched)
 
     def counts(self) -> dict[str, RankCounts]:
-        """Return the counts of the loaders that the current cell has used, by loader name."""
+        """Return the counts of received batches, by loader name.
+
+        The result has only the loaders that the current cell has used.
+        """
         found = {loader.name: loader.current_counts() for loader in self._loaders()}
         return {name: counts for name, counts in found.items() if counts.span_s}
 
@@ -236,11 +246,17 @@ class SessionLoaders:
         return self._feed.loaders if self._feed is not None else []
 
     def _copy_loaders(self, number: int, run_dir: Path, names: Iterable[str]) -> Path:
-        """Copy a cell's pickled loaders and all settings so far to a folder of the session.
+        """Store a cell's pickled loaders and all settings so far in a folder of the session.
 
-        The copies are hard links if possible. Data servers read these files in this cell and in
-        later cells. All ranks of a host share the folder: the first rank fills it, and the other
-        ranks wait. Return the folder.
+        Data servers that start in this cell or in later cells read these files. The loaders' files
+        are hard links to the files in `run_dir` if possible. All ranks of a host share the folder:
+        the first rank fills the folder, and the other ranks wait.
+
+        Args:
+            names: Names of the loaders.
+
+        Returns:
+            The folder with the files.
         """
         kept = self._folder / str(number)
         service.folder_of(kept).mkdir(mode=0o700, parents=True, exist_ok=True)

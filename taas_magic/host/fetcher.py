@@ -40,7 +40,7 @@ REPORT_S = 0.5
 
 
 class Fetcher:
-    """The object in a fetcher's process that serves loaders to ranks and reports to the agent."""
+    """The main object of a fetcher's process: serves batches to ranks, and reports to the agent."""
 
     def __init__(self, spec: FetcherSpec) -> None:
         self._spec, served = spec, spec.service
@@ -62,11 +62,15 @@ class Fetcher:
         }
 
     def serve(self, control: Connection) -> None:
-        """Serve ranks and send statistics to the agent, until the agent sends a message or ends.
+        """Serve batches to ranks, until the agent sends a message or ends.
 
-        First sends `FetcherStarted` with this fetcher's addresses. Every `REPORT_S`, sends the
-        server's warnings, as notes, and the statistics. At the end, sends the statistics once more.
-        While the pipe to the agent is full, sends neither warnings nor statistics.
+        First sends `FetcherStarted` to the agent, with this fetcher's addresses. Every `REPORT_S`
+        seconds, sends the agent the server's warnings, as notes, and the statistics. At the end,
+        sends the statistics once more. While the pipe to the agent is full, sends neither warnings
+        nor statistics.
+
+        Args:
+            control: Pipe to and from the agent.
         """
         number = self._spec.plan.number
         started = FetcherStarted(number=number, pid=os.getpid(), cores=probe.cores())
@@ -86,11 +90,12 @@ class Fetcher:
             _send_to_agent(control, FetcherReport(number=number, loaders=self.server.stats()))
 
     def _served(self, loader: LoaderSettings) -> ServedLoader:
-        """Return a loader's settings for `Server`.
+        """Return the settings with which this fetcher's `Server` serves a loader.
 
         This fetcher's memory budget is divided among its loaders, in proportion to their numbers of
-        workers. The data that must be prepared before ranks request data is divided in the same
-        way, after an equal division among all fetchers.
+        workers. Fetchers may also have to prepare an amount of data before ranks request data. This
+        amount is divided equally among the fetchers. Each fetcher then divides its part among its
+        loaders, in the same proportion.
         """
         spec, served, count = self._spec, self._spec.service, self._workers[loader.name]
         parts = served.fetchers * self._of_all
@@ -118,13 +123,14 @@ class Fetcher:
 def fetcher_main(spec: FetcherSpec, control: Connection) -> None:
     """Run a fetcher in this new process, until the agent sends a message or ends.
 
-    Ignores SIGINT, and starts a new POSIX session (setsid). If `spec.stacks` is a path, `SIGNAL`
-    makes this process write its stack to this path from now on. Then applies the run's settings,
-    creates the server, and serves ranks. Meanwhile, a file in the run folder contains the fetcher's
-    addresses.
+    Ignores SIGINT, and starts a new POSIX session (setsid). If `spec.stacks` is a path, this
+    process from now on appends its stack to this file whenever the agent sends `link.SIGNAL`.
 
-    An exception is printed to the log, and sent to the agent as `FetcherFailed`. If the agent has
-    ended, this function returns without a message.
+    Then applies the run's settings, creates the server, and serves batches to ranks. While the
+    fetcher serves, a file in the run folder contains the fetcher's addresses.
+
+    An exception is printed to the fetcher's log, and sent to the agent as `FetcherFailed`. If the
+    agent has ended, this function returns without a message.
 
     Args:
         control: Duplex pipe to the agent. For the messages, see `messages.decode_fetcher_message`.
@@ -156,13 +162,15 @@ def fetcher_main(spec: FetcherSpec, control: Connection) -> None:
 def _apply_settings(setting: ProcessSpec, number: int) -> None:
     """Redirect the output to the fetcher's log file, and apply the run's settings to this process.
 
-    The settings are the environment, the current folder, `sys.path`, and the notebook's settings
-    from the payload. Also applies the rule that this process does not write to the project store.
+    The settings are the environment, the current folder, `sys.path`, and the project's modules and
+    the notebook's process state. Also makes the project store read-only for this process, except
+    the folders of `--shared-writes`.
 
     Call this function before any thread starts.
 
     Args:
-        setting: The settings for all fetchers of this host.
+        setting: The settings, which are the same for all fetchers of this host.
+        number: Number of this fetcher, for the name of its log file and its scratch folder.
     """
     share = setting.share
     log = share.folder.path / "logs" / f"fetcher-{number}.log"

@@ -1,9 +1,9 @@
 """Transfer of a run's files to and from this host: the run folder and the project store.
 
 If a host does not share the notebook's folders, the agent copies both folders before the processes
-start, and sends back what the processes wrote. Files are transferred in small parts, by requests to
-the pool's process (`pool/files.py`, `store/requests.py`), because the run's heartbeats use the same
-link and must not wait for long.
+start, and sends back what the processes wrote. The agent transfers files by requests to the pool's
+process (`pool/files.py`, `store/requests.py`). Each request has a small part of a file, because
+heartbeats use the same connection and must not wait for long.
 """
 
 import os
@@ -42,7 +42,8 @@ from taas_magic.store.requests import (
 from taas_magic.store.rule import StoreRule, is_below, store_state_folder
 
 LOG_BYTES = 64 << 20
-"""Maximum bytes of a log that are sent to the notebook. Earlier bytes of the log are not sent."""
+"""Maximum bytes of one log that a host sends to the notebook; only the end of a longer log is sent.
+"""
 
 RESULT = re.compile(r"results/(\d+)-(\d+)-\d+", re.ASCII)
 """Pattern for the path of a result in the run folder. The groups are the attempt and the rank."""
@@ -55,6 +56,8 @@ _NAMED_AT_MOST = 5
 
 class RunFolderCopy:
     """The copy of the run folder on a host that does not share the notebook's run folder.
+
+    The constructor removes an older copy, and creates an empty copy. `copy_in` fills the copy.
 
     Args:
         cache: Folder in which the copy is created.
@@ -70,7 +73,7 @@ class RunFolderCopy:
 
     @property
     def path(self) -> Path:
-        """Path of this copy."""
+        """Path of the copy on this host."""
         return self._folder.path
 
     def begin_attempt(self, attempt: int) -> None:
@@ -78,7 +81,7 @@ class RunFolderCopy:
         self._attempt = attempt
 
     def copy_in(self, is_wanted: Callable[[], bool]) -> bool:
-        """Copy from the run folder to this host all files that ranks and fetchers read.
+        """Copy to this host all files of the notebook's run folder that ranks and fetchers read.
 
         The pool's process lists these files and sends them in parts.
 
@@ -109,7 +112,7 @@ class RunFolderCopy:
     def send_back(self) -> None:
         """Send to the notebook's machine the files that ranks and fetchers wrote on this host.
 
-        These are all logs and ledgers in the run folder, and the results and profiles of the
+        These files are all logs and ledgers in this copy, and the results and profiles of the
         current attempt. Hidden files are skipped, because they are incomplete.
 
         Call this method when all processes of the run on this host have ended.
@@ -131,14 +134,15 @@ class RunFolderCopy:
                 self._send_file(path, name)
 
     def close(self) -> None:
-        """Remove the copy."""
+        """Remove the copy of the run folder from this host."""
         shutil.rmtree(self._folder.path, ignore_errors=True)
 
     def _write_part(self, name: str, offset: int, data: bytes) -> None:
         """Append a part to a file of the copy. The parts of a file must arrive in order.
 
         Args:
-            offset: Position of the part in the file, in bytes.
+            name: Path of the file in the run folder.
+            offset: Position of the part in the file, in bytes. If 0, the file is created.
         """
         path = self._folder.path / name
         path.parent.mkdir(mode=0o700, exist_ok=True)
@@ -149,10 +153,11 @@ class RunFolderCopy:
     def _send_file(self, path: Path, name: str) -> None:
         """Send a file in pieces to the notebook's run folder.
 
-        If a log has more than `LOG_BYTES` bytes, only the last `LOG_BYTES` bytes are sent. A line
-        before them says how many bytes are missing.
+        If a log has more than `LOG_BYTES` bytes, only its last `LOG_BYTES` bytes are sent. The
+        notebook's file then begins with a line that says how many bytes are missing.
 
         Args:
+            path: Path of the file on this host.
             name: Path of the file in the run folder.
         """
         with path.open("rb") as file:
@@ -173,7 +178,7 @@ class RunFolderCopy:
 
 
 def _shares_run_folder(run: RunSpec) -> bool:
-    """Return whether this host sees the notebook's run folder at the same path."""
+    """Return whether this host can read the notebook's run folder at the folder's own path."""
     try:
         return run.folder.plan().run_id == run.plan.run_id
     except (OSError, ValueError):
@@ -183,10 +188,11 @@ def _shares_run_folder(run: RunSpec) -> bool:
 class StoreCopy:
     """The copy of the project store (mirror) on a host that does not share the store.
 
-    The constructor copies the store to the mirror. After `start`, this object copies changes
+    The constructor copies the store to the mirror. After `start`, background threads copy changes
     between the mirror and the store.
 
     Args:
+        note: Function that sends a note to the user.
         session_copy: For a cell in a session: the `StoreCopy` of the session, whose mirror the cell
             uses. None to reserve a separate mirror.
 
@@ -222,16 +228,18 @@ class StoreCopy:
     def start(self, spec: ShareSpec, receipt_builder: ReceiptBuilder | None) -> None:
         """Start to copy this host's changes to the store, and changes of other hosts to the mirror.
 
-        Not called for a session, because each cell of the session transfers its own changes.
+        Background threads copy the changes until `finish`. Do not call this method for a session,
+        because each cell of the session copies its own changes.
 
         Args:
-            receipt_builder: Record of the files that this host sends; None if it sends none.
+            receipt_builder: Record of the files that this host sends to the store. None if the host
+                sends no files.
         """
         self._receipt_builder = receipt_builder
         self._start_transfer(_folders_to_send(spec))
 
     def rule(self) -> StoreRule:
-        """Return the run's settings for the project store, with paths in the mirror."""
+        """Return the run's settings for the project store, with the mirror's paths on this host."""
         shared = tuple(map(self.locate, self._rule.shared))
         return structs.replace(self._rule, path=self._mirror.path, shared=shared)
 
@@ -252,9 +260,11 @@ class StoreCopy:
     def prepare_next_attempt(self, spec: ShareSpec) -> None:
         """Prepare the mirror for the next attempt, in which rank 0 may run on another host.
 
-        Updates the mirror from the store, so that every rank finds the same last checkpoint. There
-        is no update if rank 0 ran on this host in the last attempt and stays here: the mirror then
-        already has the newest files, and an update would remove files that the store did not
+        First sends the remaining changes to the store. Then updates the mirror from the store, so
+        that all ranks find the same last checkpoint. Last, starts to copy changes again.
+
+        If rank 0 ran on this host in the last attempt and runs here again, there is no update. The
+        mirror already has the newest files, and an update would remove files that the store did not
         accept.
 
         Raises:
@@ -268,7 +278,7 @@ class StoreCopy:
         self._start_transfer(folders)
 
     def finish(self) -> None:
-        """Send the remaining files to the store, and stop the transfer in both directions.
+        """Send the remaining changed files to the store, and stop the transfer in both directions.
 
         Call this method after each attempt, when all processes of the run on this host have ended.
         """
@@ -290,7 +300,8 @@ class StoreCopy:
         other hosts, another thread copies their changes from the store to the mirror.
 
         Args:
-            folders: Folders whose changes are sent to the store (result of `_folders_to_send`).
+            folders: Folders whose changes this host sends to the store. None for all folders; empty
+                to send no changes.
         """
         self._sent_folders = folders
         if folders is None or folders:
@@ -305,7 +316,7 @@ class StoreCopy:
 
 
 def _report_skipped(manifest: Manifest, note: Callable[[str], None]) -> None:
-    """If files of the project store were not copied to this host, send a note with the reasons."""
+    """Send a note to the user if files of the project store were not copied to this host."""
     if manifest.skipped:
         skipped = [f"{path} ({why})" for path, why in manifest.skipped.items()]
         note(f"not copied from the project store: {listed(skipped, _NAMED_AT_MOST)}")
@@ -327,10 +338,10 @@ def _folders_to_send(spec: ShareSpec) -> Sequence[str] | None:
 
 
 class HostFiles:
-    """The run folder and the project store of one share, as this host sees them.
+    """The files of one share on this host: the run folder and the project store.
 
     If the host does not share the notebook's folders, this class copies files from these folders to
-    the host and back.
+    the host and back. It also makes the share's receipt, the list of files that the share wrote.
     """
 
     def __init__(
@@ -345,21 +356,25 @@ class HostFiles:
         self._session: HostFiles | None = None
 
     def share_mirror(self, session: "HostFiles") -> None:
-        """Use a session's mirror for this share, which runs a cell of the session.
+        """Make this share, which is a cell of a session, use the session's mirror.
 
         Call this method before `copy_in`.
+
+        Args:
+            session: The files of the session on this host.
         """
         self._session = session
 
     def copy_in(self, is_wanted: Callable[[], bool]) -> LocalShare | None:
-        """Copy all files that the share needs to this host, and begin the record for the receipt.
+        """Copy to this host all files that the share needs, and start to record what it writes.
 
         If the host shares the notebook's run folder, that folder is not copied. If the host does
-        not share the project store, this method creates a mirror, or uses the session's mirror. It
-        then starts to copy changes between the mirror and the store. For a session, no changes are
-        copied, because each cell of the session copies its own changes.
+        not share the project store, this method reserves a mirror, or uses the session's mirror.
+        From then on, background threads copy changes between the mirror and the store. For a
+        session, no changes are copied, because each cell of the session copies its own changes.
 
-        There is no receipt for fetchers, sessions, and runs that only read the store.
+        The record of written files becomes the receipt. Fetchers, sessions, and runs that only read
+        the store have no receipt.
 
         Args:
             is_wanted: Function that returns False when the share must end. The transfer then stops.
@@ -391,9 +406,10 @@ class HostFiles:
         return here
 
     def prepare_next_attempt(self, spec: ShareSpec) -> LocalShare:
-        """Prepare the files for the next attempt, when the ranks of the last attempt have ended.
+        """Prepare the run folder's copy and the mirror on this host, if any, for the next attempt.
 
-        Return the share `spec` with this host's paths.
+        Call this method when the ranks of the last attempt have ended. Return the share `spec` with
+        this host's paths.
 
         Raises:
             StoreError: The store cannot be copied to this host any more.
@@ -406,7 +422,7 @@ class HostFiles:
         return self._local_share(spec)
 
     def record(self, rank: int, message: StoreMessage) -> None:
-        """Record a rank's message about a file of the project store, for the receipt."""
+        """Record a rank's message about a write to the project store, for the receipt if any."""
         if self._receipt_builder is not None:
             self._receipt_builder.record(rank, message)
 
@@ -444,8 +460,8 @@ class HostFiles:
         """Send this host's remaining files to the project store, then the receipt to the pool.
 
         If this host is the notebook's machine, and has no mirror, the files in the receipt are also
-        recorded for later runs (`_record_receipt`). At the end, releases the mirror, even after an
-        error.
+        recorded, so that later runs on other hosts may replace these files (`_record_receipt`). At
+        the end, releases the mirror, even after an error.
         """
         mirror = self._store_copy
         try:
@@ -461,11 +477,15 @@ class HostFiles:
                 mirror.close()
 
     def _record_receipt(self, receipt: StoreReceipt) -> None:
-        """Record the written files of a receipt in `store_state_folder`, for later runs."""
+        """Record, for later runs, that this run wrote the files of a receipt.
+
+        The record is in the store's state folder (`store_state_folder`). If the record cannot be
+        written, this method does nothing.
+        """
         rule = self._spec.plan.store
         assert rule is not None
-        # Without this record, a later run on another host could not replace these files, and its
-        # new files would be stored beside them.
+        # Without this record, a later run on another host could not replace these files. The files
+        # of the later run would be stored beside these files.
         with suppress(OSError):
             folder = store_state_folder(rule.path)
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -2,11 +2,11 @@
 
 Two processes import this module:
 
-- The agent, which must import neither torch nor IPython. It starts the forkserver, and requests new
-  processes.
-- The forkserver, which runs `_preload` when it imports this module. Later, it imports the remaining
-  modules (`DEFERRED_MODULES`). During this import, a fork of the forkserver (`_StandIn`) starts
-  processes in its place.
+- The agent, which must import neither torch nor IPython. The agent starts the forkserver, and
+  requests new processes from the forkserver. On a farm, the node does the same.
+- The forkserver, which runs `_preload` when it imports this module. Later, the forkserver imports
+  the remaining modules (`DEFERRED_MODULES`). During this import, a fork of the forkserver
+  (`_StandIn`) starts processes instead.
 """
 
 import gc
@@ -42,15 +42,19 @@ MODULES = ("torch", "taas_magic.api", _RANK, "taas_magic.host.fetcher")
 DEFERRED_MODULES = ("torch._dynamo",)
 """Modules that a forkserver does not import at its start, because this import may take a minute.
 
-A host's forkserver imports them when the host is idle. The forkserver of a farm's node imports them
-after a job has imported them.
+A host's forkserver imports these modules when the host is idle. On a farm, a node's forkserver
+imports them after the first job that has itself imported them, because later jobs probably need
+them, too.
 """
 
 _PRELOAD = "TAAS_PRELOAD"
-"""Environment variable with the modules that the pool's settings add, separated by commas."""
+"""Environment variable with the modules that the forkserver imports in addition to `MODULES`.
+
+These modules are from the pool's settings, separated by commas.
+"""
 
 _AGENT_PID = "TAAS_AGENT_PID"
-"""Environment variable with the agent's pid. The forkserver ends when the agent ends."""
+"""Environment variable with the agent's pid, by which the forkserver notices its agent's end."""
 
 _IMPORTS = "TAAS_IMPORTS"
 """Environment variable with the path of the imports file.
@@ -62,10 +66,11 @@ _FORGET_S = 1.0
 """Maximum seconds that `close_process` waits until the forkserver reports the end of a process."""
 
 _LOST = 255
-"""Exit code that multiprocessing assigns to a process if the forkserver has ended first."""
+"""Exit code that multiprocessing reports if the forkserver ended before it sent the real exit code.
+"""
 
 _END_VISIBLE_S = 1.0
-"""Maximum seconds to wait until psutil shows that a forkserver has ended."""
+"""Maximum seconds that `caused_ends` waits until psutil shows that a forkserver has ended."""
 
 _WATCH_S = 0.5
 _STOPPED_LOOK_S = 0.05
@@ -83,14 +88,17 @@ _stand_ins: list["_StandIn"] = []
 _has_rest = _is_over = False
 _importing = threading.Lock()
 _starting: IdleTimer | None = None
-"""Idle timer of the forkserver or stand-in while it starts a process; None at other times."""
+"""Idle timer of the forkserver or stand-in that is starting a process; None at other times."""
 
 _start_timeout_s = START_TIMEOUT_S
 _imports_file = Path()
 _imports_seen = "", 0.0
 _why = "this host's forkserver has ended"
 _own_pid: int | None = None
-"""Pid of the forkserver; in a stand-in and its forks, pid of the stand-in. None in the agent."""
+"""Pid of the forkserver, in the forkserver itself and its forks; None in the agent.
+
+In a stand-in and its forks: the pid of the stand-in.
+"""
 
 _failure = ""
 """In the forkserver and its forks: the error that ended the imports, as text; "" if there was none.
@@ -102,13 +110,13 @@ imported."""
 
 
 def start_forkserver(modules: Sequence[str]) -> None:
-    """Start the forkserver, without waiting for its imports.
+    """Start the forkserver, without waiting for its imports (see `warm_up` to wait for them).
 
-    Sets environment variables that tell the forkserver what to import. Stores the forkserver's
-    process in `_server`, for later checks. The function `warm_up` waits for the imports.
+    Sets environment variables that tell the forkserver what to import, and stores the forkserver's
+    process in `_server`.
 
-    Call this function in the main thread: when the thread that started the forkserver ends, the
-    system ends the forkserver (prctl(2)).
+    Call this function in the main thread. When the thread that started the forkserver ends, the
+    system kills the forkserver (prctl(2)).
 
     Args:
         modules: Modules to import in addition to `MODULES`.
@@ -131,8 +139,8 @@ def start_forkserver(modules: Sequence[str]) -> None:
 def importing() -> tuple[str, float]:
     """Return the name of the module that the forkserver is importing, and for how many seconds.
 
-    The seconds count from the first call that returned this name. If the forkserver is importing
-    nothing, the result is ("", 0).
+    The seconds count from the first call of this function that returned this name. If the
+    forkserver is importing nothing, the result is ("", 0).
     """
     global _imports_seen
     try:
@@ -151,12 +159,12 @@ def _write_import_name(file: Path, name: str) -> None:
 
 
 def _watch() -> None:
-    """Kill the forkserver if it is suspended or stuck for too long. Runs in a thread of the agent.
+    """Watch the forkserver and its stand-ins; kill all of them if one is suspended or stuck.
 
-    The forkserver counts as stuck if it is idle for `_start_timeout_s` while it starts a process.
-    Stand-ins are watched in the same way. If the forkserver or a stand-in is suspended or stuck,
-    the forkserver and all stand-ins are killed. Otherwise, callers in the agent would wait forever.
-    After the kill, the callers get an error, and the pool replaces the host.
+    Runs in a thread of the agent. Suspended means stopped by SIGSTOP for `STOPPED_S` seconds. Stuck
+    means idle for `_start_timeout_s` seconds while starting a process. Without the kill, the
+    agent's threads that start processes would wait forever. After the kill, these threads get an
+    error, and the pool replaces the host.
 
     Also ends each stand-in that is not needed any more. Returns when the forkserver has ended, or
     when a stand-in has failed.
@@ -192,8 +200,11 @@ def _servers() -> list[psutil.Process]:
 def _kill_all(server: psutil.Process, what: str) -> None:
     """Kill the forkserver and its stand-ins because one of these processes failed.
 
+    Also stores the reason for `why_ended`.
+
     Args:
-        what: Description of the failure for the user, such as "was stopped".
+        server: The process that failed.
+        what: What the process did, as text for the user, such as "was stopped (SIGSTOP) for 5 s".
     """
     global _why, _is_over
     _is_over = True
@@ -206,14 +217,15 @@ def _kill_all(server: psutil.Process, what: str) -> None:
 def warm_up(start_timeout_s: float = START_TIMEOUT_S) -> list[str]:
     """Block until the forkserver has imported `MODULES` and the modules of the pool's settings.
 
-    Starts the thread that runs `_watch`. Then starts a process, which reports how the imports went.
+    First starts the thread that watches the forkserver (`_watch`). Then starts a short-lived
+    process. This process can start only after the imports, and reports the errors of the imports.
 
     Args:
         start_timeout_s: Seconds without any work after which the forkserver counts as stuck, now
             and at each later start of a process.
 
     Returns:
-        One message for each module of the settings that could not be imported.
+        One message for each module of the pool's settings that could not be imported.
 
     Raises:
         PoolError: The forkserver has ended, or could not import a module of `MODULES`.
@@ -265,18 +277,26 @@ class _StandIn:
     def has_failed(self) -> bool:
         """Return whether the stand-in has failed.
 
-        Failed means that the stand-in ended before the import was over, or that it ended later with
-        an exit code other than 0. The children of a failed stand-in have ended, too.
+        A stand-in has failed if it ended before the import was over, or later with an exit code
+        other than 0. All children of a failed stand-in have ended, too, because the system kills a
+        child when its parent ends.
         """
         if self is _stand_in:  # the forkserver is importing and cannot report the exit code
             return status_of(self.process) == ""
         return _known_exitcode(self._started) not in (None, 0)
 
     def fork_process(self, fds: Sequence[int]) -> tuple[int, int]:
-        """Make this stand-in fork a process.
+        """Make this stand-in fork a process, and return the descriptors of pipes to this process.
 
-        Replaces multiprocessing's `forkserver.connect_to_new_process` during the import, and has
-        the same argument and results.
+        During the import of `DEFERRED_MODULES`, multiprocessing calls this method instead of its
+        own function `forkserver.connect_to_new_process`.
+
+        Args:
+            fds: Descriptors that the new process receives.
+
+        Returns:
+            The descriptor from which multiprocessing reads the process's pid and exit code, and the
+            descriptor to which it writes the pickled `Process` object.
         """
         with socket.socket(socket.AF_UNIX) as client:
             client.connect(self._address)
@@ -309,11 +329,12 @@ class _StandIn:
 
 
 def stand_in(listener: socket.socket, read_end: Connection) -> None:
-    """Run the server of a stand-in, which forks a process for each request.
+    """Run the server of a stand-in: fork a process for each request.
 
     Args:
         listener: Socket on which requests for new processes arrive.
-        read_end: Read end of a pipe. The server ends when all write ends are closed.
+        read_end: Read end of a pipe. The agent and the stand-in's children have write ends of this
+            pipe. The server ends when all write ends are closed.
     """
     global _own_pid
     _own_pid = os.getpid()
@@ -324,10 +345,10 @@ def start_importing_rest() -> None:
     """Start a thread that makes the forkserver import `DEFERRED_MODULES`.
 
     During the import, the forkserver could neither start processes nor report the exit of a child.
-    So from now until the end of the import, a stand-in starts all ranks and fetchers. The import
-    begins when all processes that the forkserver itself started before have ended.
+    So from now until the end of the import, a stand-in starts all new processes. The import begins
+    when all processes that the forkserver itself has started have ended.
 
-    Does nothing if such a thread is still running.
+    Does nothing if a thread from an earlier call is still running.
     """
     if not _importing.locked():
         threading.Thread(target=_import_rest_once, name="taas-imports", daemon=True).start()
@@ -337,8 +358,8 @@ def _import_rest_once() -> None:
     """Make the forkserver import `DEFERRED_MODULES`, and wait until the import is over.
 
     First creates a stand-in, which starts all new processes until the end of the import. When the
-    stand-in is the only child of the forkserver, sends SIGUSR1, which starts the import. Does
-    nothing if the forkserver has ended, or has already imported these modules.
+    stand-in is the only child of the forkserver, sends SIGUSR1 to the forkserver, which starts the
+    import. Does nothing if the forkserver has ended, or has already imported these modules.
     """
     global _has_rest
     with _importing:
@@ -360,10 +381,10 @@ def _import_rest_once() -> None:
 
 @contextmanager
 def _replaced_by(stand_in: _StandIn) -> Iterator[None]:
-    """Let `stand_in`, instead of the forkserver, start processes until the block ends.
+    """Make `stand_in` start all new processes, instead of the forkserver, until the block ends.
 
-    Replaces multiprocessing's `connect_to_new_process` during the block. The stand-in itself
-    continues to run after the block, while it has children.
+    Replaces multiprocessing's `connect_to_new_process` during the block. After the block, the
+    stand-in continues to run until its children have ended.
     """
     global _stand_in
     own = forkserver.connect_to_new_process
@@ -389,20 +410,21 @@ def is_alive() -> bool:
 def wait_while_stopped() -> None:
     """Block while the forkserver or a stand-in is suspended by SIGSTOP.
 
-    Blocks for at most about `STOPPED_S` seconds, because `_watch` then kills the forkserver.
+    Blocks for at most about `STOPPED_S` seconds, because the thread of `_watch` then kills these
+    processes.
     """
     while any(status_of(process) == psutil.STATUS_STOPPED for process in _servers()):
         time.sleep(_STOPPED_LOOK_S)
 
 
 def caused_ends(codes: Collection[int | None]) -> bool:
-    """Return whether processes ended because the forkserver ended.
+    """Return whether processes with these exit codes ended because the forkserver ended.
 
     The system may show an ended forkserver as running for a moment. So if a process has exit code
     `_LOST`, wait up to `_END_VISIBLE_S` seconds until the system shows the forkserver's end.
 
     Args:
-        codes: Exit codes of the processes. None for a process that runs.
+        codes: Exit codes of the processes; None for a process that still runs.
     """
     deadline = time.monotonic() + (_END_VISIBLE_S if _LOST in codes else 0.0)
     while is_alive():
@@ -416,11 +438,11 @@ def start_process(function: str, *arguments: Any) -> Any:
     """Make the forkserver, or the stand-in if one is in use, fork a process that calls `function`.
 
     Args:
-        function: Dotted name of the function that the process calls.
+        function: Dotted name of the function that the new process calls.
         arguments: The function's arguments; may include sockets and connections.
 
     Returns:
-        The `multiprocessing.Process`.
+        The `multiprocessing.Process` object of the new process.
 
     Raises:
         PoolError: The forkserver has ended. The pool replaces this host.
@@ -447,9 +469,9 @@ def start_process(function: str, *arguments: Any) -> Any:
 
 
 def _start_timer() -> IdleTimer | None:
-    """Return an idle timer for the stand-in if one is in use, else for the forkserver.
+    """Return a new idle timer for the stand-in if one is in use, else for the forkserver.
 
-    Return None before `start_forkserver`.
+    Return None if the forkserver was not started yet.
     """
     if _stand_in is not None:
         return IdleTimer(_stand_in.process.pid, with_children=False)
@@ -460,14 +482,15 @@ def _start_timer() -> IdleTimer | None:
 
 
 def why_ended() -> str:
-    """Return a message for the user: why the forkserver ended, and what happens next."""
+    """Return a message for the user: why the forkserver ended, and that a new host is used."""
     return f"{_why}; another host takes its place"
 
 
 def call(function: str, *arguments: Any) -> None:
-    """Call a function in this new process. Runs in a fork of the forkserver or of a stand-in.
+    """Call a function in this new process, a fork of the forkserver or of a stand-in.
 
-    The system kills this process when its parent ends.
+    First makes the system kill this process when its parent ends, disconnects the agent's resource
+    tracker, and resets the handler of SIGUSR1.
 
     Args:
         function: Dotted name of the function.
@@ -483,8 +506,8 @@ def call(function: str, *arguments: Any) -> None:
 def _disconnect_resource_tracker() -> None:
     """Disconnect this fork from the agent's resource tracker.
 
-    multiprocessing then starts a new tracker for the fork. When the run ends, the new tracker
-    removes semaphores and shared memory that the run did not release.
+    multiprocessing then starts a new tracker for the fork when needed. When the run ends, the new
+    tracker removes semaphores and shared memory that the run did not release.
     """
     tracker: Any = resource_tracker._resource_tracker
     if tracker._fd is not None:
@@ -493,7 +516,10 @@ def _disconnect_resource_tracker() -> None:
 
 
 def _may_run(process: Any) -> bool:
-    """Return whether a process's exit code is unknown. Return False after `close_process`."""
+    """Return whether a process may still run, because its exit code is not known.
+
+    Return False after `close_process`.
+    """
     try:
         return _known_exitcode(process) is None
     except ValueError:  # `close_process` has closed the process
@@ -524,10 +550,10 @@ def exitcode(process: Any) -> int | None:
 
 
 def close_process(process: Any) -> None:
-    """Wait up to `_FORGET_S` for the end of a process; then close the descriptors for the process.
+    """Wait up to `_FORGET_S` seconds for the end of a process; then release its `Process` object.
 
-    If the process has not ended in time, the descriptors stay open. Do not use `process`
-    afterwards.
+    If the process has not ended in time, the object's descriptors stay open. In both cases, do not
+    use `process` after this call.
     """
     with _lock:
         process.join(_FORGET_S)
@@ -538,7 +564,7 @@ def close_process(process: Any) -> None:
 def report_imports(control: Connection) -> None:
     """Send the errors of the forkserver's imports to the agent: `_failure` and `_problems`.
 
-    Runs in a fork of the forkserver, which `warm_up` starts.
+    Runs in the short-lived fork of the forkserver that `warm_up` starts.
     """
     control.send((_failure, _problems))
 
@@ -546,13 +572,13 @@ def report_imports(control: Connection) -> None:
 def _preload() -> None:
     """Import all modules except `DEFERRED_MODULES`, and prepare the forkserver for forks.
 
-    Also makes the system kill the forkserver when the agent ends, makes standard input empty, and
-    installs `_import_rest` as the handler of SIGUSR1. At the end, empties the imports file. The
-    agent then knows that the imports are over.
+    Runs in the forkserver. Also makes the system kill the forkserver when the agent ends, makes
+    standard input empty, and installs `_import_rest` as the handler of SIGUSR1. At the end, empties
+    the imports file, by which the agent knows that the imports are over.
 
-    No import may create a CUDA context or a thread, because forks cannot use them.
+    No import may create a CUDA context or a thread, because a fork can use neither.
 
-    If an import fails, print the traceback and record the error in `_failure`, because Python's
+    If an import fails, prints the traceback and records the error in `_failure`, because Python's
     forkserver would ignore an ImportError without a message.
     """
     global _own_pid, _failure
@@ -575,10 +601,10 @@ def _preload() -> None:
 
 
 def _import_modules(imports_file: Path) -> None:
-    """Import `MODULES` and the modules of the pool's settings, and create the ranks' shell.
+    """Import `MODULES` and the modules of the pool's settings, and create the shell for ranks.
 
-    Before each import, writes the module's name to `imports_file`. If a module of the settings
-    cannot be imported, only adds a message to `_problems`.
+    Before each import, writes the module's name to `imports_file`. If a module of the pool's
+    settings cannot be imported, adds a message to `_problems` and continues.
     """
     for name in MODULES:
         _write_import_name(imports_file, name)
@@ -594,10 +620,10 @@ def _import_modules(imports_file: Path) -> None:
 
 
 def _close_input() -> None:
-    """Make standard input empty in this process and its forks.
+    """Replace standard input by /dev/null in this process and its forks.
 
-    Programs that a cell starts, such as ssh and ffmpeg, may read standard input. A read of the
-    agent's standard input would wait forever.
+    Programs that a cell starts, such as ssh and ffmpeg, may read standard input. Without the
+    replacement, they would read the agent's standard input, and wait forever.
     """
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
@@ -605,10 +631,11 @@ def _close_input() -> None:
 
 
 def _import_rest(number: int, frame: FrameType | None) -> None:
-    """Import `DEFERRED_MODULES`. The forkserver's handler of SIGUSR1; the agent sends the signal.
+    """Import `DEFERRED_MODULES` in the forkserver. Handler of SIGUSR1, which the agent sends.
 
     Before each import, write the module's name to the imports file, unless the disk is full. At the
-    end, empty the file. The agent then knows that the imports are over. Ignore errors of an import.
+    end, empty this file, by which the agent knows that the imports are over. Ignore errors of an
+    import.
     """
     gc.disable()
     imports_file = Path(os.environ[_IMPORTS])
@@ -622,13 +649,20 @@ def _import_rest(number: int, frame: FrameType | None) -> None:
 
 
 def _empty(imports_file: Path) -> None:
-    """Empty the imports file; a missing file counts as empty. Works even if the disk is full."""
+    """Empty the imports file, if there is one, to show that no import is running.
+
+    Works even if the disk is full.
+    """
     with suppress(OSError):
         os.truncate(imports_file, 0)
 
 
 def _prepare_for_forks() -> None:
-    """Disable finalizers that would run at exit, and exempt all objects from garbage collection."""
+    """Disable the finalizers that a fork would run at its exit, and exempt objects from collection.
+
+    So a fork does not remove files that all forks share, and the garbage collector does not copy
+    the memory pages of objects that a fork shares with the forkserver.
+    """
     # A rank must not run the forkserver's finalizers at its exit. torch alone has hundreds, and the
     # first rank that exits would remove a temporary folder that all ranks share.
     for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""The heartbeats of a rank: the stack, the progress of collectives, counts and metrics."""
+"""Heartbeats of a rank to its agent: the stack, the progress of collectives, counts and metrics."""
 
 import json
 import os
@@ -22,22 +22,22 @@ from taas_magic.leases import RANK_BEAT_S
 from taas_magic.messages import GpuUsage, Metrics, Note, RankBeat, RankReport, RankStackSample
 
 _POINTS = 2000
-"""Maximum number of points in one `Metrics` event.
+"""Maximum number of points in one `Metrics` event; more points are sent in several events.
 
-The pool's process responds to no other message while it handles an event.
+While the pool's process handles one event, it responds to no other message.
 """
 
 _SHOWN_COLLECTIVES = 3
 
 
 class ReportSender(Protocol):
-    """Function that sends a rank's counts and metrics immediately."""
+    """Function that sends a rank's batch counts and metrics to the agent immediately."""
 
     def __call__(self, *, waits_for_gpu: bool) -> None:
-        """Send the counts, and the metrics that the GPU has computed.
+        """Send the counts of received batches, and the metrics whose values are available.
 
         Args:
-            waits_for_gpu: Whether to wait until the GPU has computed all metrics.
+            waits_for_gpu: Whether to wait until the GPU has computed the values of all metrics.
         """
 
 
@@ -47,25 +47,25 @@ def send_heartbeats(
     fed: RankFeed | SessionLoaders | None,
     cut_connections: Callable[[int], None] | None = None,
 ) -> Iterator[ReportSender]:
-    """Send heartbeats in a thread until the block ends.
+    """Send a rank's heartbeats to the agent, in a new thread, until the `with` block ends.
 
-    With each heartbeat, the thread sends the main thread's stack, the progress of collectives, the
-    use of the GPU, the counts of received batches, and the metrics logged since the last heartbeat.
-    The thread never waits for the GPU. Counts and metrics are sent once more at the block's end.
+    A heartbeat contains the main thread's stack, the progress of collectives and the use of the
+    GPU. With each heartbeat, the thread also sends the counts of received batches, and the metrics
+    logged since the last heartbeat. The thread never waits for the GPU. At the end of the block,
+    counts and metrics are sent once more.
 
-    If the agent requests a stack report, the thread sends the stacks of all threads and the pending
-    collectives instead of the main thread's stack and the progress. After a stack report, the
-    thread also sends a note if all ranks wait at a rendezvous address that the cell has set
-    (`_why_ranks_wait`).
+    If the agent requests a stack report, the thread sends this report instead of the heartbeat: the
+    stacks of all threads and the pending collectives. The thread then also sends a note if the cell
+    has set a rendezvous address at which all ranks wait (`_why_ranks_wait`).
 
-    During the block, a buffer of this function collects the metrics of `taas.log` and, unless
-    TAAS_METRICS is "0", the scalars that the program gives to TensorBoard.
+    During the block, metrics of `taas.log` are collected for the heartbeats. Unless the environment
+    variable TAAS_METRICS is "0", this includes the scalars that the program gives to TensorBoard.
 
     Args:
         link: Connection to the agent.
         fed: Source of the counts; None if the cell uses no registered loader.
-        cut_connections: Handler of `CUT_CONNECTIONS`, called in the thread with the number of the
-            cell whose collective must end. None outside a session.
+        cut_connections: Function for the agent's request `CUT_CONNECTIONS`. The thread calls the
+            function with the number of the cell whose collective must end. None outside a session.
 
     Yields:
         Function that sends the counts and metrics immediately.
@@ -122,18 +122,18 @@ def send_heartbeats(
 
 
 def _why_ranks_wait(run_address: Mapping[str, str], thread: int) -> str:
-    """Return a message for the user if all ranks wait at a rendezvous address set by the cell.
+    """Return a message for the user if the cell has set a rendezvous address where no rank listens.
 
-    While torchrun's variable TORCHELASTIC_USE_AGENT_STORE is set, every rank connects to the
-    rendezvous address as a client. If the cell has set another address, no rank listens there, and
-    all ranks wait.
+    While torchrun's variable TORCHELASTIC_USE_AGENT_STORE is True, every rank connects to the
+    rendezvous address as a client, and no rank listens. The run itself listens at its own address.
+    If the cell has set another address, all ranks wait there in vain.
 
     Args:
-        run_address: `MASTER_ADDR` and `MASTER_PORT` as the run set them.
+        run_address: Values that the run gave to the variables `MASTER_ADDR` and `MASTER_PORT`.
         thread: Identifier of the thread that runs the cell.
 
     Returns:
-        The message; "" if the address is unchanged or the variable is not set.
+        The message; "" if the address is unchanged, or if TORCHELASTIC_USE_AGENT_STORE is not True.
     """
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True):
         return ""
@@ -154,7 +154,10 @@ def _why_ranks_wait(run_address: Mapping[str, str], thread: int) -> str:
 
 
 def _init_method(thread: int) -> str:
-    """Return the `init_method` of a thread's active call of `init_process_group`; "" if none."""
+    """Return the argument `init_method` of the call of `init_process_group` that a thread executes.
+
+    Return "" if the thread executes no such call, or if the call has no such argument.
+    """
     for frame, _ in traceback.walk_stack(tracebacks.current_frames().get(thread)):
         if frame.f_code.co_name == "init_process_group" and frame.f_locals.get("init_method"):
             return str(frame.f_locals["init_method"])
@@ -162,12 +165,12 @@ def _init_method(thread: int) -> str:
 
 
 def collective_progress() -> tuple[list[tuple[int, int]], bool]:
-    """Return the progress of this rank's collectives, as torch's flight recorders show it.
+    """Return how many collectives of this rank have begun and ended, by torch's flight recorders.
 
     Returns:
         Two values. First, for each backend, a pair: the number of collectives that have begun, and
-        the number of those that have ended. Second, whether an NCCL collective has begun and not
-        ended. In this case, the rank may busy-wait.
+        the number of collectives that have ended. Second, whether an NCCL collective has begun and
+        not ended. While this is True, the rank may use a CPU core although it only waits.
     """
     counts = {}
     for backend, trace in _flight_records(details=False).items():
@@ -179,7 +182,10 @@ def collective_progress() -> tuple[list[tuple[int, int]], bool]:
 
 
 def _gpu_usage() -> GpuUsage | None:
-    """Return this process's use of the GPU on which it has most memory; None without CUDA."""
+    """Return the load of the GPU on which this process has reserved most memory, and this memory.
+
+    Return None if this process has not initialized CUDA. The load is None without NVML.
+    """
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return None
     reserved = [torch.cuda.memory_reserved(it) for it in range(torch.cuda.device_count())]
@@ -192,7 +198,8 @@ def _gpu_usage() -> GpuUsage | None:
 def _pending_collectives() -> list[str]:
     """Return the names of up to `_SHOWN_COLLECTIVES` pending collectives, such as "all_reduce #12".
 
-    The number counts the collectives of a process group.
+    A collective is pending if it has begun and not ended. The number is the collective's sequence
+    number in its process group.
     """
     entries = [
         it for trace in _flight_records(details=True).values() for it in trace.get("entries", [])
@@ -208,11 +215,11 @@ def _pending_collectives() -> list[str]:
 def _flight_records(details: bool) -> dict[str, dict[str, Any]]:
     """Return the dumps of torch's flight recorders, by backend; empty without a process group.
 
-    A flight recorder is torch's log of the latest collectives of a process. Some versions of torch
-    have no flight recorder for gloo or nccl; this backend is then missing from the result.
+    A flight recorder is torch's log of the latest collectives of a process. If this version of
+    torch has no flight recorder for a backend, the result lacks the backend.
 
     Args:
-        details: Whether to list each collective, which takes about 0.1 s.
+        details: Whether the dumps list each collective. Such dumps take about 0.1 s.
     """
     c10d = torch._C._distributed_c10d
     recorders = {"gloo": "_dump_fr_trace_json", "nccl": "_dump_nccl_trace_json"}

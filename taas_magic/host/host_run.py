@@ -1,8 +1,8 @@
-"""Run a share of a run on this host, its ranks or its fetchers, from start to cleanup.
+"""Run one share of a run, which is ranks or fetchers, on this host, from start to cleanup.
 
 `HostShare` is the common part: it copies files to the host, runs processes, cleans up, sends files
-back, and reports the end to the pool. `HostRun` is for ranks. Three threads of the agent work
-together there:
+back, and reports the end to the pool. `HostRun` is for ranks. In `HostRun`, three threads of the
+agent work together:
 
 - The share's own thread starts, checks and ends the ranks. It sleeps until a rank ends, another
   thread sets `wakeup`, or `POLL_S` seconds have passed.
@@ -94,13 +94,13 @@ from taas_magic.store import guard
 from taas_magic.store.requests import SendRequest
 
 POLL_S = 0.25
-"""Maximum number of seconds between checks of the processes."""
+"""Maximum seconds between two checks of the processes of a share."""
 
 CLEAN_UP_S = 120.0
 """Maximum seconds that `start_next_attempt` waits for the cleanup after the current attempt."""
 
 FAILED_GRACE_S = 1.0
-"""Seconds that ranks may take to end after SIGTERM, when another rank has failed."""
+"""Seconds between SIGTERM and SIGKILL for the ranks that still run when a rank has failed."""
 
 RANK = "taas_magic.host.rank.rank_main"
 
@@ -119,9 +119,11 @@ class HostShare(ABC):
     """Runner of one share on this host. Base class of the runners for ranks and for fetchers.
 
     Args:
+        emit: Function that sends an event to the pool's process.
         alone: Function that returns whether this share is the only share on this host. If so,
-            orphans that the supervisor has adopted belong to this share (`leftovers`).
-        send_request: Function that sends a request for files to the pool and returns the response.
+            orphaned processes that the supervisor has adopted are ended with this share.
+        send_request: Function that sends a request about files to the pool's process, and returns
+            the response.
 
     Raises:
         PoolError: TMPDIR is not writable.
@@ -156,7 +158,7 @@ class HostShare(ABC):
         return self._local
 
     def run(self) -> None:
-        """Run the share to its end, clean up, then emit `HostEnded`."""
+        """Run the share to its end, clean up, then send `HostEnded` with the result to the pool."""
         try:
             self._run()
         finally:
@@ -167,10 +169,10 @@ class HostShare(ABC):
     def _run(self) -> None:
         """Copy files to this host, run the share's processes, clean up, and send files back.
 
-        If the share must end while files are copied to this host, no processes start. An error
-        before the cleanup goes to `_fail`. If one step of the cleanup fails, a note tells the user,
-        and the other steps still happen. If files cannot be sent back, the error goes to
-        `_record_files_error`.
+        If the share must end while files are copied to this host, no processes start. This method
+        passes an error before the cleanup to `_fail`. If one step of the cleanup fails, a note
+        tells the user, and the other steps still happen. If files cannot be sent back, this method
+        passes the error to `_record_files_error`.
         """
         try:
             self._local = self._files.copy_in(self._may_continue)
@@ -191,9 +193,10 @@ class HostShare(ABC):
             self._record_files_error(error)
 
     def handle_command(self, command: PoolCommand) -> None:
-        """Carry out `Halt`; ignore the other commands, which only `HostRun` carries out.
+        """If the command is `Halt`, make the share's thread end the processes.
 
-        Called in the thread of the agent's event loop.
+        Ignore the other commands, which only `HostRun` carries out. Called in the thread of the
+        agent's event loop.
         """
         if isinstance(command, Halt):
             if command.how == "kill":
@@ -204,7 +207,7 @@ class HostShare(ABC):
 
     @abstractmethod
     def stacks(self) -> RunStacks:
-        """Return the stacks of the share's processes. Blocks for some seconds."""
+        """Return the stacks of the share's ranks or fetchers. Blocks for some seconds."""
 
     @abstractmethod
     def _run_processes(self) -> None:
@@ -212,18 +215,18 @@ class HostShare(ABC):
 
     @abstractmethod
     def _fail(self, error: Exception) -> None:
-        """Record the error that stopped the share."""
+        """Record the error that stopped the share before the cleanup, or report it to the pool."""
 
     @abstractmethod
     def _end_steps(self) -> tuple[Callable[[], None], ...]:
-        """Return the steps that end all processes of the share, as functions without arguments.
+        """Return functions without arguments that end the share's processes and release resources.
 
         The caller must call every function, even if an earlier function raises an exception.
         """
 
     @abstractmethod
     def _record_files_error(self, error: Exception) -> None:
-        """Record that files could not be sent back to the notebook."""
+        """Record, or report to the user, that files could not be sent back to the notebook."""
 
     def _may_continue(self) -> bool:
         return self.stopped_at is None
@@ -232,11 +235,11 @@ class HostShare(ABC):
         return "SUCCEEDED", []
 
     def _path_prefix(self) -> Path:
-        """Return the path prefix by which `leftovers` recognizes processes of this share."""
+        """Return the path prefix of files that only this share's processes have open."""
         return self.folder
 
     def _end_leftovers(self) -> None:
-        """End processes of the share that still run."""
+        """Kill the share's processes that still run; send a note if a process cannot be killed."""
         found = leftovers(self.spec.share_id, self._path_prefix(), self._alone())
         if left := kill_all(found):
             self.note(
@@ -244,7 +247,7 @@ class HostShare(ABC):
             )
 
     def note(self, text: str) -> None:
-        """Send a note to the user."""
+        """Send a note to the user of the run."""
         self.emit(Note(text=text))
 
 
@@ -259,7 +262,7 @@ class Attempt:
         reader: Reader of the pipes with the ranks' output and messages.
         processes: Processes by rank.
         monitor: Collector of the ranks' stacks, which also detects ranks that make no progress.
-        usage: Reporter of what the ranks use.
+        usage: Reporter of the ranks' use of CPUs, GPUs and memory.
     """
 
     def __init__(
@@ -279,7 +282,7 @@ class Attempt:
         self.monitor = StackMonitor(share, self.ranks, reader, folder, emit)
         self.usage = UsageReporter(self._spec.attempt, self.ranks, emit)
         self.ended: tuple[str, list[Failure]] | None = None
-        """State in which the attempt ended on this host, and failures. None while ranks run."""
+        """State in which the attempt ended on this host, and its failures. None while ranks run."""
 
     @classmethod
     def begin(
@@ -302,9 +305,9 @@ class Attempt:
         return cls(share, host_address, emit, folder=own, reader=reader, processes={})
 
     def start(self, port: int) -> None:
-        """Start the ranks from the forkserver, and report their process ids to the pool.
+        """Start the ranks as forks of the forkserver, and report their process ids to the pool.
 
-        Each rank gets torchrun's variables.
+        Each rank gets torchrun's environment variables, such as RANK and MASTER_PORT.
 
         Args:
             port: Port of torch's key-value store for the ranks.
@@ -325,19 +328,24 @@ class Attempt:
 
     @property
     def sentinels(self) -> list[int]:
-        """One descriptor for each running rank, which becomes readable when the rank ends."""
+        """One descriptor for each running rank; readable when this rank has ended."""
         return [process.sentinel for process in self._running().values()]
 
     def check(self, deadline: float | None, interrupted_at: float | None) -> None:
-        """Update the ranks' states, and end the attempt if `decide` returns a verdict.
+        """Update the ranks' states, and end the attempt on this host if `decide` says so.
 
-        First interrupts the ranks if the user has interrupted the run. If the attempt has failed
-        because the forkserver ended, the verdict gets the cause "host". Without a verdict, checks
-        whether the ranks make progress, and reports what they use.
+        First sends SIGINT to the ranks if the user has interrupted the run. If the attempt has
+        failed because the forkserver ended, the verdict gets the cause "host". If the attempt
+        continues, checks whether the ranks make progress, and reports their use of CPUs, GPUs and
+        memory.
+
+        All times are in seconds of the monotonic clock.
 
         Args:
-            deadline: As for `decide`.
-            interrupted_at: As for `decide`.
+            deadline: Time at which `--timeout` ends the run. None without `--timeout`, or while a
+                rank waits for the user's input.
+            interrupted_at: Time at which the user interrupted the run. Minus infinity to kill the
+                ranks at once. None if there was no interrupt.
         """
         if interrupted_at is not None:
             self._interrupt(interrupted_at)
@@ -355,14 +363,14 @@ class Attempt:
             self.usage.check(now)
 
     def _poll_ends(self) -> None:
-        """For each rank whose process has ended: read its last messages, then record its end."""
+        """For each rank whose process has ended, read the last messages, then record the end."""
         for rank, process in self._running().items():
             if (code := forkserver.exitcode(process)) is not None:
                 self.reader.drain(rank)
                 self.ranks.record_end(rank, code, link.rank_file(self.folder, rank, "stack"))
 
     def close(self) -> None:
-        """End the remaining ranks, and release all processes."""
+        """End the ranks that still run, and release the `Process` objects of all ranks."""
         self.usage.close()
         self._end_ranks(0.0)
         while self.processes:
@@ -372,15 +380,16 @@ class Attempt:
         """Send SIGINT, once, to each rank that has reported that it accepts SIGINT.
 
         Args:
-            since: Time of the interrupt, in seconds of the monotonic clock.
+            since: Time of the user's interrupt, in seconds of the monotonic clock. Not used here,
+                but in a cell of a session.
         """
         self.ranks.interrupt()
 
     def _end_ranks(self, grace_s: float) -> None:
-        """End the remaining ranks; then kill their children, except resource trackers.
+        """End the ranks that still run; then kill their descendants, except resource trackers.
 
         Args:
-            grace_s: Seconds that ranks may take to end after SIGTERM.
+            grace_s: Seconds between SIGTERM and SIGKILL for the ranks. 0 to send only SIGKILL.
         """
         alive = self.ranks.alive()
         below = []
@@ -391,12 +400,12 @@ class Attempt:
         end_all(below, grace_s=0.0)
 
     def _conclude(self, verdict: Verdict) -> None:
-        """Record the verdict and send it to the pool. Then end the ranks unless they succeeded.
+        """Record the verdict, and send it to the pool. Then end the ranks unless they succeeded.
 
         If the verdict is FAILED, first sends one event for each failure. All events are sent before
-        the ranks are ended, because it takes time to end ranks. After the verdict FAILED, ranks get
-        SIGTERM, and SIGKILL after `FAILED_GRACE_S` seconds. After INTERRUPTED, ranks get SIGKILL at
-        once.
+        the ranks are ended, so that the pool hears of the failures at once. After the verdict
+        FAILED, ranks get SIGTERM, and SIGKILL `FAILED_GRACE_S` seconds later. After INTERRUPTED,
+        ranks get SIGKILL immediately.
         """
         failures, has_failed = self.report_failures(verdict), verdict.state == "FAILED"
         self.ended = verdict.state, failures if has_failed else []
@@ -416,8 +425,8 @@ class Attempt:
     def report_failures(self, verdict: Verdict) -> list[Failure]:
         """Return the failures of this host's ranks, or of the host if the forkserver has ended.
 
-        The list includes each rank that left by `sys.exit(0)`, even if the attempt has succeeded on
-        this host.
+        If no rank has an error of its own, the list includes each rank that left by `sys.exit(0)`,
+        even if the attempt has succeeded on this host.
         """
         if verdict.cause == "host":
             return [host_failure(self._host_address.host, PoolError(forkserver.why_ended()))]
@@ -440,16 +449,16 @@ class Attempt:
 
 @dataclass(frozen=True)
 class _NextAttempt:
-    """A command of the controller to start another attempt.
+    """A command of the controller to start the next attempt of a run.
 
     Attributes:
-        rendezvous: New rendezvous if this is the run's first host; else None.
+        rendezvous: Rendezvous of the next attempt if this is the run's first host; else None.
     """
 
     spec: ShareSpec
     rendezvous: Rendezvous | None
     is_clean: threading.Event = field(default_factory=threading.Event)
-    """Event that is set when this host has prepared its files for the attempt, or cannot do so."""
+    """Event that is set when this host is ready for the next attempt, or cannot prepare it."""
 
 
 class HostRun(HostShare):
@@ -457,10 +466,10 @@ class HostRun(HostShare):
 
     Args:
         spec: This host's share of the first attempt.
-        *about: Further arguments of `HostShare`.
+        *about: The other arguments of `HostShare`, in the same order.
 
     Raises:
-        OSError: This is the run's first host, and it does not have the address `spec.master_addr`.
+        OSError: This is the run's first host, but `spec.master_addr` is no address of this host.
     """
 
     def __init__(self, spec: ShareSpec, *about: Any) -> None:
@@ -484,9 +493,10 @@ class HostRun(HostShare):
         self._addresses_lock = threading.Lock()
 
     def start_next_attempt(self, spec: ShareSpec) -> int:
-        """Request the next attempt, and wait until the current attempt is cleaned up on this host.
+        """Make the share's thread start the next attempt; wait until the current one is cleaned up.
 
-        Waits for at most `CLEAN_UP_S` seconds. Not called in the share's own thread.
+        Waits for at most `CLEAN_UP_S` seconds. Do not call this method in the share's own thread,
+        which does the cleanup.
 
         Returns:
             The port of the attempt's key-value store on the run's first host; 0 on other hosts.
@@ -506,9 +516,9 @@ class HostRun(HostShare):
         return RunStacks(monitor.rows(monitor.collect()) if monitor is not None else [])
 
     def _write_fetcher_addresses(self) -> None:
-        """Write the fetchers' addresses to the folder that `set_address_folder` has set.
+        """Write the fetchers' addresses to the folder where the ranks read them.
 
-        Does nothing if `set_address_folder` has not been called yet. Any thread may call this.
+        Does nothing until `set_address_folder` has set this folder. Any thread may call this.
         """
         with self._addresses_lock:
             if self._addresses is not None:
@@ -524,7 +534,7 @@ class HostRun(HostShare):
         Called in the thread of the agent's event loop. For `Halt` and `EndRun`, this method only
         records the command and wakes the share's thread, which interrupts, kills or ends the ranks.
         The other commands write a fetcher's address to the run folder, pass the user's line to a
-        rank, or pause the clocks.
+        rank, or pause and resume the clocks of `--timeout` and `--hang`.
         """
         super().handle_command(command)
         match command:
@@ -561,10 +571,11 @@ class HostRun(HostShare):
             attempt.close()
 
     def set_address_folder(self, base: Path) -> None:
-        """Write the fetchers' addresses to a new folder, where the ranks read them from now on.
+        """Set the folder where the ranks read the fetchers' addresses, and write the addresses.
 
         Args:
-            base: The folder is `service.addresses_folder(base)`.
+            base: The run folder; for a session, the private folder of the session's ranks. The
+                addresses are in a subfolder (`service.addresses_folder`).
         """
         self._addresses = service.addresses_folder(base)
         self._write_fetcher_addresses()
@@ -575,9 +586,9 @@ class HostRun(HostShare):
         )
 
     def _start_ranks(self) -> Attempt:
-        """Start the ranks of an attempt. On the run's first host, also start the rendezvous.
+        """Create an attempt and start its ranks; on the run's first host, also its rendezvous.
 
-        On another host, first check that this host can connect to the rendezvous.
+        On any other host, first check that this host can connect to the rendezvous.
 
         Raises:
             PoolError: This host cannot reach the rendezvous.
@@ -598,7 +609,11 @@ class HostRun(HostShare):
         return attempt
 
     def _follow_attempt(self, attempt: Attempt) -> None:
-        """Check the ranks again and again, until the next attempt is requested or the run ends."""
+        """Check the ranks regularly, until the next attempt is requested or the run ends.
+
+        Waits at most `POLL_S` seconds between checks. Each time, also kills the rendezvous if it
+        has been suspended for too long.
+        """
         while self._next is None and not self._is_over:
             connection.wait([*attempt.sentinels, self.wakeup.fileno()], POLL_S)
             self.wakeup.clear()
@@ -611,14 +626,17 @@ class HostRun(HostShare):
         attempt.check(self._deadline.at, self.stopped_at)
 
     def _checks_ranks(self) -> bool:
-        """Return whether this run must check the ranks itself. `HostSession` overrides this."""
+        """Return whether this object must check the ranks itself.
+
+        True for a run. In a session, a running cell may check them instead.
+        """
         return True
 
     def _prepare_attempt(self, next_attempt: _NextAttempt) -> None:
-        """Replace the rendezvous and this host's files by those of the next attempt.
+        """Replace the rendezvous, and prepare this host's files for the next attempt.
 
-        Also resumes paused clocks. At the end, even after an error, sets `is_clean`, for which
-        `start_next_attempt` waits.
+        Also resumes the clocks of `--timeout` and `--hang`. At the end, even after an error, sets
+        `is_clean`, for which `start_next_attempt` waits.
         """
         if self._rendezvous is not None:
             self._rendezvous.close()
@@ -632,11 +650,11 @@ class HostRun(HostShare):
             next_attempt.is_clean.set()
 
     def _on_message(self, rank: int, message: Event | RankMessage | StoreMessage) -> None:
-        """Record a rank's message in the rank's state. Send events to the pool.
+        """Record a rank's message in the rank's state, and send it to the pool if it is an event.
 
-        Messages about files of the project store are recorded for the receipt. Other messages,
-        except heartbeats and stack reports, wake the share's thread, which checks the ranks. Called
-        by the thread of the `PipeReader`.
+        A message about a file of the project store is recorded for the receipt. A message about the
+        rank itself wakes the share's thread, which checks the ranks, unless the message is a
+        heartbeat or stack report. Called by the thread of the `PipeReader`.
         """
         if self._attempt is not None:
             self._attempt.ranks.record_message(rank, message)
@@ -673,20 +691,20 @@ class HostRun(HostShare):
 
 
 def _rendezvous_of(spec: ShareSpec) -> Rendezvous | None:
-    """Create the rendezvous of an attempt's ranks if this is the run's first host."""
+    """Return a new rendezvous for an attempt's ranks if this is the run's first host; else None."""
     return None if spec.host_rank else Rendezvous(spec.master_addr)
 
 
 FETCHER = "taas_magic.host.fetcher.fetcher_main"
 _EXIT_S = 0.5
 _END_S = 5.0
-"""Seconds that fetchers may take to end after the request to end. Then they are killed."""
+"""Seconds that fetchers may take to end after the agent's request to end. Then they are killed."""
 
 _ENDLESS = 1 << 62
 
 
 def prefill_minimums(prefill: Prefill | None) -> tuple[int, int]:
-    """Convert `--prefill` to the minimum of data to prepare before ranks request data.
+    """Convert `--prefill` to the minimum amount of data that fetchers prepare before ranks start.
 
     Returns:
         A minimum number of batches, and a minimum number of bytes. At least one of them is 0, which
@@ -704,8 +722,9 @@ class _RunningFetcher:
     """A fetcher that was started and may still run.
 
     Attributes:
-        why: Reason of the fetcher's failure; "" if the fetcher has not reported a reason.
-        has_noted_writes: Whether a note has told the user that the fetcher's writes are dropped.
+        why: Reason of the fetcher's failure; "" if there is no failure, or no known reason.
+        has_noted_writes: Whether a note has told the user that files that the fetcher writes to the
+            project store are not saved.
         stopped_at: Time at which the process was first seen suspended by SIGSTOP, in seconds of the
             monotonic clock; None if the process is not suspended.
     """
@@ -741,12 +760,14 @@ class HostFetchers(HostShare):
         return RunStacks(fetchers=found)
 
     def _run_processes(self) -> None:
-        """Start the fetchers, and forward their messages until all fetchers have ended.
+        """Start the fetchers, and forward their messages to the pool until all fetchers have ended.
 
-        If the share must end, request their end, and wait at most `_END_S` seconds.
+        If the share must end, this method asks all fetchers to end, and waits at most `_END_S`
+        seconds.
 
-        Meanwhile, kills fetchers that SIGSTOP has suspended for too long, and sends a note if a
-        fetcher's writes are dropped. The end of each fetcher goes to `_end_fetcher`.
+        Meanwhile, it kills fetchers that SIGSTOP has suspended for too long, and reports each
+        fetcher that has ended to the pool. If a fetcher writes to the project store, a note tells
+        the user that the file is not saved.
         """
         for spec in self._specs():
             control, theirs = connection.Pipe()
@@ -814,13 +835,13 @@ class HostFetchers(HostShare):
         return tuple(partial(self._end_fetcher, control) for control in self._running)
 
     def _forward_messages(self) -> list[connection.Connection]:
-        """Forward messages of fetchers to the pool. Wait up to `POLL_S` for messages.
+        """Wait up to `POLL_S` seconds for messages of fetchers, and forward them to the pool.
 
-        The reason in a `FetcherFailed` is not sent, but stored until the fetcher has ended. Reads
-        at most one message of each fetcher.
+        Forwards at most one message of each fetcher. A `FetcherFailed` is not forwarded, but its
+        reason is stored for the report of the fetcher's end.
 
         Returns:
-            The connections of fetchers that have ended.
+            The agent's connections to the fetchers that have ended.
         """
         ended = []
         ready = connection.wait([*self._running, self.wakeup.fileno()], POLL_S)
@@ -848,7 +869,10 @@ class HostFetchers(HostShare):
             self.note(f"not saved (fetchers do not write the project store): {names[0]}")
 
     def _kill_if_stopped(self, one: _RunningFetcher) -> None:
-        """Kill a fetcher that SIGSTOP has suspended for `STOPPED_S`, so that it can be replaced."""
+        """Kill a fetcher that SIGSTOP has suspended for `STOPPED_S` seconds, and store the reason.
+
+        The pool can then replace the fetcher.
+        """
         now = time.monotonic()
         since = one.stopped_at if one.stopped_at is not None else now
         one.stopped_at = since if one.is_stopped() else None
@@ -857,10 +881,13 @@ class HostFetchers(HostShare):
             one.process.kill()
 
     def _end_fetcher(self, control: connection.Connection) -> None:
-        """Wait up to `_EXIT_S` for the exit of a fetcher, and kill the fetcher if it still runs.
+        """Wait up to `_EXIT_S` seconds for a fetcher to exit, else kill it; then report its end.
 
-        Then send `FetcherEnded` to the pool. Unless the share is being stopped, this event
-        describes a failure, and a note tells the user how the fetcher ended.
+        The report to the pool is the event `FetcherEnded`. Unless the share is being stopped, this
+        event describes a failure, and a note tells the user how the fetcher ended.
+
+        Args:
+            control: The agent's connection to the fetcher.
         """
         one = self._running.pop(control)
         control.close()

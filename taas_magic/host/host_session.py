@@ -4,7 +4,7 @@ Runs in the agent. A session is a run whose ranks wait for cells at a prompt (`h
 Each cell is a run, too: `HostCell` starts no processes, but sends the cell to the session's ranks.
 The run of a cell is over when all ranks are back at their prompt.
 
-While a cell runs, `HostCell` checks the ranks. Between cells, `HostSession` checks them.
+While a cell runs, `HostCell` checks the ranks. Between cells, `HostSession` checks the ranks.
 """
 
 import os
@@ -33,17 +33,16 @@ from taas_magic.messages import (
 )
 
 CUT_AFTER_S = 1.0
-"""Seconds from an interrupt to the first request that ranks cut their connections.
+"""Seconds from an interrupt until the agent asks ranks to cut their connections to other ranks.
 
-The agent repeats the request after each further `CUT_AFTER_S`. A collective of gloo waits in C++,
-where SIGINT does not end the wait. Without connections to other ranks, the collective raises an
-exception.
+The agent repeats the request every `CUT_AFTER_S` seconds. The reason: a collective of gloo waits in
+C++ code, which SIGINT does not interrupt. Without connections, the collective raises an exception.
 """
 
 RETURN_S = 10.0
 """Maximum seconds from an interrupt until a rank is back at its prompt. A slower rank is killed.
 
-For ranks that have raised an exception, see `_return_limit_s`.
+If all ranks that still run the cell have raised an exception, the maximum is `REPORT_S` instead.
 """
 
 CELL_END_S = 20.0
@@ -59,7 +58,8 @@ class _AttemptOfSession(Attempt):
     """Base class of the attempts of a session and of its cells.
 
     Attributes:
-        killed: Reasons why taas-magic killed ranks, by rank. The session's cells share this dict.
+        killed: By rank, the reason why taas-magic killed the rank. The session and its cells share
+            this dict.
     """
 
     def __init__(self, *args: Any, killed: dict[int, str] | None = None, **kwargs: Any) -> None:
@@ -67,7 +67,10 @@ class _AttemptOfSession(Attempt):
         self.killed = {} if killed is None else killed
 
     def report_failures(self, verdict: Verdict) -> list[Failure]:
-        """Return the failures, with the true reason for the ranks that taas-magic has killed."""
+        """Return the failures of this host's ranks, or of the host if the forkserver has ended.
+
+        If taas-magic itself killed a rank, the rank's failure has this reason as advice.
+        """
         return [
             structs.replace(failure, advice=self.killed[failure.rank])
             if failure.rank in self.killed
@@ -88,13 +91,16 @@ class SessionAttempt(_AttemptOfSession):
         self._pipes = [os.open(file, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC) for file in files]
 
     def close(self) -> None:
-        """End the remaining ranks, release all processes, and close the pipes for cells."""
+        """End the remaining ranks, and close the pipes by which the ranks receive cells."""
         super().close()
         while self._pipes:
             os.close(self._pipes.pop())
 
     def _interrupt(self, since: float) -> None:
-        """At the first call, order the ranks to end. Each rank ends when it is at its prompt."""
+        """At the first call, send each rank the order to end. `since` is not used.
+
+        A rank reads the order, and ends, when the rank is back at its prompt.
+        """
         if not self._was_told_to_end:
             self._was_told_to_end = True
             for rank in self._spec.ranks:
@@ -114,7 +120,7 @@ class CellAttempt(_AttemptOfSession):
         self._drained: set[int] = set()
 
     def start(self, port: int) -> None:
-        """Send the cell to the ranks.
+        """Send the cell to this host's ranks, and report their process ids to the pool.
 
         Args:
             port: Not used, because the ranks of a session are running already.
@@ -136,7 +142,12 @@ class CellAttempt(_AttemptOfSession):
     def check(self, deadline: float | None, interrupted_at: float | None) -> None:
         """Read the remaining output of ranks that are back at their prompt; then check all ranks.
 
-        The output is read first, because the cell's log must be complete when the cell ends.
+        The output is read first, because the cell's log must be complete when the cell ends. The
+        check ends the cell on this host if all ranks are back, or after a failure or an interrupt.
+
+        Args:
+            deadline: Time at which `--timeout` ends the cell; None if there is no limit now.
+            interrupted_at: Time at which the user interrupted the cell; None without an interrupt.
         """
         for state in self.ranks.states():
             if state.has_returned and state.rank not in self._drained:
@@ -145,20 +156,23 @@ class CellAttempt(_AttemptOfSession):
         super().check(deadline, interrupted_at)
 
     def close(self) -> None:
-        """Interrupt the ranks that still run the cell, and wait until they are at their prompt."""
+        """Interrupt the ranks that still run the cell; wait until all are back at their prompt.
+
+        Ranks that do not end the cell in time are killed.
+        """
         self.usage.close()
         self._end_ranks(0.0)
 
     @property
     def is_interrupted(self) -> bool:
-        """Whether the ranks have been interrupted."""
+        """Whether the agent has interrupted the ranks in this cell."""
         return self._interrupted_at is not None
 
     def note_if_cut(self) -> None:
-        """If ranks have cut their connections to other ranks, publish a note.
+        """If ranks have cut their connections to other ranks, send the user a note.
 
-        A rank does this when an interrupt must end a collective. The note tells the user how to
-        continue.
+        Ranks cut their connections when an interrupt must end a collective. The note says that the
+        user must create a new process group or restart the session.
         """
         if cut := [state.rank for state in self.ranks.states() if state.was_cut]:
             ranks = f"rank{'s' * (len(cut) > 1)} {', '.join(map(str, cut))}"
@@ -173,8 +187,11 @@ class CellAttempt(_AttemptOfSession):
     def _interrupt(self, since: float) -> None:
         """Send SIGINT, once, to the ranks that run the cell.
 
-        Every `CUT_AFTER_S` seconds after the interrupt, also send each rank that still runs the
-        cell the request to cut its connections to other ranks (`CUT_CONNECTIONS`).
+        Every `CUT_AFTER_S` seconds after the interrupt, also request that each rank that still runs
+        the cell cut its connections to other ranks (`CUT_CONNECTIONS`).
+
+        Args:
+            since: Time of the interrupt, in seconds of the monotonic clock.
         """
         self.ranks.interrupt()
         now = time.monotonic()
@@ -187,7 +204,8 @@ class CellAttempt(_AttemptOfSession):
     def _end_ranks(self, grace_s: float) -> None:
         """Interrupt the ranks that still run the cell. Kill ranks that do not end the cell in time.
 
-        The time limit is `_return_limit_s`; `grace_s` is not used.
+        Args:
+            grace_s: Not used. The time limit is `_return_limit_s()` seconds after the interrupt.
         """
         if self._interrupted_at is None:
             self._interrupted_at = time.monotonic()
@@ -211,10 +229,13 @@ class CellAttempt(_AttemptOfSession):
         return REPORT_S if has_heard else RETURN_S
 
     def _kill(self, lost: list[RankState]) -> None:
-        """Kill the ranks that did not end the cell in time, and send an event and a note.
+        """Kill the ranks that did not end the cell in time; tell the pool, and tell the user why.
 
-        Also records the reason in `killed`, for the reports of these ranks' failures. The note says
-        that the session ends.
+        The note to the user also says that the session ends. The reason is also stored in `killed`,
+        from which `report_failures` takes it.
+
+        Args:
+            lost: States of the ranks to kill.
         """
         limit_s = self._return_limit_s()
         end_all([state.process for state in lost if state.process is not None], grace_s=0)
@@ -246,13 +267,13 @@ class HostSession(HostRun):
 
     @property
     def files(self) -> HostFiles:
-        """The session's files on this host. The session's cells use the mirror of these files."""
+        """The session's files on this host. The cells of the session use the same mirror."""
         return self._files
 
     def begin_cell(self, cell: ShareSpec) -> None:
-        """Reserve the ranks for a cell. First wait up to `START_S` for the start of the ranks.
+        """Wait up to `START_S` seconds until the ranks have started, then reserve them for a cell.
 
-        Until `end_cell`, the cell's run checks the ranks, and the session does not.
+        Until `end_cell`, the cell's `HostCell` checks the ranks, and the session does not.
 
         Raises:
             PoolError: The session has ended or is ending, or another cell uses the ranks.
@@ -268,7 +289,10 @@ class HostSession(HostRun):
             self._cell_over.clear()
 
     def end_cell(self) -> None:
-        """Give the ranks back to the session, which receives their output until the next cell."""
+        """End a cell's reservation of the ranks.
+
+        Until the next cell, the ranks' output and messages go to the session's own run.
+        """
         with self._changing:
             self._cell = None
             if self._attempt is not None and not self._is_over:
@@ -277,9 +301,9 @@ class HostSession(HostRun):
         self.wakeup.set()
 
     def attempt_of(self, cell: "HostCell") -> CellAttempt:
-        """Create the attempt that runs `cell` on the ranks.
+        """Return a new attempt that can run `cell` on the session's ranks.
 
-        Also redirects all further output and messages of the ranks to the cell's run.
+        From now on, all output and messages of the ranks go to the cell's run.
         """
         ours = self._attempt
         assert isinstance(ours, SessionAttempt)
@@ -309,8 +333,9 @@ class HostSession(HostRun):
     def _checks_ranks(self) -> bool:
         """Return whether this session must check the ranks itself.
 
-        True if no cell is running, if the session is being ended, or if the store has ended.
-        Without the store, `init_process_group` in a running cell would wait until torch's timeout.
+        True if no cell is running, if the session is being ended, or if the ranks' key-value store
+        has ended. In the last case, the session must fail at once. Otherwise, `init_process_group`
+        in a running cell would wait until torch's timeout.
         """
         return self._cell is None or self.stopped_at is not None or bool(self._why_store_ended())
 
@@ -344,7 +369,11 @@ class HostSession(HostRun):
 
 
 class HostCell(HostRun):
-    """Runner of one cell on this host's ranks of a session.
+    """Runner of one cell on this host. The cell runs on the ranks of its session.
+
+    Args:
+        session: The session on this host. The constructor reserves the session's ranks.
+        *about: The other arguments of `HostShare`, in the same order.
 
     Raises:
         PoolError: The session has ended or is ending, or it runs another cell.
@@ -364,8 +393,9 @@ class HostCell(HostRun):
     def handle_message(self, rank: int, message: Any) -> None:
         """Record or forward a rank's message. Called by the thread of the `PipeReader`.
 
-        A request for input from an interrupted rank is answered with the end of the input, and not
-        forwarded. Reason: `pdb` does not end by an interrupt, but requests the next line.
+        If an interrupted rank requests input, the agent answers at once with the end of the input,
+        and does not forward the request. The reason: an interrupt does not end `pdb`, which then
+        requests the next line.
         """
         attempt = self._attempt
         if (

@@ -56,7 +56,7 @@ class Keyboard:
         self.was_refused = False
 
     def install(self) -> None:
-        """Make `input`, `getpass.getpass` and `sys.stdin` request their lines from the user."""
+        """Make `input`, `getpass.getpass` and `sys.stdin` request lines from the user."""
         builtins.input = self._input
         getpass.getpass = self._getpass
         sys.stdin = _UserInput(self)
@@ -64,8 +64,9 @@ class Keyboard:
     def read_line(self, prompt: str, is_hidden: bool = False) -> str:
         """Request a line from the user, and wait for it. Any thread may call this.
 
-        First flushes stdout and stderr, so that earlier output is shown above the input. Late
-        answers to earlier requests are ignored. One request is made at a time.
+        First flushes stdout and stderr, so that earlier output is shown above the input. If several
+        threads call this method, each request waits until the previous request is answered. Late
+        answers to interrupted requests are ignored.
 
         Args:
             prompt: Text to show before the input.
@@ -98,12 +99,15 @@ class Keyboard:
         return self.read_line(str(prompt))
 
     def _getpass(self, prompt: str = "Password: ", stream: Any = None, **options: Any) -> str:
-        """Read a line that is not shown. The stream and the options have no effect."""
+        """Request a line that is not shown while the user types. Replaces `getpass.getpass`.
+
+        `stream` and `options` have no effect.
+        """
         return self.read_line(prompt, is_hidden=True)
 
 
 class _UserInput(io.TextIOBase):
-    """A replacement for `sys.stdin`. Each `readline` requests a line from the user."""
+    """A replacement for `sys.stdin`. Each call of `readline` requests a line from the user."""
 
     def __init__(self, keyboard: Keyboard) -> None:
         self._keyboard = keyboard
@@ -118,5 +122,5 @@ class _UserInput(io.TextIOBase):
         raise EOFError(f"sys.stdin.read(): {_ONE_LINE}")
 
     def fileno(self) -> int:
-        """Return descriptor 0, which is open on /dev/null. Children of the rank inherit it."""
+        """Return descriptor 0, which is open on /dev/null, also in children of the rank."""
         return 0

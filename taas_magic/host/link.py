@@ -3,7 +3,8 @@
 A rank writes to two pipes. The log pipe carries the raw output of the rank and its children. The
 message pipe carries JSON objects. Threads and forks of a rank write to the message pipe at the same
 time, and may be killed while they write. So each message is divided into pieces that are written
-atomically (`pieces`). The agent writes to further pipes (`RankFile`).
+atomically (`pieces`). The agent writes requests, a session's cells and the user's input to three
+further pipes, which the rank reads (`RankFile`).
 
 All pipes are named pipes, because the forkserver passes at most 256 descriptors to its forks. This
 module must not import torch, because the agent imports this module.
@@ -24,10 +25,10 @@ from taas_magic import messages
 from taas_magic.messages import AnswerInput, CellOrder, Event, RankMessage, StoreMessage
 
 OTHERS_END_S = 0.4
-"""Maximum seconds that an ending rank waits until the other ranks end, too.
+"""Maximum seconds that an ending rank waits until all ranks of its host are ending.
 
-The wait keeps this rank's sockets open, because another rank's `init_process_group` may still be
-connecting to this rank.
+Until then, the rank keeps its sockets open, because ranks that are still in `init_process_group`
+may be connecting to these sockets.
 """
 
 SIGNAL = signal.SIGRTMAX - 3
@@ -48,7 +49,8 @@ RankFile = Literal["log", "messages", "ask", "cells", "input", "stack", "stacks"
 - `cells`: the pipe that brings cells to a rank of a session.
 - `input`: the pipe that brings the lines that the user types.
 - `stack`: the file to which faulthandler writes the Python stack when a signal kills the rank.
-- `stacks`: the file to which the rank and its forks write their stacks when the agent asks.
+- `stacks`: the file to which the rank and its forks write their stacks when the agent sends
+  `SIGNAL`.
 - `error.json`: the file to which torch's `record` writes the rank's exception.
 """
 
@@ -56,15 +58,17 @@ RankFile = Literal["log", "messages", "ask", "cells", "input", "stack", "stacks"
 RUNNING = "running"
 """Name of a pipe that every rank of this host keeps open for writing until the rank ends.
 
-By this pipe, an ending rank notices that all other ranks have ended (`await_others`). No process
-writes to the pipe.
+No process writes to the pipe. An ending rank closes its write end, and waits until all other ranks
+of the host have closed their write ends, too (`await_others`).
 """
 
 
 def rank_file(folder: Path, rank: int, what: RankFile) -> Path:
     """Return the path of a file or named pipe that a rank shares with its agent.
 
-    `folder` is the private folder of the rank's attempt, here and in the functions below.
+    Args:
+        folder: Private folder of the rank's attempt.
+        what: Kind of the file or pipe.
     """
     return folder / f"{rank}.{what}"
 
@@ -79,12 +83,25 @@ SEND_STACKS, CUT_CONNECTIONS = b"?", b"!"
 
 
 def request_cut(folder: Path, rank: int, cell: int) -> None:
-    """Request that a rank cut its connections to other ranks, if the rank still runs `cell`."""
+    """Send a rank the request to cut its connections to other ranks if it still runs `cell`.
+
+    Do nothing if the rank does not read its pipe, or the pipe is full.
+
+    Args:
+        folder: Private folder of the rank's attempt.
+        cell: Number of the cell in its session.
+    """
     _send_request(folder, rank, b"%b%d " % (CUT_CONNECTIONS, cell))
 
 
 def request_stacks(folder: Path, rank: int) -> None:
-    """Request a rank's stack report. Do nothing if no rank reads the pipe, or the pipe is full."""
+    """Send a rank the request for a stack report.
+
+    Do nothing if the rank does not read its pipe, or the pipe is full.
+
+    Args:
+        folder: Private folder of the rank's attempt.
+    """
     _send_request(folder, rank, SEND_STACKS)
 
 
@@ -96,14 +113,20 @@ def _send_request(folder: Path, rank: int, what: bytes) -> None:
 
 
 def send_cell_order(folder: Path, rank: int, cell: CellOrder) -> None:
-    """Send a rank of a session the order to run a cell, or the order to end."""
+    """Send a rank of a session the order to run a cell, or the order to end.
+
+    Args:
+        folder: Private folder of the session's ranks on this host.
+    """
     _write_line(rank_file(folder, rank, "cells"), cell)
 
 
 def answer_input(folder: Path, answer: AnswerInput) -> None:
-    """Send a line of the user's input to the rank that requested input.
+    """Send a line that the user typed, or the end of the input, to the rank that requested a line.
 
-    The encoded answer may have at most PIPE_BUF bytes.
+    Args:
+        folder: Private folder of the rank's attempt.
+        answer: The line. The encoded answer may have at most PIPE_BUF (4096) bytes.
     """
     _write_line(rank_file(folder, answer.rank, "input"), answer)
 
@@ -148,6 +171,8 @@ _PIECE_BYTES = 4000
 def pieces(message: bytes, sender: bytes) -> Iterator[bytes]:
     """Divide a message into lines, each short enough to be written to a pipe atomically.
 
+    Each line has `MORE` or `LAST`, the sender, and a piece of the message.
+
     Args:
         sender: Id by which the agent finds all pieces of the message. It must be unique in the
             pipe, and must not contain spaces.
@@ -165,10 +190,10 @@ def flush_output() -> None:
 
 
 class AgentLink:
-    """The rank's connection to its agent: the rank's ends of the pipes.
+    """The rank's connection to its agent: the rank's ends of the pipes between them.
 
-    All threads and forks of the rank may call `send`. The constructor opens pipes that the agent
-    must already have created.
+    All threads and forks of the rank may call `send`. The constructor opens the pipes, which the
+    agent must already have created.
     """
 
     def __init__(self, folder: Path, rank: int) -> None:
@@ -192,7 +217,7 @@ class AgentLink:
     def redirect_output(self) -> None:
         """Redirect descriptors 1 and 2, and Python's stdout and stderr, to the log pipe.
 
-        Python's stdout and stderr become line-buffered. They share one pipe, so that their lines
+        Python's stdout and stderr become line-buffered. Both use the same pipe, so that their lines
         stay in order.
         """
         sys.stdout.flush()
@@ -205,25 +230,28 @@ class AgentLink:
         sys.stderr = sys.__stderr__ = open(2, "w", closefd=False, **options)  # type: ignore[call-overload,misc] # noqa: SIM115
 
     def wait_for_request(self, timeout_s: float) -> bytes:
-        """Wait for requests of the agent.
+        """Wait up to `timeout_s` seconds for requests of the agent to this rank.
 
         Returns:
-            One or more requests, such as `SEND_STACKS`; b"" if none arrived within `timeout_s`
-            seconds.
+            One or more requests, such as `SEND_STACKS`; b"" if no request arrived.
         """
         if not select.select([self._asked], [], [], timeout_s)[0]:
             return b""
         return os.read(self._asked, 4096)
 
     def await_others(self) -> None:
-        """Report that this rank is ending; wait up to `OTHERS_END_S` for the host's other ranks."""
+        """Wait up to `OTHERS_END_S` seconds until all ranks of this host are ending.
+
+        First closes this rank's write end of the pipe `RUNNING`, by which the host's other ranks
+        notice that this rank is ending.
+        """
         self._running.close()
         poll = select.poll()
         poll.register(self._others, 0)  # POLLHUP arrives when no rank has the pipe open
         poll.poll(OTHERS_END_S * 1000)
 
     def send(self, message: Event | RankMessage | StoreMessage) -> None:
-        """Send one message to the agent. Blocks while the pipe is full."""
+        """Send one message to the agent. Blocks while the message pipe is full."""
         sender = b"%d.%d" % (os.getpid(), next(self._numbers))
         for piece in pieces(messages.encode(message), sender):
             os.write(self._messages, piece)
