@@ -1,4 +1,4 @@
-"""The project store of a run. Only rank 0 may write to the store; some hosts have a copy of it.
+"""The project store of a run. Only rank 0 may write to the store.
 
 rule.py      chooses the store, checks that it is usable, and locks it for the run that owns it
 guard.py     makes the store read-only for a rank, by mounts, Landlock, or Python alone
@@ -7,8 +7,9 @@ libraries.py redirects file writes of libraries in C, C++ and Rust
 receipt.py   records what a host's ranks wrote, and makes the receipt of a run
 publish.py   atomic file writes, and `taas.save`
 
-A host that shares no file system with the notebook has a mirror. The following modules copy files
-between the store and the mirrors. Neither side trusts the names or bytes that the other side sends.
+A host that shares no file system with the notebook has a mirror: a copy of the store. The following
+modules copy files between the store and the mirrors. The notebook's side and the hosts do not trust
+each other: both check the names and bytes that they receive.
 
 tree.py      access to files below a folder without following links, and atomic writing of files
 ignore.py    rules for which files are copied to hosts, or accepted from hosts

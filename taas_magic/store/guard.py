@@ -1,21 +1,23 @@
-"""Keep a rank from writing to the project store.
+"""Keep ranks other than 0 from writing to the project store; in a rehearsal, also rank 0.
 
-If possible, the operating system refuses the writes. Python's own file calls are always replaced.
+If possible, the operating system refuses the writes. In any case, Python's own file calls are
+replaced by calls that redirect or refuse the write (`redirect.py`).
 
 `apply_rule` is called in a freshly forked rank before any of the user's code runs. Processes that
-the rank starts inherit mounts and Landlock.
+the rank starts inherit the mounts and the Landlock rules.
 
     mechanism        available to  error of a refused change  changes that stay possible
     read-only mount  root, user    EROFS                      none
     Landlock         anyone        EACCES                     chmod, utime, extended attributes
-    Python alone     anyone        PermissionError            by subprocesses, C++ writers, ctypes
+    Python alone     anyone        PermissionError            all by subprocesses, C++ and ctypes
 
 Mounts need root, or a Linux kernel that lets ordinary users make user namespaces.
 
 A Landlock rule set (Linux 5.13 and later) allows changes only below the folders that its rules
 name. To protect the store, the rules name all siblings of the store, and all siblings of each
-folder that contains the store. So no new entry can be made directly in a folder that contains the
-store. Before Linux 6.2 (Landlock ABI 3), Landlock cannot refuse truncation.
+folder that contains the store. As a consequence, the rank can make no new entry directly in a
+folder that contains the store. Before Linux 6.2 (Landlock ABI 3), Landlock cannot refuse
+truncation, so the rank can shorten a file of the store.
 https://docs.kernel.org/userspace-api/landlock.html
 """
 
@@ -46,7 +48,10 @@ PROTECTED_BY_PYTHON = (
 
 
 class StoreProtection(str, Enum):
-    """Mechanism that protects the store on a host. Users see the values."""
+    """Mechanism by which a host enforces that only rank 0 writes to the project store.
+
+    The receipt of a run shows the value to the user.
+    """
 
     MOUNT = "read-only mount"
     USER_MOUNT = "read-only mount in a user namespace"
@@ -56,10 +61,11 @@ class StoreProtection(str, Enum):
 
 @functools.cache
 def strongest_protection() -> StoreProtection:
-    """Return the strongest mechanism that works on this host; `PYTHON` if no trial succeeds.
+    """Return the strongest protection mechanism that works on this host, after trying each.
 
-    Each trial takes about 0.1 s; the result is cached. Trials run in separate processes, because a
-    process that has entered a user namespace cannot leave it.
+    If no other mechanism works, the result is `PYTHON`. Each trial takes about 0.1 s, so the result
+    is cached. Each trial runs in a process of its own, because a process that has entered a user
+    namespace cannot leave the namespace.
     """
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     with suppress(OSError), tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
@@ -79,7 +85,10 @@ def strongest_protection() -> StoreProtection:
 
 
 def try_protection(protection: str, folder: str) -> None:
-    """Make `folder` read-only for this process; exit with an error if it can still be changed.
+    """Protect `folder` from this process by a mechanism; exit with an error if this has no effect.
+
+    `strongest_protection` calls this function in a process of its own. The trial is to make a
+    folder in `folder`.
 
     Args:
         protection: Name of the `StoreProtection` member to try.
@@ -94,10 +103,10 @@ def try_protection(protection: str, folder: str) -> None:
 
 
 def possible_protections(user: int) -> tuple[StoreProtection, ...]:
-    """Return the mechanisms to try for a user id, strongest first.
+    """Return the mechanisms that may protect the store for this user id, strongest first.
 
-    For root, the mount in a user namespace is left out. In such a namespace, root would lose its
-    rights on other users' files.
+    An ordinary user can mount only in a user namespace. Root can mount without one, and would lose
+    its rights on other users' files in a user namespace.
     """
     mount = StoreProtection.MOUNT if user == 0 else StoreProtection.USER_MOUNT
     return (mount, StoreProtection.LANDLOCK, StoreProtection.PYTHON)
@@ -114,30 +123,34 @@ def apply_rule(
     writes: bool = False,
     rehearsal: Path | None = None,
 ) -> StoreProtection:
-    """Apply `rule` to this freshly forked process. Call once, before any of the user's code runs.
+    """Protect the store from writes of this process, and redirect the process's file calls.
+
+    Call once in a freshly forked process, before any of the user's code runs.
 
     Make the store read-only, except for rank 0 of a real run. Cache folders, the temporary folder,
     the run folder and the scratch folder stay writable. In a real run, shared folders also stay
     writable. In a rehearsal, the rehearsal folder also stays writable. If this process can no
     longer use the usual temporary folder, set TMPDIR to a folder in the scratch folder.
 
-    At the end, replace the file calls of Python and of libraries. For a write to a path in the
-    store, the new calls write to another path, raise an error, or only report the write (see
-    `redirect.py`).
+    At the end, replace the functions by which Python and libraries open and change files. For a
+    write to a path in the store, a replaced function writes to another path, raises an error, or
+    only reports the write (see `redirect.py`).
 
     Args:
-        who: Name of the process in messages.
+        rule: Settings of the run's store.
+        who: Name of the process in messages, such as a rank.
         protection: Strongest mechanism of this host, from `strongest_protection`.
         scratch: Path of the scratch folder to make, outside the store. The agent or supervisor
             removes the folder after this process has ended.
-        on_write: Called with each path in the store that this process wrote or tried to write
-            (`StoreView`).
+        on_write: Function to call with a path in the store and a flag. The flag is False if this
+            process wrote or tried to write the path. It is True if this process moved its own
+            version of the path away.
         writes: Whether this process is rank 0.
         rehearsal: The rehearsal folder, which is made if it is missing; None in a real run.
 
     Returns:
-        The mechanism in effect. For rank 0 of a real run, which needs no mechanism, the result is
-        `protection`.
+        The mechanism that now protects the store. For rank 0 of a real run, which may write to the
+        store, the result is `protection`.
     """
     scratch.mkdir(mode=0o700)
     usual = [*_caches(), tempfile.gettempdir()]
@@ -192,9 +205,9 @@ _REHEARSES = (
     "redirected; docs/rehearse.md"
 )
 _refusal_reasons: list[str] = [_ONLY_RANK_0]
-"""Explanations of a refused write; `{}` stands for the store.
+"""Explanations for the user of a refused write; `{}` stands for the path of the store.
 
-Users see only the last item. In a rehearsal, `apply_rule` appends another explanation.
+Users see only the last item. In a rehearsal, `apply_rule` appends the explanation for rehearsals.
 """
 
 _NO_FILES = ("/dev", "/proc", "/sys", "/run")
@@ -205,15 +218,15 @@ _REFUSED = re.compile(
     r"|readonly database|os error 13\b",
     re.IGNORECASE,
 )
-"""Pattern of library error messages for a write that the system refused."""
+"""Pattern of the error messages of libraries after the operating system refused a write."""
 
 
 def why_refused(error: BaseException) -> str:
     """Return an explanation for the user if `error` shows a refused write to the store; else "".
 
-    An OSError with a path is judged by its error number and path, any other error by its text. The
-    result is also "" if this process may write to the store, or if the text of `error` already
-    names the project store.
+    For an OSError with a path, the error number and the path decide. For any other error, its text
+    and the captured stderr of a failed subprocess decide. The result is also "" if this process may
+    write to the store, or if the text of `error` already names the project store.
     """
     if not _protected_store:
         return ""
@@ -229,7 +242,7 @@ def why_refused(error: BaseException) -> str:
 
 
 def _captured_stderr(error: BaseException) -> str:
-    """Return the stderr of a failed subprocess if the program has captured it; else ""."""
+    """Return the captured stderr if `error` is about a failed subprocess and has it; else ""."""
     stderr = error.stderr if isinstance(error, subprocess.CalledProcessError) else None
     return stderr.decode(errors="replace") if isinstance(stderr, bytes) else str(stderr or "")
 
@@ -252,20 +265,27 @@ _CACHES = (".cache", ".config", ".ipython", ".nv", ".triton")
 
 
 def _caches() -> list[str]:
-    """Return the cache and settings folders that a rank may write even inside the store."""
+    """Return the libraries' folders for caches and settings, such as `~/.cache`.
+
+    Every rank may write to these folders, even if they are inside the store.
+    """
     named = [os.environ[name] for name in _CACHE_VARIABLES if os.environ.get(name)]
     return named + [os.path.expanduser(f"~/{name}") for name in _CACHES]
 
 
 def writable_folders(store: str, writable: Iterable[str], protection: StoreProtection) -> list[str]:
-    """Return the `writable` folders below the store; make them if they are missing.
+    """Make missing folders of `writable`, and return the existing ones below the store.
 
     The result leaves out a path at which no folder exists or can be made. A mount of such a path
     would fail, and the rank would get a weaker protection.
 
     A process under Landlock cannot make entries directly in a folder that contains the store. So
     for Landlock, this function also makes the missing `writable` folders beside the store, which
-    the process could not make later. The result has only folders below the store.
+    the process could not make later. These folders are not in the result.
+
+    Args:
+        writable: Paths of the folders that the process may write, inside or outside the store.
+        protection: Mechanism that will protect the store.
     """
     store = os.path.realpath(store)
     resolved = sorted({os.path.realpath(path) for path in writable})
@@ -281,7 +301,11 @@ def writable_folders(store: str, writable: Iterable[str], protection: StoreProte
 
 
 def _move_temporary_folder(store: str, protection: StoreProtection, scratch: Path) -> None:
-    """Set TMPDIR to a folder in `scratch` if this process cannot use the usual temporary folder."""
+    """Set TMPDIR to a folder in `scratch` if this process cannot write the usual temporary folder.
+
+    This is so if the store is the usual temporary folder. Under Landlock, it is also so if the
+    store is inside the usual temporary folder.
+    """
     usual = os.path.realpath(tempfile.gettempdir())
     if usual == store or (protection is StoreProtection.LANDLOCK and is_below(store, usual)):
         folder = scratch / "tmp"
@@ -292,8 +316,8 @@ def _move_temporary_folder(store: str, protection: StoreProtection, scratch: Pat
 def protect(store: str, writable: Sequence[str], protection: StoreProtection) -> StoreProtection:
     """Make the store read-only for this process and the processes that it will start.
 
-    If a mechanism fails, try the next weaker one. After a mechanism has succeeded, also reopen the
-    inherited descriptors (`_renew_descriptors`). If `protection` is `PYTHON`, do nothing:
+    If a mechanism fails, try the next weaker one. After a mechanism has succeeded, reopen inherited
+    descriptors of files in the store as read-only. If `protection` is `PYTHON`, do nothing:
     `redirect.py` protects the store in this case.
 
     Args:
@@ -303,7 +327,8 @@ def protect(store: str, writable: Sequence[str], protection: StoreProtection) ->
         The mechanism in effect: `protection`, or a weaker one if `protection` fails for this store.
 
     Raises:
-        RuntimeError: The process has more than one thread; the others would stay unprotected.
+        RuntimeError: The process has more than one thread. A mechanism applies only to the calling
+            thread, so other threads could still write to the store.
     """
     if protection is StoreProtection.PYTHON:
         return protection
@@ -332,12 +357,13 @@ def _apply(protection: StoreProtection, store: str, writable: Sequence[str]) -> 
 
 
 def _renew_descriptors(store: str, writable: Sequence[str]) -> None:
-    """Reopen inherited descriptors read-only, so that the protection applies to them.
+    """Reopen inherited descriptors read-only, so that the store cannot be changed through them.
 
-    A descriptor keeps the rights and the mount with which it was opened. So this function replaces
-    the descriptors of protected files and of all folders, under the same numbers and at the same
+    A descriptor keeps the rights and the mount with which it was opened. So this function opens
+    protected files and all folders again, and gives the new descriptors the old numbers and
     offsets. A descriptor whose path cannot be read becomes a descriptor of /dev/null. At the end,
-    this process enters its working directory anew, to leave the old mount.
+    this process changes to its working directory again, because the directory now lies in the new
+    read-only mount.
     """
     for name in os.listdir("/proc/self/fd"):
         descriptor = int(name)
@@ -390,14 +416,20 @@ _KEPT_FLAGS = {
     0x800: 0x800,  # nodiratime
     0x1000: 0x200000,  # relatime
 }
-"""Options that a remount in a user namespace must keep: mount(2) flag by statvfs flag."""
+"""Mount options that a remount in a user namespace must keep.
+
+The keys are the flags of statvfs(3); the values are the flags of mount(2) for the same options.
+"""
 
 
 def _enter_namespace(*, as_user: bool) -> None:
-    """Enter a private mount namespace. Later mounts of the host still appear in this namespace.
+    """Enter a private mount namespace, so that mounts of this process do not change the host.
+
+    Mounts that the host makes later still appear in this namespace.
 
     Args:
-        as_user: Whether to also enter a user namespace, in which an ordinary user may mount.
+        as_user: Whether to also enter a user namespace, because only there an ordinary user may
+            mount.
     """
     user, group = os.geteuid(), os.getegid()
     flags = _CLONE_NEWNS | (_CLONE_NEWUSER if as_user else 0)
@@ -414,7 +446,8 @@ def _mount_read_only(folder: str, writable: Sequence[str]) -> None:
 
     Args:
         folder: Absolute path without symbolic links.
-        writable: Folders inside `folder` that stay writable; they become mounts of their own.
+        writable: Folders inside `folder` that stay writable. Each becomes a mount of its own, which
+            is not made read-only.
     """
     for path in (folder, *writable):
         _mount(path, path, _MS_BIND | _MS_REC)
@@ -428,7 +461,7 @@ def _mount_read_only(folder: str, writable: Sequence[str]) -> None:
 
 
 def _unescape(field: bytes) -> str:
-    r"""Replace the octal escapes in a field of mountinfo (a space is `\040`)."""
+    r"""Return a path of /proc/self/mountinfo without its octal escapes (a space is `\040`)."""
     return os.fsdecode(re.sub(rb"\\(\d{3})", lambda octal: bytes([int(octal[1], 8)]), field))
 
 
@@ -439,7 +472,7 @@ def _mount(source: str | None, target: str, flags: int) -> None:
 
 
 def _drop_capabilities() -> None:
-    """Drop this process's capabilities in its user namespace, so that it cannot undo the mounts."""
+    """Drop this process's capabilities in its user namespace, to protect the mounts."""
     header = (ctypes.c_uint32 * 2)(0x20080522, 0)  # _LINUX_CAPABILITY_VERSION_3, this thread
     nothing = (ctypes.c_uint32 * 6)()
     _raise_if_negative(_LIBC.capset(header, nothing), "capset")
@@ -458,10 +491,10 @@ _TRUNCATE = 1 << 14
 
 
 def _restrict_by_landlock(folder: str, writable: Sequence[str]) -> None:
-    """Make Landlock refuse all changes below `folder`, permanently, for this process and children.
+    """Make Landlock refuse all changes below `folder`, for this process and its later children.
 
-    Changes stay possible in `writable`, and below the siblings of `folder` and of each folder that
-    contains `folder`.
+    The effect is permanent. Changes stay possible in `writable`, and in the entries that
+    `_siblings` returns.
 
     Args:
         folder: Absolute path without symbolic links.
@@ -486,9 +519,10 @@ def _restrict_by_landlock(folder: str, writable: Sequence[str]) -> None:
 
 
 def _siblings(folder: str) -> list[str]:
-    """Return the siblings of `folder` and of each folder that contains it.
+    """Return the paths of all entries beside `folder`, and beside each folder that contains it.
 
-    Siblings in a folder that this user cannot list are left out.
+    Landlock allows changes in these entries. If this user may not list a folder, the result has no
+    entries of that folder.
     """
     found = []
     while folder != "/":
@@ -509,6 +543,7 @@ def _allow(rules: int, path: str, rights: int) -> None:
 
     Args:
         rules: Descriptor of the rule set.
+        rights: Landlock's access rights to allow, as a bit mask.
     """
     try:
         descriptor = os.open(path, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)

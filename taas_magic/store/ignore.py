@@ -1,11 +1,11 @@
 """Rules for which files are copied between hosts and the notebook.
 
 Version control, caches, secrets and the files named in `.taasignore` are copied neither to a host
-nor back. From a host, the store also refuses files that shells, ssh, git, Python or this package
-run, or read as settings.
+nor back. Of the files that a host sends, the store also refuses files that shells, ssh, git, Python
+or this package run, or read as settings.
 
 Some file systems ignore case and invisible characters in names. So the rules for secrets and for
-executed files ignore both, too.
+executed files also ignore case and invisible characters.
 """
 
 import re
@@ -67,7 +67,7 @@ SECRETS = (
     r"\.config/(?:gcloud|gh|hub|op|rclone|doctl)",
     r"\.cache/huggingface/(?:stored_)?tokens?",
 )
-"""Patterns of names of files and folders that may hold keys. They are not copied.
+"""Patterns of names of files and folders that may hold secret keys. Such files are not copied.
 
 A line of `.taasignore` such as `!.env` makes an exception.
 """
@@ -95,18 +95,19 @@ RUN_BY_TOOLS = (
     r"taas\.toml",
     r"\.taasignore",
 )
-"""Patterns of names of files and folders that tools run, or read as settings, by themselves.
+"""Patterns of names of files and folders that tools run or read unasked, for example as settings.
 
-The tools are shells, ssh, git, Python and this package.
+The tools are shells, ssh, git, Python and this package. The store accepts no such file from a host.
 """
 
 _TORCH_BEGINS = (b"PK\x03\x04", b"\x80")
 """First bytes of a file from `torch.save`: a zip archive, or a pickle from an old version."""
 
 _IMPORT_LINE = re.compile(rb"[\n\r\v\f\x1c-\x1e\x85\xa8\xa9]import[ \t]")
-"""Pattern of a line that begins with `import`, and of the separator before the line.
+"""Pattern of a line break and the word `import` after it.
 
-The separators are all bytes at which some version of Python splits a `.pth` file into lines.
+Python executes such a line of a `.pth` file in a folder of installed packages. The line breaks are
+all bytes at which some version of Python splits a `.pth` file into lines.
 """
 
 _OVERLAP_BYTES = 16
@@ -116,9 +117,9 @@ class IgnoreRules:
     """Patterns of files that are not copied to or from hosts.
 
     Args:
-        lines: Lines of a `.taasignore`, in gitignore's syntax. They can override the defaults:
-            with the line `!__pycache__/`, these folders are copied; with `!.env`, the file `.env`
-            is copied. A general line such as `!*/` overrides no default.
+        lines: Lines of a `.taasignore`, in gitignore's syntax. A line can override a default: with
+            `!__pycache__/`, folders of this name are copied; with `!.env`, the file `.env` is
+            copied. But a general line such as `!*/` overrides no default.
     """
 
     def __init__(self, lines: Iterable[str] = ()) -> None:
@@ -130,14 +131,18 @@ class IgnoreRules:
         self._named = GitIgnoreSpec.from_lines(named)
 
     def is_secret(self, path: str) -> bool:
-        """Return whether `path` may hold keys, and no `!` line of `.taasignore` names the path."""
+        """Return whether the name of `path` shows that the file may hold secret keys.
+
+        The result is False if a `!` line of `.taasignore` names the path.
+        """
         return _is_secret(path) and not any(self._named.match_file(it) for it in (path, path + "/"))
 
     def why_not_accepted(self, path: str) -> str:
         """Return why the store refuses a file at `path` from a host; "" if the store accepts it.
 
         The store refuses files that may hold keys, files that tools run by themselves, and files
-        that the default patterns or `.taasignore` ignore. Only the path is checked.
+        that the default patterns or `.taasignore` ignore. Only the path is checked, not the
+        content of the file.
         """
         if self.is_secret(path):
             return "it may hold a secret"
@@ -148,7 +153,7 @@ class IgnoreRules:
         return f"{FILE_NAME} names it" if self.leaves_out_any_kind(path) else ""
 
     def leaves_out(self, path: str, folder: bool = False) -> bool:
-        """Return whether an ignore rule matches `path` or a parent folder of `path`.
+        """Return whether an ignore rule for `path` or a parent folder excludes `path` from copying.
 
         Args:
             path: Path relative to the store.
@@ -162,7 +167,10 @@ class IgnoreRules:
         return bool(getattr(next(matching, None), "include", False))
 
     def leaves_out_any_kind(self, path: str) -> bool:
-        """Return whether `leaves_out` is true for `path` as a file or as a folder."""
+        """Return whether an ignore rule would match `path` if it is a file, or if it is a folder.
+
+        Use this method if the caller does not know which of the two `path` is.
+        """
         return self.leaves_out(path) or self.leaves_out(path, folder=True)
 
 
@@ -182,15 +190,18 @@ def ignore_of(tree: Tree) -> IgnoreRules:
 
 
 def is_run_by_tools(path: str) -> bool:
-    """Return whether `path` matches `RUN_BY_TOOLS`, so that a host may not send the file."""
+    """Return whether tools such as git or Python would run or read a file at `path` unasked.
+
+    The store accepts no such file from a host. `RUN_BY_TOOLS` lists the patterns.
+    """
     return _RUN_BY_TOOLS.fullmatch(normal_form(path)) is not None
 
 
 class PathFileCheck:
-    """Checker of an arriving file with the suffix `.pth`: is the file a checkpoint of torch?
+    """Checker that tells torch's checkpoints with the suffix `.pth` from Python's path files.
 
-    Python's path files have the same suffix. In a folder of installed packages, Python executes
-    each line of a path file that begins with `import`.
+    In a folder of installed packages, Python executes each line of a path file that begins with
+    `import`. So the store refuses a `.pth` file that is not a checkpoint.
     """
 
     def __init__(self) -> None:
@@ -198,7 +209,7 @@ class PathFileCheck:
         self._has_import = False
 
     def add(self, data: bytes) -> None:
-        """Check the next bytes of the file."""
+        """Check the next bytes of the file. Call for all bytes, in order."""
         self._begins = self._begins or data[:_OVERLAP_BYTES]
         seen = self._end + data
         self._has_import = self._has_import or _IMPORT_LINE.search(seen) is not None
@@ -211,10 +222,10 @@ class PathFileCheck:
 
 
 def normal_form(path: str) -> str:
-    """Return `path` in lower case, and without differences that some file systems ignore.
+    """Return a form of `path` that is equal for all paths that some file system treats as the same.
 
-    Two paths have the same normal form if some file system treats the two paths as the same path.
-    For example, invisible characters, and dots or spaces at the end of a name, are removed.
+    The form is in lower case. For example, invisible characters, and dots or spaces at the end of a
+    name, are removed.
     """
     seen = path.lower()
     if not path.isascii():
@@ -224,7 +235,10 @@ def normal_form(path: str) -> str:
 
 
 def _anywhere(patterns: Iterable[str]) -> re.Pattern[str]:
-    """Return a pattern for paths in which a file or folder name matches any of `patterns`."""
+    """Return a pattern that matches a path if the name of any part of it matches `patterns`.
+
+    A pattern in `patterns` may also be for several parts, such as `a/b`.
+    """
     return re.compile(rf"(?:.*/)?(?:{'|'.join(patterns)})(?:/.*)?", re.DOTALL)
 
 
@@ -236,7 +250,7 @@ def _is_secret(path: str) -> bool:
 
 
 def _includes_any_folder(line: str) -> bool:
-    """Return whether a `!` line re-includes folders of any name, as `!*/`, `!*` and `!.*/` do."""
+    """Return whether a line of `.taasignore` re-includes all folders, as `!*/` and `!.*/` do."""
     spec = GitIgnoreSpec.from_lines([line[1:]] if line.startswith("!") else [])
     return any(map(spec.match_file, ("folder/", ".folder/")))
 

@@ -26,6 +26,7 @@ class _Call(NamedTuple):
     """A library function or method that opens a file.
 
     Attributes:
+        module: Name of the module that has the function or class.
         name: Name of the function, or of a method as `Class.method`.
         position: Index of the path in the positional arguments; `self` of a method has index 0.
         parameter: Name of the path's parameter.
@@ -63,10 +64,11 @@ CALLS = (
 
 
 def install(view: StoreView) -> None:
-    """Permanently replace the functions in `CALLS`, now or when their modules are imported.
+    """Permanently replace the functions in `CALLS` by ones that get the redirected path.
 
-    A function that only reads is replaced only for a `DiscardingView`: only then, the rank may have
-    its own versions of the store's files, in its scratch folder.
+    If a module is not imported yet, replace its functions as soon as it is imported. A function
+    that only reads is replaced only for a `DiscardingView`. Only a rank with this view may have its
+    own versions of the store's files, in its scratch folder.
     """
     modules: dict[str, list[_Call]] = {}
     for call in CALLS:
@@ -77,7 +79,7 @@ def install(view: StoreView) -> None:
 
 
 def _replace_all(view: StoreView, calls: list[_Call]) -> None:
-    """Replace the functions and classes named in `calls` by ones that redirect paths.
+    """Replace the functions and classes named in `calls` by ones that get the redirected path.
 
     A name that the library does not have is skipped. A function of a module is also replaced in all
     other modules that have imported it under the same name.
@@ -112,7 +114,7 @@ def _replace_where_imported(name: str, real: object, replacement: object) -> Non
 
 
 def _redirected_class(view: StoreView, call: _Call, real: Any) -> type | None:
-    """Return a subclass with a redirected constructor; None if the class allows no subclass."""
+    """Return a subclass whose constructor gets the redirected path; None if none can be made."""
 
     def new(cls: type, *args: Any, **kw: Any) -> Any:
         return _redirected(view, call, partial(real.__new__, cls))(*args, **kw)
@@ -124,9 +126,9 @@ def _redirected_class(view: StoreView, call: _Call, real: Any) -> type | None:
 
 
 def _redirected(view: StoreView, call: _Call, real: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that calls `real` with the redirected path.
+    """Return a function that calls `real` with the path that `view` selects.
 
-    The path is not redirected if it is a URL or an open file, or if the call has an argument
+    The path is unchanged if it is a URL or an open file, or if the call has an argument
     `filesystem` (pyarrow).
     """
 
@@ -150,7 +152,9 @@ def _redirected(view: StoreView, call: _Call, real: Callable[..., Any]) -> Calla
 
 
 def _redirect_argument(view: StoreView, call: _Call, path: Any, mode: Any) -> Any:
-    """Return the path to pass to a library's function: the caller's path, or the redirected path.
+    """Return the path that a library's function must use instead of the caller's `path`.
+
+    The result is `path` itself if `view` does not redirect it.
 
     Args:
         mode: The caller's `mode` argument; used only if `call.writes` is None.

@@ -1,7 +1,7 @@
 """The list of a store's files and folders to copy to hosts, with the hash of each file.
 
-A host may be hostile, and the store may contain names that are impossible on a host. So both sides
-check paths.
+A host may be hostile, and the store may contain names that are impossible on a host. So the
+notebook's side and the host both check paths.
 """
 
 import hashlib
@@ -23,16 +23,16 @@ from taas_magic.store.ignore import FILE_NAME, ignore_of
 from taas_magic.store.tree import CaseChecker, Tree, TreeEntry, printable, why_unsafe
 
 FOLDER = "folder"
-"""Value that is stored for a folder instead of a hash."""
+"""Value of `ManifestEntry.sha256` for a folder, which has no hash."""
 
 MAX_FILES = 250_000
 """Maximum number of files that are copied to a host."""
 
 _FRESH_NS = 2_000_000_000
-"""Minimum age in nanoseconds of a file's last change, for caching the file's hash.
+"""Nanoseconds that must have passed since a file's last change before its hash is cached.
 
 A second change shortly after the first may leave the file's time stamp unchanged, because NFS may
-store time stamps in whole seconds.
+store time stamps in whole seconds. Then the cached hash would be wrong.
 """
 
 _BLOCK_BYTES = 1 << 20
@@ -49,10 +49,10 @@ class ManifestEntry(Struct, frozen=True, array_like=True):
 
     Attributes:
         path: Path relative to the store or the run folder.
-        size: Bytes; 0 for a folder.
+        size: Size in bytes; 0 for a folder.
         sha256: Hash of the file; `FOLDER` for a folder; "" for a file without a hash.
         executable: Whether the file's owner may execute it.
-        mtime_ns: Time of the last change of the content.
+        mtime_ns: Time of the last change of the content, in nanoseconds since 1970; 0 for a folder.
     """
 
     path: str
@@ -89,7 +89,10 @@ class Manifest(Struct):
     skipped: dict[str, str]
 
     def safe(self) -> "Manifest":
-        """Return a copy with unsafe paths moved to `skipped`, because the sender may be hostile."""
+        """Return a copy with unsafe paths moved to `skipped`, because the sender may be hostile.
+
+        For example, a path is unsafe if it leads out of the store.
+        """
         unsafe = {it.path: why for it in self.entries if (why := why_unsafe(it.path))}
         return Manifest(
             [entry for entry in self.entries if entry.path not in unsafe],
@@ -98,12 +101,12 @@ class Manifest(Struct):
 
 
 class ChangeList(Struct):
-    """Changes of the store by hosts other than the one that asked (`ListChanges`), oldest first.
+    """Response to `ListChanges`: the changes of the store by hosts other than the one that asked.
 
     Attributes:
         number: Number of the last change of any host; the next request passes it as `since`.
-        entries: Changed files and folders as they are now. A path that was a file may now be a
-            folder, and the other way round.
+        entries: Changed files and folders as they are now, in the order of their changes. A file
+            may have become a folder, and a folder may have become a file.
         removed: Paths that were removed; a folder comes after its contents.
     """
 
@@ -113,9 +116,10 @@ class ChangeList(Struct):
 
 
 class Hashes:
-    """Cache of the SHA-256 hashes of files by path, and list of known folders.
+    """Cache of the hashes (SHA-256) of a store's or mirror's files, by path.
 
-    A hash is valid while the file's inode, size, mtime and ctime are unchanged, as in git's index.
+    The cache also lists folders, with `FOLDER` in place of a hash. A hash is valid while the file's
+    inode, size, mtime and ctime are unchanged, as in git's index.
 
     Args:
         file: File that stores the cache between runs.
@@ -160,7 +164,7 @@ class Hashes:
         return digest.hexdigest()
 
     def remember(self, path: str, sha256: str, status: os.stat_result | None = None) -> None:
-        """Record the hash of a file, or a folder.
+        """Add a file with its hash, or a folder, to the cache.
 
         Args:
             path: Path of the file or folder.
@@ -170,20 +174,23 @@ class Hashes:
         self._known[path] = (_key(status) if status else _NO_KEY, sha256)
 
     def forget(self, path: str) -> None:
-        """Remove a path from the cache. The next call of `hash_of` hashes its file again."""
+        """Remove a path from the cache, so that the next `hash_of` reads the file again."""
         self._known.pop(path, None)
 
     def keep_only(self, paths: set[str]) -> None:
-        """Remove all paths that are not in `paths`."""
+        """Remove from the cache all paths that are not in `paths`."""
         self._known = {path: known for path, known in self._known.items() if path in paths}
 
     def is_content(self, path: str, sha256: str) -> bool:
-        """Return whether the last known hash at `path` is `sha256` (`FOLDER` for a folder)."""
+        """Return whether the cache has the hash `sha256` for `path`. Does not read the file.
+
+        With `FOLDER` as `sha256`, return whether the cache lists a folder at `path`.
+        """
         known = self._known.get(path)
         return known is not None and known[1] == sha256
 
     def is_same(self, path: str, status: os.stat_result) -> bool:
-        """Return whether a file has the inode, size and mtime that were recorded with its hash.
+        """Return whether `status` has the inode, size and mtime that the cache has for the file.
 
         ctime is not compared, because a move changes a file's ctime.
         """
@@ -191,7 +198,7 @@ class Hashes:
         return known is not None and known[0][:3] == _key(status)[:3]
 
     def save(self) -> None:
-        """Write the cache to its file for the next run."""
+        """Write the cache to its file, from which the next run reads it."""
         with replace_atomically(self._file) as file:
             file.write(to_json([(path, *known) for path, known in self._known.items()]))
 
@@ -261,7 +268,12 @@ def _hashed(
 
 
 def _check_limit(files: list[TreeEntry], store: str, limit_bytes: int) -> None:
-    """Raise StoreError if a store has too many files or bytes to be copied to hosts."""
+    """Raise StoreError if `files` are more than `MAX_FILES`, or larger than `limit_bytes` in total.
+
+    Args:
+        files: Files of a store that would be copied to hosts.
+        store: Path of the store, for the message.
+    """
     size_bytes = sum(tree_entry.status.st_size for tree_entry in files)
     if size_bytes > limit_bytes:
         raise StoreError(
@@ -288,7 +300,7 @@ def _biggest(files: list[TreeEntry]) -> str:
 
 
 def blocks(file: FileIO) -> Iterator[bytes]:
-    """Yield the content of a file in blocks of at most `_BLOCK_BYTES`."""
+    """Yield the content of a file in blocks of at most `_BLOCK_BYTES` (1 MiB)."""
     while block := file.read(_BLOCK_BYTES):
         yield block
 

@@ -40,10 +40,10 @@ from taas_magic.store.tree import (
 )
 
 MAX_MIRRORS = 16
-"""Maximum number of copies of one store on a host; simultaneous runs need one each."""
+"""Maximum number of copies of one store on a host. Each of several simultaneous runs needs one."""
 
 KEPT_S = 30 * 24 * 3600.0
-"""Seconds without use after which a mirror is removed."""
+"""Seconds without use after which `reserve` removes a mirror."""
 
 
 class Mirror:
@@ -52,11 +52,12 @@ class Mirror:
     Attributes:
         path: Path of the copy; the ranks' working directory.
         staging: Descriptor of the folder in which arriving files are written.
-        hashes: The files and folders of the copy that were the same in the store when they were
-            last compared; with the hash of each file.
+        hashes: Hashes of the files that, as last known, have the same content in the store and in
+            the copy. Also lists the folders that both have.
 
     Args:
-        folder: Folder with the copy and its lock file. The caller holds the lock.
+        folder: Folder with the copy and its lock file.
+        until_end: Exit stack that holds the lock. `Mirror.close` closes this stack.
     """
 
     def __init__(self, folder: Path, until_end: ExitStack) -> None:
@@ -81,8 +82,8 @@ class Mirror:
 def reserve(store: str, owner: str, cache: Path | None = None) -> Mirror:
     """Reserve the first free mirror of a store on this host; make a new mirror if none is free.
 
-    First remove all free mirrors, of any store, whose last use was more than `KEPT_S` ago. The
-    result holds the mirror's lock until `Mirror.close`.
+    A mirror is free if no run uses it. First remove all free mirrors, of any store, that were last
+    used more than `KEPT_S` seconds ago. The result holds the mirror's lock until `Mirror.close`.
 
     Args:
         store: Path of the store on the notebook's machine.
@@ -108,9 +109,10 @@ def reserve(store: str, owner: str, cache: Path | None = None) -> Mirror:
 
 
 def _candidates(cache: Path, store: str, owner: str) -> Iterator[Path]:
-    """Yield the possible mirror folders of a store on this host.
+    """Yield the paths of the `MAX_MIRRORS` folders that may hold mirrors of a store on this host.
 
-    The names depend on the host's name, because hosts may share a home folder without file locks.
+    The folders may not exist. Their names depend on the host's name. So two hosts that share a home
+    folder use different mirrors, even if the file system has no locks.
     """
     digest = hashlib.sha256(f"{owner}\0{store}\0{platform.node()}".encode()).hexdigest()[:12]
     readable = re.sub(r"[^A-Za-z0-9._-]", "_", os.path.basename(store))[:40].lstrip(".")
@@ -119,7 +121,11 @@ def _candidates(cache: Path, store: str, owner: str) -> Iterator[Path]:
 
 
 def _remove_old_mirrors(cache: Path, before: float) -> None:
-    """Remove unused mirrors that were last used before the time `before`, in seconds since 1970."""
+    """Remove all mirrors in `cache` that are not in use and were last used before a time.
+
+    Args:
+        before: Time in seconds since 1970.
+    """
     for lock in cache.glob("*/lock"):
         with suppress(FileNotFoundError):
             if lock.stat().st_mtime < before:
@@ -129,25 +135,30 @@ def _remove_old_mirrors(cache: Path, before: float) -> None:
 
 
 ATTEMPTS = 3
-"""Maximum attempts to fetch a file that arrives damaged, or changes while it is copied."""
+"""Maximum number of times that `update_mirror` tries to make a mirror equal to the store.
+
+An attempt fails if a file arrives damaged, or changes while it is copied.
+"""
 
 _ASK_AGAIN_S = 0.05
 
 
 def update_mirror(mirror: Mirror, send_request: SendRequest, fresh: bool = False) -> Manifest:
-    """Update the mirror to the content of the store; fetch only content that the mirror lacks.
+    """Make the mirror equal to the store; fetch only content that the mirror does not have.
 
     Wait while the notebook's side searches the store. If a file could not be fetched, or arrived
     damaged, start again with a new search. At the end, save the hashes.
 
     Args:
-        fresh: Whether to search the store again, instead of using the run's last search.
+        fresh: Whether the notebook's side must search the store again. If False, it sends the
+            result of the run's last search.
 
     Returns:
-        The manifest to which the mirror is now equal.
+        Manifest of the store, which now also describes the mirror.
 
     Raises:
-        StoreError: The mirror cannot be written, or a file arrived damaged in all `ATTEMPTS`.
+        StoreError: The mirror cannot be written, or some files could not be fetched undamaged in
+            any of the `ATTEMPTS` attempts.
     """
     damaged: list[str] = []
     for attempt in range(ATTEMPTS):
@@ -172,7 +183,7 @@ def update_mirror(mirror: Mirror, send_request: SendRequest, fresh: bool = False
 
 
 def _apply_manifest(mirror: Mirror, want: Manifest, send_request: SendRequest) -> list[str]:
-    """Make the mirror's content equal to the manifest `want`.
+    """Make, copy, fetch and remove files and folders until the mirror is equal to `want`.
 
     Returns:
         Paths of the files that could not be fetched, or arrived damaged.
@@ -199,6 +210,10 @@ def _copy_known_content(
     mirror: Mirror, want: Manifest, there: Mapping[str, ManifestEntry]
 ) -> list[ManifestEntry]:
     """Copy files whose content is already elsewhere in the mirror, for example after a rename.
+
+    Args:
+        want: Manifest to which the mirror shall become equal.
+        there: Files and folders of the mirror by path.
 
     Returns:
         Entries of the files that must be fetched.
@@ -260,10 +275,13 @@ def _fetch(
 ) -> dict[str, OSError]:
     """Fetch files from the notebook's side, and move them to their paths in the mirror.
 
-    A file that arrives damaged counts as not fetched. Errors of the mirror's disk are raised.
+    A file that arrives damaged counts as not fetched.
 
     Returns:
         The error of each file that could not be fetched or moved, by path.
+
+    Raises:
+        OSError: The mirror's disk is full or broken.
     """
     sought = {entry.path: entry for entry in entries}
     missed: dict[str, OSError] = {}
@@ -311,14 +329,14 @@ def _install_file(mirror: Mirror, incoming: IncomingFile, entry: ManifestEntry) 
 
 
 ASK_S = 0.25
-"""Seconds between two requests for the changes of other hosts."""
+"""Seconds between two requests of a host for the changes that other hosts made in the store."""
 
 
 class StoreUpdater:
-    """Thread that applies the other hosts' changes of the store to this mirror.
+    """Thread on a host that fetches the other hosts' changes of the store into this mirror.
 
     Args:
-        note: Shows the user why a file was not copied, or why the updates have ended.
+        note: Function that shows the user why a file was not copied, or why the updates have ended.
     """
 
     def __init__(
@@ -330,7 +348,7 @@ class StoreUpdater:
         self._thread = threading.Thread(target=self._run, name="taas-store-news", daemon=True)
 
     def start(self) -> None:
-        """Start the thread."""
+        """Start the thread, which calls `catch_up` every `ASK_S` seconds."""
         self._thread.start()
 
     def finish(self) -> None:
@@ -368,7 +386,7 @@ class StoreUpdater:
         return self._mirror.tree.remove(path)
 
     def _clear_path(self, entry: ManifestEntry) -> bool:
-        """Remove a file or an empty folder that is in the way of `entry`.
+        """Remove files or an empty folder in the mirror that are in the way of `entry`.
 
         If `entry` is a file, a folder at its path is in the way. If `entry` is a folder, a file at
         its path is in the way. A file in place of a parent folder is always in the way.

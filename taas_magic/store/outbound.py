@@ -1,8 +1,8 @@
-"""Send files that are written in a mirror back to the project store, soon after they are closed.
+"""Send files that ranks write in a mirror back to the project store, soon after they are closed.
 
-An event of inotify(7) only marks a path to be checked. Soon afterwards, `_ChangeSender` sends the
-file that is then at the path. If events were lost, or inotify is not available, all paths are
-checked.
+An event of inotify(7) only tells at which path something has changed. Soon afterwards,
+`_ChangeSender` sends the file that is then at this path. If events were lost, or inotify is not
+available, all paths are checked for changes.
 
 Neither a package nor polling can replace inotify: docs/decisions.md has the measurements.
 """
@@ -38,7 +38,7 @@ from taas_magic.store.rule import is_below
 from taas_magic.store.tree import TreeEntry, UnsafeError, folders_of, printable, why_unsafe
 
 BLIND_S = 0.5
-"""Seconds between two checks of all paths if inotify cannot watch all folders."""
+"""Seconds between two searches of the whole mirror for changes if inotify cannot watch it."""
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
@@ -52,11 +52,14 @@ _EVENT = struct.Struct("iIII")
 
 
 class _Watch:
-    """Inotify watch of a folder and all folders below it, including new ones.
+    """Watcher that learns from inotify what changes in a folder and in all folders below it.
+
+    Folders that are made later are watched, too.
 
     Args:
-        skips: Returns True for a folder that need not be watched; its argument is relative to
-            `root`.
+        root: Path of the folder.
+        skips: Function that gets the path of a folder relative to `root`, and returns True if the
+            folder need not be watched.
     """
 
     def __init__(self, root: str, skips: Callable[[str], bool]) -> None:
@@ -81,17 +84,17 @@ class _Watch:
         os.eventfd_write(self._over, 1)
 
     def wait(self, timeout_s: float | None) -> tuple[set[str], bool]:
-        """Wait until something changes, the timeout passes, or `wake` is called.
+        """Wait until something in a watched folder changes, `timeout_s` passes, or `wake` is called.
 
-        If some folder cannot be watched, wait at most `BLIND_S`. New folders are watched from now
-        on.
+        If some folder cannot be watched, wait at most `BLIND_S` seconds. New folders are watched
+        from now on.
 
         Args:
             timeout_s: Seconds to wait at most; None for no limit.
 
         Returns:
-            Paths to check; and whether all other paths must be checked, because events may have
-            been lost.
+            Paths at which something may have changed; and whether all other paths must also be
+            checked, because events may have been lost.
         """
         if self._misses_events:
             timeout_s = BLIND_S if timeout_s is None else min(timeout_s, BLIND_S)
@@ -111,7 +114,7 @@ class _Watch:
         return paths, overflowed or self._misses_events
 
     def _events(self) -> Iterator[tuple[int, int, str]]:
-        """Yield watch descriptor, mask and file name of each pending event of inotify."""
+        """Yield the watch descriptor, the mask and the file name of each pending inotify event."""
         while self._inotify >= 0:
             try:
                 data = os.read(self._inotify, 1 << 16)
@@ -128,9 +131,9 @@ class _Watch:
     def _watch_tree(self, path: str) -> list[str]:
         """Watch a folder and all folders below it; return all paths that already exist below it.
 
-        Skip a folder for which `skips` is true, or which is gone. If an existing folder cannot be
-        watched, record that events are missed from now on. The system keeps the watch of a folder
-        that is moved within the tree. For such a folder, this method records the new path.
+        Skip a folder that no longer exists, or for which `skips` is true. If an existing folder
+        cannot be watched, record that events are missed from now on. The system keeps the watch of
+        a folder that is moved within the tree. For such a folder, this method records the new path.
         """
         if path and self._skips(path):
             return []
@@ -174,13 +177,13 @@ def is_being_written(file: FileIO) -> bool:
 
 
 def has_changed(file: FileIO, before: os.stat_result) -> bool:
-    """Return whether the size or modification time of a file differs from `before`."""
+    """Return whether an open file has another size or modification time than in `before`."""
     now = os.fstat(file.fileno())
     return (now.st_size, now.st_mtime_ns) != (before.st_size, before.st_mtime_ns)
 
 
 SMALL_BYTES = 1 << 18
-"""Maximum bytes of a file that is sent as one piece."""
+"""Maximum size in bytes of a file that is sent as one piece. A larger file is sent in several pieces."""
 
 _FRESH_NS = 100_000_000
 
@@ -188,8 +191,10 @@ _FRESH_NS = 100_000_000
 class _ChangeSender:
     """Sender of the changes in one host's mirror to the notebook's side.
 
+    A file is large if it has more than `SMALL_BYTES` bytes. A large file is sent in several pieces.
+
     Args:
-        note: Shows the user which file could not be sent, and why.
+        note: Function that shows the user which file could not be sent, and why.
         receipt_builder: Record of sent and refused files, which this class updates.
 
     Attributes:
@@ -213,9 +218,9 @@ class _ChangeSender:
         self.large: dict[str, Iterator[FilePiece]] = {}
 
     def send_changes(self, paths: Iterable[str]) -> None:
-        """Send the changes at `paths`; add large files to `large`, which `send_large` sends later.
+        """Send the changes at `paths`; put large files into `large`, for `send_large`.
 
-        A path that no longer exists is sent as a removal. A path that the project ignores, or that
+        A path that no longer exists is sent as a removal. A path that an ignore rule names, or that
         is neither a file nor a folder, is recorded as refused.
 
         Args:
@@ -234,7 +239,7 @@ class _ChangeSender:
         self._send_queued()
 
     def send_large(self) -> None:
-        """Send the next piece of the first large file.
+        """Send the next piece of the first file in `large`.
 
         If the file has changed since its first piece, or the store refuses the file, drop the
         remaining pieces.
@@ -250,7 +255,7 @@ class _ChangeSender:
             del self.large[path]
 
     def send_all(self, paths: Iterable[str]) -> None:
-        """Send the changes at `paths`, and then all large files."""
+        """Send the changes at `paths`, and then all files in `large`."""
         self.send_changes(paths)
         while self.large:
             self.send_large()
@@ -258,8 +263,8 @@ class _ChangeSender:
     def _pieces(self, path: str) -> Iterator[FilePiece]:
         """Yield the pieces of a file. A small file is a single piece.
 
-        The iterator ends early if a process writes the file, or if the file has changed since the
-        first piece.
+        The iterator ends early if a process has the file open for writing, or if the file has
+        changed since the first piece.
 
         Raises:
             UnsafeError: The file cannot be read.
@@ -318,9 +323,8 @@ class _ChangeSender:
     def _queue_removal(self, path: str) -> None:
         """Queue the removal of a file, or of a folder with its contents, from the store.
 
-        Only paths that the store is known to have are queued. Also remove their hashes from the
-        mirror's cache, and remove the paths from the receipt. Large files of a removed folder are
-        no longer sent.
+        Queue only paths that the store is known to have. Also remove these paths from the cache of
+        the mirror's hashes, and from the receipt. Stop sending large files of a removed folder.
         """
         hashes = self._mirror.hashes
         self._receipt_builder.record_removed(path)
@@ -338,8 +342,9 @@ class _ChangeSender:
         """Queue a changed small file for the next message; add a changed large file to `large`.
 
         A small file has changed if its hash differs from the recorded hash. A large file has
-        changed if its inode, size or time differs. A small file that is being written is not
-        queued. If the hash of a small file is unchanged, only record the file's new status.
+        changed if its inode, size or modification time differs from the recorded one. A small file
+        that is being written is not queued. If the hash of a small file is unchanged, only record
+        the file's new status.
         """
         if status.st_size > SMALL_BYTES:
             # Shortly after a write, another write may leave the file's time stamp unchanged.
@@ -359,8 +364,9 @@ class _ChangeSender:
         """Send the queued changes, and record which of them the store has accepted.
 
         An accepted file gets its new hash and an entry in the receipt. A refused path is recorded
-        with the reason; the user gets one note for each reason. A file that the store has kept
-        under another name, beside the user's file, counts as refused, but also gets its new hash.
+        with the reason; the user gets one note for each reason. If the store has kept a file beside
+        the user's file (`a.txt.from-host`), the path counts as refused, but its new hash is
+        recorded.
         If nothing is queued, do nothing.
 
         Returns:
@@ -383,7 +389,7 @@ class _ChangeSender:
         return refused
 
     def _refuse(self, path: str, why: str) -> None:
-        """Record why a path was refused; show the user only the first path for each reason."""
+        """Record that a path was refused, and why; show the user one path for each reason."""
         self._receipt_builder.record_refused(path, why)
         if why not in self._noted_reasons:
             self._note(f"{printable(path)} was not copied to the project store: {why}")
@@ -392,19 +398,23 @@ class _ChangeSender:
 
 
 SETTLE_S = 0.05
-"""Seconds from a change to the check of its path. Most temporary files are renamed by then."""
+"""Seconds from a change of a file until the file is sent.
+
+By then, most temporary files have been renamed, so they are not sent under their temporary names.
+"""
 
 QUIET_S = 0.2
-"""Minimum seconds between two checks of the same file."""
+"""Minimum seconds between the sending of a file and the next check of the same file."""
 
 
 class MirrorSender:
     """Thread that sends changes in a host's mirror back to the project store.
 
     Args:
-        note: Shows the user which files could not be sent, and why.
+        note: Function that shows the user which files could not be sent, and why.
         receipt_builder: Record of sent and refused files, which this class updates.
-        shared: Relative paths of the folders to send; None for all, as on the host of rank 0.
+        shared: Folders whose changes this host sends, relative to the mirror: the shared folders.
+            None to send all changes, on the host of rank 0.
     """
 
     def __init__(
@@ -425,7 +435,7 @@ class MirrorSender:
         self._thread = threading.Thread(target=self._run, name="taas-store-out", daemon=True)
 
     def start(self) -> None:
-        """Start the thread."""
+        """Start the thread, which sends each change soon after it happens."""
         self._thread.start()
 
     def finish(self) -> None:
@@ -449,7 +459,9 @@ class MirrorSender:
             self._note(f"rank 0's writes are no longer copied to the project store: {error}")
 
     def _schedule_checks(self, paths: Iterable[str], everything: bool) -> None:
-        """Schedule a check of each path in `paths`.
+        """Schedule a check of each path in `paths` whose changes this host sends.
+
+        The check is due after `SETTLE_S` seconds, or later if the path was sent recently.
 
         Args:
             everything: Whether to also check all other paths at which the mirror differs from the
@@ -464,7 +476,8 @@ class MirrorSender:
     def _sends_path(self, path: str) -> bool:
         """Return whether this host sends changes at `path`.
 
-        A host without rank 0 sends only paths in shared folders.
+        A host without rank 0 sends only paths in shared folders. No host sends paths that the
+        default ignore rules name.
         """
         is_ours = self._shared is None or any(is_below(path, it) for it in self._shared)
         return is_ours and not self._ignore.leaves_out_any_kind(path)
@@ -486,9 +499,9 @@ class MirrorSender:
     def _send_due(self) -> None:
         """Send all changes that are due, and the next piece of a large file.
 
-        Changes of parent folders, and changes below a due folder, are also sent. If pieces of a
-        file are still being sent, the next check of its path waits for the last piece. After a path
-        was sent, `QUIET_S` seconds pass before the path is checked again.
+        Also send changes of parent folders, and changes below a due folder. If pieces of a file are
+        still being sent, check the file again only after its last piece. After a path was sent,
+        `QUIET_S` seconds pass before the path is checked again.
         """
         now, large = time.monotonic(), self._sender.large
         due = [path for path, at in self._due.items() if at <= now and path not in large]

@@ -24,7 +24,7 @@ from taas_magic.shared_files import replace_atomically
 from taas_magic.store.tree import Tree, special_kind
 
 KEPT_BESIDE = ".from-host"
-"""Suffix of the name of rank 0's version of a user's file."""
+"""Suffix of rank 0's version of a user's file, which the store keeps beside the file."""
 
 OVERWRITE = "[store] overwrite in taas.toml names files that hosts may write"
 _YOURS = "the existing file is not from a run, or was changed since"
@@ -34,7 +34,7 @@ WHY_NOT_REMOVED = f"{_YOURS}, so no host can remove it; {OVERWRITE}"
 WHY_NOT_NEW = f"a new hidden file, program, module or start-up file; {OVERWRITE}"
 
 _DATA = re.compile(r"\.(?:metadata|z(?:array|attrs|group|metadata)|hydra|complete|done|success)")
-"""Hidden names that hosts may make: data of torch checkpoints, zarr and Hydra, and marker files."""
+"""Names of hidden files that hosts may make: of torch, zarr and Hydra, and of marker files."""
 
 _HIDDEN = re.compile(r"[._]netrc|\..+", re.DOTALL)
 
@@ -59,14 +59,19 @@ _COLLECTED = re.compile(
     r"|activate\.d|deactivate\.d",
     re.DOTALL,
 )
-"""Names that pytest, Python, conda and virtual environments look for in every folder."""
+"""Names that pytest, Python, conda and virtual environments look for in every folder.
+
+Hosts may not make files of these names, even in folders that belong to runs.
+"""
 
 _PROGRAM = (b"#!", b"\x7fELF", b"MZ", b"\xcf\xfa\xed\xfe", b"\xca\xfe\xba\xbe")
 """First bytes of a program: a script, and executables of Linux, Windows and macOS."""
 
 
 def may_be_run_by_tools(name: str, *, in_users_folder: bool) -> bool:
-    """Return whether a tool may run a new file with this name, although the user did not ask.
+    """Return whether a shell, Python or another tool may run a file of this name unasked.
+
+    A host may make such a file in the project store only if `[store] overwrite` names the file.
 
     Args:
         name: Last part of the path, as normalized by `normal_form`.
@@ -90,8 +95,11 @@ class _Record(Struct, array_like=True):
     """Record of a file or folder that a run made or removed.
 
     Attributes:
-        key: Result of `file_key` for a file; None for a folder and for a removal.
-        sha256: Hash of the file; "" if it is not known.
+        path: Path relative to the store.
+        key: Inode, size and modification time of a file (`file_key`); None for a folder and for a
+            removal.
+        sha256: Hash of the file; "" if the hash is not known.
+        is_gone: Whether the file or folder was removed.
     """
 
     path: str
@@ -126,7 +134,7 @@ class RunFileRecord:
         return known is not None and known.key is None
 
     def has_file(self, tree: Tree, path: str, status: os.stat_result) -> bool:
-        """Return whether a run made the file, and the content of the file is unchanged since.
+        """Return whether a run made the file, and nobody has changed its content since then.
 
         If inode, size and modification time are as recorded, the file counts as unchanged. If the
         size differs, or if no hash was recorded, the file counts as changed. In all other cases,
@@ -146,18 +154,19 @@ class RunFileRecord:
         return digest.hexdigest() == known.sha256
 
     def record_file(self, path: str, status: os.stat_result, sha256: str = "") -> None:
-        """Record a file that a run made.
+        """Record that a run made the file `path`.
 
-        Call this before the file is moved to its path, so that a kill leaves no unrecorded file.
+        Call this before an arrived file is moved to `path`. Then a kill leaves no file of a run
+        that is not recorded.
         """
         self._append(_Record(path, file_key(status), sha256))
 
     def record_folder(self, path: str) -> None:
-        """Record a folder that a run makes."""
+        """Record that a run makes the folder `path`."""
         self._append(_Record(path))
 
     def forget(self, path: str) -> None:
-        """Record that a file or a folder was removed."""
+        """Record that a file or folder was removed, so that `path` is no longer a run's."""
         if path in self._known:
             self._append(_Record(path, is_gone=True))
 
@@ -185,9 +194,9 @@ class RunFileRecord:
 
 
 def file_key(status: os.stat_result) -> tuple[int, int, int]:
-    """Return inode, size and modification time.
+    """Return the inode number, size and modification time of a file.
 
-    Normally, a change of the file alters at least one of these.
+    Normally, each change of the file alters at least one of these three values.
     """
     return (status.st_ino, status.st_size, status.st_mtime_ns)
 
@@ -205,9 +214,9 @@ def _read_records(path: Path) -> Iterator[_Record]:
 
 
 class OverwriteRules:
-    """The setting `[store] overwrite`: files that a host with a mirror may make or replace.
+    """The setting `[store] overwrite`: names files that a host with a mirror may make or replace.
 
-    These files are exceptions to the rules of this module.
+    A host may do so even if a file belongs to the user, or if a tool may run the file unasked.
 
     Args:
         patterns: Patterns in gitignore's syntax.

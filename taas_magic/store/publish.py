@@ -22,21 +22,21 @@ SAVES_FOLDER_VARIABLE = "TAAS_SAVES"
 
 _SUFFIX = ".taas-saving"
 _TORCH_CANNOT_WRITE = ("inline_container", "write(): fd")
-"""Texts by which `atomic` recognizes torch's errors for a full disk, which name no path."""
+"""Parts of the text of the RuntimeError that torch raises if the disk is full."""
 
 
 def save(obj: object, f: str | os.PathLike[str] | IO[bytes], *args: Any, **kwargs: Any) -> None:
     """Save an object atomically, with the arguments of `torch.save`.
 
-    In a run, every rank may call this function, but only rank 0's call writes. No rank waits for
-    another. Outside of a run, every call writes. In a job of a farm, the file goes to the job's own
-    folder, at the same relative path as in the project store. The file has the same bytes as a file
-    from `torch.save`.
+    In a run, every rank may call this function, but only rank 0's call writes. Ranks do not wait
+    for each other here. Outside of a run, every call writes. In a job of a farm, the file goes to
+    the job's own folder, at the same relative path as in the project store. The file has the same
+    bytes as a file from `torch.save`.
 
     Args:
         obj: Object to save.
-        f: Path of the file, or an open file. Every rank writes to an open file, as `torch.save`
-            does, and this write is not atomic.
+        f: Path of the file, or an open file. If it is an open file, every rank writes to it, as
+            `torch.save` does, and this write is not atomic.
         *args: Further arguments of `torch.save`.
         **kwargs: Further arguments of `torch.save`.
 
@@ -54,10 +54,10 @@ def save(obj: object, f: str | os.PathLike[str] | IO[bytes], *args: Any, **kwarg
 
 
 def _in_job(path: str | os.PathLike[str]) -> str | os.PathLike[str]:
-    """Return the path in the job's folder that corresponds to a path in the project store.
+    """Return the path at which a farm's job saves a file instead of `path` in the project store.
 
-    Make the missing parent folders of the result. If this process runs no job, or the path is
-    outside the store, return `path`, and make no folder.
+    The result is in the job's own folder. Make its missing parent folders. If this process runs no
+    job, or `path` is outside the store, return `path`, and make no folder.
     """
     folder = os.environ.get(SAVES_FOLDER_VARIABLE)
     # First try the path as given. If the path is outside the working directory, follow its symbolic
@@ -73,7 +73,7 @@ def _in_job(path: str | os.PathLike[str]) -> str | os.PathLike[str]:
 
 @contextlib.contextmanager
 def atomic(path: str | os.PathLike[str]) -> Iterator[str]:
-    """Yield a temporary path, at which the block must write a file; then move the file to `path`.
+    """Yield a temporary path for the `with` block to write a file; then move the file to `path`.
 
     The file is forced to the disk before it is moved, and gets the permissions of the old file. If
     `path` is a symbolic link, the link's target is replaced. If the block fails, the old file stays
@@ -104,10 +104,10 @@ def atomic(path: str | os.PathLike[str]) -> Iterator[str]:
 
 @contextlib.contextmanager
 def _folder_beside(destination: str) -> Iterator[str]:
-    """Yield a temporary folder beside the destination, and remove leftovers of killed writers.
+    """Yield a new temporary folder beside the destination; remove old ones of killed writers.
 
-    This process holds a lock on the folder, by which other processes see that the writer lives. The
-    folder is removed at the end with all its files.
+    While the `with` block runs, this process holds a lock on the folder. So other processes know
+    that the folder is in use. At the end, remove the folder with all its files.
 
     torch writes the file's name into the file. So the temporary file must have the same name as the
     destination, and needs a folder of its own.
@@ -136,12 +136,11 @@ def _folder_beside(destination: str) -> Iterator[str]:
 def remove_leftover(folder: Path) -> bool:
     """Remove the temporary folder of an unfinished save if its writer has ended.
 
-    A writer holds a lock on its folder. If the lock is free, the writer has ended. If the name of
-    `folder` is not that of such a temporary folder, do nothing.
+    The name of such a folder ends with `.taas-saving`; do nothing to a folder with another name. A
+    writer holds a lock on its folder. If the lock is free, the writer has ended.
 
     Returns:
-        Whether the name of `folder` is that of such a temporary folder. The result is also True if
-        the folder stays because its writer lives.
+        Whether `folder` has such a name, even if the folder stays because its writer lives.
     """
     if not folder.name.endswith(_SUFFIX):
         return False
@@ -166,9 +165,9 @@ def _force_to_disk(path: str) -> None:
 
 
 def _release_frames(error: BaseException | None) -> None:
-    """Clear the local variables of failed calls, so that the system frees the file's disk space.
+    """Clear the local variables in the traceback, so that the system frees the file's disk space.
 
-    One of the variables refers to torch's writer, which keeps the unfinished file open.
+    Otherwise, one of these variables refers to torch's writer, which keeps the removed file open.
     """
     while error is not None:
         traceback.clear_frames(error.__traceback__)

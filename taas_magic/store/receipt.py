@@ -31,13 +31,14 @@ from taas_magic.store.rule import is_below
 from taas_magic.store.tree import Tree, TreeEntry, printable
 
 LOOK_LIMIT_S = 0.25
-"""Maximum seconds for the search of a store.
+"""Maximum seconds to search a store for files that a run wrote.
 
-After this time, the receipt may miss files of rank 0's subprocesses and C++ writers.
+If the search takes longer, it ends early. Then the receipt may miss files of rank 0's subprocesses
+and C++ writers.
 """
 
 _NOTEBOOK = ".ipynb"
-"""Suffix of files that the search skips: the front end saves notebooks during a run."""
+"""Suffix of notebooks. The search skips them, because the front end saves them during a run."""
 
 
 @dataclass(frozen=True)
@@ -86,9 +87,9 @@ class Receipt:
 
 
 class ReceiptBuilder:
-    """Record of what one host's ranks wrote to the project store, for the receipt.
+    """Record of what one host's ranks wrote to the project store, for the run's receipt.
 
-    Any thread may call its methods.
+    Any thread may call the methods.
 
     Args:
         shared: Absolute paths of folders in the store that every rank may write.
@@ -121,12 +122,20 @@ class ReceiptBuilder:
                 self._sent[entry.path] = entry.size
 
     def record_refused(self, path: str, why: str) -> None:
-        """Record why the store refused a path, which is relative to this host's mirror."""
+        """Record that the store refused a file from this host's mirror, and why.
+
+        Args:
+            path: Path relative to the mirror.
+        """
         with self._lock:
             self._refused[path] = why
 
     def record_removed(self, path: str) -> None:
-        """Remove a path, relative to this host's mirror, from the sent and refused files."""
+        """Record that a file was removed from this host's mirror, so that `build` does not list it.
+
+        Args:
+            path: Path relative to the mirror.
+        """
         with self._lock:
             self._sent.pop(path, None)
             self._refused.pop(path, None)
@@ -198,11 +207,11 @@ def find_changed_files(
     """Search a store for files that were made or changed since `since_ns`.
 
     Notebooks, hidden folders and `__pycache__` are skipped. Unfinished saves of killed ranks are
-    removed. The search uses each file's ctime, because no call can set a ctime back.
+    removed. The search compares each file's ctime, because no call can set it back, unlike mtime.
 
     Args:
         shared: Absolute paths of folders to skip, because any rank may have written files there.
-        since_ns: Time on the file system's clock, in nanoseconds.
+        since_ns: Time since 1970 in nanoseconds, on the clock of the file system.
         limit_s: Seconds after which the search ends, even if it has not covered all of the store.
 
     Returns:
@@ -236,9 +245,9 @@ def _status(path: str) -> os.stat_result | None:
 
 
 _CLOCK_REALTIME_COARSE = 5
-"""Id of the kernel's coarse clock (linux/time.h), for which Python has no constant."""
+"""Id of Linux's coarse clock (linux/time.h), for which Python has no constant."""
 
 
 def _now_ns() -> int:
-    """Return the time of the clock that file systems use for time stamps, in nanoseconds."""
+    """Return the time since 1970 in nanoseconds, on the clock that file systems use."""
     return time.clock_gettime_ns(_CLOCK_REALTIME_COARSE)

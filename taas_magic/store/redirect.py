@@ -32,9 +32,9 @@ from taas_magic.store import publish
 from taas_magic.store.rule import is_below
 
 COPY_LIMIT_BYTES = 1 << 30
-"""Maximum size of a file of the store that a rank other than 0 can append to or change in place.
+"""Maximum size in bytes of a store's file that ranks other than 0 can append to or change.
 
-The rank changes a copy of the file. For a larger file, the rank gets PermissionError.
+Such a rank changes a copy of the file. For a larger file, the rank gets PermissionError.
 """
 
 _SHARDS = (".distcp",)
@@ -56,8 +56,10 @@ class StoreView:
 
     Args:
         open_folders: Folders in the store that every rank may write: shared folders and caches.
-        on_write: Called once with each path that the rank wrote or would have written, and False.
-            Called with the path and True when the rank moves its own version of the path away.
+        who: Name of the rank in messages.
+        on_write: Function to call with a path in the store and a flag. Called once with False for
+            each path that the rank wrote or would have written. Called with True when the rank
+            moves its own version of the path away.
     """
 
     has_own_files = False
@@ -79,11 +81,13 @@ class StoreView:
     def path_to_write(self, store_path: str, *, needs_content: bool = False) -> str | None:
         """Return the path to write instead of `store_path`; None to write `store_path` itself.
 
+        Also report the write (`record_write`).
+
         Args:
             needs_content: Whether the call appends to the existing content or changes it.
 
         Raises:
-            OSError: The rank may not write there.
+            OSError: The rank may not write `store_path`.
         """
         self.record_write(store_path)
         return None
@@ -94,7 +98,7 @@ class StoreView:
         A change is a removal, or a call such as `os.chmod`.
 
         Args:
-            folder: Whether the call accepts only folders.
+            folder: Whether the call accepts only folders, as `os.rmdir` does.
         """
         return None
 
@@ -124,7 +128,7 @@ class StoreView:
         )
 
     def record_outside(self, path: Path, folder: int | None = None) -> None:
-        """Do nothing. In a rehearsal, `RehearsalView` records paths outside the store."""
+        """Do nothing. `RehearsalView` overrides this method to record paths outside the store."""
 
     def to_store_path(self, path: Path) -> Path:
         """Return the path in the store that corresponds to a path in the rank's scratch folder.
@@ -199,7 +203,7 @@ class StoreView:
             self._on_write(store_path, False)
 
     def record_move(self, path: Path) -> None:
-        """Do nothing. `DiscardingView` reports that the rank moved its own version of a file."""
+        """Do nothing. `DiscardingView` overrides this method to report that a file was moved."""
 
     def begin_run(self) -> None:
         """Forget which paths were reported. Call when another run begins in this process."""
@@ -212,7 +216,7 @@ class StoreView:
 
     @contextlib.contextmanager
     def without_redirection(self) -> Iterator[None]:
-        """Disable redirection in this thread while the block runs."""
+        """Disable redirection in this thread while the `with` block runs."""
         before, self._redirecting.flag = self.is_redirecting, True
         try:
             yield
@@ -224,7 +228,7 @@ class RefusingView(StoreView):
     """View for `--store-writes refuse`: a write raises PermissionError at the user's line."""
 
     def path_to_write(self, store_path: str, **how: bool) -> NoReturn:
-        """Raise PermissionError, because this rank may not write or change the store."""
+        """Report the attempt, and raise PermissionError: this rank may not change the store."""
         self.record_write(store_path)
         raise _refusal(self._who, store_path)
 
@@ -253,10 +257,10 @@ class DiscardingView(StoreView):
         self._numbers = itertools.count()
 
     def to_store_path(self, path: Path) -> Path:
-        """See `StoreView.to_store_path`.
+        """Return the path in the store that corresponds to a path in the rank's scratch folder.
 
-        A relative path starts at the working directory, which may be a folder that exists only in
-        the scratch folder.
+        Any other path is returned unchanged. A relative path starts at the working directory, which
+        may be a folder that exists only in the scratch folder.
         """
         if isinstance(path, int) or not self.has_own_files:
             return path
@@ -268,7 +272,7 @@ class DiscardingView(StoreView):
         return os.fsencode(store_path) if isinstance(path, bytes) else store_path
 
     def own_path(self, store_path: str) -> str | None:
-        """See `StoreView.own_path`."""
+        """Return the path of this rank's own version of `store_path`; None if there is none."""
         path = self.redirected_path(store_path)
         return path if os.path.lexists(path) else None
 
@@ -315,7 +319,11 @@ class DiscardingView(StoreView):
         return self.own_path(store_path) or self._make_placeholder(is_folder)
 
     def path_to_move(self, store_path: str) -> str:
-        """Return the path of the rank's own version of `store_path`, or of a new copy."""
+        """Return the path of the rank's own version of `store_path`, or of a copy for this rank.
+
+        Also report the move as a write. If `store_path` is no regular file, return the path of an
+        empty placeholder instead of a copy.
+        """
         path = self.path_to_change(store_path)
         if os.path.isfile(self.common_path(store_path)) and path != self.own_path(store_path):
             self._copy(self.common_path(store_path), path)
@@ -371,8 +379,11 @@ class RehearsalView(DiscardingView):
     folder. The other ranks' writes elsewhere go to their private scratch folders.
 
     Args:
-        *args: See `StoreView`. `open_folders` must not contain the shared folders of the run.
+        *args: Arguments of `StoreView`. `open_folders` must not contain the run's shared folders.
+        scratch: Empty folder outside the store, for this rank only. The caller removes it later.
+        folder: The rehearsal folder.
         shared: Folders in the store that every rank may write (`--shared-writes`).
+        is_writer: Whether this rank is rank 0.
         refuses: Whether the run has `--store-writes refuse`.
         ignored: Folders outside the store in which writes are not recorded.
     """
@@ -398,13 +409,24 @@ class RehearsalView(DiscardingView):
             os.makedirs(self._rehearsal_path(path), exist_ok=True)
 
     def path_to_write(self, store_path: str, *, needs_content: bool = False) -> str | None:
-        """See `DiscardingView.path_to_write`; obeys `--store-writes refuse`."""
+        """Return the path in the rehearsal or scratch folder to write instead of `store_path`.
+
+        Raises:
+            PermissionError: With `--store-writes refuse`, this rank could not write `store_path` in
+                a real run. Or `DiscardingView.path_to_write` has raised the error.
+            FileNotFoundError: The parent folder does not exist.
+        """
         if self._refuses and not self._writes_to_rehearsal(store_path):
             raise _refusal(self._who, store_path)
         return super().path_to_write(store_path, needs_content=needs_content)
 
     def path_to_change(self, store_path: str, *, folder: bool = False) -> str:
-        """See `DiscardingView.path_to_change`; obeys `--store-writes refuse`."""
+        """Return the path of the rank's own version of `store_path`, or of an empty placeholder.
+
+        Raises:
+            PermissionError: With `--store-writes refuse`, this rank could not change `store_path`
+                in a real run.
+        """
         if self._refuses and not self._writes_to_rehearsal(store_path):
             raise _refusal(self._who, store_path)
         return super().path_to_change(store_path, folder=folder)
@@ -417,7 +439,8 @@ class RehearsalView(DiscardingView):
     def record_outside(self, path: Path, folder: int | None = None) -> None:
         """Record a path that a call writes or changes, if it is outside the store.
 
-        `outside` does not return paths that forked children of the rank recorded.
+        A forked child of the rank records paths only in its own memory. So `outside` does not
+        return the child's paths.
         """
         if self.is_redirecting or isinstance(path, int):
             return
@@ -448,7 +471,7 @@ class RehearsalView(DiscardingView):
             }
 
     def redirected_path(self, store_path: str) -> str:
-        """See `DiscardingView.redirected_path`."""
+        """Return the path in the rehearsal or scratch folder that replaces `store_path`."""
         if self._writes_to_rehearsal(store_path):
             return self._rehearsal_path(store_path)
         return super().redirected_path(store_path)
@@ -464,7 +487,7 @@ class RehearsalView(DiscardingView):
         return self._is_writer or any(is_below(store_path, folder) for folder in self._shared)
 
     def refuse_shard(self, store_path: str) -> None:
-        """Raise PermissionError if a real run would refuse the shard `store_path`."""
+        """Raise PermissionError if a real run would not let this rank write the shard."""
         if not self._writes_to_rehearsal(store_path):
             super().refuse_shard(store_path)
 
@@ -474,7 +497,7 @@ def _path_of(folder: int) -> str:
 
 
 _installed: list[StoreView] = []
-"""The view of this process; empty before `install`."""
+"""List with this process's `StoreView`; empty before `install`."""
 
 
 def rehearsal_view() -> RehearsalView | None:
@@ -483,7 +506,7 @@ def rehearsal_view() -> RehearsalView | None:
 
 
 def begin_run() -> None:
-    """Forget which paths the last run of this process reported. Call when a new run begins."""
+    """Forget which paths this process has reported, so that a new run reports them again."""
     for view in _installed:
         view.begin_run()
 
@@ -491,8 +514,8 @@ def begin_run() -> None:
 def install(view: StoreView) -> None:
     """Permanently replace Python's file functions by ones that ask `view` for the path. Call once.
 
-    Replace `open` and the functions of `os` that change files, and redirect torch's writer and
-    profiler. For rank 0 of a real run, also make `torch.save` atomic.
+    Replace `open` and the functions of `os` that change files. Also redirect torch's file writer
+    and the trace files of its profiler. For rank 0 of a real run, also make `torch.save` atomic.
 
     Calls that only read, `shutil.rmtree`, locks and numpy's maps are replaced only for a
     `DiscardingView`, because only a rank with this view can have its own versions of files.
@@ -527,7 +550,7 @@ def install(view: StoreView) -> None:
 def _writing_calls(view: StoreView) -> dict[str, _Call]:
     """Return replacements for the functions of `os` that change files, by name.
 
-    Each replacement has the original function as its first argument.
+    A caller must pass the original function as the first argument of each replacement.
     """
     makes = partial(_write, view, view.path_to_write)
     removes = partial(_write, view, view.path_to_change)
@@ -558,7 +581,10 @@ def _writing_calls(view: StoreView) -> dict[str, _Call]:
 
 
 def _reading_calls(view: StoreView) -> dict[str, _Call]:
-    """Return replacements for the functions of `os` that only read, by name."""
+    """Return replacements for the functions of `os` that only read, by name.
+
+    A caller must pass the original function as the first argument of each replacement.
+    """
     reads = partial(_call_on_existing, view)
     reads_link = partial(_call_on_existing, view, follow=False)
     return {
@@ -611,7 +637,7 @@ _OPENS = (
     ("tarfile", "bltn_open"),
     ("numpy.lib._datasource", "_open"),
 )
-"""Modules that refer to `open`, each with the name of its reference."""
+"""Modules that keep a reference to the function `open`, each with the name of the reference."""
 
 
 def _replace_open(call: _Call) -> None:
@@ -627,7 +653,7 @@ def _replace_open(call: _Call) -> None:
 
 
 def _replace_in_pathlib(name: str, real: _Call, call: _Call) -> None:
-    """Replace a function in the class of pathlib or glob that keeps its own reference to `real`.
+    """Replace `real` by `call` in the class of pathlib or glob that has a reference to `real`.
 
     In Python 3.10, this class is in pathlib. In Python 3.13, it is in glob, and pathlib uses it.
     """
@@ -647,7 +673,8 @@ def _redirect_path(
 ) -> tuple[Path, int | None]:
     """Return the path and the `dir_fd` that a writing function of `os` must use.
 
-    In a rehearsal, also record the path if it is outside the store.
+    The result is `path` and `folder` if `view` does not redirect the path. In a rehearsal, also
+    record the path if it is outside the store.
     """
     view.record_outside(path, folder)
     redirected = view.resolve(decide, path, folder, follow=follow)
@@ -708,13 +735,18 @@ def _call_on_existing(
 
 
 def library_write_path(view: StoreView, decide: Callable[[str], str | None], path: Path) -> Path:
-    """Return the path to pass to a library's writing function: `path`, or the redirected path."""
+    """Return the path that a library must write instead of `path`, or `path` itself.
+
+    Args:
+        decide: Method that maps a path in the store to the path to write, such as
+            `StoreView.path_to_write`.
+    """
     redirected, _ = _redirect_path(view, decide, path, follow=True)
     return redirected
 
 
 def library_read_path(view: StoreView, path: Path) -> Path:
-    """Return the path to pass to a library's reading function: `path`, or the redirected path."""
+    """Return the path that a library must read instead of `path`, or `path` itself."""
     return view.resolve(view.path_to_read, path) or path
 
 
@@ -771,7 +803,8 @@ def _write(
     """Call `real` with the redirected path in place of `path`.
 
     Args:
-        decide: See `StoreView.resolve`.
+        decide: Method that maps a path in the store to the path to use, such as
+            `StoreView.path_to_write`.
         follow: Whether `real` follows a symbolic link at the end of `path`.
     """
     to_end = follow and kw.get("follow_symlinks", True)
@@ -780,33 +813,33 @@ def _write(
 
 
 def _path_to_find(view: StoreView, store_path: str) -> str:
-    """Return the path at which a file of the store exists if it exists for this rank."""
+    """Return the path of the version of `store_path` that this rank sees; it may not exist."""
     return view.own_path(store_path) or view.common_path(store_path)
 
 
 def _is_gone(view: StoreView, path: Path, dir_fd: int | None) -> bool:
-    """Return whether a path in the store exists neither there nor as the rank's own version."""
+    """Return whether `path` is in the store, but this rank sees no file or folder there."""
     found = view.resolve(partial(_path_to_find, view), path, dir_fd)
     return found is not None and not os.path.lexists(found)
 
 
 def _path_to_set_times(view: StoreView, store_path: str) -> str | None:
-    """Return the path whose times to set instead of the times of `store_path`, or None.
+    """Return the path of the file whose times `os.utime` must set instead of `store_path`.
 
-    None if the file does not exist. The call of the rank then fails, and `Path.touch` creates the
-    file.
+    If the rank sees no file at `store_path`, return None, so that `os.utime` fails as usual.
+    `Path.touch` then creates the file.
     """
     exists = os.path.exists(_path_to_find(view, store_path))
     return view.path_to_change(store_path) if exists else None
 
 
 def _move(view: StoreView, across: _Call, real: _Call, src: Path, dst: Path, **kw: Any) -> None:
-    """Call `real`, which takes two paths, with the redirected paths.
+    """Call `real`, such as `os.rename` or `os.link`, with the redirected source and target paths.
 
     If a redirected path is on another file system, call `across(source, target)` instead, which
-    moves or copies the file. If another rank has moved the file already, do nothing. A file of a
-    folder that every rank may write is copied instead of moved to the scratch folder, so that the
-    store keeps it.
+    moves or copies the file. If another rank has already moved the file away, do nothing. If a file
+    would be moved from a shared folder of the store to the scratch folder, copy the file instead,
+    so that the store keeps the file.
     """
     is_gone = _is_gone(view, src, kw.get("src_dir_fd"))
     source, kw["src_dir_fd"] = _redirect_path(view, view.path_to_move, src, kw.get("src_dir_fd"))
@@ -856,6 +889,7 @@ def _list(view: StoreView, join: _Call, real: _Call, path: Path = None) -> Any:
     If the folder exists only in the store, call `real` with the caller's path.
 
     Args:
+        path: The folder; None for the working directory.
         join: Function that merges the entries of all versions of the folder. If several entries
             have the same name, the result has only the first.
         real: `os.listdir` or `os.scandir`.
@@ -987,7 +1021,7 @@ def _save_atomically(view: StoreView) -> None:
 def _warn_about_locks(view: DiscardingView) -> None:
     """Make `fcntl` warn about locks on the rank's own version of a file.
 
-    Other ranks lock other files, so such a lock excludes no rank.
+    Each rank locks its own version of the file, so the lock of one rank excludes no other rank.
     """
 
     def lock(real: _Call, file: Any, operation: int, *args: Any) -> Any:
@@ -1042,7 +1076,7 @@ def _redirect_torch_maps(view: StoreView) -> None:
 def _map_privately(view: StoreView) -> None:
     """Make numpy map a file of the store privately if the mode allows writing (numpy's default).
 
-    Then only this rank sees the changes that it makes, and the file is not copied.
+    So the file need not be copied, and only this rank sees its changes.
     """
     if importlib.util.find_spec("numpy") is None:  # torch works without numpy
         return

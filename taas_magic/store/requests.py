@@ -16,7 +16,7 @@ from taas_magic.messages import Request
 from taas_magic.store.manifest import ChangeList, Manifest, ManifestEntry
 
 CHUNK_BYTES = 4 << 20
-"""Maximum bytes of file content in one message, and in memory at a time for one file."""
+"""Maximum bytes of file content in one message, and thus in memory at a time."""
 
 MAX_PARTS = 1000
 """Maximum number of parts in one `ReadFiles`, or of pieces and removals in one `WriteFiles`."""
@@ -47,7 +47,7 @@ class FilePiece(Struct, frozen=True, array_like=True):
 
     @property
     def end(self) -> int:
-        """Position in the file after `data`."""
+        """Offset in the file, in bytes, at which the next piece begins."""
         return self.offset + len(self.data)
 
 
@@ -58,7 +58,7 @@ class FileRoot(Enum):
     """The project store."""
 
     RUN = "run"
-    """The run folder. Its files have no hashes: they do not change while they are copied."""
+    """The run folder. Its files are sent without hashes, because they do not change meanwhile."""
 
 
 class FileRequest(Request[_T], Generic[_T], kw_only=True):
@@ -77,7 +77,7 @@ class FileRequest(Request[_T], Generic[_T], kw_only=True):
     root: FileRoot = FileRoot.STORE
 
     def check_size(self) -> None:
-        """Check the size of the request and its response.
+        """Check that the request and its response are small enough. Subclasses override this.
 
         Raises:
             ProtocolError: The request or its response is too large for one message.
@@ -115,7 +115,11 @@ class ReadFiles(FileRequest[list[bytes | None]]):
     parts: list[Part]
 
     def check_size(self) -> None:
-        """See `FileRequest.check_size`."""
+        """Check that the request has at most `MAX_PARTS` parts with `CHUNK_BYTES` bytes in total.
+
+        Raises:
+            ProtocolError: The request has more parts or bytes.
+        """
         size_bytes = sum(max(0, size) for _, _, size in self.parts)
         if len(self.parts) > MAX_PARTS or size_bytes > CHUNK_BYTES:
             raise ProtocolError(f"{self.op()}: too much at once")
@@ -144,7 +148,11 @@ class WriteFiles(FileRequest[dict[str, str]]):
     removed: list[str] = field(default_factory=list)
 
     def check_size(self) -> None:
-        """See `FileRequest.check_size`."""
+        """Check that the pieces have at most `CHUNK_BYTES` bytes of content in total.
+
+        Raises:
+            ProtocolError: The pieces have more bytes.
+        """
         if sum(len(piece.data) for piece in self.pieces) > CHUNK_BYTES:
             raise ProtocolError(f"{self.op()}: too much at once")
 
@@ -153,11 +161,11 @@ class SendRequest(Protocol):
     """Function that sends a request to the notebook's machine. Any thread may call it."""
 
     def __call__(self, request: FileRequest[_T]) -> _T:
-        """Send a request, and wait for the response."""
+        """Send a request of this host, wait for the response, and return the response."""
 
 
 class MessageSizer:
-    """The size of messages, adapted to the speed of the link after each message.
+    """Counter that adapts the size of messages to the speed of the link after each message.
 
     Logs and heartbeats use the same link, so no message may occupy a slow link for long.
 
@@ -188,9 +196,10 @@ class MessageSizer:
 
 
 def part_lists(entries: Iterable[ManifestEntry], sizer: MessageSizer) -> Iterator[list[Part]]:
-    """Yield the parts of all files in `entries`, in order; each list is for one `ReadFiles`.
+    """Divide files into parts, and yield lists of parts; each list is for one `ReadFiles`.
 
-    The sizer limits the bytes of a list, and `MAX_PARTS` the number of parts.
+    The parts have the order of `entries`. A list has at most `sizer.size` bytes of content, and at
+    most `MAX_PARTS` parts.
     """
     parts: list[Part] = []
     room = sizer.size

@@ -1,4 +1,4 @@
-"""The project store of a run: choose it, check that it can be written, lock it, identify it."""
+"""Functions that choose, check, lock and identify the project store of a run."""
 
 import contextlib
 import getpass
@@ -58,12 +58,17 @@ def choose(
     limit_bytes: int = 1 << 30,
     overwrite: tuple[str, ...] = (),
 ) -> StoreRule:
-    """Choose the store of a run; change no files. See `StoreRule` for the other arguments.
+    """Choose the project store of a run, check its path, and return its settings.
+
+    This function changes no files.
 
     Args:
         notebook_folder: Default store; also the base of a relative `path`.
         path: Value of `--store`, else of `[store] path`; "" for the default.
+        writes: Value of `--store-writes`, one of `WRITES`.
         shared: Folders of `--shared-writes`, relative to the store.
+        limit_bytes: Maximum total size of the files that are copied to a host with a mirror.
+        overwrite: Patterns of the user's files that a host with a mirror may overwrite.
 
     Raises:
         StoreError: The store is missing, is no folder, is `/`, or is in the folder of runs; or a
@@ -136,7 +141,8 @@ def _links_out(store: str) -> list[str]:
     """Return symbolic links through which a rank could write outside the store.
 
     Each item has the form "LINK -> TARGET". The target is an existing writable file or folder. The
-    search skips hidden folders, and ends after `_LOOK_S` seconds.
+    search skips hidden folders, and ends after `_LOOK_S` seconds even if it has not found all
+    links.
     """
     found, folders, until = [], [store], time.monotonic() + _LOOK_S
     while folders and time.monotonic() < until:
@@ -185,7 +191,7 @@ def user_name() -> str:
 
 
 def store_state_folder(store: str) -> Path:
-    """Return the folder for data about a store that must stay after a run; it may not exist yet."""
+    """Return the folder for data about a store that later runs need; it may not exist yet."""
     return state_dir() / "stores" / hashlib.sha256(os.fsencode(store)).hexdigest()[:20]
 
 
@@ -196,6 +202,7 @@ class StoreOwner(Struct):
     error message.
 
     Attributes:
+        name: Name that the user gave the run; "" for none.
         pid: Id of the process that holds the lock.
         since: Local time at which the run took the lock, as HH:MM:SS.
     """
@@ -211,12 +218,12 @@ class StoreOwner(Struct):
 
 @contextlib.contextmanager
 def locked_store(store: str, run_id: str, name: str = "") -> Iterator[None]:
-    """Lock the store for one run against all other runs of this user.
+    """Lock the store for one run against all other runs of this user, during the `with` block.
 
     The lock also covers folders inside the store, and folders that contain the store. The lock file
-    is in the state folder, and contains a `StoreOwner`. The file is removed at the end. The system
-    releases this flock(2) lock when the owning process ends, even by a kill. Enter this context in
-    the process that lives as long as the run.
+    is in the state folder, and contains a `StoreOwner`. The lock file is removed at the end. The
+    system releases this flock(2) lock when the owning process ends, even by a kill. Enter this
+    context in the process that lives as long as the run.
 
     Args:
         store: Path of the store, absolute and without symbolic links.

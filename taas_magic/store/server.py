@@ -173,7 +173,7 @@ class StoreServer:
         return manifest
 
     def _with_run_versions(self, manifest: Manifest) -> Manifest:
-        """Return the store's manifest, with rank 0's versions in place of the user's files.
+        """Return `manifest` with rank 0's version of a file in place of the user's version.
 
         If rank 0 writes the user's file `a.txt`, the store keeps rank 0's version as
         `a.txt.from-host`. The result lists this version as `a.txt`.
@@ -235,7 +235,7 @@ class StoreServer:
         """Call `step(host_rank, path, *more)` if the host may change `path`.
 
         Returns:
-            Why the change was refused or failed; "" if it was made.
+            Why the change was refused or failed; "" if `step` succeeded.
         """
         try:
             self._check(host_rank, path)
@@ -247,7 +247,7 @@ class StoreServer:
         return ""
 
     def _check(self, host_rank: int, path: str) -> None:
-        """Raise UnsafeError if the host may not change `path`, whatever is at `path` now.
+        """Raise UnsafeError if the host may never change `path`, whether or not a file is there.
 
         There are four possible reasons: the path is unsafe; `IgnoreRules.why_not_accepted` refuses
         the path; the path differs from a known path only by case; or the host does not run rank 0,
@@ -287,7 +287,7 @@ class StoreServer:
                 raise UnsafeError(path, WHY_NOT_NEW)
 
     def _is_runs_folder(self, path: str) -> bool:
-        """Return whether a folder belongs to runs.
+        """Return whether a folder belongs to runs, so that hosts may make programs in it.
 
         A folder belongs to runs if a run has made the folder or one of its parent folders. Folders
         of `--shared-writes`, and folders that do not exist yet, also belong to runs.
@@ -326,8 +326,8 @@ class StoreServer:
     def _write_pieces(self, host_rank: int, pieces: Sequence[FilePiece]) -> dict[str, str]:
         """Write pieces of files, and move all files that are now complete to their paths.
 
-        The complete files are forced to the disk before the move. After the move, the lists of
-        entries of their folders are forced to the disk.
+        The complete files are forced to the disk before the move. After the move, the files'
+        folders are forced to the disk, too.
 
         Returns:
             For each path, the reason why the path was refused; "" if it was accepted.
@@ -358,8 +358,9 @@ class StoreServer:
     ) -> None:
         """Write one piece of a file to its temporary file, or make a folder.
 
-        The first piece of a file checks that the path may be made, and makes missing parent
-        folders. The last piece verifies size and hash. A new folder is recorded as a change for the
+        With the first piece of a file, this method checks that the path may be made, and makes
+        missing parent folders. With the last piece, this method verifies the file's
+        size and hash. A new folder is recorded as a change for the
         other hosts. If a write fails, or the file is damaged, discard the file.
 
         Args:
@@ -484,7 +485,10 @@ class StoreServer:
             self._record_change(host_rank, path, None)
 
     def _record_change(self, host_rank: int, path: str, entry: ManifestEntry | None) -> None:
-        """Record a change for the other hosts, in place of an earlier change of the same path."""
+        """Record a change, which the other hosts then get by `ListChanges`.
+
+        The record replaces an earlier change of the same path.
+        """
         self._number += 1
         self._changes.pop(path, None)
         self._changes[path] = _Change(self._number, host_rank, entry)

@@ -1,8 +1,8 @@
 """Access to the files below a folder without following links, and atomic writing of received files.
 
 Paths are relative, with parts joined by `/`. A path is opened part by part (openat(2) with
-O_NOFOLLOW). So an access through a symbolic link fails, even if the link replaces a folder during
-the access.
+O_NOFOLLOW). So an access through a symbolic link fails, even if somebody replaces a folder by a
+link during the access.
 
 An arriving file is written under a temporary name, verified, and moved to its path in one step.
 Until the move, the writer holds a lock on the file. A later search of the store removes temporary
@@ -44,7 +44,7 @@ _KINDS = {
 
 
 def why_invalid(path: str) -> str:
-    """Return why a relative path is invalid or may lead out of a folder; "" if it is safe."""
+    """Return why a path is invalid or may lead out of its root folder; "" if it is safe."""
     if not path:
         return "it has no name"
     if "\0" in path:
@@ -99,16 +99,19 @@ def folders_of(path: str) -> Iterator[str]:
 class CaseChecker:
     """Set of paths of a tree in which no two paths differ only by case.
 
-    Some file systems treat such paths as the same path.
+    Some file systems treat such paths as the same path, and cannot store both.
     """
 
     def __init__(self) -> None:
         self._known: dict[str, str] = {}
 
     def clash(self, path: str) -> str:
-        """Return a path in the set that differs from `path` or one of its parents only by case.
+        """Add `path` and its parent folders to the set, unless one of them clashes.
 
-        If there is no such path, add `path` and its parents to the set, and return "".
+        Two paths clash if they differ only by case.
+
+        Returns:
+            The path in the set that clashes; "" if there is none, and `path` was added.
         """
         ends = [at for at, char in enumerate(path) if char == "/"] + [len(path)]
         prefixes = {_folded(path[:end]): path[:end] for end in ends}
@@ -166,7 +169,7 @@ def _refuse_special(path: str, status: os.stat_result) -> None:
 
 
 class Tree:
-    """A folder held open by a descriptor, with safe access to the files in it.
+    """A folder held open by a descriptor, with access to its files that follows no links.
 
     Args:
         root: Path of the folder. Symbolic links in this path are followed.
@@ -177,7 +180,7 @@ class Tree:
         self._descriptor = os.open(self.root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
 
     def close(self) -> None:
-        """Close the descriptor."""
+        """Close the descriptor of the folder."""
         os.close(self._descriptor)
 
     @contextmanager
@@ -244,7 +247,7 @@ class Tree:
             pass
 
     def flush_folder(self, path: str) -> None:
-        """Force a folder's list of entries to the disk, so that it survives a power cut."""
+        """Force a folder's list of entries to the disk, so that the list survives a power cut."""
         with suppress(FileNotFoundError), self.folder(path) as here:
             os.fsync(here)
 
@@ -270,7 +273,7 @@ class Tree:
         return True
 
     def remove_leftover(self, path: str) -> None:
-        """Remove a temporary file of an `IncomingFile` whose writer has ended; keep other files."""
+        """Remove `path` if it is a temporary file of an `IncomingFile` whose writer has ended."""
         if path.rpartition("/")[2].startswith(ARRIVING):
             with suppress(OSError), self.open_file(path) as file:  # the file may be gone by now
                 if lock(file.fileno(), shared=True):
@@ -328,7 +331,9 @@ _BEGINS_BYTES = 16
 
 
 class IncomingFile:
-    """A file that is being received under a temporary name. End with `move_to` or `discard`.
+    """A file that is being received under a temporary name.
+
+    The caller must end with `move_to` or `discard`.
 
     Args:
         staging: Descriptor of the folder in which the file is written, on the destination's file
@@ -368,7 +373,11 @@ class IncomingFile:
             view = view[os.write(self.file, view) :]
 
     def verify(self, path: str, size: int, sha256: str) -> None:
-        """Raise DamagedError unless the file arrived complete and unchanged."""
+        """Raise DamagedError unless the file has the size and hash that the sender has named.
+
+        Args:
+            path: Path of the file, for the message.
+        """
         if self.received != size or self._hash.hexdigest() != sha256:
             raise DamagedError(path, size, self.received)
 
@@ -397,7 +406,7 @@ class IncomingFile:
         self._close()
 
     def discard(self) -> None:
-        """Remove the file; do nothing if the file was already moved or discarded."""
+        """Remove the temporary file; do nothing if it was already moved or discarded."""
         if self._is_open:
             with suppress(FileNotFoundError):
                 os.unlink(self.name, dir_fd=self._staging)
