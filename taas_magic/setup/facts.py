@@ -1,4 +1,6 @@
-"""Ask hosts for their facts before taas-magic runs there, and find the problems in the facts.
+"""Ask hosts for facts before taas-magic runs there, and find problems in the facts.
+
+Facts are, for example, versions, the number of GPUs and the free disk space.
 
 The program `probe.py` is sent as text to the standard input of the host's own Python and returns
 the facts.
@@ -39,16 +41,16 @@ if TYPE_CHECKING:
 DEFAULT_PYTHON = "python3"
 PROBE_TIMEOUT_S = 30.0
 MARK = "taas-magic says: "
-"""Prefix of the line with the probe's result. A login script may print other lines first."""
+"""Prefix of the output line with the probe's result. A login script may print lines before it."""
 
 MIN_FREE_BYTES = 256 * 1024**2
-"""Minimum free bytes of the host's cache folder. With fewer bytes, a run cannot use the host."""
+"""Minimum free bytes on the disk of a host's cache folder. With fewer, no run can use the host."""
 
 LOW_FREE_BYTES = 2 * 1024**3
-"""If the host's cache folder has fewer free bytes, a check of the host gives a warning."""
+"""Free bytes on the disk of a host's cache folder below which a check of the host warns."""
 
 CLOCK_S = 60.0
-"""Maximum seconds by which a host's clock may differ from this machine's without a warning."""
+"""Seconds by which the clocks of a host and this machine may differ without a warning."""
 
 MAX_AT_ONCE = 64
 """Maximum number of hosts that `check` asks at the same time."""
@@ -73,7 +75,12 @@ class Shell(Protocol):
     host: str
 
     def run(self, command: str, data: bytes = b"", timeout_s: float = 60.0) -> CommandResult:
-        """Run a command in the user's shell on the host; `data` is its standard input."""
+        """Run a command in the user's shell on the host, and wait until it ends.
+
+        Args:
+            data: Standard input of the command.
+            timeout_s: Maximum seconds for the command.
+        """
 
     def put(self, data: bytes, path: str) -> None:
         """Write a file to the host. Only the user can read it. The file's folder must exist."""
@@ -98,14 +105,16 @@ def call_probe(
     arguments: Mapping[str, object],
     timeout_s: float,
 ) -> bytes:
-    """Call a function of `probe` in the host's own Python; return its result as JSON.
+    """Call a function of `probe` in the host's own Python; return the function's result as JSON.
 
-    Send the source of `probe` to the interpreter's standard input. So the host needs nothing but a
-    Python.
+    The source of `probe` is sent to the standard input of the host's Python. So taas-magic need not
+    be installed there.
 
     Args:
         python: The interpreter on the host; None means `python3`.
-        arguments: Keyword arguments of the function, plain JSON values.
+        function: Name of the function.
+        arguments: Keyword arguments of the function, as values for JSON.
+        timeout_s: Maximum seconds for the call.
 
     Raises:
         PoolError: The interpreter does not exist, or the program failed.
@@ -128,8 +137,8 @@ def call_probe(
 def _probe_program(function: str, arguments: Mapping[str, object]) -> bytes:
     """Return a program that calls a function of `probe` and prints its result as JSON.
 
-    Every Python since 2.6 can parse the program. A Python that is too old for `probe` reports its
-    version.
+    Every Python since 2.6 can run the program. In a Python before 3.8, which is too old for
+    `probe`, the program prints only the version of this Python.
     """
     source = Path(probe.__file__).read_text(encoding="utf-8")
     lines = [
@@ -149,7 +158,7 @@ def _probe_program(function: str, arguments: Mapping[str, object]) -> bytes:
 
 
 class KernelVersions(Struct, frozen=True):
-    """The versions of this process, which hosts must match.
+    """Versions of Python, torch and taas-magic in this process, to compare with those of hosts.
 
     Attributes:
         ours: Digest of taas-magic's own files.
@@ -167,7 +176,7 @@ def major_minor(version: str) -> str:
 
 @lru_cache(maxsize=1)
 def this_kernel() -> KernelVersions:
-    """Return the versions of this process, without importing torch."""
+    """Return the versions of Python, torch and taas-magic here, without importing torch."""
     ours = probe.digest(probe.package_files(str(Path(__file__).parent.parent)))
     return KernelVersions(platform.python_version(), importlib.metadata.version("torch"), ours)
 
@@ -196,10 +205,12 @@ def ask_host(
 ) -> HostFacts:
     """Return the facts of a host. The host needs only a Python.
 
-    See `of_this_machine` for the other arguments.
-
     Args:
         python: The interpreter on the host; None means `python3`.
+        packages: Distributions whose versions are reported.
+        modules: Top-level modules to check; the result has the missing ones.
+        mark: Path of a file in the project store, to find out whether the host shares the store; ""
+            skips this check.
 
     Raises:
         PoolError: The interpreter does not exist or does not work.
@@ -212,7 +223,7 @@ def ask_host(
 
 @dataclass(frozen=True)
 class RequiredPackage:
-    """A package that a host needs.
+    """A package that a host needs to run taas-magic.
 
     Attributes:
         version: The version that is installed on this machine; "" if it is not installed.
@@ -225,11 +236,14 @@ class RequiredPackage:
 
     @property
     def pin(self) -> str:
-        """Requirement for pip: this machine's version, such as `zict==3.0.0`, else `allowed`."""
+        """Requirement for pip: this machine's version, such as `zict==3.0.0`.
+
+        If the package is not installed here, any version in `allowed`.
+        """
         return f"{self.name}=={self.version}" if self.version else f"{self.name}{self.allowed}"
 
     def is_met_by(self, version: str) -> bool:
-        """Return whether a version is allowed. "" means not installed and is never allowed."""
+        """Return whether a version is allowed. The version "" of a missing package never is."""
         try:
             return bool(version) and self.allowed.contains(Version(version), prereleases=True)
         except InvalidVersion:
@@ -237,7 +251,7 @@ class RequiredPackage:
 
 
 def lacking(needs: Mapping[str, RequiredPackage], facts: HostFacts) -> tuple[RequiredPackage, ...]:
-    """Return the packages that a host does not have in an allowed version."""
+    """Return the packages in `needs` of which the host has no version or a wrong version."""
     return tuple(
         each for name, each in needs.items() if not each.is_met_by(facts.versions.get(name, ""))
     )
@@ -271,11 +285,13 @@ def find_problems(
     interface: str | None = None,
     packages: Mapping[str, RequiredPackage] = MappingProxyType({}),
 ) -> list[HostProblem]:
-    """Return all findings about a host, errors first.
+    """Return all problems of a host, errors first; empty if there are none.
 
     Args:
+        here: Versions that the host must match.
         gpus: Number of CUDA devices in taas.toml; None if taas.toml has none.
         interface: Network interface for ranks in taas.toml; None if taas.toml has none.
+        packages: Packages that the host needs, by name.
     """
     if major_minor(facts.python) != major_minor(here.python) or not facts.system:
         return [_other_python(facts, here)]  # the other facts describe the wrong interpreter
@@ -289,7 +305,10 @@ def find_problems(
 
 
 def refuse(all_facts: Iterable[HostFacts], here: KernelVersions) -> None:
-    """Raise PoolError with all errors and remedies if one of the hosts cannot execute a run."""
+    """Raise PoolError if one of the hosts cannot execute a run.
+
+    The text has all errors of the hosts, each with a remedy.
+    """
     lines = [
         f"host {facts.host}: {finding}"
         for facts in all_facts
@@ -311,9 +330,10 @@ def _other_python(facts: HostFacts, here: KernelVersions) -> HostProblem:
 
 
 def _python(facts: HostFacts, here: KernelVersions) -> Iterator[HostProblem]:
-    """Yield errors: about the operating system, a Python that is not CPython, torch, or modules.
+    """Yield errors about the operating system, the Python implementation, torch, and modules.
 
-    torch must have the same minor version as here. `_other_python` is about Python's version.
+    A host needs CPython on Linux, torch with the same minor version as here, and all modules that
+    the cell imports.
     """
     if facts.system != "Linux" or facts.implementation != "cpython":
         what = f"it runs {facts.implementation} on {facts.system}"
@@ -338,7 +358,7 @@ def _python(facts: HostFacts, here: KernelVersions) -> Iterator[HostProblem]:
 
 
 def _disk(facts: HostFacts) -> Iterator[HostProblem]:
-    """Yield the finding about a cache folder that is full, nearly full or not writable."""
+    """Yield a problem if the disk of the cache folder is full, nearly full or not writable."""
     free = f"{facts.free_bytes / 1024**3:.1f} GiB free at {facts.cache}"
     move = "Free some, or set XDG_CACHE_HOME there to a folder on another disk"
     if facts.cache_error:
@@ -350,7 +370,11 @@ def _disk(facts: HostFacts) -> Iterator[HostProblem]:
 
 
 def _network(facts: HostFacts, interface: str | None) -> Iterator[HostProblem]:
-    """Yield findings about the network interface and the host's own name."""
+    """Yield problems: a missing network interface, or a host name with no outside address.
+
+    Args:
+        interface: Network interface for ranks in taas.toml; None if taas.toml has none.
+    """
     if interface is not None and interface not in facts.interfaces:
         names = ", ".join(facts.interfaces) or "none"
         what = f"no interface {interface!r} with an address there; it has {names}"
@@ -366,7 +390,7 @@ def _network(facts: HostFacts, interface: str | None) -> Iterator[HostProblem]:
 def _warnings(
     facts: HostFacts, promised: int | None, packages: Mapping[str, RequiredPackage]
 ) -> Iterator[HostProblem]:
-    """Yield findings that do not prevent a run: about GPUs, the clock and package versions.
+    """Yield problems that do not prevent a run: of GPUs, the clock and package versions.
 
     Args:
         promised: Number of CUDA devices in taas.toml; None if taas.toml has none.
@@ -402,7 +426,7 @@ class HostCheck:
     Attributes:
         host: Name of the host, as shown to the user; "" if the pool has no host that is up.
         facts: The facts of the host; None if the host did not answer.
-        findings: Problems, errors first.
+        findings: Problems of the host, errors first.
     """
 
     pool: str
@@ -417,7 +441,7 @@ class HostCheck:
 
 
 Shells = Mapping[str, AbstractContextManager[Shell]]
-"""Context managers of a pool's hosts, by host name. Entering one connects a `Shell` to the host."""
+"""For each host of a pool, by name: a context manager that connects to the host as a `Shell`."""
 
 
 def check(
@@ -433,10 +457,13 @@ def check(
     A host that cannot be reached has one error, and no facts. For a local pool, check this machine.
 
     Args:
-        shells: Function that returns the shells of a pool, as `Engine.shells` does. Its second
-            argument is an event, which `check` sets before it returns. If the event is set, shells
-            that are still connecting must give up.
-        mark: See `of_this_machine`.
+        shells: Function that returns the context managers that connect to the hosts of a pool, such
+            as `Engine.shells`. The second argument is an event that `check` sets before it returns.
+            If the event is set, a context manager that is still connecting must give up.
+        here: Versions that the hosts must match.
+        packages: Packages that a host needs, by name.
+        mark: Path of a file in the project store, to find out whether a host shares the store; ""
+            skips this check.
         modules: Top-level modules that a host must have.
 
     Returns:
@@ -446,7 +473,11 @@ def check(
     def ask_one(
         pool: PoolConfig, host: str, opening: AbstractContextManager[Shell] | None
     ) -> HostCheck:
-        """Ask one host for its facts and check them. `opening` is None for this machine."""
+        """Connect to one host, ask for its facts, and check the facts.
+
+        Args:
+            opening: Context manager that connects to the host; None for this machine.
+        """
         try:
             if opening is None:
                 facts = of_this_machine(host, packages, mark, modules)
@@ -479,6 +510,11 @@ def check_facts(
     here: KernelVersions,
     packages: Mapping[str, RequiredPackage],
 ) -> HostCheck:
-    """Check the facts of a host by the settings of its pool (`find_problems`)."""
+    """Find the problems in a host's facts, given the settings of its pool.
+
+    Args:
+        here: Versions that the host must match.
+        packages: Packages that the host needs, by name.
+    """
     found = find_problems(facts, here, pool.gpus, pool.interface, packages)
     return HostCheck(pool.name, facts.host, facts, tuple(found))

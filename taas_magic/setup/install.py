@@ -1,8 +1,8 @@
 """Install the packages that an agent and its ranks need on a host.
 
-This module tries the host's own pip first. If pip fails, it sends packages of this environment as
-one zip file. If these packages may not work on the host, an error says what to install there. torch
-is never installed, because a host's torch must fit the host's GPUs.
+This module tries the host's own pip first. If pip fails, this module sends packages of this
+environment as one zip file. If these packages may not work on the host, an error says what to
+install there. torch is never installed, because a host's torch must fit the host's GPUs.
 """
 
 import hashlib
@@ -48,7 +48,7 @@ EXACT_VERSION = ("distributed",)
 """Packages that need exactly this machine's version: both ends of Dask's protocol must match."""
 
 NOT_INSTALLED = ("torch", "ipykernel", "paramiko")
-"""Requirements of taas-magic that it does not install on hosts.
+"""Packages that taas-magic needs here, but does not install on hosts.
 
 These are torch, and packages that `taas_magic.host` never imports.
 """
@@ -60,9 +60,10 @@ DOWNLOAD_LIMIT_S = 300.0
 _SAID_LINES = 4
 
 _parsing = threading.Lock()
-"""Lock for parsing requirements, which packaging parses with `ast`.
+"""Lock that a thread holds while the library packaging parses requirements.
 
-On Python 3.11, `ast` fails if two threads parse at the same time (python/cpython#106905).
+Packaging uses `ast`. On Python 3.11, `ast` fails if two threads parse at the same time
+(python/cpython#106905).
 """
 
 _making = threading.Lock()
@@ -80,7 +81,7 @@ class InstalledPackage(NamedTuple):
 
 @cache
 def installed(name: str) -> InstalledPackage | None:
-    """Return version and requirements of a package of this environment; None if not installed."""
+    """Return the version and requirements of a package here; None if it is not installed."""
     try:
         found = importlib.metadata.distribution(name)
     except importlib.metadata.PackageNotFoundError:
@@ -91,7 +92,9 @@ def installed(name: str) -> InstalledPackage | None:
 def packages_needed(
     find: Callable[[str], InstalledPackage | None] = installed,
 ) -> dict[str, RequiredPackage]:
-    """Return the packages that a host needs, with their dependencies, by canonical name.
+    """Return the packages that a host needs to run taas-magic, by canonical name.
+
+    The result includes the dependencies of these packages, but not torch.
 
     Environment markers are evaluated for this Python, because the host's Python has the same minor
     version.
@@ -132,16 +135,16 @@ def _wanted(name: str, allowed: SpecifierSet, here: InstalledPackage | None) -> 
 
 
 def prepare(shell: Shell, pool: PoolConfig) -> tuple[str, ...]:
-    """Prepare a host for an agent: install missing packages into its user's cache. Blocks.
+    """Check a host, and install the packages that an agent needs and the host lacks. Blocks.
 
-    Packages that an earlier call installed are used again.
+    The packages are installed into the user's cache on the host. Later calls use them again.
 
     Returns:
-        Entries for the agent's PYTHONPATH: the folders with the packages, then the entries that the
-        host already has. Empty if the host lacks no package.
+        Folders for the agent's PYTHONPATH: first the folders with installed packages, then the
+        folders of the host's own PYTHONPATH. Empty if the host lacks no package.
 
     Raises:
-        PoolError: The host has an error (`find_problems`), or the packages cannot be installed.
+        PoolError: The host cannot execute runs, or the packages cannot be installed.
     """
     here = this_kernel()
     facts = ask_host(shell, pool.python, packages_needed())
@@ -159,9 +162,10 @@ class PackageFolder:
     """A folder of packages to install on a host.
 
     Attributes:
-        name: Name of the folder. The name identifies the content, so an existing folder is not
-            checked.
+        name: Name of the folder. The name identifies the content. So if the host has a folder of
+            this name, nothing is installed.
         pins: Requirements for pip; empty if pip cannot provide the packages.
+        bundle: Function that returns the packages as a zip file.
     """
 
     name: str
@@ -194,8 +198,12 @@ def install_package(
 ) -> None:
     """Install a package folder on a host: by the host's own pip, or else by sending the files.
 
-    A folder without `pins` is always sent, as a zip file. The last zip file stays in memory,
-    because the next host often needs the same one.
+    Files are sent as a zip file. A folder without `pins` is always sent. The last zip file stays in
+    memory, because the next host often needs the same file.
+
+    Args:
+        python: The host's Python; None for `python3`.
+        cache: Path of taas-magic's cache folder on the host.
 
     Raises:
         PoolError: The folder could not be installed.
@@ -220,14 +228,18 @@ def install_package(
 
 
 def _install(shell: Shell, python: str | None, folder: str, how: Mapping[str, object]) -> str:
-    """Call `probe.install` on the host; return its error text, or "" on success."""
+    """Install packages into `folder` on a host; return an error text, or "" on success.
+
+    Args:
+        how: Further arguments of `probe.install`: requirements for pip, or a zip file.
+    """
     arguments = {"folder": folder, **how}
     output = call_probe(shell, python, probe.install.__name__, arguments, INSTALL_LIMIT_S)
     return from_json(output, str)
 
 
 def our_bundle() -> bytes:
-    """Return a zip file with taas-magic: the code that this process runs, not a release."""
+    """Return a zip file with taas-magic: the files that this process uses, not a release."""
     root = Path(__file__).parents[2]
     files = probe.package_files(str(root / "taas_magic"))
     programs = {"taas.py": (root / "taas.py").read_bytes()}  # `import taas` in the user's scripts
@@ -237,7 +249,7 @@ def our_bundle() -> bytes:
 def bundle_for(packages: Sequence[RequiredPackage], facts: HostFacts) -> bytes:
     """Return a zip file with packages for a host, laid out as a folder on `sys.path`.
 
-    The files come from this environment. Packages that cannot be copied from it are downloaded.
+    Copy the files from this environment. Download packages that cannot be copied, with pip.
 
     Raises:
         PoolError: The packages of this machine may not work on the host, or a package can neither
@@ -278,7 +290,11 @@ def _not_sent(facts: HostFacts, pins: Sequence[str], why: str) -> PoolError:
 
 
 def zip_files(files: Mapping[str, bytes]) -> bytes:
-    """Return the files as a zip file. The same files give the same bytes."""
+    """Return a zip file with the given files. The same files always give the same bytes.
+
+    Args:
+        files: Content of each file, by path in the zip file.
+    """
     target = io.BytesIO()
     with zipfile.ZipFile(target, "w") as archive:
         for path in sorted(files):
@@ -313,8 +329,13 @@ def installed_files(name: str) -> Files | None:
 def download_wheels(pins: Sequence[str], facts: HostFacts) -> Files:
     """Download wheels for a host with this machine's pip, and return their files except programs.
 
-    The wheels fit this machine, so call this function only if `why_unlike` gives no reason. The
-    files stay in this user's cache, and later calls with the same pins use them again.
+    The wheels fit this machine. So call this function only if the host is like this machine
+    (`why_unlike` returns ""). The files stay in this user's cache, and later calls with the same
+    `pins` use them again.
+
+    Args:
+        pins: Requirements for pip.
+        facts: Facts of the host, for messages.
 
     Raises:
         PoolError: pip is missing, reaches no index, or the index has no such wheel.

@@ -45,7 +45,7 @@ MAX_JUMPS = 8
 """Maximum number of jump hosts on the way to a host."""
 
 CONNECT_TIMEOUT_S = 15.0
-"""Seconds to wait for a connection if the configuration has no `ConnectTimeout`."""
+"""Seconds to wait for a connection to a host if ssh's settings have no `ConnectTimeout`."""
 
 _HOST = re.compile(
     r"(?:ssh://)?(?:(?P<user>\S+)@)?(?:\[(?P<bracketed>[^\]]+)\]|(?P<name>[^:@\s]+))"
@@ -61,26 +61,26 @@ _TAIL_LINES = 5
 
 _AGENT_S = 5.0
 _ASK_KEYS, _KEYS = b"\0\0\0\1\x0b", b"\x0c"
-"""Messages of the ssh agent's protocol: a request for its keys, and the type byte of its answer."""
+"""The request that asks an ssh agent for its keys, and the type byte of the agent's response."""
 
 _USUAL_KEYS = tuple(
     f"~/.ssh/id_{kind}"
     for kind in ("rsa", "ecdsa", "ecdsa_sk", "ed25519", "ed25519_sk", "xmss", "dsa")
 )
-"""Identity files that `ssh -G` prints if the configuration names none, even if none exists."""
+"""Identity files that `ssh -G` prints if ssh's settings name none. The files may not exist."""
 
 _USER_KNOWN = "~/.ssh/known_hosts ~/.ssh/known_hosts2"
 _SYSTEM_KNOWN = "/etc/ssh/ssh_known_hosts /etc/ssh/ssh_known_hosts2"
 
 _ADDS_NEW_KEYS = (["accept-new"], ["false"])
-"""Values of StrictHostKeyChecking, as `ssh -G` prints them, with which new keys are accepted."""
+"""Values of StrictHostKeyChecking, as `ssh -G` prints them, that accept keys of unknown hosts."""
 
 _Settings = Mapping[str, Sequence[str]]
-"""Settings of one host by lower-case keyword, each with its values."""
+"""SSH settings of one host: the values of each setting, by keyword in lower case."""
 
 
 class ConnectStopped(Exception):
-    """Raised by `find_target` and `connect` after the caller has set `stop`."""
+    """Raised by `find_target` and `connect` after the caller has set the event `stop` to cancel."""
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ class SshTarget:
 
     @property
     def is_alias(self) -> bool:
-        """Whether known_hosts lists the host under another name (`HostKeyAlias`)."""
+        """Whether known_hosts lists the host by an alias (`HostKeyAlias`), not by `hostname`."""
         return self.known_as not in (self.hostname, f"[{self.hostname}]:{self.port}")
 
 
@@ -147,8 +147,8 @@ def find_target(
 ) -> SshTarget:
     """Return the `SshTarget` of a host, as `ssh` would connect to it. Blocks.
 
-    If no `ssh` is installed, only the user and the port in `host` count. All other settings are
-    OpenSSH's defaults.
+    If no `ssh` is installed, take the user and the port from `host`, and OpenSSH's defaults for all
+    other settings.
 
     Args:
         host: The host, such as `gpu1`, `me@gpu3:2222`, `[fe80::1]:22` or `ssh://gpu1`.
@@ -218,7 +218,8 @@ def forward_command(host: str, config_file: str | None, port: int) -> str:
 
     Args:
         host: The host, in one of the forms of `find_target`.
-        config_file: See `find_target`.
+        config_file: The only configuration file to read, as with `ssh -F`; None for the user's file
+            and the system's.
     """
     match = _HOST.fullmatch(host)
     name, words = host, ["ssh", "-N", "-L", f"{port}:127.0.0.1:{port}"]
@@ -245,11 +246,11 @@ def _settings_without_ssh(name: str, user: str | None, port: str | None) -> _Set
 def _ask_ssh(host: str, command: Sequence[str], stop: threading.Event) -> _Settings:
     """Run `ssh -G` for a host and return the settings that it prints.
 
-    If the call is cancelled or takes too long, kills the command and its children.
+    If the caller sets `stop`, or the command takes too long, kill the command and its children.
 
     Raises:
-        PoolError: The command failed, or printed no settings within `_SSH_S`. The text has the
-            command's last lines.
+        PoolError: The command failed, or did not finish within `_SSH_S` seconds. The text has the
+            last lines of the command's output.
         ConnectStopped: `stop` was set.
     """
     until = time.monotonic() + _SSH_S
@@ -302,7 +303,9 @@ def _failed(host: str, command: Sequence[str], what: str, todo: str) -> PoolErro
 
 
 def _tokens(settings: _Settings, name: str, alias: str | None) -> dict[str, str]:
-    """Return the values of ssh's `%` tokens. In most settings, `ssh -G` does not expand them.
+    """Return the values of ssh's tokens, such as `%h`, by the character after the `%`.
+
+    The caller expands the tokens in settings, because `ssh -G` does so only in few settings.
 
     Args:
         name: The host's name as the user wrote it, without user and port.
@@ -352,7 +355,8 @@ def _is_set(value: str) -> bool:
 def _identity_files(values: Sequence[str], tokens: Mapping[str, str]) -> tuple[str, ...]:
     """Return the paths of the identity files, with `~`, variables and tokens expanded.
 
-    The result does not contain the value "none", or files in `_USUAL_KEYS` that do not exist.
+    The result does not contain the value "none". It also does not contain files in `_USUAL_KEYS`
+    that do not exist.
     """
     found = []
     for value in filter(_is_set, values):
@@ -364,11 +368,11 @@ def _identity_files(values: Sequence[str], tokens: Mapping[str, str]) -> tuple[s
 
 
 class KnownHosts(MissingHostKeyPolicy):
-    """Policy that accepts a host's key if the user's known_hosts files list the key.
+    """Policy for paramiko that accepts a host's key only if the known_hosts files list the key.
 
-    If the target has `adds_new_keys`, and no file lists any key of the host, the policy accepts and
-    stores the key. For any other key, the policy raises PoolError, whatever StrictHostKeyChecking
-    says.
+    There is one exception: if the target has `adds_new_keys`, and no file lists any key of the
+    host, the policy accepts and stores the key. For any other key, the policy raises PoolError,
+    whatever StrictHostKeyChecking says.
 
     The policy replaces paramiko's own check, which does not support patterns (`*.lab`), and fails
     on lines with a marker (`@revoked`).
@@ -393,7 +397,7 @@ class KnownHosts(MissingHostKeyPolicy):
                         self._add(path, " ".join(line.split()))
 
     def _add(self, path: str, line: str) -> None:
-        """Record a line of the known_hosts file `path` if it lists a key of the host.
+        """Record a line of the known_hosts file `path` if the line lists a key of the host.
 
         All lines with `@revoked` are recorded, too. Comments and lines with other markers are
         skipped.
@@ -407,9 +411,10 @@ class KnownHosts(MissingHostKeyPolicy):
                 self._of_any_port.append((path, entry.key))
 
     def make_transport(self, sock: Any, **options: Any) -> Transport:
-        """Return paramiko's transport, which prefers key types that known_hosts lists for the host.
+        """Return paramiko's transport, which asks the host for a key type that known_hosts lists.
 
-        A host may have keys of several types, and known_hosts may list only one of them.
+        A host may have keys of several types. If known_hosts lists only one of these keys, the host
+        must show this key, because any other key would be refused.
         """
         transport = Transport(sock, **options)
         offered = transport.get_security_options()
@@ -422,7 +427,8 @@ class KnownHosts(MissingHostKeyPolicy):
     def missing_host_key(self, client: SSHClient, hostname: str, key: PKey) -> None:
         """Check the key that a host has shown; called by paramiko.
 
-        If known_hosts lists no key of the host, and the target has `adds_new_keys`, store the key.
+        If known_hosts lists no key of the host, and the target has `adds_new_keys`, accept and
+        store the key.
 
         Raises:
             PoolError: The key is unknown, revoked, or not the one in known_hosts. The text says
@@ -456,7 +462,8 @@ class KnownHosts(MissingHostKeyPolicy):
     def _store(self, key: PKey) -> None:
         """Add the host's key to the user's first known_hosts file.
 
-        Creates the file and its folder if needed. If the file cannot be written, nothing happens.
+        Create the file and its folder if they are missing. If the file cannot be written, do not
+        store the key; there is no error.
         """
         line = f"{self._target.known_as} {key.get_name()} {key.get_base64()}\n"
         # as ssh does, connect even if the file cannot be written
@@ -471,9 +478,9 @@ class KnownHosts(MissingHostKeyPolicy):
 
 
 def _is_named(name: str, patterns: Iterable[str]) -> bool:
-    """Return whether a line of known_hosts applies to a host.
+    """Return whether a line of known_hosts applies to the host `name`.
 
-    A pattern after `!` excludes the hosts that it matches, whatever the other names say.
+    A pattern after `!` excludes the hosts that match, even if they match the line's other patterns.
 
     Args:
         patterns: The line's names: plain names, hashed names, or patterns such as `*.lab`.
@@ -494,15 +501,21 @@ def _is_named(name: str, patterns: Iterable[str]) -> bool:
 
 
 def _glob(pattern: str) -> re.Pattern[str]:
-    """Return the regular expression for a pattern of ssh, in which only `*` and `?` are special."""
+    """Return the regular expression for a pattern of ssh, such as `*.lab`.
+
+    In patterns of ssh, only `*` and `?` are special.
+    """
     return re.compile(re.escape(pattern.lower()).replace(r"\*", ".*").replace(r"\?", "."))
 
 
 def _how_to_accept(target: SshTarget, key: PKey, *commands: str) -> str:
     """Return text for the user: how to verify a host's key, and the commands that accept it.
 
-    The text lists `commands`, and then a command that adds the key to known_hosts. This command is
-    `ssh-keyscan`, or an interactive `ssh` if the host has a jump host or a ProxyCommand.
+    The last command adds the key to known_hosts. It is `ssh-keyscan`, or an interactive `ssh` if
+    the host has a jump host or a ProxyCommand.
+
+    Args:
+        *commands: Commands to run before the last one, such as one that removes the old key.
     """
     name = key.get_name()
     kind = next((kind for kind in ("ed25519", "ecdsa", "rsa") if kind in name), name)
@@ -523,7 +536,7 @@ def _how_to_accept(target: SshTarget, key: PKey, *commands: str) -> str:
 
 
 class UserKeys(AuthStrategy):
-    """Strategy that offers the user's keys to a host, until the host accepts a key."""
+    """Strategy for paramiko that offers the user's keys to a host, until the host accepts one."""
 
     def __init__(self, target: SshTarget) -> None:
         super().__init__(ssh_config=SSHConfig())
@@ -532,7 +545,7 @@ class UserKeys(AuthStrategy):
     def get_sources(self) -> Iterator[AuthSource]:
         """Yield the keys in the order in which they are offered.
 
-        The order matters, because a host disconnects after a few refused keys:
+        The order matters, because a host disconnects after a few refused keys. It is:
 
         1. Keys of the ssh agent that are also in identity files.
         2. Other keys of the ssh agent, unless IdentitiesOnly is set.
@@ -558,8 +571,8 @@ class UserKeys(AuthStrategy):
 def _agent_answers() -> bool:
     """Return whether an ssh agent exists and answers within `_AGENT_S` seconds.
 
-    The agent may be forwarded from a machine that has gone to sleep. paramiko would wait for the
-    agent's answer without a time limit.
+    Call this function before paramiko asks the agent, because paramiko would wait without a time
+    limit. For example, the agent may be forwarded from a machine that has gone to sleep.
     """
     with contextlib.suppress(OSError, KeyError), socket.socket(socket.AF_UNIX) as agent:
         agent.settimeout(_AGENT_S)
@@ -573,7 +586,7 @@ class _OfferedKey(AuthSource):
     """A key to offer to a host.
 
     Args:
-        name: Path of the key's file, or a description of the agent's key; messages show it.
+        name: Path of the key's file, or a description of the agent's key, for messages.
         key: The agent's key; None to read the file `name` when the key is offered.
     """
 
@@ -594,7 +607,7 @@ class _OfferedKey(AuthSource):
 
 
 def _load(path: str) -> PKey:
-    """Read a private key.
+    """Read the private key in the file `path`.
 
     Raises:
         SSHException: The file does not exist, has a passphrase, or cannot be read. For a
@@ -617,7 +630,9 @@ def _load(path: str) -> PKey:
 
 
 def _public_blob(path: str) -> bytes:
-    """Return the public key that belongs to an identity file; empty if there is none.
+    """Return the public key, in SSH's binary form, that belongs to an identity file.
+
+    The result is empty if there is no public key.
 
     Args:
         path: Path of a private key, or of a public key whose private key only the ssh agent has.

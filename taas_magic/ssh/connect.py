@@ -36,16 +36,16 @@ from taas_magic.ssh.config import (
 )
 
 SILENCE_S = 8.0
-"""Default seconds without an acknowledgement after which an open connection is closed."""
+"""Default of `connect`: seconds without an answer from the host until a connection is closed."""
 
 TAIL_LINES = 15
-"""Number of a command's last lines that are kept for messages."""
+"""Number of lines at the end of a command's output that are kept for messages."""
 
 _END_S = 2.0
 _TICK_S = 0.1
 _PROBE_S = 2
 _ENDED = SSHException, OSError, EOFError
-"""Exceptions that paramiko raises when a channel or its connection ends, on either side."""
+"""Exceptions that paramiko raises after this machine or the host has ended a connection."""
 _TCP_RTO_MAX_MS = 44
 """Number of Linux's socket option for the maximum time, in ms, between retransmissions.
 
@@ -67,7 +67,7 @@ _PUT_SCRIPT = (
     'umask 077; cat >"$0.$1" && [ "$(wc -c <"$0.$1")" -eq "$2" ] && mv -f "$0.$1" "$0" '
     '|| { rm -f "$0.$1"; exit 1; }'
 )
-"""Shell script that writes standard input to a file.
+"""Shell script that writes standard input to a temporary file, and then renames this file.
 
 Arguments: the file's path, a random suffix for the temporary file, and the number of bytes.
 """
@@ -77,7 +77,7 @@ logging.getLogger("paramiko").setLevel(logging.CRITICAL)
 
 
 class Connection:
-    """An authenticated connection to a host.
+    """An authenticated SSH connection to a host.
 
     Any thread may call the methods. `start`, `run` and `put` raise PoolError if the connection
     breaks.
@@ -101,11 +101,11 @@ class Connection:
 
     @property
     def is_open(self) -> bool:
-        """Whether the connection is open, as far as this machine has noticed."""
+        """Whether the connection is open, as far as this machine knows."""
         return self.transport.is_active()
 
     def start(self, command: str) -> Channel:
-        """Start a command and return the channel of its standard input, output and error."""
+        """Start a command on the host; return the channel of its input, output and errors."""
         try:
             channel = self.transport.open_session(timeout=CONNECT_TIMEOUT_S)
             channel.exec_command(command)
@@ -118,7 +118,7 @@ class Connection:
 
         Args:
             data: Standard input of the command.
-            timeout_s: Maximum seconds without output; then PoolError is raised.
+            timeout_s: Maximum seconds without output. After this time, raise PoolError.
         """
         errors: list[bytes] = []
         with self.start(command) as channel:
@@ -149,11 +149,12 @@ class Connection:
             raise PoolError(f"host {self.host}: {path} was not written: {why}")
 
     def lost_error(self, what: str, error: BaseException) -> PoolError:
-        """Return the error for an action that failed because the connection or a channel ended.
+        """Return a PoolError for an action that failed because the connection or a channel ended.
 
         Args:
-            what: Text about the failed action, such as "no port was forwarded".
-            error: The exception of the action; not used if the transport has recorded an exception.
+            what: Text of the message about the failed action, such as "no port was forwarded".
+            error: The exception of the action. The message names it only if paramiko has recorded
+                no exception of the whole connection.
         """
         why = self.transport.get_exception() or error
         return PoolError(f"host {self.host}: {what}: {type(why).__name__}: {why}")
@@ -182,7 +183,8 @@ def connect(
         stop: Event that the caller sets to cancel; the call then raises within about 0.1 s.
         timeout_s: Maximum seconds until the connection is open; None for
             `target.connect_timeout_s`.
-        silence_s: Seconds without an acknowledgement after which an open connection is closed.
+        silence_s: Seconds without an answer from the host after which the open connection is
+            closed.
 
     Raises:
         PoolError: The host cannot be reached, its key is not known, or it refuses the login.
@@ -229,11 +231,14 @@ class _Deadline:
         return self.stop.is_set() or time.monotonic() > self._until
 
     def check(self, doing: str) -> None:
-        """Raise if the attempt must end.
+        """Raise an exception if the connection attempt must end now.
+
+        Args:
+            doing: What the attempt waits for, as text for the message.
 
         Raises:
             ConnectStopped: `stop` is set.
-            PoolError: The time is over.
+            PoolError: The deadline is over.
         """
         if self.stop.is_set():
             raise ConnectStopped
@@ -246,10 +251,10 @@ class _Deadline:
 
 @contextmanager
 def _handshake_slot(deadline: _Deadline) -> Iterator[None]:
-    """Wait until fewer than `_AT_ONCE` threads connect to the target's sshd; then run the block.
+    """Wait until fewer than `_AT_ONCE` threads connect to the target; then run the `with` block.
 
-    Otherwise, all threads that connect through the same jump host would connect to the jump host's
-    sshd at once.
+    Without this limit, threads for many hosts behind one jump host would connect to the jump host
+    at once, and its sshd would refuse some of the connections.
 
     Raises:
         ConnectStopped: The connection was cancelled.
@@ -296,7 +301,7 @@ def _guard_handshake(sock: socket.socket | Channel, deadline: _Deadline) -> Iter
 
 
 def _close(client: SSHClient) -> None:
-    """Close an SSH connection, and wait up to `_END_S` until its thread has ended."""
+    """Close an SSH connection, and wait up to `_END_S` seconds until its thread has ended."""
     transport = client.get_transport()
     client.close()
     if transport not in (None, threading.current_thread()) and transport.ident is not None:
@@ -308,8 +313,12 @@ def _open_stream(
 ) -> socket.socket | Channel:
     """Open a byte stream to a host's sshd: directly, through a jump host, or by a ProxyCommand.
 
-    If there is a jump host, first opens an SSH connection to it. Adds callbacks to `undo`: one that
-    closes the stream, and one that closes the connection to the jump host.
+    If there is a jump host, first open an SSH connection to it. Add callbacks to `undo` that close
+    the stream, and the connection to the jump host.
+
+    Args:
+        silence_s: Seconds without an answer after which an open connection is closed.
+        undo: Exit stack that the caller closes at the end of the connection.
     """
     if target.proxy_command and target.jump is None:
         return _start_proxy_command(target.proxy_command, undo)
@@ -331,7 +340,7 @@ def _open_stream(
 
 
 def _start_proxy_command(command: str, undo: ExitStack) -> socket.socket:
-    """Start a ProxyCommand with one end of a socket pair as its standard input and output.
+    """Start a ProxyCommand, and return a socket that leads to its standard input and output.
 
     A shell runs the command, as with ssh; paramiko's own ProxyCommand uses no shell.
     """
@@ -358,10 +367,10 @@ def _end(program: "subprocess.Popen[bytes]") -> None:
 def _dial(
     target: SshTarget, deadline: _Deadline, silence_s: float, undo: ExitStack
 ) -> socket.socket:
-    """Open a TCP connection to the host, and try all of its addresses in turn.
+    """Open a TCP connection to the host: try its addresses in turn, until one of them accepts.
 
-    Each address gets an equal part of the remaining time. On success, sets the timeout of the
-    connection (`_notice_silence`).
+    Each address gets an equal part of the remaining time. The system closes the connection if the
+    host does not answer for `silence_s` seconds.
 
     Raises:
         PoolError: The name cannot be resolved, or no address accepts the connection.
@@ -398,7 +407,7 @@ def _connect(
         limit_s: Maximum seconds for this address; None for no limit except `deadline`.
 
     Returns:
-        An error number; 0 for success.
+        Error number of the system (errno); 0 for success.
 
     Raises:
         ConnectStopped: The connection was cancelled.
@@ -420,7 +429,7 @@ def _connect(
 
 
 def _notice_silence(sock: socket.socket, silence_s: float) -> None:
-    """Make the system close a connection if the other end does not answer for `silence_s` seconds.
+    """Make the system close a connection if the host does not answer for `silence_s` seconds.
 
     This function sets TCP's own timeout, because paramiko's keepalive does not check for answers.
 
@@ -428,7 +437,8 @@ def _notice_silence(sock: socket.socket, silence_s: float) -> None:
     a host could receive nothing for longer than its lease. On Linux 6.15 and newer, this function
     limits the time between two attempts to one second.
 
-    Also makes the system probe a connection without traffic, and send small packets at once.
+    Also make the system send a probe every `_PROBE_S` seconds if there is no traffic, and send
+    small packets without delay.
     """
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -440,11 +450,13 @@ def _notice_silence(sock: socket.socket, silence_s: float) -> None:
 
 
 class HeartbeatCommand:
-    """A running command that gets an empty line on its standard input at regular intervals.
+    """A command on a host that gets an empty line on its standard input every `beat_s` seconds.
+
+    The empty lines are heartbeats. The constructor starts the command.
 
     Args:
         first_line: First input of the command. Unlike a command line, it may contain secrets.
-        log: Called with each line of the command's output, except empty lines.
+        log: Function to call with each line of the command's output, except empty lines.
 
     Attributes:
         has_output: Whether the command has written anything, even if only an empty line.
@@ -474,7 +486,7 @@ class HeartbeatCommand:
         return "\n".join(self._tail)
 
     def close(self, timeout_s: float) -> bool:
-        """Close the command's standard input, and wait until the command ends.
+        """Stop the heartbeats, close the command's standard input, and wait until the command ends.
 
         Returns:
             Whether the command ended within `timeout_s`.
@@ -491,9 +503,9 @@ class HeartbeatCommand:
                 self._channel.sendall(b"\n")
 
     def _read(self) -> None:
-        """Log the lines of the command's output, and keep the last ones, until the output ends.
+        """Log the lines of the command's output until the output ends; then set `ended`.
 
-        Then sets `ended`. Empty lines are not logged.
+        Also keep the last lines for `tail`. Empty lines are ignored.
         """
         output = self._channel.makefile("rb")
         with contextlib.suppress(*_ENDED):
@@ -508,10 +520,11 @@ class HeartbeatCommand:
 def shell_words(
     python: str | None, arguments: Sequence[str], environ: Mapping[str, str] | None = None
 ) -> str:
-    """Return a command line that starts a Python interpreter, in the syntax of any login shell.
+    """Return a command line that starts a Python interpreter; any login shell understands it.
 
     Args:
-        arguments: Arguments of the program, unquoted.
+        python: Path of the interpreter on the host; None for `python3`.
+        arguments: Arguments of the interpreter, unquoted.
         environ: Additional environment variables; not for secrets, since `ps` shows them.
     """
     settings = [f"{name}={shlex.quote(value)}" for name, value in (environ or {}).items()]
@@ -536,7 +549,7 @@ def open_tunnel(connection: Connection, host: str, port: int) -> int:
     """
 
     def on_visitor(channel: Channel, origin: Any, server: tuple[str, int]) -> None:
-        """Relay a new connection to a forwarded port of the host. Called by paramiko."""
+        """Start to relay a connection that a process on the host has made to a forwarded port."""
         # paramiko calls the same function for all forwarded ports, so look up the port
         address = connection.tunnels.get(server[1])
         if address is None:
@@ -577,7 +590,10 @@ def close_tunnel(connection: Connection, port: int) -> None:
 
 
 def _relay(channel: Channel, address: tuple[str, int]) -> None:
-    """Copy bytes in both directions until either side closes."""
+    """Connect to the server at `address`, and relay bytes between the server and `channel`.
+
+    Return after either side has closed the connection.
+    """
     # The connection or the pool may end at any time. Then `with` closes the channel and the socket.
     with contextlib.suppress(*_ENDED), channel, socket.create_connection(address) as sock:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

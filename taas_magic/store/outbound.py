@@ -84,7 +84,7 @@ class _Watch:
         os.eventfd_write(self._over, 1)
 
     def wait(self, timeout_s: float | None) -> tuple[set[str], bool]:
-        """Wait until something in a watched folder changes, `timeout_s` passes, or `wake` is called.
+        """Wait until something below `root` changes, `timeout_s` passes, or `wake` is called.
 
         If some folder cannot be watched, wait at most `BLIND_S` seconds. New folders are watched
         from now on.
@@ -183,7 +183,7 @@ def has_changed(file: FileIO, before: os.stat_result) -> bool:
 
 
 SMALL_BYTES = 1 << 18
-"""Maximum size in bytes of a file that is sent as one piece. A larger file is sent in several pieces."""
+"""Maximum size in bytes of a file that is sent as one piece. Larger files have several pieces."""
 
 _FRESH_NS = 100_000_000
 
