@@ -18,17 +18,19 @@ if TYPE_CHECKING:
     import torch
 
 METRICS_VARIABLE = "TAAS_METRICS"
-"""Environment variable. Its value "0" disables metrics from TensorBoard (`record_tensorboard`)."""
+"""Environment variable. If its value is "0", ranks do not log the scalars of TensorBoard."""
 
 
 _GPU_POLL_S = 0.01
 
 
 class _GpuScalar:
-    """Copy of a scalar on a GPU. The program may change the original before the copy is read.
+    """Copy of a logged scalar, in the GPU's memory.
+
+    The heartbeat thread reads the copy later. The program may have changed the original by then.
 
     Attributes:
-        stream: CUDA stream in which the copy is made.
+        stream: CUDA stream in which the GPU makes the copy.
     """
 
     def __init__(self, value: "torch.Tensor") -> None:
@@ -38,7 +40,7 @@ class _GpuScalar:
         self.stream = torch.cuda.current_stream(value.device)
 
     def __float__(self) -> float:
-        """Return the number. Call this only when the GPU has made the copy."""
+        """Return the scalar as a number. Call this method only after the GPU has made the copy."""
         import torch
 
         # In the program's own stream, the read would wait for all work that was queued since.
@@ -48,11 +50,14 @@ class _GpuScalar:
 
 
 _Logged = tuple[float, int | None, str, float | _GpuScalar]
-"""Time, step, name and value of a scalar."""
+"""Time in seconds (`time.time`), step, name and value of a scalar. The step may be None."""
 
 
 class MetricBuffer:
-    """The scalars that a rank has logged and not yet sent. Any thread may add scalars."""
+    """The scalars that a rank has logged, but not yet sent to its agent.
+
+    Any thread may add scalars.
+    """
 
     def __init__(self, rank: int) -> None:
         self._rank, self._pid = rank, os.getpid()
@@ -62,16 +67,18 @@ class MetricBuffer:
         self._counts: Counter[str] = Counter()
 
     def add(self, values: Mapping[str, Any], step: int | None, all_ranks: bool) -> None:
-        """Append scalars to the buffer. On a rank other than 0, do so only if `all_ranks` is True.
+        """Check scalars, and append them to the buffer if this rank's scalars are kept.
 
-        In a child that the rank forked, append nothing. The arguments are checked in any case.
+        Rank 0 always appends its scalars. Other ranks append scalars only if `all_ranks` is True. A
+        child that the rank forked appends nothing.
 
         Args:
-            step: Step of the training. None to use the last step of the same name plus 1, or 0 for
-                the first scalar of a name.
+            values: Scalars by name.
+            step: Step of the training. If None, each scalar gets the last step of the same name
+                plus 1. The first scalar of a name gets step 0.
 
         Raises:
-            TypeError: A name, a value or the step has a wrong type. Nothing is recorded then.
+            TypeError: A name, a value or the step has a wrong type. The buffer does not change.
         """
         now, number = time.time(), None if step is None else _checked_step(step)
         found = [(now, number, _checked_name(it), _checked_copy(it, values[it])) for it in values]
@@ -83,9 +90,9 @@ class MetricBuffer:
     def pop_scalars(self, waits_for_gpu: bool) -> list[MetricPoint]:
         """Remove scalars from the buffer, and return them as numbers.
 
-        A scalar without a step gets the last step of the same name plus 1. If it is the first
-        scalar of its name, it gets step 0. If the GPU has failed, scalars on the GPU are lost. Only
-        one thread at a time may call this method.
+        A scalar without a step gets the last step of the same name plus 1. The first scalar of a
+        name gets step 0. If the GPU has failed, scalars on the GPU are lost. Only one thread at a
+        time may call this method.
 
         Args:
             waits_for_gpu: Whether to wait until the GPU has computed all scalars. If False, scalars
@@ -98,11 +105,13 @@ class MetricBuffer:
         return points
 
     def _pop_computed(self) -> list[MetricPoint]:
-        """Return the oldest batch of scalars as numbers; [] if the GPU has not computed all of it.
+        """Remove the oldest group of scalars from the buffer, and return the scalars as numbers.
 
-        A batch has the scalars that were in the buffer when the previous batch was returned. A CUDA
-        event for each stream shows when the GPU has computed the batch. Events for each scalar
-        would make `log` slow.
+        If the GPU has not computed the whole group, leave the group in the buffer and return [].
+
+        If there is no group, all scalars in the buffer become one group. One CUDA event for each
+        stream then shows when the GPU has computed the group. An event for each scalar would make
+        `log` slow.
         """
         with suppress(RuntimeError):  # if the GPU has failed, there is nothing to wait for
             if not self._batch:
@@ -130,7 +139,11 @@ def _checked_name(name: Any) -> str:
 
 
 def _checked_step(step: Any) -> int:
-    """Return a step as an int: of an integer, a float such as 3.0, or a tensor with one element.
+    """Return a step as an int.
+
+    Args:
+        step: An integer, a float with an integer value such as 3.0, or a tensor that has one
+            element with an integer value.
 
     Raises:
         TypeError: The step is not an integer.
@@ -142,7 +155,12 @@ def _checked_step(step: Any) -> int:
 
 
 def _checked_copy(name: str, value: Any) -> float | _GpuScalar:
-    """Check a scalar, and return the copy that the buffer stores.
+    """Check a scalar, and return a copy of its value for the buffer.
+
+    The copy is a float. For a scalar on a GPU, the copy stays on the GPU.
+
+    Args:
+        name: Name of the scalar, for the error message.
 
     Raises:
         TypeError: The value is neither a number nor a tensor or array with one element. Or the
@@ -170,7 +188,7 @@ _buffer: MetricBuffer | None = None
 
 
 def use_buffer(buffer: MetricBuffer | None) -> None:
-    """Make `log` append to a buffer. With None, `log` does nothing."""
+    """Set the buffer to which `log` appends scalars. If `buffer` is None, `log` does nothing."""
     global _buffer
     _buffer = buffer
 
@@ -185,9 +203,10 @@ def log(
 ) -> None:
     """Log scalars of a training. The status header above the run's log draws them as live curves.
 
-    A call takes a few microseconds, or tens of microseconds for a tensor on a GPU. It does not
-    wait, writes no file, and involves no other rank. Call it in a rank. In the notebook, or in a
-    program outside of a run, it does nothing.
+    Call `log` in a rank. In the notebook, or in a program outside of a run, `log` does nothing.
+
+    A call takes a few microseconds, or tens of microseconds for a tensor on a GPU. The call does
+    not wait, writes no file, and involves no other rank.
 
     Example:
         `taas.log(step=step, loss=loss, lr=scheduler.get_last_lr()[0])`
@@ -195,8 +214,8 @@ def log(
     Args:
         values: Scalars by name, for names that cannot be keyword arguments, such as `loss/train` in
             `{"loss/train": loss}`.
-        step: Step of the training, the x-coordinate of the curves. By default, each name counts its
-            own steps: the first step is 0, and each further step is the last step plus 1.
+        step: Step of the training, the x-coordinate of the curves. By default, steps are counted
+            for each name: the first step is 0, and each further step is the last step plus 1.
         all_ranks: Whether to keep one series for each rank. By default, only rank 0's values are
             kept.
         **scalars: More scalars by name.
@@ -210,12 +229,14 @@ def log(
 
 
 def record_tensorboard() -> None:
-    """Make TensorBoard's `SummaryWriter` also log its scalars as `taas.log` does.
+    """Make TensorBoard's `SummaryWriter` also pass each of its scalars to `log`.
 
-    Scalars of `add_scalar` keep their names. Scalars of `add_scalars` get the names `TAG/NAME`. If
-    `taas.log` refuses a scalar, only TensorBoard writes the scalar. Lightning's TensorBoardLogger
-    and transformers' TensorBoardCallback call `add_scalar`. Call this function after the import of
-    `torch.utils.tensorboard.writer`.
+    Replaces the methods `add_scalar` and `add_scalars`. Scalars of `add_scalar` keep their names.
+    Scalars of `add_scalars` get the names `TAG/NAME`. If `log` refuses a scalar, only TensorBoard
+    writes the scalar. Lightning's TensorBoardLogger and transformers' TensorBoardCallback call
+    `add_scalar`, so their scalars are logged, too.
+
+    Call this function after the import of `torch.utils.tensorboard.writer`.
     """
     from torch.utils.tensorboard import writer
 

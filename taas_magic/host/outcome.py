@@ -23,7 +23,15 @@ def result_writer(
     spec: ProcessSpec,
     scope: RankNamespace,
 ) -> ResultWriter:
-    """Return the writer of the rank's results to `folder`, with `scope` as the rank's namespace."""
+    """Return a `ResultWriter` that writes this rank's results below the run folder `folder`.
+
+    The writer sends its notes for the user over `link`.
+
+    Args:
+        environ: Environment of the rank with torchrun's variables.
+        spec: Settings of the rank. If the run's pool is not trusted, the writer pickles nothing.
+        scope: Namespace of the rank, with the variables that a returned function may use.
+    """
     return ResultWriter(
         folder.results,
         environ,
@@ -56,7 +64,7 @@ def send_outcome(
         shell: Shell that ran the cell.
         result: IPython's result of the cell.
         link: Connection to the agent.
-        writer: Writer of the results (`result_writer`).
+        writer: Writer of the rank's results.
         out: Values of `--out`, such as "loss@all".
         changes: Detector of notebook objects that the cell changed. Each change becomes a note to
             the user. None to send no such notes.
@@ -85,10 +93,13 @@ def send_outcome(
 def _failure(shell: RankShell, result: ExecutionResult) -> RankRaised | None:
     """Return the failure of the cell; None if the cell succeeded or ended by `sys.exit(0)`.
 
-    The failure is the first exception that IPython has shown. The cell may have continued after it:
-    `%run`, `%time`, `%%capture` and `run_cell` show an exception of their code. If IPython has
-    shown none, the failure is the exception that ended the cell. If this exception is the end of a
-    debugger (`BdbQuit`), it gets a text for the user.
+    The failure is the first exception that IPython has shown. The cell may have continued after
+    this exception: if code of `%run`, `%time`, `%%capture` or `run_cell` raises an exception,
+    IPython shows the exception and continues the cell.
+
+    If IPython has shown no exception, the failure is the exception that ended the cell. If this is
+    `BdbQuit`, the failure's text says that the user has quit the debugger, or that nobody can use
+    the debugger in this run.
     """
     raised = result.error_before_exec or result.error_in_exec
     if shell.failure is not None or raised is None:

@@ -1,8 +1,8 @@
 """Read the output and messages of a host's ranks, and turn them into events and log files.
 
-Runs in the agent, in one thread for each run. If a rank writes faster than this thread reads, the
-rank blocks at its full pipe. A `LogBudget` limits the lines that are sent to the notebook. The
-rank's log file has the complete output.
+Runs in the agent, in one thread for each attempt of a run. If a rank writes faster than this thread
+reads, the rank blocks at its full pipe. A `LogBudget` limits the lines that the agent sends to the
+notebook. The rank's log file has the complete output.
 """
 
 import os
@@ -41,13 +41,13 @@ from taas_magic.messages import (
 
 LINE_LIMIT_BYTES = 64 * 1024
 PROGRESS_LIMIT_BYTES = 1024
-"""Maximum bytes that the notebook shows of an unfinished line, such as a progress bar."""
+"""Maximum bytes of an unfinished line, such as a progress bar, that the notebook shows."""
 
 CURSOR_UP = b"\x1b[A"
 """ANSI sequence that moves the cursor up one row. tqdm writes it between nested bars."""
 
 MAX_BARS = 32
-"""Maximum number of nested progress bars of a rank. Bars above this number become lines."""
+"""Maximum number of nested progress bars of a rank. Further bars become lines of output."""
 
 _BEGINNINGS = (b"\x1b", b"\x1b[")
 # The end of a row that tqdm draws, `[00:01<00:02, 9.8it/s]`, if the bar is not at 100%.
@@ -69,13 +69,13 @@ ERROR_WORDS = (
     "Fatal Python error",
     "terminate called",
 )
-"""Texts that mark a line of output as part of an error."""
+"""Words of error messages. A line of output with one of these words counts as part of an error."""
 
 _decoder = getincrementaldecoder("utf-8")
 
 
 def _decode_cut(data: bytes | bytearray) -> str:
-    """Decode UTF-8 bytes. If they end in the middle of a character, omit this character."""
+    """Decode UTF-8 bytes. If the bytes end in the middle of a character, omit this character."""
     return _decoder(errors="replace").decode(bytes(data))
 
 
@@ -84,8 +84,8 @@ class _Row:
 
     Attributes:
         head: Beginning of the row's text, up to the maximum length of a line.
-        length_bytes: Length of the whole text.
-        is_redrawn: Whether text after a carriage return has replaced the row's text.
+        length_bytes: Length of the row's whole text.
+        is_redrawn: Whether bytes after a carriage return have replaced earlier text of the row.
     """
 
     def __init__(self) -> None:
@@ -103,8 +103,8 @@ class _Row:
     def add_bytes(self, part: bytes, limit_bytes: int) -> None:
         """Add bytes that contain no newline. The row stores at most `limit_bytes` of its text.
 
-        Bytes after a carriage return replace the row. If `part` ends with a carriage return, the
-        row stays until the bytes of a later call replace it.
+        Bytes after a carriage return replace the row's text. If `part` ends with a carriage return,
+        the text stays until the bytes of a later call replace it.
         """
         visible = part.rstrip(b"\r")
         if visible:
@@ -129,9 +129,10 @@ class _Row:
         return self.is_redrawn and len(self.head) < 4096
 
     def text(self, limit_bytes: int) -> str:
-        """Return the row's text as a line of output. A text above `limit_bytes` is cut and marked.
+        """Return the row's text as a line of output.
 
-        If the program printed text behind a progress bar, return this text without the bar.
+        If the text is longer than `limit_bytes`, it is cut, and its end shows the full length. If
+        the program printed text behind a progress bar, return this text without the bar.
         """
         if self.length_bytes > limit_bytes:
             return f"{_decode_cut(self.head)}… [cut: {self.length_bytes} bytes]"
@@ -147,10 +148,11 @@ class LineAssembler:
     - Only newlines end lines.
     - Text after a carriage return replaces the text before it, as in a terminal. A carriage return
       directly before a newline is part of the line's end.
-    - If a program prints text behind an unfinished bar of tqdm, the line has only this text.
-    - tqdm moves the cursor up between nested bars. The rows above the cursor are held back while
-      all of them are unfinished bars. If a row gets other text, this row and the rows above it
-      become lines.
+    - If a program prints text behind an unfinished bar of tqdm, the line has only the printed text,
+      without the bar.
+    - tqdm moves the cursor up between nested bars. While all rows above the cursor are unfinished
+      bars, none of them becomes a line. If a row gets text that is not an unfinished bar, this row
+      and the rows above it become lines.
     - Other ANSI sequences are kept. Bytes that are not UTF-8 become U+FFFD.
 
     Args:
@@ -166,8 +168,7 @@ class LineAssembler:
     def feed(self, data: bytes) -> list[str]:
         """Add the next bytes of the output. Return the lines that are now complete.
 
-        If the bytes end with what may be the beginning of CURSOR_UP, this end is kept for the next
-        call.
+        If the last bytes may be the beginning of `CURSOR_UP`, they are kept until the next call.
         """
         data = self._partial + data
         self._partial = next((end for end in _BEGINNINGS if data.endswith(end)), b"")
@@ -189,9 +190,9 @@ class LineAssembler:
         return "\n".join(rows)
 
     def flush(self) -> list[str]:
-        """End the output, and return the unfinished lines that are not blank.
+        """Return the unfinished lines of the output as lines, and remove all rows.
 
-        A blank unfinished line is a progress bar that the program has erased.
+        Blank unfinished lines are left out: they are progress bars that the program has erased.
         """
         self._rows[self._at].add_bytes(self._partial, self._limit_bytes)
         lines = [row.text(self._limit_bytes) for row in self._rows if row.head.strip()]
@@ -201,9 +202,12 @@ class LineAssembler:
     def _whole_lines(self, body: bytes) -> list[str]:
         """Add whole lines, and return the lines that later output cannot change any more.
 
-        Usually, all lines are decoded at once. Each line goes through the rows only if an
-        unfinished row remains, if a line exceeds the maximum length, or if `body` contains a
-        carriage return or CURSOR_UP.
+        Usually, all lines are decoded at once, which is fast. The lines are added to the rows one
+        by one only if there is an unfinished row, if a line exceeds the maximum length, or if
+        `body` contains a carriage return or `CURSOR_UP`.
+
+        Args:
+            body: The lines, separated by newlines, without the last newline.
         """
         pieces = body.split(b"\n")
         is_plain = b"\r" not in body and CURSOR_UP not in body
@@ -217,10 +221,10 @@ class LineAssembler:
         return lines
 
     def _add_bytes(self, part: bytes) -> None:
-        """Add bytes without a newline. Each CURSOR_UP in the bytes moves the cursor up one row.
+        """Add bytes without a newline. Each `CURSOR_UP` in the bytes moves the cursor up one row.
 
-        After a CURSOR_UP, the next bytes replace the text of the row above. If the cursor is in the
-        top row, CURSOR_UP does not move it, but sets `is_left` of this row.
+        The bytes after a `CURSOR_UP` replace the text of the row to which the cursor has moved. If
+        the cursor is in the top row, it stays there, and `is_left` of the top row becomes True.
         """
         first, *others = part.split(CURSOR_UP) if CURSOR_UP in part else [part]
         self._rows[self._at].add_bytes(first, self._limit_bytes)
@@ -235,10 +239,10 @@ class LineAssembler:
 
         If there is no row below, creates one. The next bytes replace the text of the row below.
 
-        The top row stays if it is an unfinished progress bar, and each row between it and the
-        cursor is an unfinished bar or blank. Any other top row is finished. If there are more than
-        `MAX_BARS` rows, the top row counts as finished, too. No line is returned for a row with
-        `is_left`.
+        The top row is unfinished if it is an unfinished progress bar, and if each row between the
+        top row and the cursor is an unfinished bar or blank. In all other cases, and if there are
+        more than `MAX_BARS` rows, the top row is finished. A row with `is_left` is removed, but is
+        not returned as a line.
         """
         self._at += 1
         if self._at == len(self._rows):
@@ -265,11 +269,13 @@ def _has_error_word(text: str) -> bool:
 
 
 class _Bucket:
-    """A token bucket for bytes and lines, as in network traffic shaping.
+    """A token bucket that limits the rate of lines, and of bytes in these lines.
+
+    The bucket has byte tokens and line tokens. A line may be sent if its tokens are available.
 
     Args:
-        burst: Maximum numbers of tokens in the bucket, as (bytes, lines).
-        per_s: Numbers of tokens that are added each second, as (bytes, lines).
+        burst: Maximum number of tokens in the bucket, as (byte tokens, line tokens).
+        per_s: Number of tokens that are added each second, as (byte tokens, line tokens).
     """
 
     def __init__(self, burst: tuple[int, int], per_s: tuple[int, int]) -> None:
@@ -283,14 +289,14 @@ class _Bucket:
         self._lines = min(self._burst_lines, self._lines + elapsed_s * self._lines_per_s)
 
     def consume(self, sizes: list[int]) -> int:
-        """Take tokens for the lines in order, as long as they suffice.
+        """Remove the tokens of the first lines from the bucket, for as many lines as possible.
 
         Args:
             sizes: Sizes of the lines in bytes. A line of n bytes costs n byte tokens and one line
                 token.
 
         Returns:
-            The number of lines whose tokens were taken.
+            The number of lines whose tokens were removed, counted from the first line.
         """
         fit = bisect_right(list(accumulate(sizes)), self._bytes)
         fit = min(fit, int(self._lines))
@@ -309,8 +315,8 @@ class LogBudget:
         clock: Function that returns seconds, such as `time.monotonic`.
         burst: Maximum amount that may be sent at once, as (bytes, lines).
         per_s: Maximum amount that may be sent each second in the long run, as (bytes, lines).
-        reserve: Like `burst`, but for the reserve.
-        reserve_per_s: Like `per_s`, but for the reserve.
+        reserve: Maximum additional amount of error lines at once, as (bytes, lines).
+        reserve_per_s: Maximum additional amount of error lines each second, as (bytes, lines).
     """
 
     def __init__(
@@ -333,18 +339,18 @@ class LogBudget:
 
     @property
     def tail(self) -> list[str]:
-        """The last `TAIL_LINES` lines of the rank, sent or dropped."""
+        """The last `TAIL_LINES` lines of the rank's output, whether sent or dropped."""
         return list(self._tail)
 
     def admit(self, lines: list[str]) -> list[str]:
-        """Return the lines that may be sent now, in their order; drop all others."""
+        """Return the lines that may be sent to the notebook now, in order. Drop all other lines."""
         fit, errors = self.split(lines)
         return fit + errors
 
     def split(self, lines: list[str]) -> tuple[list[str], list[str]]:
         """Select the lines that may be sent now, and drop all others.
 
-        All lines go to `tail`. Dropped lines and their bytes are counted for `pop_dropped`.
+        All lines go to `tail`. `pop_dropped` returns how many lines and bytes were dropped.
 
         Returns:
             Two lists. The first list has the beginning of `lines`, as far as it fits into the
@@ -361,12 +367,15 @@ class LogBudget:
         return lines[:fit], self._errors(lines[fit:], sizes[fit:])
 
     def errors(self, lines: list[str]) -> list[str]:
-        """Return the lines that look like errors and fit into the reserve; drop all others."""
+        """Refill the budget, and return the lines that look like errors and fit into the reserve.
+
+        All other lines are dropped and counted. The budget for lines without errors is not used.
+        """
         self._refill()
         return self._errors(lines, [_size_bytes(line) for line in lines])
 
     def pop_dropped(self) -> tuple[int, int]:
-        """Return the number of lines and bytes dropped since the last call."""
+        """Return the number of dropped lines, and of bytes in these lines, since the last call."""
         dropped = self._dropped_lines, self._dropped_bytes
         self._dropped_lines = self._dropped_bytes = 0
         return dropped
@@ -381,8 +390,11 @@ class LogBudget:
     def _errors(self, lines: list[str], sizes: list[int]) -> list[str]:
         """Return the lines that look like errors and fit into the reserve; drop and count others.
 
-        To save time, no line is checked if `lines` contain none of `ERROR_WORDS`, and if earlier
-        calls have not begun a traceback.
+        If `lines` contain none of `ERROR_WORDS`, and no traceback has begun in an earlier call, all
+        lines are dropped without a check of each line, which saves time.
+
+        Args:
+            sizes: Sizes of the lines in bytes.
         """
         kept = []
         kept_bytes = 0
@@ -398,7 +410,8 @@ class LogBudget:
     def _is_error(self, line: str) -> bool:
         """Return whether a line is part of an error, such as a traceback.
 
-        Pass all lines in their order, because the result depends on earlier lines.
+        Pass all lines of the output in their order, because a traceback may have begun in an
+        earlier line.
         """
         belongs = self._in_traceback
         if line.startswith("Traceback"):
@@ -409,9 +422,9 @@ class LogBudget:
 
 
 class Wakeup:
-    """An event like `threading.Event`. Its file descriptor is readable while the event is set.
+    """An event, like `threading.Event`, that wakes a thread which waits in a selector.
 
-    Works only on Linux.
+    The file descriptor of the event is readable while the event is set. Works only on Linux.
     """
 
     def __init__(self) -> None:
@@ -420,39 +433,45 @@ class Wakeup:
         self._lock = threading.Lock()
 
     def fileno(self) -> int:
-        """Return the descriptor, for a selector or `multiprocessing.connection.wait`."""
+        """Return the event's descriptor, for a selector or `multiprocessing.connection.wait`."""
         return self._descriptor
 
     def set(self) -> None:
-        """Make the descriptor readable. Any thread may call this. Does nothing after `close`."""
+        """Set the event: make its descriptor readable. Thread-safe. Does nothing after `close`."""
         with self._lock:
             if not self._is_closed:
                 os.eventfd_write(self._descriptor, 1)
 
     def clear(self) -> None:
-        """Make the descriptor unreadable again."""
+        """Clear the event: make its descriptor unreadable again."""
         try:
             os.eventfd_read(self._descriptor)
         except BlockingIOError:
             return  # the descriptor was not readable
 
     def close(self) -> None:
-        """Close the descriptor. Call when no thread waits for it any more."""
+        """Close the event's descriptor. Call this method when no thread waits for the event."""
         with self._lock:
             self._is_closed = True
             os.close(self._descriptor)
 
 
 COALESCE_S = 0.002
-"""Minimum seconds between two events with lines of output."""
+"""Minimum seconds between two times at which the agent sends the pending lines of all ranks.
+
+The lines of a rank that arrive in between are sent together, as one event.
+"""
 
 PROGRESS_S = 0.1
 
 DRAIN_S = 30.0
-"""Maximum seconds to wait until the last output of an ended rank is read."""
+"""Maximum seconds to wait until the reader's thread has read what a rank has written."""
 
 MESSAGE_LIMIT_BYTES = 64 << 20
-"""Maximum bytes of a rank's message. Larger messages are dropped. Displays are always smaller."""
+"""Maximum bytes of a rank's message. A note for the user replaces a larger message.
+
+Displays are smaller, because `shell.bounded` removes large representations.
+"""
 
 MAX_INCOMPLETE = 64
 """Maximum number of incomplete messages of a rank. If there are more, the oldest one is dropped.
@@ -462,11 +481,11 @@ A message stays incomplete if its sender is killed.
 
 _CHUNK_BYTES = 1 << 20
 _PIPE_CHUNKS = 2
-"""Number of reads, each of `_CHUNK_BYTES` at most, that empty a full pipe."""
+"""Number of reads that are enough to empty a full pipe. A read gets at most `_CHUNK_BYTES`."""
 
 
 class _LogStream:
-    """The log pipe of one rank, its log file, and the lines that were not sent yet."""
+    """The output of one rank: its log pipe, its log file, and the lines that are not sent yet."""
 
     def __init__(self, rank: int, fd: int, path: Path) -> None:
         self.rank, self.fd = rank, fd
@@ -481,13 +500,15 @@ class _LogStream:
         self.is_cut = self.has_traceback = False
 
     def feed(self, data: bytes) -> str:
-        """Write bytes to the log file. Add the new lines that may be sent to `pending`.
+        """Write bytes of output to the log file, and append whole lines to `pending`.
+
+        `pending` gets only the lines that the rank's `LogBudget` admits; other lines are dropped.
 
         If writing fails or the disk has too little room, closes the log file. Later calls then only
-        add lines to `pending`.
+        append to `pending`.
 
         Returns:
-            The reason if this call has closed the log file, such as a full disk; "" otherwise.
+            Why this call has closed the log file, such as a full disk; "" if it has not.
         """
         self.heard_at, self.is_cut = time.monotonic(), not data.endswith(b"\n")
         self.pending += self.budget.admit(self.assembler.feed(data))
@@ -505,7 +526,7 @@ class _LogStream:
         return why
 
     def end_run(self) -> None:
-        """Add unfinished lines to `pending`, and close the log file. The pipe stays open."""
+        """Append unfinished lines to `pending`, and close the log file. The log pipe stays open."""
         self.pending += self.budget.admit(self.assembler.flush())
         if self.file is not None:
             self.file.close()
@@ -518,9 +539,9 @@ class _LogStream:
 
 
 class _MessageStream:
-    """The message pipe of one rank, with the messages that have arrived only in part.
+    """The message pipe of one rank, and the parts of messages that are still incomplete.
 
-    Forks of the rank write to the same pipe.
+    Forks of the rank write to the same pipe, so parts of several messages may alternate.
     """
 
     def __init__(self, rank: int, fd: int) -> None:
@@ -531,21 +552,22 @@ class _MessageStream:
         self.is_open = True
 
     def feed(self, data: bytes) -> list[Event | RankMessage | StoreMessage]:
-        """Add bytes that the agent has read, and return the messages that are now complete.
+        """Add bytes from the message pipe, and return the messages that are now complete.
 
-        A message that is too large is replaced by a note for the user. So is the first invalid
-        message; further invalid messages are dropped.
+        A note for the user replaces each message above `MESSAGE_LIMIT_BYTES`. A note also replaces
+        the first invalid message. Further invalid messages are dropped.
         """
         *pieces, rest = (self._rest + data).split(b"\n")
         self._rest = rest[-select.PIPE_BUF :]
         return [message for piece in pieces if (message := self._put(piece)) is not None]
 
     def _put(self, piece: bytes) -> Event | RankMessage | StoreMessage | None:
-        """Add a piece of a message, and return the message if it is complete.
+        """Add a piece of a message. If the message is now complete, decode and return it.
 
-        Return None if the message is incomplete or dropped. A message that is too large or invalid
-        is replaced or dropped, as in `feed`. If there are more than `MAX_INCOMPLETE` incomplete
-        messages, drop the oldest one.
+        Return None if the message is still incomplete, or if it is invalid and not the first
+        invalid message. Return a note for the user instead of the first invalid message, and
+        instead of a message above `MESSAGE_LIMIT_BYTES`. If there are more than `MAX_INCOMPLETE`
+        incomplete messages, drop the oldest one.
         """
         head, _, part = piece.partition(b" ")
         is_last, sender = head.startswith(link.LAST), head[1:]
@@ -583,10 +605,12 @@ OnMessage = Callable[[int, Event | RankMessage | StoreMessage], None]
 
 
 class _Sink(NamedTuple):
-    """Destination of a run's output.
+    """Destination of the ranks' output and messages.
 
     Attributes:
-        folder: Folder of the run, for the log files.
+        folder: Folder of the run, which gets the log files.
+        emit: Function that sends an event with output to the pool's process.
+        on_message: Function that receives each message of a rank.
     """
 
     folder: RunFolder
@@ -597,11 +621,15 @@ class _Sink(NamedTuple):
 class PipeReader:
     """Reader of the output and messages of an attempt's ranks on this host. Has its own thread.
 
+    Writes the output to log files, and sends it as events. The constructor creates all named pipes
+    between the ranks and the agent, and starts the thread.
+
     Args:
         pipes: Private folder in which the reader creates the named pipes.
-        folder: Folder of the run, for the log files.
-        emit: Function that receives events of output.
-        on_message: Function that receives messages, in the reader's thread.
+        folder: Folder of the run, which gets the log files.
+        ranks: Numbers of the ranks.
+        emit: Function that sends an event with output to the pool's process.
+        on_message: Function that receives each message of a rank, in the reader's thread.
     """
 
     def __init__(
@@ -641,11 +669,14 @@ class PipeReader:
         return self._logs[rank].budget.tail
 
     def last_output_at(self, rank: int) -> float:
-        """Return the time of the last output of a rank or its children (`time.monotonic`)."""
+        """Return when a rank or its children last wrote output, in seconds of `time.monotonic`."""
         return self._logs[rank].heard_at
 
     def drain(self, rank: int) -> None:
-        """Wait up to `DRAIN_S` until the thread has read everything that a rank has written."""
+        """Wait until the reader's thread has read the output and messages that a rank has written.
+
+        Waits up to `DRAIN_S` seconds.
+        """
         done = threading.Event()
         self._to_drain.put((rank, done))
         self._wakeup.set()
@@ -654,11 +685,13 @@ class PipeReader:
     def follow(self, folder: RunFolder, emit: EventSink, on_message: OnMessage) -> None:
         """Make another run the destination of all further output and messages of the ranks.
 
-        Output that the ranks have already written still goes to the previous run. Waits up to
-        `DRAIN_S` seconds until the reader's thread has made the change.
+        Output and messages that the ranks have already written still go to the previous run. Waits
+        up to `DRAIN_S` seconds until the reader's thread has changed the destination.
 
         Args:
-            folder: Folder of the other run, for the log files.
+            folder: Folder of the new run, which gets the log files from now on.
+            emit: Function that sends an event with output to the pool's process.
+            on_message: Function that receives each message of a rank, in the reader's thread.
 
         Raises:
             OSError: A log file cannot be created.
@@ -674,7 +707,7 @@ class PipeReader:
         done.wait(DRAIN_S)
 
     def close(self) -> None:
-        """Read the remaining content of the pipes, send it, and end the thread."""
+        """Send what the pipes still contain, close the pipes, and end the reader's thread."""
         self._closing.set()
         self._wakeup.set()
         self._thread.join()
@@ -708,8 +741,12 @@ class PipeReader:
     def _change_sink(self, sink: _Sink, logs: dict[int, _LogStream]) -> None:
         """Send all output so far to the old sink; then use the new `sink` and `logs`.
 
-        First reads what the pipes contain now. Unfinished lines are sent as whole lines, and the
-        old log files are closed.
+        First reads what the pipes contain now. Sends unfinished lines as whole lines, and closes
+        the old log files.
+
+        Args:
+            sink: Destination of all later output and messages.
+            logs: New log streams, with new log files, by rank.
         """
         self._read_all(self._streams())
         for rank, old in list(self._logs.items()):
@@ -726,7 +763,9 @@ class PipeReader:
         return [key.data for key in list(self._selector.get_map().values()) if key.data is not None]
 
     def _read_ready(self, timeout: float | None) -> None:
-        """Wait for readable pipes, and read each of them once. Close pipes without a writer.
+        """Wait for readable pipes, and read each of them once. Close pipes that have no writer.
+
+        Also returns when `drain`, `follow` or `close` wakes the thread.
 
         Args:
             timeout: Maximum seconds to wait; None for no limit.
@@ -752,13 +791,13 @@ class PipeReader:
     def _read(self, stream: _LogStream | _MessageStream) -> bytes | None:
         """Read a pipe once, and process the data.
 
-        Output goes to the rank's log file and to the rank's pending lines. Each message goes to
-        `on_message`. Before a message with a traceback goes there, the traceback is appended to the
-        log file. Before a request for input goes there, the rank's pending output is sent.
+        Output goes to the rank's log file and to the rank's pending lines. Each message is passed
+        to `on_message`. Before a message with a traceback is passed on, the traceback is appended
+        to the log file. Before a request for input is passed on, the rank's pending output is sent.
 
         Returns:
-            The data. None if the pipe is empty, but some process has the pipe open for writing. b""
-            if the pipe is empty and has no writer, or if this reader has closed the pipe.
+            The data. None if the pipe is empty, and a process has the pipe open for writing. b"" if
+            the pipe is empty and has no writer, or if this reader has closed the pipe.
         """
         if not stream.is_open:  # the stream ended meanwhile
             return b""
@@ -800,9 +839,9 @@ class PipeReader:
             self._warn_of_end(stream, reason_of(error))
 
     def _send_output(self, rank: int) -> None:
-        """Send all output of a rank so far. Send an unfinished line as a whole line.
+        """Send all output of a rank so far, before the user is asked for input.
 
-        The unfinished line may be the question that the user must answer.
+        An unfinished line is sent as a whole line, because it may be the question to the user.
         """
         stream = self._logs[rank]
         self._read_all([stream])
@@ -819,13 +858,13 @@ class PipeReader:
             self._sink.emit(Note(text=f"{text} ({self._sink.folder.log(stream.rank)})"))
 
     def _flush(self, now: float) -> None:
-        """Send pending lines and changed progress bars, unless some were sent very recently.
+        """Send the pending lines of all ranks, and the progress bars of rank 0 if they changed.
 
-        Lines are sent for all ranks, progress bars only for rank 0. The limits are `COALESCE_S` for
-        lines, and `PROGRESS_S` for progress bars.
+        Sends nothing if lines were sent less than `COALESCE_S` seconds ago. Sends no progress bars
+        if progress bars were sent less than `PROGRESS_S` seconds ago.
 
         Args:
-            now: Time of the monotonic clock; infinity to send everything immediately.
+            now: Time of the monotonic clock, in seconds; infinity to send everything immediately.
         """
         if now - self._flushed_at < COALESCE_S:
             return
@@ -839,9 +878,9 @@ class PipeReader:
             self._sink.emit(Progress(rank=0, text=first.shown_progress))
 
     def _flush_stream(self, stream: _LogStream) -> bool:
-        """Send a rank's pending lines, and the counts of dropped lines.
+        """Send a rank's pending lines, and the numbers of lines and bytes that were dropped.
 
-        Return False if there were no pending lines.
+        Return whether there were pending lines.
         """
         lines, stream.pending = stream.pending, []
         if lines:
@@ -852,6 +891,6 @@ class PipeReader:
         return bool(lines)
 
     def _progress_due(self) -> bool:
-        """Return whether the progress bars of rank 0 must be sent, because they have changed."""
+        """Return whether rank 0's progress bars have changed since they were last sent."""
         first = self._logs.get(0)
         return first is not None and first.assembler.progress != first.shown_progress

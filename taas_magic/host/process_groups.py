@@ -2,8 +2,8 @@
 
 A session keeps one key-value store, and torch uses the same keys for every default process group.
 Suppose that the ranks call `destroy_process_group` and then `init_process_group`. Without a prefix,
-a fast rank would find the old addresses of slower ranks under these keys, and would wait for them
-forever.
+a fast rank would find the old addresses of slower ranks under these keys, and would then wait
+forever for connections.
 """
 
 import functools
@@ -19,28 +19,33 @@ _DEFAULT_TIMEOUT = timedelta(minutes=30)  # torch's default for gloo
 
 
 class ProcessGroupPrefixes:
-    """Wrapper of `init_process_group` that gives each new process group its own key prefix.
+    """Wrapper of `init_process_group` for sessions: gives each new process group a new key prefix.
 
-    The prefix has the number of the cell, and the number of the group in this cell.
+    With a new prefix, a process group cannot read the values of an earlier process group in the
+    session's key-value store. The prefix contains the number of the cell, and the number of the
+    process group in this cell.
     """
 
     def __init__(self) -> None:
         self._cell = self._groups = 0
 
     def begin_cell(self, number: int) -> None:
-        """Begin a cell. The prefixes of process groups created from now on contain `number`.
+        """Record that a cell begins. Key prefixes of its process groups contain `number`.
 
-        The process groups of each cell are counted anew, from 1. So all ranks choose equal
-        prefixes, even if an earlier cell failed on some ranks and created fewer process groups
-        there.
+        The process groups of each cell are counted from 1. So all ranks choose equal prefixes, even
+        if an earlier cell failed and created fewer process groups on some ranks than on others.
+
+        Args:
+            number: Number of the cell in the session.
         """
         self._cell, self._groups = number, 0
 
     def install(self) -> None:
         """Replace torch's `init_process_group` in this process by the wrapper.
 
-        The wrapper passes a store with a new key prefix to torch's function. If the call names a
-        store or an `init_method` other than `env://`, the wrapper leaves the arguments unchanged.
+        The wrapper calls torch's function with a store that has a new key prefix. If the caller
+        passes a store, or an `init_method` other than `env://`, the wrapper does not change the
+        arguments.
         """
         original = dist.init_process_group
         signature = inspect.signature(original)
@@ -58,12 +63,13 @@ class ProcessGroupPrefixes:
         dist.distributed_c10d.init_process_group = init_process_group
 
     def _store_arguments(self, given: dict[str, Any]) -> dict[str, Any]:
-        """Return `store`, `rank` and `world_size` for the user's call of `init_process_group`.
+        """Connect to the key-value store; return `store`, `rank` and `world_size` for torch.
 
-        The store has a new prefix, so that its keys differ from the keys of earlier process groups.
+        The returned store adds a new prefix to each key, so that the keys differ from the keys of
+        earlier process groups.
 
         Args:
-            given: Arguments that the user's call has set, by name.
+            given: Arguments that the user has passed to `init_process_group`, by name.
         """
         rank, world_size = given.get("rank", -1), given.get("world_size", -1)
         world_size = int(os.environ["WORLD_SIZE"]) if world_size == -1 else world_size

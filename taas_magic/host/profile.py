@@ -1,7 +1,7 @@
 """Profile the first steps of a rank with torch.profiler, for `--profile N`.
 
-A step begins when the program asks a registered loader for a batch, or when it calls `taas.step()`.
-The trace of N steps is written to the run's folder, where `journal/timeline.py` reads it.
+A step begins when the program requests a batch from a registered loader, or calls `taas.step()`.
+The profiler writes the trace of N steps to the run folder, where `journal/timeline.py` reads it.
 """
 
 import os
@@ -15,19 +15,22 @@ from typing import Any
 from taas_magic.journal.timeline import LOAD
 
 WARM_UP_STEPS = 1
-"""Number of steps before the recorded steps.
+"""Number of steps in which the profiler already runs, but records nothing.
 
-The first step is not typical, because torch allocates memory and selects kernels.
+The first step is not typical, because torch allocates memory and selects kernels in it.
 """
 
 
 class StepProfiler:
-    """The profiler of one rank. It records the steps of the thread that begins the first step.
+    """The profiler of one rank. It records the first steps of the rank's training.
+
+    The steps are counted in the thread that begins the first step. Calls from other threads begin
+    no step.
 
     Args:
-        steps: Number of steps to record.
-        file: Path of the trace, which ends in `.json.gz`. It exists only when the trace is
-            complete.
+        steps: Number of steps to record, after the steps in which the profiler warms up.
+        file: Path for the trace; the path ends in `.json.gz`. The file exists only when the trace
+            is complete.
         note: Function that sends a message to the user.
     """
 
@@ -42,7 +45,10 @@ class StepProfiler:
         )
 
     def step(self) -> None:
-        """Begin the next step. From now on, batches of registered loaders begin no steps."""
+        """Begin the next step of the profile. Called by `taas.step()`.
+
+        After the first call, requests for batches of registered loaders begin no steps any more.
+        """
         self._is_marked = True
         self._begin_step()
 
@@ -50,8 +56,8 @@ class StepProfiler:
     def batch(self, loader: str) -> Iterator[None]:
         """Mark the `with` block in the trace as a wait for a batch of the loader named `loader`.
 
-        Also begin the next step, unless `step` was called before. After the end of the profile, do
-        nothing.
+        First begins the next step of the profile, unless the program calls `taas.step()`. After the
+        end of the profile, only runs the block.
         """
         from torch.profiler import record_function
 
@@ -64,9 +70,9 @@ class StepProfiler:
                 yield
 
     def close(self) -> None:
-        """End the profile, and write the steps recorded so far.
+        """End the profile if it is not over yet, and write the trace of the steps recorded so far.
 
-        If no step was recorded, send a note that says why.
+        If there is no trace, because no step was recorded, send the user a note that says why.
         """
         if self._profile is not None and not self._has_ended:
             self._end_profile()
@@ -74,11 +80,11 @@ class StepProfiler:
             self._note(f"--profile has recorded nothing: {self._why_empty}")
 
     def _begin_step(self) -> None:
-        """Begin the next step. The first step starts torch's profiler.
+        """Count the next step. Start torch's profiler at the first step, and end it after the last.
 
-        The profiler runs during `WARM_UP_STEPS` steps and the recorded steps. When the step after
-        the recorded steps begins, the profile ends. If the program already runs a profiler of its
-        own, the profile ends without a trace.
+        The profiler runs during `WARM_UP_STEPS` steps, and then during the steps that it records.
+        When the next step begins, the profile ends, and its trace is written. If the program
+        already runs a profiler of its own, the profile ends at the first step, without a trace.
 
         Do nothing in a thread that did not begin the first step, in a fork of the rank, and after
         the end of the profile.
@@ -128,15 +134,15 @@ _profiler: StepProfiler | None = None
 
 
 def use_profiler(profiler: StepProfiler | None) -> None:
-    """Set the profiler that `step` uses. With None, `step` does nothing."""
+    """Set the profiler whose steps `taas.step()` begins. If None, `taas.step()` does nothing."""
     global _profiler
     _profiler = profiler
 
 
 def step() -> None:
-    """Begin the next step of the training, for `--profile N`.
+    """Tell the profiler of `--profile N` that the next step of the training begins.
 
-    Call `step` once at the end of each iteration, in every rank. The call is only needed if the
+    Call `step` once at the end of each iteration, in every rank. The call is needed only if the
     cell uses no registered loader, or if an iteration takes several batches. Without `--profile`,
     and in the notebook, `step` does nothing.
     """

@@ -1,8 +1,9 @@
 """The prompt of a session's rank: a loop that waits for a cell and runs it.
 
-Between cells, SIGINT has no effect. During a cell, SIGINT raises KeyboardInterrupt, except while
-the rank waits in C++ for other ranks. In this case, the agent sends a request, and the rank's
-heartbeat thread cuts the rank's connections to the other ranks (`Prompt.cut_connections`).
+Between cells, SIGINT has no effect. During a cell, SIGINT raises KeyboardInterrupt. While the rank
+waits in C++ code for other ranks, Python cannot raise KeyboardInterrupt. The agent then sends a
+request, and the rank's heartbeat thread cuts the rank's connections to the other ranks
+(`Prompt.cut_connections`).
 """
 
 import gc
@@ -35,7 +36,8 @@ class Prompt:
     """The loop in which a session's rank waits for cells and runs them. Runs in the main thread.
 
     Args:
-        folder: Folder with the rank's pipes.
+        link: The rank's connection to its agent.
+        folder: Folder with the rank's pipes, from which the rank reads the agent's orders.
         run: Function that runs a cell, sends the results or the failure, and returns whether the
             cell succeeded.
         has_pending: Function that returns whether any collective of this rank has begun and has not
@@ -60,11 +62,12 @@ class Prompt:
         """Run each cell that the agent sends. Return when the agent sends the order to end.
 
         SIGINT has no effect between cells. After each cell, sends `RankFinished` if the cell
-        succeeded, then `RankIdle`. Before it returns, sends `RankFinished`. A child that a cell
-        forked exits here when it reaches the end of the cell.
+        succeeded, then `RankIdle`. At the end, sends `RankFinished`. If a child process that a cell
+        forked reaches the end of the cell, the child exits.
 
         Args:
-            report: Function that is called after each cell. It sends batch counts and metrics.
+            report: Function that sends batch counts and metrics to the agent; called after each
+                cell.
         """
         signal.signal(signal.SIGINT, _ignore)
         while (order := _order_of(self._orders.read_line())).number:
@@ -81,10 +84,14 @@ class Prompt:
         self._link.send(RankFinished())
 
     def cut_connections(self, cell: int) -> None:
-        """Cut this rank's connections to other ranks if the rank waits for other ranks in `cell`.
+        """Cut this rank's connections to other ranks if the rank waits for other ranks in a cell.
 
-        A collective of gloo then raises an exception, and Python handles the pending interrupt. Any
-        thread may call this method.
+        A collective of gloo then raises an exception. So the rank returns from C++ code to Python,
+        and Python raises KeyboardInterrupt for a SIGINT that has arrived before. Any thread may
+        call this method.
+
+        Args:
+            cell: Number of the cell. If the rank does not run this cell now, do nothing.
         """
         if (
             cell == self._number
@@ -97,8 +104,8 @@ class Prompt:
     def _run_one(self, order: CellOrder) -> bool:
         """Enable SIGINT, run one cell, and ignore SIGINT again; return whether the cell succeeded.
 
-        Also tells the agent that the rank now accepts SIGINT. If SIGINT arrives while no code of
-        the user runs, report the interrupt as a failure.
+        Before the cell, tells the agent that the rank accepts SIGINT. If SIGINT arrives during this
+        call, but outside of the user's code, sends the interrupt as the cell's failure.
         """
         self._was_cut, self._number, self._is_running = False, order.number, True
         has_succeeded = False
@@ -114,7 +121,7 @@ class Prompt:
         return has_succeeded
 
     def _ignore_interrupts(self) -> None:
-        """Ignore SIGINT from now on, even a SIGINT that arrives during this call."""
+        """Ignore SIGINT from now on, including a SIGINT that arrives during this call."""
         try:
             signal.signal(signal.SIGINT, _ignore)
         except KeyboardInterrupt:
@@ -130,14 +137,15 @@ class Prompt:
 
 
 def _ignore(number: int, frame: types.FrameType | None) -> None:
-    """Do nothing. This is the handler of SIGINT between cells."""
+    """Do nothing. Between cells, this function is the SIGINT handler of a session's rank."""
 
 
 def _shut_down_sockets() -> None:
     """Shut down all TCP connections of this process that no Python socket object owns.
 
-    These are the connections of process groups and key-value stores, which C++ code opened, but
-    also those of other libraries in C, such as a database driver.
+    C++ code of torch has opened the connections of process groups and key-value stores. The
+    function also shuts down connections that other C libraries have opened, such as a database
+    driver.
     """
     pythons = {it.fileno() for it in gc.get_objects() if issubclass(type(it), socket.socket)}
     for name in os.listdir("/proc/self/fd"):
@@ -157,5 +165,8 @@ def _shut_down(descriptor: int) -> None:
 
 
 def users_names(names: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `names` without IPython's variables for inputs and outputs, such as `_1` and `In`."""
+    """Return the user's variables: `names` without IPython's variables, such as `_1` and `In`.
+
+    Names that begin with `__taas` are also left out.
+    """
     return {name: it for name, it in names.items() if not _SHELLS_OWN.fullmatch(name)}

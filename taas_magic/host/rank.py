@@ -1,8 +1,8 @@
 """A rank: a torch.distributed process, forked by the agent's forkserver, that runs the work.
 
-The work is a cell or a function call. The forkserver has imported torch and IPython and created the
-shell (`prepare`). The rank has the environment variables of a process that torchrun has started,
-and cleans up at its end as such a process does.
+The work is a cell or a function call. Before the fork, the forkserver has imported torch and
+IPython, and has created the shell (`prepare`). The rank has the environment variables that torchrun
+sets for its processes. At its end, the rank cleans up as a Python program does.
 """
 
 import atexit
@@ -60,7 +60,10 @@ _kept: list[Any] = []
 
 
 attempt_folder = Path()
-"""In a rank: the attempt's private folder. The agent or the supervisor removes it."""
+"""In a rank: the private folder of the attempt, with pipes and scratch folders.
+
+The agent or the supervisor removes the folder.
+"""
 
 
 def prepare() -> None:
@@ -68,8 +71,10 @@ def prepare() -> None:
 
     The shell runs a cell that raises an exception, so that IPython imports the modules that format
     tracebacks. Otherwise, a failing rank would import these modules while the agent already ends
-    the other ranks. Afterwards, the exception is removed. numpy imports `numpy.random` only on
-    first use, so this function imports it if numpy is loaded.
+    the other ranks. Then this function deletes the exception.
+
+    If numpy is loaded, this function also imports `numpy.random`, which numpy imports only on first
+    use.
     """
     rendezvous.has_horovod()
     if "numpy" in sys.modules:
@@ -86,16 +91,16 @@ def prepare() -> None:
 def rank_main(spec: ProcessSpec, environ: Mapping[str, str]) -> None:
     """Run the work, or the cells of a session, and clean up as at the end of a Python program.
 
-    First makes this process a rank, connects its loaders, and sets torch's number of threads.
-    Without a GPU, nccl is replaced by gloo.
+    First makes this process a rank, connects its registered loaders to the data service, and sets
+    torch's number of threads. Without a GPU, process groups use gloo instead of nccl.
 
     Returns if the work succeeded; otherwise, ends the process with exit code 1. A session counts as
-    succeeded, even if cells failed. If the rank still has a process group after successful work,
-    waits up to `OTHERS_END_S` seconds for the end of the other ranks.
+    successful, even if cells failed. If the rank still has a process group after successful work,
+    waits up to `OTHERS_END_S` seconds until all other ranks are ending, too.
 
     Args:
         spec: Settings of all ranks of this host.
-        environ: torchrun's variables for this rank (`spec.torchrun_variables`).
+        environ: torchrun's environment variables for this rank (`spec.torchrun_variables`).
     """
     rank = int(environ["RANK"])
     link = _become_a_rank(spec, environ, rank)
@@ -119,12 +124,15 @@ def rank_main(spec: ProcessSpec, environ: Mapping[str, str]) -> None:
 def _become_a_rank(spec: ProcessSpec, environ: Mapping[str, str], rank: int) -> AgentLink:
     """Make this fork of the forkserver a rank that may run the user's code.
 
-    Connects the process to the agent, redirects its output, applies the run's environment, and
-    protects the project store from the rank's writes. If the protection fails, sends the failure
-    and ends the process.
+    Connects the process to the agent, and redirects stdout and stderr to the agent. Applies the
+    run's environment. Protects the project store from the rank's writes; if this fails, sends the
+    failure and ends the process.
 
-    Also makes the process write its stack when it crashes or gets `SIGNAL`. If horovod is
-    installed, asks the rendezvous for horovod's environment variables.
+    Also makes the process write its stack to a file when it crashes or gets `SIGNAL`. If horovod is
+    installed, gets horovod's environment variables from the rendezvous.
+
+    Returns:
+        The rank's connection to the agent.
     """
     os.setsid()
     # Until `_run` installs its handler, SIGINT kills the rank silently.
@@ -156,12 +164,13 @@ def _work_and_wait(
 ) -> bool:
     """Run the work, or the cells of a session; then wait for the program's other threads.
 
-    Sends heartbeats meanwhile, and `RankFinished` when the work has succeeded. If a child that the
-    work forked reaches the end of the work, the child ends here.
+    Sends heartbeats meanwhile, and `RankFinished` when the work has succeeded. With `--profile`,
+    profiles the work. If a child process that the work forked reaches the end of the work, the
+    child exits.
 
     Returns:
-        Whether the work succeeded. False if an interrupt ended the wait for threads; True for a
-        session.
+        Whether the work succeeded; True for a session. False if SIGINT arrived while this function
+        waited for threads.
     """
     prompt = None
     if isinstance(fed, SessionLoaders):
@@ -189,11 +198,11 @@ def _work_and_wait(
 
 
 def _become_a_program(spec: ProcessSpec, environ: Mapping[str, str]) -> None:
-    """Reset the state inherited from the forkserver, and apply the notebook's environment.
+    """Reset the state inherited from the forkserver, and apply the run's environment.
 
     Resets multiprocessing's start method, and seeds the random generators of torch and numpy anew.
-    Then replaces `os.environ`, lets torch and tempfile read it again, and sets the current folder,
-    `sys.path` and `sys.argv`.
+    Then replaces the variables in `os.environ`, makes torch and tempfile read the new variables,
+    and sets the current folder, `sys.path` and `sys.argv`.
     """
     # Remove the start method that the forkserver has set, so that the cell may set one.
     multiprocessing.set_start_method(None, force=True)
@@ -219,13 +228,13 @@ def _become_a_program(spec: ProcessSpec, environ: Mapping[str, str]) -> None:
 def _apply_store_rule(spec: ProcessSpec, link: AgentLink, rank: int) -> None:
     """Make this process enforce the rule that only rank 0 writes to the project store.
 
-    The agent gets a report of each write. A rank other than 0 also reports its kind of protection;
-    if only Python enforces the rule on this rank, a note tells the user.
+    From now on, the process reports each write to the agent. A rank other than 0 also reports which
+    mechanism enforces the rule. If only Python enforces the rule, a note tells the user.
 
-    Does nothing if the run has no project store. Does nothing in a run that only reads the project
-    store, unless the run is a rehearsal.
+    Does nothing if the share has no rule for the project store. Does nothing in a run that only
+    reads the project store, unless the run is a rehearsal.
 
-    Call before any thread starts and before any code of the user runs.
+    Call this function before any thread starts and before any code of the user runs.
     """
     share = spec.share
     rule = share.store
@@ -253,11 +262,11 @@ def _apply_store_rule(spec: ProcessSpec, link: AgentLink, rank: int) -> None:
 def _profiled(
     share: LocalShare, link: AgentLink, rank: int, fed: RankFeed | SessionLoaders | None
 ) -> Iterator[None]:
-    """With `--profile`, profile the steps in the `with` block, and write the profile.
+    """With `--profile`, profile the training steps in the `with` block, and write the trace.
 
-    Waits for batches of registered loaders are part of the profile. A child that the cell forked
-    writes no profile. Only rank 0 sends the profiler's notes. Without `--profile`, only run the
-    block.
+    The trace also shows how long the rank waits for batches of registered loaders. A child that the
+    cell forked writes no trace. Only rank 0 sends the profiler's notes. Without `--profile`, only
+    run the block.
     """
     if not share.plan.profile:
         yield
@@ -282,8 +291,8 @@ def _profiled(
 def _use_gloo_without_cuda(link: AgentLink) -> None:
     """Make `init_process_group("nccl")` and `Accelerator()` use gloo if there is no GPU.
 
-    Replaces torch's `init_process_group` by a function that uses gloo instead of nccl, and sends a
-    note. For `Accelerator()`, sets an environment variable.
+    Replaces torch's `init_process_group` by a function that uses gloo instead of nccl, and then
+    sends the user a note. For accelerate, sets the environment variable `ACCELERATE_USE_CPU`.
     """
     if torch.cuda.is_available():
         return
@@ -306,10 +315,10 @@ def _use_gloo_without_cuda(link: AgentLink) -> None:
 def _run(shell: RankShell, spec: ProcessSpec, link: AgentLink, rank: int) -> bool:
     """Load the work from the payload, run it, and send its results or failure.
 
-    First binds the shell to this rank. If loading fails, sends this failure and runs nothing. From
-    the start of the work, SIGINT raises KeyboardInterrupt. On rank 0, also sends notes about
-    notebook objects that the work changed. A rehearsal also sends the rank's memory peak and
-    written files.
+    First connects the shell to this rank's agent. If the work cannot be loaded, sends this failure
+    and runs nothing. From the start of the work, SIGINT raises KeyboardInterrupt. On rank 0, also
+    sends notes about notebook objects that the work changed. In a rehearsal, also sends the rank's
+    peak memory and the list of files that it wrote.
 
     Returns:
         Whether the work succeeded.
@@ -338,7 +347,10 @@ def _run(shell: RankShell, spec: ProcessSpec, link: AgentLink, rank: int) -> boo
 
 
 def _rehearsed() -> Rehearsed:
-    """Return this rank's data for the report of a rehearsal."""
+    """Return this rank's peak memory and the files that it wrote, for the report of a rehearsal.
+
+    Files outside the project store are listed separately.
+    """
     view = redirect.rehearsal_view()
     written, outside = (view.written(), view.outside()) if view is not None else ({}, {})
     return Rehearsed(
@@ -349,15 +361,15 @@ def _rehearsed() -> Rehearsed:
 
 
 def _end_program() -> None:
-    """Clean up as Python does at a normal exit.
+    """Run atexit handlers, delete the program's objects, and flush output, as at a normal exit.
 
     A fork of the forkserver exits by `os._exit`, without cleanup. So this function runs atexit
     handlers and `weakref.finalize` callbacks. Then it deletes the program's objects, so that Python
     flushes their open files. It deletes modules, functions and classes after all other objects. At
-    the end, it flushes stdout and stderr. SIGINT is ignored after the atexit handlers, until this
-    function returns.
+    the end, it flushes stdout and stderr. From the end of the atexit handlers until this function
+    returns, SIGINT is ignored.
 
-    Other parts of a normal exit do not happen here:
+    This function does not do the other parts of a normal exit:
 
     - The caller has already waited for threads.
     - multiprocessing ends its child processes when `rank_main` returns.
@@ -381,7 +393,7 @@ def _end_program() -> None:
 
 
 def _forget_last_exception() -> None:
-    """Remove the exception that the shell keeps for debuggers."""
+    """Delete `sys.last_value` and similar variables, in which IPython keeps an exception."""
     for name in ("last_type", "last_value", "last_traceback", "last_exc"):
         sys.__dict__.pop(name, None)
 
@@ -389,10 +401,11 @@ def _forget_last_exception() -> None:
 def _keep_groups() -> None:
     """Keep the process groups of remaining DDP models alive until the process ends.
 
-    If the cell has called `destroy_process_group`, a model has the last reference to its process
-    group. To delete such a model could cause a deadlock: torch joins gloo's threads while it holds
-    the GIL, and one of these threads may wait for the GIL (pytorch/pytorch#56297). While a process
-    exits, this deadlock cannot occur, because Python then ends each thread that requests the GIL.
+    If the cell has called `destroy_process_group`, a DDP model has the last reference to its
+    process group. Python would delete the process group together with the model, which could cause
+    a deadlock: torch joins gloo's threads while it holds the GIL, and one of these threads may wait
+    for the GIL (pytorch/pytorch#56297). While the process exits, this deadlock cannot occur,
+    because Python then ends each thread that requests the GIL.
     """
     ddp = torch.nn.parallel.DistributedDataParallel
     _kept.extend(it.process_group for it in gc.get_objects() if issubclass(type(it), ddp))

@@ -1,8 +1,8 @@
 """The rendezvous of an attempt's ranks: torch's TCPStore, and horovod's server if it is installed.
 
-The agent of the run's first host binds the port. A fork of the forkserver serves the store, because
-agents do not import torch. Each attempt has a new store, because the old store has the addresses of
-the earlier ranks.
+The agent of the run's first host binds the store's port. A fork of the forkserver serves the store,
+because agents do not import torch. Each attempt has a new store, because the store of an earlier
+attempt contains the addresses of ranks that have ended.
 
 Ranks also use the store to wait for one another before they end (`await_all`), and to agree on the
 contents of their loaders (`LoaderAgreement`).
@@ -28,10 +28,10 @@ from taas_magic.host import forkserver
 from taas_magic.leases import STOPPED_S
 
 STORE_TIMEOUT_S = 300.0
-"""Timeout, in seconds, with which the store's process creates torch's TCPStore."""
+"""Argument `timeout`, in seconds, of the TCPStore that serves the ranks of an attempt."""
 
 REACH_TIMEOUT_S = 30.0
-"""Maximum seconds to wait until this host has connected to the run's first host."""
+"""Maximum seconds to wait for a connection from this host to the run's first host."""
 
 _BACKLOG = 1024
 _HOROVOD_SERVER = "horovod.runner.http.http_server"
@@ -39,18 +39,21 @@ _HOROVOD_KEY = "taas/horovod"
 _HOROVOD_ANSWER_S = 60.0
 _ANSWER_S, _LOOK_S = 5.0, 0.01
 _AGREE_S = 60.0
-"""Maximum seconds to wait for a value of another rank, such as the order of an epoch."""
+"""Maximum seconds to wait for a value that another rank stores, such as the order of an epoch.
+
+Also the maximum seconds to wait for the connection to the ranks' store.
+"""
 
 _ENDING_KEY, _ALL_END_KEY = "taas/ending", "taas/all end"
 
 
 class Rendezvous:
-    """The rendezvous of one attempt: the port of the store, and the process that serves the store.
+    """The rendezvous of one attempt: the port and the process of the ranks' key-value store.
 
-    Used in the agent of the run's first host.
+    Used in the agent of the run's first host. The constructor binds a free port.
 
     Args:
-        address: Address of this host at which the store listens.
+        address: Address of this host at which the store listens for connections of ranks.
     """
 
     def __init__(self, address: str) -> None:
@@ -63,15 +66,19 @@ class Rendezvous:
         self._was_stopped = False
 
     def start(self) -> None:
-        """Start the process that serves the store. Until then, ranks that have connected wait."""
+        """Start the process that serves the store.
+
+        Ranks may connect before this call, because the port is already bound. They then wait.
+        """
         self._server = forkserver.start_process(f"{__name__}.serve", self._listener, self._address)
         self._listener.close()
 
     def kill_if_stopped(self) -> None:
-        """Kill the process that serves the store if it has been suspended for `STOPPED_S`.
+        """Kill the process that serves the store if SIGSTOP suspended it `STOPPED_S` seconds ago.
 
-        Ranks would wait forever for a suspended process. After its end, their calls raise errors.
-        Call this method often, so that it notices when SIGSTOP has suspended the process.
+        Ranks would wait forever for a suspended process. When the process has been killed, calls
+        of the store in ranks raise errors. Call this method regularly: the time is measured from
+        the first call that finds the process suspended.
         """
         if not self._is_stopped():
             self._stopped_at = None
@@ -91,7 +98,7 @@ class Rendezvous:
         return bool(status == psutil.STATUS_STOPPED)
 
     def why_ended(self) -> str:
-        """Return how the store's process has ended, as text; "" if it has not ended."""
+        """Return, for the user, how the store's process has ended; "" if it has not ended."""
         code = forkserver.exitcode(self._server) if self._server is not None else None
         if code is None:
             return ""
@@ -101,7 +108,10 @@ class Rendezvous:
         return f"process {self._server.pid}, which serves the ranks' key-value store, {how}"
 
     def close(self) -> None:
-        """Kill the process that serves the store. Call it after the attempt's ranks have ended."""
+        """Close the port, and kill the process that serves the store.
+
+        Call this method after the attempt's ranks have ended.
+        """
         self._listener.close()
         if self._server is not None:
             self._server.kill()
@@ -110,9 +120,16 @@ class Rendezvous:
 
 
 def reach(address: str, port: int) -> None:
-    """Raise PoolError if this host cannot connect to the rendezvous on the run's first host.
+    """Check that this host can connect to the rendezvous on the run's first host.
 
     Blocks for up to `REACH_TIMEOUT_S` seconds.
+
+    Args:
+        address: Address of the run's first host.
+        port: Port of the ranks' key-value store.
+
+    Raises:
+        PoolError: The connection failed.
     """
     try:
         socket.create_connection((address, port), REACH_TIMEOUT_S).close()
@@ -125,10 +142,10 @@ def reach(address: str, port: int) -> None:
 
 
 def connect(environ: Mapping[str, str], timeout_s: float) -> Any:
-    """Return a rank's connection to the store; a torch TCPStore.
+    """Connect a rank to its attempt's key-value store; return the connection, a torch TCPStore.
 
     Args:
-        environ: torchrun's variables of the rank.
+        environ: torchrun's environment variables of the rank.
         timeout_s: Maximum seconds to wait for the connection, and later for a value of the store.
     """
     import torch.distributed as dist
@@ -145,10 +162,10 @@ def connect(environ: Mapping[str, str], timeout_s: float) -> Any:
 def await_all(environ: Mapping[str, str], limit_s: float) -> None:
     """Report to the other ranks that this rank is ending, and wait until all ranks are ending.
 
-    Uses a counter in the ranks' store. If the store has ended, return at once.
+    Uses a counter in the ranks' key-value store. If the store's process has ended, return at once.
 
     Args:
-        environ: torchrun's variables of this rank.
+        environ: torchrun's environment variables of this rank.
         limit_s: Maximum seconds to wait for the other ranks.
     """
     until = time.monotonic() + limit_s
@@ -162,13 +179,14 @@ def await_all(environ: Mapping[str, str], limit_s: float) -> None:
 
 
 class LoaderAgreement:
-    """A rank's access to the store for values on which all ranks must agree. Thread-safe.
+    """A rank's access to values on which all ranks must agree, such as the order of an epoch.
 
-    An example is the order of an epoch.
+    The values are in the ranks' key-value store. Thread-safe.
 
     Args:
-        environ: torchrun's variables of this rank, as they were before the cell could change them.
-        run: Id of the run, or of the session and its cell; part of the keys in the store.
+        environ: torchrun's environment variables of this rank, copied before code of the user can
+            change them.
+        run: Id of the run, or of the session and its cell. Keys in the store contain this id.
     """
 
     def __init__(self, environ: Mapping[str, str], run: str) -> None:
@@ -178,12 +196,18 @@ class LoaderAgreement:
         self._pid, self._store = 0, cast(Any, None)
 
     def store_first(self, key: str, value: bytes) -> bytes:
-        """If `key` has no value yet, store `value` under `key`. Return the value that `key` has."""
+        """Store `value` under `key`, unless another rank has stored a value under `key` before.
+
+        Return the value that is now stored under `key`.
+        """
         found: bytes = self._client().compare_set(self._prefix + key, "", value.decode())
         return found
 
     def publish(self, key: str, value: bytes, replaced: str) -> None:
-        """Store `value` under `key` for the other ranks, and remove the older key `replaced`."""
+        """Store `value` under `key` for the other ranks, and remove the older key `replaced`.
+
+        The keys of one series of values, such as the orders of epochs, thus do not fill the store.
+        """
         store = self._client()
         store.set(self._prefix + key, value)
         store.delete_key(self._prefix + replaced)
@@ -192,13 +216,16 @@ class LoaderAgreement:
         """Wait for up to `_AGREE_S` seconds until another rank publishes `key`; return the value.
 
         Raises:
-            RuntimeError: No rank has published `key` in time, or the store has ended.
+            RuntimeError: No rank has published `key` in time, or the store's process has ended.
         """
         found: bytes = self._client().get(self._prefix + key)
         return found
 
     def _client(self) -> Any:
-        """Return this process's connection to the store. The first call in a process opens it."""
+        """Return this process's connection to the store.
+
+        The first call in a process opens the connection. A fork of the rank opens its own.
+        """
         with self._lock:
             if self._pid != os.getpid():
                 self._store = connect(self._environ, _AGREE_S)
@@ -207,15 +234,16 @@ class LoaderAgreement:
 
 
 def serve(listener: socket.socket, address: str) -> None:
-    """Serve the ranks' store, and run horovod's server if horovod is installed.
+    """Serve the ranks' key-value store, and horovod's server if horovod is installed.
 
-    Ranks find the port of horovod's server in the store, or the reason why there is no server.
-    SIGINT is ignored.
+    Writes the port of horovod's server to the store, or the reason why there is no server. Ignores
+    SIGINT.
 
-    Runs in a fork of the forkserver, until this process is killed.
+    Runs in a fork of the forkserver. Never returns: the agent kills this process.
 
     Args:
-        listener: Listening socket, which the agent has bound.
+        listener: Listening socket of the store, which the agent has bound.
+        address: Address of this host at which both servers listen.
     """
     import torch.distributed as dist
 
@@ -239,7 +267,7 @@ def serve(listener: socket.socket, address: str) -> None:
 
 @functools.cache
 def has_horovod() -> bool:
-    """Return whether horovod is installed. Forks inherit the cached result of the forkserver."""
+    """Return whether horovod is installed. Ranks inherit the cached result from the forkserver."""
     return importlib.util.find_spec("horovod") is not None
 
 
@@ -262,13 +290,18 @@ def _serve_horovod(address: str) -> str:
 
 
 def query_horovod(environ: Mapping[str, str], note: Callable[[str], None]) -> dict[str, str]:
-    """Return the environment variables that `horovodrun` would set for this rank.
+    """Wait for horovod's server, and return horovod's environment variables for this rank.
 
-    Blocks until the first host has tried to start horovod's server. If the start has failed, send a
-    note and return an empty dict.
+    Blocks until the run's first host has tried to start horovod's server. If the start has failed,
+    send a note and return an empty dict.
+
+    Args:
+        environ: torchrun's environment variables of this rank.
+        note: Function that sends a note to the user.
 
     Raises:
-        RuntimeError: The first host has not reported the result within `_HOROVOD_ANSWER_S` seconds.
+        RuntimeError: The first host has not reported within `_HOROVOD_ANSWER_S` seconds whether the
+            server has started.
     """
     said = connect(environ, _HOROVOD_ANSWER_S).get(_HOROVOD_KEY).decode()
     if said.isdigit():
@@ -281,7 +314,7 @@ def horovod_variables(environ: Mapping[str, str], port: str) -> dict[str, str]:
     """Return the environment variables that `horovodrun` would set for a rank.
 
     Args:
-        environ: torchrun's variables of the rank.
+        environ: Environment of the rank: torchrun's variables and `GLOO_SOCKET_IFNAME`.
         port: Port of horovod's rendezvous server.
     """
     local_rank, host_rank = environ["LOCAL_RANK"], environ["GROUP_RANK"]

@@ -2,16 +2,17 @@
 
 The value of the work is the value of the cell's last expression, or the function's return value.
 
-A rank writes its values to archives, each of which is one file:
+A rank writes its values to archives. Each archive is one file:
 
     <run folder>/results/<attempt>-<rank>-<number>
 
 Values that share objects, such as a model and its optimizer, are in the same archive, so that they
-also share the objects in the notebook. A failure loses only the values of one archive.
+also share the objects in the notebook. If an archive cannot be written or loaded, only the values
+of this archive are missing.
 
 If all values of an archive are plain data (`capture/plain.py`), the notebook reads the archive
-without running code. Otherwise the values are pickled. Loading a pickle can run arbitrary code of
-its sender, so the notebook loads pickles only from trusted pools.
+without running code. Otherwise the values are pickled. A pickle can run arbitrary code of its
+sender when it is loaded, so the notebook loads pickles only from trusted pools.
 """
 
 import re
@@ -38,9 +39,10 @@ _LISTED = 12
 _FILE = re.compile(r"(\d+)-(\d+)-\d+", re.ASCII)
 
 VALUE_LIMIT_BYTES = 1_000_000
-"""Maximum size of a last expression's value that is sent to the notebook as `run.result`.
+"""Maximum size of the last expression's value that rank 0 sends to the notebook as `run.result`.
 
-Most cells end in a large value only to show it, and the value's text is sent as a display.
+A larger value is not sent. If a cell ends in a large value, the user usually only wants to see the
+value, and its text is sent as a display anyway. The value of a function call has no limit.
 """
 
 GATHER = (
@@ -52,12 +54,12 @@ GATHER = (
 
 @dataclass
 class ReceivedResults:
-    """The results of a run, as the notebook received them.
+    """The results of a run that the notebook has received from the ranks.
 
     Attributes:
-        values: Values by name. The name of the work's own value is `VALUE`.
-        missing: Names of `--out` that were not received, each with the reason.
-        notes: Notes for the user.
+        values: Values by name. The value of the work itself has the name `VALUE`.
+        missing: Names of `--out` whose values were not received, each with the reason.
+        notes: Notes for the user about received values.
     """
 
     values: dict[str, Any] = field(default_factory=dict)
@@ -85,9 +87,9 @@ class ResultCriteria:
 
     Attributes:
         attempt: Number of the run's last attempt. Results of earlier attempts are ignored.
-        world_size: Number of ranks in that attempt.
-        untrusted_pool: Name of the pool if the kernel refuses pickles from this pool; "" if the
-            kernel loads pickles.
+        world_size: Number of ranks in the last attempt.
+        untrusted_pool: Name of the run's pool if the pool is not trusted, so that the kernel
+            refuses pickles. "" if the kernel loads pickles.
     """
 
     attempt: int
@@ -96,10 +98,11 @@ class ResultCriteria:
 
 
 def _refusal(where: str, pool: str) -> str:
-    """Return a message for the user: why a pickled value from an untrusted pool is refused.
+    """Return a message for the user: why a pickled value is refused, and what the user can do.
 
     Args:
         where: Sender of the value, such as "rank 3".
+        pool: Name of the sender's pool, which is not trusted.
     """
     return (
         f'loading it would run code from {where}, and pool "{pool}" is not trusted. Return plain '
@@ -113,17 +116,18 @@ def receive(
 ) -> ReceivedResults:
     """Load the results of a run in the kernel, archive by archive.
 
-    From rank 0's archives, the kernel reads the value of the work and all names of `--out`. Reason:
-    rank 0 also gathers sharded models for the other ranks. From the archives of any other rank, the
-    kernel reads only the names that `--out` requests from that rank. Archives of earlier attempts
-    are ignored.
+    From rank 0's archives, the kernel reads the value of the work and all names of `--out`, because
+    rank 0 also writes the gathered sharded models that `--out` requests from other ranks. From the
+    archives of any other rank, the kernel reads only the names that `--out` requests from this
+    rank. Archives of earlier attempts are ignored.
 
     The result for `NAME@all` is a list with one value for each rank. If one rank's value did not
     arrive, `NAME` is missing. Each missing name gets a reason.
 
     Args:
-        folder: `RunFolder.results`.
+        folder: Folder with the archives (`RunFolder.results`).
         out: Values of `--out`, such as "loss@all".
+        sources: Attempt, number of ranks, and trust in the pool.
         namespace: The notebook's variables, which become the globals of loaded functions.
     """
     named = ((_FILE.fullmatch(path.name), path) for path in folder.glob("*"))
@@ -165,9 +169,10 @@ def _load_archive(
 ) -> None:
     """Load one archive of results, and add its expected values to `received`.
 
-    Plain data is read directly; other values are unpickled. If the rank could not write an expected
-    value, the rank's reason is added to `received.missing`. If loading fails, or if pickled values
-    come from an untrusted pool, a reason is added for each expected name in the archive.
+    Plain data is read without pickle; other values are unpickled. If the rank could not write an
+    expected value, the rank's reason is added to `received.missing`. If loading fails, or if
+    pickled values come from an untrusted pool, `received.missing` gets a reason for each expected
+    name in the archive.
     """
     names = list(expected)
     try:
@@ -195,13 +200,14 @@ def _load_archive(
 
 
 class _TorchResultPickler(ResultPickler):
-    """A pickler for results. Replaces a DistributedDataParallel by the model that it wraps.
+    """A pickler for the results of a rank, with special rules for some objects of torch.
 
-    A remote loader becomes the notebook's registered loader.
-    Raises TypeError for a sharded tensor or model, because this rank has only a part of it.
+    - Pickles the wrapped model instead of a DistributedDataParallel.
+    - Pickles a reference to the notebook's registered loader instead of a remote loader.
+    - Raises TypeError for a sharded tensor or model, because this rank has only a part of it.
 
     Attributes:
-        unwrapped: Whether a DistributedDataParallel was replaced.
+        unwrapped: Whether the pickler has replaced a DistributedDataParallel by its model.
     """
 
     def __init__(self, scope: RankNamespace) -> None:
@@ -230,13 +236,15 @@ def _itself(value: Any) -> Any:
 
 
 class ResultWriter:
-    """Writer of one rank's results. Values that share objects are written to the same archive.
+    """Writer of one rank's results. Writes values that share objects to the same archive.
 
     Args:
-        folder: `RunFolder.results`.
+        folder: Folder for the archives (`RunFolder.results`).
         environ: Environment of the rank with torchrun's variables.
+        note: Function that sends a note to the user.
         scope: Namespace of the rank, with the variables that a returned function may use.
-        untrusted_pool: Like `ResultCriteria.untrusted_pool`.
+        untrusted_pool: Name of the run's pool if the kernel does not load pickles from this pool.
+            The writer then writes only plain data. "" if the kernel loads pickles.
     """
 
     def __init__(
@@ -259,7 +267,7 @@ class ResultWriter:
     def write(
         self, namespace: Mapping[str, Any], out: Sequence[str], *, value: Any, failed: bool
     ) -> None:
-        """Write this rank's results after the work.
+        """Write the values of `--out` and the value of the work to archives, after the work.
 
         Every rank must call this method, even a rank that sends nothing, because sharded values are
         gathered by a collective. If a value cannot be sent, the user gets a note; no exception is
@@ -269,11 +277,11 @@ class ResultWriter:
             namespace: Variables of the rank.
             out: Values of `--out`, such as "loss@all".
             value: Value of the work. If `out` has the name `VALUE`, this value is sent like a
-                variable. Otherwise, only rank 0 sends the value, unless the value is larger than
-                `VALUE_LIMIT_BYTES`. A failure causes no note.
+                variable. Otherwise, only rank 0 sends the value, and only if the value is not
+                larger than `VALUE_LIMIT_BYTES`. If it then cannot be sent, there is no note.
             failed: Whether the work failed on this rank. If so, this rank sends no notes about
-                missing values. It also gathers no sharded values, because other ranks may not take
-                part.
+                missing values, and gathers no sharded values, because other ranks may not take part
+                in the collective.
         """
         names = [variable_name(text) for text in out]
         self._failed, self._needs_value = failed, VALUE in names
@@ -307,9 +315,9 @@ class ResultWriter:
         return f"rank {self._rank} has no such variable; it has: {listed}{more}"
 
     def _record_missing(self, name: str, why: str) -> None:
-        """Record why a value cannot be sent, and send a note unless the work has failed.
+        """Record why a value cannot be sent. Unless the work has failed, also send the user a note.
 
-        For the value of the work, do nothing unless `--out` requests this value.
+        Do nothing for the value of a cell's last expression, because the user did not request it.
         """
         if name == VALUE and not self._needs_value:
             return
@@ -320,9 +328,10 @@ class ResultWriter:
     def _write_values(self, values: Mapping[str, Any]) -> None:
         """Group values that share objects, and write each group to an archive.
 
-        First tries to encode each value alone. A value that cannot be pickled is left out and
-        recorded as missing. If the pool is not trusted, each value that is not plain data is also
-        left out and recorded as missing. A large value of a last expression is left out, too.
+        First encodes each value alone, to find problems. A value that cannot be pickled is left out
+        and recorded as missing. If the pool is not trusted, each value that is not plain data is
+        also left out and recorded as missing. A large value of the cell's last expression is left
+        out, but not recorded.
         """
         shared: dict[str, dict[int, Any]] = {}
         for name, value in values.items():
@@ -344,9 +353,12 @@ class ResultWriter:
             self._write_group({name: values[name] for name in names})
 
     def _is_too_large(self, encoded: PlainWriter | _TorchResultPickler) -> bool:
-        """Return whether the value of the work is too large to be sent without a request.
+        """Return whether the value of the work is larger than `VALUE_LIMIT_BYTES`.
 
-        The limit is `VALUE_LIMIT_BYTES`. The function's value in `taas.run` has no limit.
+        If the work is a function call (`taas.run`), return False, because its value has no limit.
+
+        Args:
+            encoded: Pickler or plain-data writer that has encoded the value.
         """
         if self._needs_value:
             return False
@@ -357,11 +369,11 @@ class ResultWriter:
         return size_bytes > VALUE_LIMIT_BYTES
 
     def _write_group(self, values: Mapping[str, Any]) -> None:
-        """Write `values`, which share objects, to one archive. Send notes about problems.
+        """Write `values`, which share objects, to one archive.
 
-        If all values are plain data, they are written as plain data. Otherwise, all are pickled. If
-        writing fails, all values of the group are recorded as missing. A note also tells the user
-        when a DistributedDataParallel was replaced by its model.
+        If all values are plain data, they are written as plain data. Otherwise, all of them are
+        pickled. If writing fails, all of them are recorded as missing. Notes tell the user about
+        problems of the pickler, and about a DistributedDataParallel that was replaced by its model.
         """
         pickler = _TorchResultPickler(self._scope)
         try:
@@ -387,12 +399,12 @@ class ResultWriter:
     def _gather_and_write(self, name: str, value: Any, keeps: bool) -> None:
         """Gather a sharded value by a collective of all ranks, and write the whole value.
 
-        If the work has failed on this rank, gather nothing. If nothing was gathered, record the
-        value as missing. A note tells the user when a model is returned as its state_dict.
+        If the work has failed on this rank, gather nothing. If the value was not gathered, record
+        it as missing. A note tells the user when a model is returned as its state_dict.
 
         Args:
-            keeps: Whether this rank writes the whole value, or records it as missing. If False,
-                this rank only takes part in the collective.
+            keeps: True if this rank must write the gathered value, or record it as missing. False
+                if this rank only takes part in the collective.
         """
         whole, why = None, "it is sharded, and the rank failed before it was gathered"
         if not self._failed:
@@ -430,8 +442,8 @@ def _has_model(value: Any) -> bool:
 def _leaves(value: Any) -> Iterator[Any]:
     """Yield the elements of nested dicts, lists and tuples, and the parts of models in them.
 
-    The parts of a model are the model itself and its submodules, parameters and buffers. For any
-    other value, yield the value itself.
+    The parts of a model are the model itself and its submodules, parameters and buffers. If `value`
+    is neither a container nor a model, yield `value` itself.
     """
     seen: set[int] = set()
     waiting = [value]
@@ -447,16 +459,16 @@ def _leaves(value: Any) -> Iterator[Any]:
 
 
 def _gather(value: Any, keeps: bool) -> Any:
-    """Gather the shards of a value in CPU memory by collectives. Called by all ranks.
+    """Gather the shards of a value in CPU memory by collectives. All ranks must call this function.
 
     Args:
         value: The sharded value, or a container of sharded and other values.
-        keeps: Whether this rank needs the result. If False, the result has None in place of each
-            gathered tensor.
+        keeps: Whether this rank needs the gathered tensors. If False, the result has None in place
+            of each of them, which saves memory.
 
     Returns:
         The value with whole tensors. In place of a model, the result has the model's full
-        state_dict, which torch returns on rank 0 only.
+        state_dict on rank 0, and what torch returns instead on other ranks.
     """
     import torch
 
@@ -504,7 +516,7 @@ def _as_plain(values: dict[str, Any]) -> PlainWriter | None:
 
 
 def _listed(names: Iterable[str]) -> str:
-    """Return the names of results as the user sees them, such as "--out a, b"."""
+    """Return the names of results as text for the user: "--out a, b", or else "run.result"."""
     listed = ", ".join(name for name in names if name != VALUE)
     return f"--out {listed}" if listed else "run.result"
 

@@ -1,4 +1,4 @@
-"""The cells of a session on one rank."""
+"""Run the cells of a session on one rank."""
 
 import os
 from collections.abc import Collection, Mapping, Sequence
@@ -32,7 +32,15 @@ from taas_magic.store import redirect
 def session_prompt(
     spec: ProcessSpec, link: AgentLink, rank: int, environ: Mapping[str, str], feeds: SessionLoaders
 ) -> Prompt:
-    """Return the prompt of a session's rank. Call once, before code of the user runs."""
+    """Prepare the shell for a session's cells, and return the prompt of this rank.
+
+    Also replaces torch's `init_process_group` by a wrapper for sessions (`ProcessGroupPrefixes`).
+    Call this function once, before code of the user runs.
+
+    Args:
+        environ: torchrun's environment variables of this rank.
+        feeds: Connections of the rank's registered loaders to the data service.
+    """
     cells = _SessionCells(spec, link, environ, feeds)
 
     def has_pending() -> bool:
@@ -42,7 +50,7 @@ def session_prompt(
 
 
 class _SessionCells:
-    """Runner of a session's cells on this rank. All cells share one namespace."""
+    """Runner of a session's cells on this rank. All cells of the session share one namespace."""
 
     def __init__(
         self, spec: ProcessSpec, link: AgentLink, environ: Mapping[str, str], feeds: SessionLoaders
@@ -60,12 +68,12 @@ class _SessionCells:
     def run(self, order: CellOrder) -> bool:
         """Run a cell, and send its results or failure; return whether the cell succeeded.
 
-        First loads the cell's payload into the session's namespace, and connects its loaders. If
-        this fails, sends the failure and returns False. If modules were edited since the session
-        imported them, sends a note.
+        First loads the cell's payload into the session's namespace, and connects the payload's
+        registered loaders to the data service. If this fails, sends the failure and returns False.
+        If modules were edited since the session imported them, sends the user a note.
 
-        Also sends the names that the cell has assigned or deleted. If this rank does not take part
-        in the cell, it runs nothing and only sends the results of `--out`.
+        After the cell, sends the names that the cell has assigned or deleted. If this rank does not
+        take part in the cell, the rank does not run it, and only sends the results of `--out`.
         """
         folder, shell, link = RunFolder(Path(order.run_dir)), self._shell, self._link
         shell.shows, shell.last_value = order.shows, None
@@ -110,17 +118,21 @@ class _SessionCells:
         return users_names(self._shell.users_names())
 
     def _assigned_by(self, work: Work) -> set[str]:
-        """Return the names that the cell's text assigns; empty if the work is a function call."""
+        """Return the names that the cell's text assigns.
+
+        The result is empty if the work is a function call, or if the text has a syntax error.
+        """
         if isinstance(work, CellWork):
             with suppress(SyntaxError):  # reported when the cell runs
                 return assigned_names(work.python)
         return set()
 
     def _changes(self, before: Mapping[str, int], sets: Collection[str]) -> CellNames:
-        """Return the names that the cell assigned and the names that it deleted.
+        """Return the names that the cell assigned, with some digests, and the names it deleted.
 
         A name counts as assigned if the `id` of its value has changed, or if the cell's text
-        assigns it: Python may reuse the `id` of a freed value.
+        assigns the name. The second rule is needed because Python may reuse the `id` of a freed
+        value. The result has a digest for each assigned name with a simple value.
 
         Args:
             before: The `id` of each value before the cell, by name.
@@ -139,7 +151,11 @@ class _SessionCells:
 
 
 def _outdated_note(names: Sequence[str]) -> str:
-    """Return a note for the user about modules that were edited after the session imported them."""
+    """Return a note for the user: the session still uses the old code of edited modules.
+
+    Args:
+        names: Names of modules that were edited after the session imported them.
+    """
     modules = ", ".join(f"`{name}`" for name in names)
     return (
         f"the ranks use the old code of {modules}, edited since the session imported it: call "

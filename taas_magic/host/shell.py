@@ -34,14 +34,17 @@ from taas_magic.messages import ClearOutput, Display, Note, RankRaised, RankShow
 IMAGE_LIMIT_BYTES = 20_000_000
 
 MARKUP_LIMIT_BYTES = 5_000_000
-"""Maximum bytes of an HTML, JSON or similar display. A plot with its library has 4 to 5 MB."""
+"""Maximum size of a display that is not an image, such as HTML or JSON.
+
+An interactive plot that contains its JavaScript library has 4 to 5 MB.
+"""
 
 PLAIN_LIMIT_CHARS = 100_000
 
 _WHAT_MAIN_HAS = "this cell's __main__: of the notebook it has the names that the cell uses"
-"""Text for the user that describes the rank's `__main__`. It is the `origin` of the module's spec.
+"""Text for the user that describes the rank's `__main__`: the `origin` in `__main__.__spec__`.
 
-pickle shows this text in its error about a class that `__main__` does not define. A rank's
+If a pickle needs a class that `__main__` does not define, pickle's error shows this text. A rank's
 `__main__` has only the classes of the cell, and the notebook's classes that the cell uses.
 """
 
@@ -51,7 +54,12 @@ HIDDEN_DISPLAYS = (
 
 
 class _CellCompiler(CachingCompiler):
-    """A compiler that compiles the cell under the file name that the notebook's kernel uses."""
+    """A compiler that gives the cell's code the file name that the notebook's kernel would use.
+
+    Attributes:
+        cell: The cell that runs; None before the first cell, and during a function call.
+        labels: Labels of cells for tracebacks, such as `Cell In[5]`, by file name.
+    """
 
     cell: CellWork | None = None
     labels: Mapping[str, str] = {}
@@ -59,7 +67,8 @@ class _CellCompiler(CachingCompiler):
     def cache(self, transformed_code: str, number: int = 0, raw_code: str | None = None) -> str:
         """Return the file name for a piece of code, and store the code in linecache.
 
-        The cell itself is not stored here, because `tracebacks.register_sources` has stored it.
+        For the cell itself, only return the file name, because `tracebacks.register_sources` has
+        already stored the cell.
         """
         if self.cell is not None and raw_code == self.cell.source:
             return self.cell.filename
@@ -67,10 +76,11 @@ class _CellCompiler(CachingCompiler):
         return name
 
     def format_code_name(self, name: str) -> tuple[str, str] | None:
-        """Return how tracebacks name the file `name`, for example `("Cell", "In[5]")`.
+        """Return the label by which tracebacks show the file `name`, as two parts.
 
         Returns:
-            The two parts of the name; None if the file is not a cell.
+            The two parts of a cell's label, such as `("Cell", "In[5]")`. None if the file is not a
+            cell.
         """
         if name in self.labels:
             label, _, number = self.labels[name].partition(" ")
@@ -80,12 +90,15 @@ class _CellCompiler(CachingCompiler):
 
 
 class _LinkDisplayHook(DisplayHook):
-    """A display hook that sends the value of the cell's last expression to the agent."""
+    """A display hook that sends the value of the cell's last expression to the agent as a display.
+
+    Also stores the value in `RankShell.last_value`.
+    """
 
     def quiet(self) -> bool:
-        """Return whether the cell ends in a semicolon.
+        """Return whether the cell ends in a semicolon, so that its last value is not displayed.
 
-        IPython's own method reads the history, which is disabled on ranks.
+        IPython's own method cannot be used, because it reads the history, which ranks do not have.
         """
         cell = RankShell.instance().compile.cell
         return cell is not None and self.semicolon_at_end_of_expression(cell.source)
@@ -102,7 +115,7 @@ class _LinkDisplayHook(DisplayHook):
 
 
 class _LinkDisplayPublisher(DisplayPublisher):
-    """A display publisher that sends the displays of `display(...)` to the agent."""
+    """A display publisher that sends the outputs of IPython's `display(...)` to the agent."""
 
     def publish(self, data: Any, metadata: Any = None, **kwargs: Any) -> None:
         display_id = (kwargs.get("transient") or {}).get("display_id")
@@ -117,8 +130,8 @@ class _LinkDisplayPublisher(DisplayPublisher):
 class _LineShift(ast.NodeTransformer):
     """An AST transformer that gives code the line numbers of the notebook's cell.
 
-    The rank runs only the lines below the `%%taas` line. Code that the cell passes to IPython, by
-    `%%capture` or `run_cell`, keeps its own line numbers.
+    The rank compiles only the lines below the `%%taas` line, so their line numbers are too small.
+    Code that the cell passes to IPython, by `%%capture` or `run_cell`, keeps its own line numbers.
 
     Args:
         shell: The shell that runs the cell.
@@ -140,7 +153,7 @@ class RankShell(InteractiveShell):
     Attributes:
         link: The rank's connection to its agent; None in the forkserver.
         keyboard: Source of the lines that the user types; None in the forkserver.
-        last_value: Value of the cell's last expression.
+        last_value: Value of the work: of the cell's last expression, or of the function call.
         failure: First exception that IPython has shown during the work; None if there is none.
         depth: Nesting depth of the running code: 1 in the cell, 2 in a `%%capture` of the cell; 0
             if no code runs.
@@ -167,17 +180,18 @@ class RankShell(InteractiveShell):
     ) -> dict[str, Any]:
         """Connect the shell to this rank's agent and keyboard, and create a clean `__main__`.
 
-        The `__spec__` of `__main__` is that of `python -m taas_magic.host.cell_main`. So spawned
-        children use `cell_main` as their main module, and find the cell's definitions there.
+        `__main__.__spec__` names the module `taas_magic.host.cell_main`. So spawned children use
+        `cell_main` as their main module, and find the cell's definitions there.
 
-        In `__main__`, `exit`, `quit` and `open` are Python's own. `input`, `sys.stdin` and
-        `breakpoint()` ask the user. Also adapts tqdm.notebook and hydra when they are imported, and
-        removes `sys.ps1`, so that Lightning does not assume an interactive session.
+        In `__main__`, `exit`, `quit` and `open` are Python's own functions. `input`, `sys.stdin`
+        and `breakpoint()` ask the user. Also adapts tqdm.notebook and hydra when the program
+        imports them, and removes `sys.ps1`, so that Lightning does not assume an interactive
+        session.
 
         Args:
-            link: See the class.
-            own_keyboard: See `keyboard` of the class.
-            shows: See the class.
+            link: The rank's connection to its agent.
+            own_keyboard: Source of the lines that the user types.
+            shows: Whether displays of this rank are sent to the notebook.
             colors: IPython's colour scheme, for tracebacks.
 
         Returns:
@@ -211,15 +225,18 @@ class RankShell(InteractiveShell):
         return main.__dict__
 
     def run(self, work: Work, sources: Mapping[str, CellSource]) -> ExecutionResult:
-        """Run the work. If an exception ends the work, `showtraceback` reports this to the agent.
+        """Run a cell or call a function. If it raises an exception, send this to the agent.
 
-        Before the work starts, registers the notebook's sources for tracebacks, installs hooks that
-        print exceptions of threads and finalizers, and forgets the last failure. The code of a cell
-        gets the line numbers that it has in the notebook.
+        First registers the notebook's cells for tracebacks, installs hooks that print exceptions of
+        threads and finalizers, and sets `failure` to None. The code of a cell gets the line numbers
+        that it has in the notebook.
 
         Args:
             work: The cell or function call.
             sources: The notebook's cells, by the file name under which each cell was compiled.
+
+        Returns:
+            IPython's result, with the exception that ended the work, if any.
         """
         compiler = self.compile
         assert isinstance(compiler, _CellCompiler)
@@ -250,7 +267,7 @@ class RankShell(InteractiveShell):
     def transform_cell(self, raw_cell: str) -> str:
         """Return the Python code for a text with IPython syntax.
 
-        The kernel has already transformed the cell itself.
+        For the cell itself, return the Python code that the kernel has already made.
         """
         cell: CellWork | None = self.compile.cell
         if cell is not None and raw_cell == cell.source:
@@ -259,11 +276,11 @@ class RankShell(InteractiveShell):
         return python
 
     def _call(self, work: FunctionWork) -> ExecutionResult:
-        """Call the work's function, with the same IPython events and hooks as in `run_cell`.
+        """Call the work's function, with the IPython events and hooks that `run_cell` also uses.
 
         The function's value becomes `last_value`. An exception of the function is not raised, but
         stored in the result, with a traceback that starts at the frame of the function. Unless the
-        exception is `BdbQuit`, `showtraceback` shows it.
+        exception is `BdbQuit`, it is also sent to the agent (`showtraceback`).
         """
         info = ExecutionInfo(work.raw, False, False, True, None)
         result = ExecutionResult(info)
@@ -290,7 +307,7 @@ class RankShell(InteractiveShell):
         return {n: v for n, v in self.user_ns.items() if n not in start or start[n] is not v}
 
     def atexit_operations(self) -> None:
-        """Do nothing. IPython's method deletes names, which a `__del__` of the cell may need."""
+        """Do nothing. IPython's method deletes variables, which a `__del__` may still need."""
 
     def enable_gui(self, gui: Any = None) -> None:
         """Do nothing, because the backend of `%matplotlib inline` is active already."""
@@ -298,7 +315,16 @@ class RankShell(InteractiveShell):
     def publish(
         self, data: Any, metadata: Any, display_id: str | None = None, update: bool = False
     ) -> None:
-        """Send a display to the agent. If `shows` is False, send one note for all displays."""
+        """Send a display to the agent.
+
+        If the displays of this rank are not shown (`shows`), do not send the display. Instead, send
+        the user a note at the first display.
+
+        Args:
+            data: The representations of the display, by MIME type.
+            metadata: Metadata of the representations, by MIME type.
+            update: Whether to replace an earlier display that has the same `display_id`.
+        """
         if self.link is not None and self.shows:
             shown = bounded(data)
             self.link.send(
@@ -309,7 +335,7 @@ class RankShell(InteractiveShell):
             self.link.send(Note(text=HIDDEN_DISPLAYS))
 
     async def run_code(self, *args: Any, **kwargs: Any) -> bool:
-        """Run code as IPython does, and count `depth`."""
+        """Run code as IPython does. While the code runs, `depth` is larger by 1."""
         self.depth += 1
         try:
             has_failed: bool = await super().run_code(*args, **kwargs)
@@ -318,16 +344,16 @@ class RankShell(InteractiveShell):
         return has_failed
 
     def showtraceback(self, exc_tuple: Any = None, *args: Any, **kwargs: Any) -> None:
-        """Record an exception that IPython shows, and report it to the agent.
+        """Record an exception that IPython shows, and send the agent a message about the exception.
 
-        The first such exception is the rank's failure, even if the cell continues after it. The
+        The first such exception is the rank's failure, even if the cell continues afterwards. The
         message is sent before IPython formats the traceback, which takes up to 0.1 s. So the order
         of the ranks' messages shows which rank has failed first.
 
         - If the exception ends the cell, the message has a traceback in Python's format. The agent
           may kill the rank before IPython's traceback is ready.
-        - If the cell continues, the message is a `RankShowedError` without traceback. The traceback
-          goes to the log, because in a cell without `%%taas`, Jupyter would show it.
+        - If the cell continues, the message is a `RankShowedError`, which has no traceback. The
+          traceback goes to the log, because in a cell without `%%taas`, Jupyter would show it.
 
         Does nothing for `sys.exit(0)`. A child that the cell forked sends no message.
         """
@@ -365,7 +391,7 @@ class RankShell(InteractiveShell):
         self.failure = self.failure or shown
 
     def showsyntaxerror(self, *args: Any, **kwargs: Any) -> None:
-        """Record a syntax error as `showtraceback` records any other exception."""
+        """Record a syntax error, and send the agent a message about it (`showtraceback`)."""
         self.showtraceback(running_compiled_code=kwargs.get("running_compiled_code", False))
 
     def _showtraceback(self, etype: Any, evalue: Any, stb: Any) -> None:
@@ -375,8 +401,9 @@ class RankShell(InteractiveShell):
 def bounded(data: Mapping[str, Any]) -> dict[str, Any]:
     """Return a display without the representations that are too large for a browser.
 
-    The limits are `IMAGE_LIMIT_BYTES` for images except SVG, and `MARKUP_LIMIT_BYTES` otherwise.
-    The plain text names each omitted representation. A text longer than `PLAIN_LIMIT_CHARS` is cut.
+    Images, except SVG, may have up to `IMAGE_LIMIT_BYTES`, and other representations up to
+    `MARKUP_LIMIT_BYTES`. Plain text longer than `PLAIN_LIMIT_CHARS` is cut. For each omitted
+    representation, the plain text gets a line that says so.
 
     Args:
         data: The representations of the display, by MIME type.
@@ -401,7 +428,10 @@ def bounded(data: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _use_text_bars() -> None:
-    """Make tqdm.notebook draw text bars for the status header, because ranks have no widgets."""
+    """Make tqdm.notebook draw progress bars as text, because ranks have no widgets.
+
+    The status header shows the text.
+    """
     module, text = sys.modules["tqdm.notebook"], importlib.import_module("tqdm.std")
     for name in ("tqdm", "tqdm_notebook"):
         setattr(module, name, text.tqdm)
@@ -412,7 +442,7 @@ def _use_text_bars() -> None:
 def _find_the_notebooks_folder() -> None:
     """Make hydra's `initialize(config_path=…)` search the notebook's folder.
 
-    hydra itself searches this folder only in a Jupyter kernel, which it recognizes by the name of
-    the shell's class.
+    hydra searches this folder only in a Jupyter kernel. It recognizes a kernel by the name of the
+    shell's class, and a rank's shell has another class.
     """
     vars(sys.modules["hydra._internal.utils"])["is_notebook"] = lambda: True

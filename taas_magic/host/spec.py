@@ -1,4 +1,4 @@
-"""Descriptions of a run for its hosts, and the names of messages between the pool and its agents.
+"""Descriptions of a run for its hosts, and names of messages between a pool and its agents.
 
 On its way from the kernel to a host, a run has three descriptions:
 
@@ -7,9 +7,9 @@ On its way from the kernel to a host, a run has three descriptions:
 - `LocalShare`: created by the agent, with the paths on the agent's host. It contains the
   `ShareSpec`.
 
-All messages between the pool and an agent use one stream, which the agent opens. So the pool's
-process never connects to a host, and messages keep their order. The kernel imports this module, so
-it must import neither Dask nor torch.
+All messages between the pool's process and an agent use one stream, which the agent opens. So the
+pool's process never connects to a host, and messages keep their order. The kernel imports this
+module, so this module must import neither Dask nor torch.
 """
 
 import os
@@ -48,35 +48,37 @@ ANSWER = "taas_answer"
 """Name of the message with an agent's response to a request (`CALL`)."""
 
 EVENT = "taas_event"
-"""Name of the message by which an agent sends an event of a run."""
+"""Name of the message by which an agent sends an event of a run to the pool's process."""
 
 BEAT = "taas_beat"
-"""Name of an agent's heartbeat."""
+"""Name of the message with an agent's heartbeat to the pool's process."""
 
 BEAT_ACK = "taas_heard"
 """Name of the message with which the pool's process acknowledges a heartbeat."""
 
 AGENT = "taas_agent"
-"""Key in the start-up information of a Dask worker that is an agent."""
+"""Key in the start-up information of a Dask worker. The key shows that the worker is an agent."""
 
 POOL_BEAT = "taas-pool-beat"
 """Dask topic of the heartbeats from the pool's process to its kernels.
 
-Each heartbeat has one line of text for each host whose start the kernels wait for.
+Each heartbeat has one line of text for each host that is starting and that kernels wait for.
 """
 
 HOST = "TAAS_HOST"
-"""Environment variable with the name of a rank's host, as the user knows it."""
+"""Environment variable of a rank: name of the rank's host, as the user knows it."""
 
 REACH = "TAAS_REACH"
-"""Environment variable with `ShareSpec.reach`, the address of a server on the notebook's machine.
+"""Environment variable of a rank: address of a server on the notebook's machine.
+
+The value is `ShareSpec.reach`.
 """
 
 
 def topic(owner: str) -> str:
-    """Return the Dask topic for the events of all runs of a kernel.
+    """Return the Dask topic by which a kernel receives the events of all its runs.
 
-    There is only one topic for all runs, because Dask's client and scheduler never remove a topic.
+    A topic for each run would fill memory, because Dask's client and scheduler never remove one.
 
     Args:
         owner: Id of the kernel's Dask client.
@@ -87,7 +89,8 @@ def topic(owner: str) -> str:
 def fetchers_share_id(run_id: str) -> str:
     """Return the id of the share that consists of a run's fetchers.
 
-    The id of the ranks' share is `run_id`. One host may run both shares.
+    It differs from the id of the ranks' share, which is `run_id`, because one host may run both
+    shares.
     """
     return f"{run_id}.data"
 
@@ -115,7 +118,8 @@ class Origin(Struct, frozen=True):
         environ: Environment of the kernel. Empty for hosts on other machines.
         sys_path: Import path of the kernel.
         colors: IPython's colour scheme, for tracebacks.
-        changed: Environment variables that the notebook has changed; None for a removed variable.
+        changed: Environment variables that the notebook has changed, with their new values. The
+            value of a removed variable is None.
         store: Identity of the project store on the notebook's machine, by which a host checks
             whether it shares the store. None if all hosts count as sharing the store.
     """
@@ -129,6 +133,8 @@ class Origin(Struct, frozen=True):
 
     def environ_on(self, environ: Mapping[str, str]) -> dict[str, str]:
         """Return the environment of ranks on another machine than the notebook's.
+
+        The result is `environ`, with the changes that the notebook has made to its own variables.
 
         Args:
             environ: Environment of the agent on that machine.
@@ -224,10 +230,10 @@ class RunSpec(Struct, frozen=True, omit_defaults=True):
         return RunFolder(Path(self.run_dir))
 
     def for_session(self) -> "RunSpec":
-        """Return a copy of this run without the environment and the import path.
+        """Return a copy of this run without the kernel's environment and import path.
 
-        Called for a cell of a session, because the session's ranks keep the environment and the
-        import path with which they started.
+        Call this method for a cell of a session: the session's ranks do not need them, because they
+        keep the environment and the import path with which they started.
         """
         origin = structs.replace(self.origin, environ={}, sys_path=(), changed={})
         return structs.replace(self, origin=origin)
@@ -235,12 +241,13 @@ class RunSpec(Struct, frozen=True, omit_defaults=True):
     def for_hosts(self, are_local: bool) -> "RunSpec":
         """Return a copy of this run without the fields that hosts do not need.
 
-        The copy has no host plans. Otherwise, the pool would send a million host plans for 1,000
-        hosts.
+        These fields are `requires`, `reach` and the host plans. With host plans, the pool would
+        send a million of them to 1,000 hosts.
 
         Args:
-            are_local: Whether the hosts are on the notebook's machine. Other machines do not get
-                the kernel's environment, which may contain secrets. They get only `Origin.changed`.
+            are_local: Whether the hosts are on the notebook's machine. If False, the copy also
+                lacks the kernel's environment, which may contain secrets. It still has the
+                variables that the notebook has changed.
         """
         origin = self.origin if are_local else structs.replace(self.origin, environ={})
         plan = structs.replace(self.plan, hosts=())
@@ -295,7 +302,7 @@ class ShareSpec(Struct, frozen=True, omit_defaults=True):
 
     @property
     def share_id(self) -> str:
-        """Id by which the pool and the host know the share."""
+        """Id of the share: the run's id for ranks, and `fetchers_share_id` of it for fetchers."""
         return fetchers_share_id(self.plan.run_id) if self.is_fetchers else self.plan.run_id
 
     @property
@@ -315,7 +322,9 @@ class ShareSpec(Struct, frozen=True, omit_defaults=True):
 
 
 class LocalShare(Struct, frozen=True):
-    """A share with the paths on its host. The agent creates it when the files are on the host.
+    """A host's share of a run, with paths on this host.
+
+    The agent creates it after the run's files have been copied to the host, if they were not there.
 
     Attributes:
         run_dir: Folder of the run on this host.
@@ -350,9 +359,10 @@ class LocalShare(Struct, frozen=True):
     def rank_environ(self, host_address: HostAddress) -> dict[str, str]:
         """Return the environment of this host's ranks, without torchrun's variables.
 
-        For some variables that the share does not set, such as OMP_NUM_THREADS and the network
-        interfaces of gloo and NCCL, the result has defaults. It also has the run's id, the host's
-        name and, if there is one, the address of a server on the notebook's machine.
+        The result has defaults for some variables that the share does not set, such as
+        OMP_NUM_THREADS and the network interfaces of gloo and NCCL. It also has the run's id and
+        the host's name. If ranks use a server on the notebook's machine, it has the server's
+        address (`ShareSpec.reach`).
         """
         spec, host = self.spec, self.spec.host_plan
         assert host is not None
@@ -376,11 +386,11 @@ EventSink = Callable[[Event], None]
 
 
 class LaunchRanks(Request[StartResponse]):
-    """A request to start a run's ranks on the hosts of the run's plan.
+    """A request from the kernel to the pool's process: start a run's ranks on the plan's hosts.
 
     Attributes:
         owner: Id of the kernel's Dask client. The run ends when this client disconnects.
-        fetcher_events: Events of the run's fetchers so far. They contain the fetchers' addresses.
+        fetcher_events: Events of the run's fetchers so far, with the fetchers' addresses.
     """
 
     owner: str
@@ -389,7 +399,7 @@ class LaunchRanks(Request[StartResponse]):
 
 
 class LaunchFetchers(Request[StartResponse]):
-    """A request to start a run's fetchers on the fetcher hosts of the run's plan.
+    """A request from the kernel to the pool's process: start a run's fetchers on the plan's hosts.
 
     Attributes:
         owner: Id of the kernel's Dask client. The fetchers end when this client disconnects.
@@ -400,14 +410,14 @@ class LaunchFetchers(Request[StartResponse]):
 
 
 class StartShare(Request[int]):
-    """A request to a host to start its share of a run.
+    """A request from the pool's process to a host's agent: start the host's share of a run.
 
-    The response of the run's first host is the port of torch's key-value store. The response of
-    other hosts is 0.
+    The run's first host responds with the port of torch's key-value store. All other hosts respond
+    with 0.
 
     Attributes:
-        is_next_attempt: Whether the host runs an earlier attempt of this run. If so, the host first
-            ends the ranks of the earlier attempt.
+        is_next_attempt: Whether the host runs an earlier attempt of this run. If True, the agent
+            first ends the ranks of the earlier attempt.
     """
 
     spec: ShareSpec
@@ -416,13 +426,16 @@ class StartShare(Request[int]):
 
 @dataclass(frozen=True)
 class ProcessSpec:
-    """The common settings of all processes of a host's share: of its ranks, or of its fetchers.
+    """The settings that all processes of a host's share have in common.
+
+    These processes are the host's ranks of a run, or the host's fetchers of a run.
 
     Attributes:
-        folder: Folder of the attempt or the fetchers, under TMPDIR, for pipes and scratch folders.
+        folder: Private folder of the share, under TMPDIR, for pipes and scratch folders.
         environ: Environment variables. For a rank, torchrun's variables override these, and `--env`
             overrides both.
-        protection: Mechanism that prevents processes other than rank 0 from writing to the store.
+        protection: Mechanism that prevents all processes except rank 0 from writing to the project
+            store.
     """
 
     share: LocalShare
@@ -442,14 +455,14 @@ class FetcherSpec:
         cores: Number of CPU cores that the fetcher may use.
         listen: Address at which the fetcher listens for TCP connections. "" to serve only ranks on
             the same host.
-        fill_batches: Minimum number of batches to prepare before ranks request data, in total of
-            all fetchers that serve the same loaders. 0 for no minimum.
-        fill_bytes: Minimum number of bytes to prepare, counted like `fill_batches`. 0 for no
-            minimum.
-        setting: Settings of the new process. None to keep the environment, output and import path
-            of the forkserver.
-        stacks: File to which the fetcher and its workers write their stacks when the agent signals
-            them. None to write no stacks.
+        fill_batches: Minimum number of batches that all fetchers of the same loaders together
+            prepare before ranks request data. 0 for no minimum.
+        fill_bytes: Minimum number of bytes that all fetchers of the same loaders together prepare
+            before ranks request data. 0 for no minimum.
+        setting: Settings of the fetcher's process. None to keep the environment, output and import
+            path of the forkserver.
+        stacks: File to which the fetcher and its workers write their stacks when the agent sends
+            them `SIGNAL`. None to write no stacks.
     """
 
     plan: FetcherPlan
@@ -465,14 +478,17 @@ class FetcherSpec:
 
     @property
     def who(self) -> str:
-        """Name of the fetcher in messages."""
+        """Name of the fetcher in messages for the user, such as "fetcher 0 on host a"."""
         return f"fetcher {self.plan.number} on host {self.host or socket.gethostname()}"
 
 
 def fetcher_failed(run: Plan, fetcher: FetcherPlan, why: str) -> FetcherEnded:
-    """Return the event for a fetcher that has failed or could not start.
+    """Return the event that reports a fetcher which has failed or could not start.
 
     The field `entry` of the event tells ranks not to wait for this fetcher.
+
+    Args:
+        why: Why the fetcher has failed, as text for the user.
     """
     addresses = LoaderAddresses(fetchers=run.cpus, failed=why)
     return FetcherEnded(number=fetcher.number, entry=dict.fromkeys(fetcher.loaders, addresses))

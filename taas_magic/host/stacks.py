@@ -2,15 +2,15 @@
 
 Runs in the agent, which imports neither torch nor IPython. The agent collects stacks in two ways:
 
-1. A rank's heartbeat thread responds to a request with the stacks of all threads, and with the
-   pending collectives of torch's flight recorder.
+1. The agent sends a request to a rank. The rank's heartbeat thread responds with the stacks of all
+   its threads, and with the pending collectives of torch's flight recorder.
 2. The agent sends `SIGNAL` to a rank that does not respond, and to processes without a heartbeat:
    children that a rank forked, fetchers, and fetchers' workers. In these processes, faulthandler
    then writes the main thread's stack to a file (`tracebacks.write_stack_on_signal`).
 
 faulthandler does not wait for the interpreter's lock, so it could crash a process that runs Python
-code at that moment. So the agent signals a process without a heartbeat only while its main thread
-sleeps.
+code when the signal arrives. So the agent signals a process without a heartbeat only while the
+process's main thread sleeps.
 """
 
 import os
@@ -44,19 +44,19 @@ if TYPE_CHECKING:
 ANSWER_S = 3.0
 """Maximum seconds to wait for the response of a rank's heartbeat thread.
 
-The thread cannot respond while another thread holds the interpreter's lock.
+The heartbeat thread cannot respond while another thread holds the interpreter's lock.
 """
 
 WRITE_S = 2.0
-"""Maximum seconds to wait until a process has written its stack."""
+"""Maximum seconds to wait, after `SIGNAL`, until a process has written its stack to the file."""
 
 SAMPLE_S = 3.0
 """Minimum seconds between two samples of the CPU time of ranks and their descendants."""
 
 COMPUTES_SHARE = 0.02
-"""Fraction of one core that a rank must use so that the rank counts as making progress.
+"""Fraction of one CPU core. A rank that uses at least this fraction counts as making progress.
 
-A waiting rank uses about a tenth of this fraction.
+A rank that waits uses about a tenth of this fraction.
 """
 
 _BEATS_S = 5.0  # a rank that sent a heartbeat in the last 5 s can respond, even if it is late now
@@ -85,36 +85,40 @@ _WAITING = {
     "connection.py": "a connection of multiprocessing",
     "synchronize.py": "a lock of multiprocessing",
 }
-"""Texts for the user that name what a thread waits for.
+"""What a thread waits for, as text for the user, if it waits in the standard library.
 
-The keys are names of files in the standard library. A text applies to a thread that waits in a
-function of the file.
+The keys are names of library files. The text applies if the thread waits in a function of the file.
 """
 
 _DATA_WAITING = {"server.py": "requests from ranks", "worker.py": "requests from its fetcher"}
-"""Like `_WAITING`, for a process of a fetcher. The keys are names of files in `taas_magic/data`."""
+"""What a process of a fetcher waits for, as text for the user.
+
+The keys are names of files in `taas_magic/data`. The text applies if the process waits in a
+function of the file.
+"""
 
 _CPUS_LEAST_S = 0.5
-"""Minimum seconds for which `StackMonitor.collect` measures `StackSample.cpus`."""
+"""Minimum seconds for which `StackMonitor.collect` measures the CPU use of ranks."""
 
 _Report = TypeVar("_Report", bound=ProcessStack)
 
 
 @dataclass
 class StackSample:
-    """Data about one process and its children, from which a stack report is made.
-
-    For the other fields, see `ProcessStack`.
+    """Data about one process and its children, from which `report` makes a stack report.
 
     Attributes:
+        command: Command line of the process, or a text that says what the process does.
         state: Process state as psutil names it; "gone" if the process has ended.
         threads: Frames of each thread, outermost first, by the thread's name. The main thread comes
             first.
+        pending: Entries of torch's flight recorder for collectives that have not ended.
         answers: Whether the rank's heartbeat thread responds. None for a process that is not a
             rank.
         has_finished: Whether the process is a rank that has run the cell to its end.
-        cpus: Average number of processors that the rank and its descendants used while the data was
-            collected.
+        children: The same data about each child process.
+        cpus: Average number of CPUs that a rank and its descendants used while the data was
+            collected. 0 for a process that is not a rank.
     """
 
     pid: int
@@ -130,7 +134,7 @@ class StackSample:
 
     @property
     def main(self) -> list[StackFrame]:
-        """Frames of the main thread."""
+        """Frames of the main thread, outermost first. Empty if they are not known."""
         return next(iter(self.threads.values()), [])
 
     def report(self, kind: type[_Report], **more: Any) -> _Report:
@@ -155,7 +159,7 @@ class StackSample:
 
 
 def code_position(frames: Sequence[StackFrame]) -> str:
-    """Return, as text, the innermost frame in a cell, which shows a thread's position.
+    """Return the position of a thread as text: the innermost of its frames that is in a cell.
 
     If no frame is in a cell, return the innermost frame outside this package; "" if there is none.
 
@@ -170,7 +174,7 @@ def code_position(frames: Sequence[StackFrame]) -> str:
 def waits_for(sample: StackSample) -> str:
     """Return a text for the user that says what a process's main thread waits for.
 
-    These conditions are checked in this order, and the first true condition decides:
+    The first of these conditions that is true decides which text the function returns:
 
     1. The process has ended, is suspended, is in an uninterruptible system call, or is ending.
     2. The thread is in a function of torch.distributed, or in `os.fork`.
@@ -217,7 +221,7 @@ def _named_collective(function: str, pending: Sequence[str]) -> str:
     """Return a description of a pending collective, for the user.
 
     Args:
-        function: Name of the function of torch.distributed that the rank has called.
+        function: Name of the torch.distributed function that the rank has called.
         pending: The flight recorder's entries for pending collectives.
     """
     begun = next(iter(pending), "")
@@ -227,15 +231,15 @@ def _named_collective(function: str, pending: Sequence[str]) -> str:
 
 
 def _waiting_code(frames: Sequence[StackFrame]) -> tuple[str, str]:
-    """Find the code that waits, and the file of the standard library in which it waits.
+    """Find the file of the code that waits, and the standard library's file in which it waits.
 
     Args:
-        frames: Frames of the thread, outermost first.
+        frames: Frames of the waiting thread, outermost first.
 
     Returns:
         Two values. First, the file path of the innermost frame outside the standard library.
-        Second, the name of the library file with the function that this frame has called; "" if
-        this frame has called none.
+        Second, the name of the library file with the function that this frame has called; "" if the
+        frame has not called a library function.
     """
     called = ""
     for frame in reversed(frames):
@@ -246,7 +250,10 @@ def _waiting_code(frames: Sequence[StackFrame]) -> tuple[str, str]:
 
 
 def _busy_child(sample: StackSample) -> str:
-    """Return a text about a rank's first child process that runs code of a cell; "" without one."""
+    """Return text with the pid and position of a rank's first child that runs code of a cell.
+
+    Return "" if no child process runs code of a cell.
+    """
     for child in sample.children:
         where = code_position(child.main)
         if where.startswith("Cell In["):
@@ -282,12 +289,13 @@ class StackMonitor:
     def check(self, now: float) -> None:
         """Record which ranks make progress. If no rank makes progress for too long, report a hang.
 
-        When a rank makes progress again, report the end of the hang. This method does not block,
-        because another thread collects the stacks and sends the `Hang` event.
+        A thread that this method starts collects the stacks and sends the `Hang` event, so the
+        method does not block. When a rank makes progress again, the method sends a `Hang` event
+        without ranks, which reports the end of the hang.
 
-        Does nothing if `--hang` is 0, while a rank waits for the user's input, while stacks are
-        collected, or if the last sample is too recent. Time in which this host was stalled does not
-        count.
+        The method does nothing in these cases: `--hang` is 0, a rank waits for the user's input,
+        another thread collects stacks, or the last check was too recent. Time in which this host
+        was stalled does not count.
 
         Args:
             now: The agent's monotonic clock, in seconds.
@@ -315,10 +323,10 @@ class StackMonitor:
             threading.Thread(target=self._report_hang, args=(still_s,), daemon=True).start()
 
     def collect(self) -> list[tuple[RankState, StackSample]]:
-        """Collect the stacks of all ranks and their children. Blocks for up to some seconds.
+        """Collect the stacks of all ranks and their children. Blocks for some seconds.
 
-        Also measures how many CPUs each rank uses. Then records the CPU time used so far, so that
-        the work for these reports does not count as progress.
+        Also measures how many CPUs each rank uses. At the end, records the CPU time of each rank as
+        the start of the next sample, because CPU time used for stack reports is no progress.
         """
         with self._collecting:
             states = self._ranks.states()
@@ -339,7 +347,11 @@ class StackMonitor:
             return found
 
     def rows(self, found: Iterable[tuple[RankState, StackSample]]) -> list[RankStack]:
-        """Turn the data that `collect` returned into stack reports of ranks."""
+        """Return one stack report for each rank.
+
+        Args:
+            found: State and stacks of each rank, as returned by `collect`.
+        """
         now = time.monotonic()
         return [
             sample.report(
@@ -356,8 +368,9 @@ class StackMonitor:
     def _report_hang(self, still_s: float) -> None:
         """Collect stacks, and send a `Hang` event if the time without progress is too long.
 
-        The limit is `hang_s`, but at most `COLLECTIVE_S` if a rank waits in a collective. If a rank
-        makes progress or ends meanwhile, send no event.
+        The limit is the time of `--hang`. If a rank waits in a collective, the limit is at most
+        `COLLECTIVE_S`. If a rank makes progress or ends while the stacks are collected, send no
+        event.
 
         Args:
             still_s: Seconds for which no rank has made progress.
@@ -377,10 +390,13 @@ class StackMonitor:
             self._emit(Hang(attempt=self._attempt, ranks=rows))
 
     def _sample(self, now: float) -> None:
-        """Record progress for each rank that wrote output or used CPU time since the last sample.
+        """Record progress of each rank that wrote output or used CPU time since the last sample.
 
-        The CPU time of a rank's descendants counts, too. The descendants are only checked if no
-        rank's own process has made progress, because this check reads all processes of the host.
+        CPU time counts only if it is at least the fraction `COMPUTES_SHARE` of one core.
+
+        If no rank's own process has used enough CPU time, this method also checks the CPU time of
+        the ranks' descendants. Otherwise it skips this check, which reads all processes of the
+        host.
         """
         passed_s, self._sampled_at = now - self._sampled_at, now
         least_s = max(_COMPUTES_LEAST_S, COMPUTES_SHARE * passed_s)
@@ -394,14 +410,17 @@ class StackMonitor:
     def _record_cpu_progress(
         self, before: dict[int, float], used: dict[int, float], least_s: float, now: float
     ) -> bool:
-        """Record progress for each rank that used at least `least_s` of CPU time since `before`.
+        """Record progress of each rank that has used enough CPU time since the last sample.
 
-        Ranks that busy-wait for a collective make no progress. Return whether any rank made
+        A rank that busy-waits for a collective makes no progress. Return whether any rank has made
         progress.
 
         Args:
-            before: CPU seconds of each rank in the last sample, by pid. Updated from `used`.
+            before: CPU seconds of each rank in the last sample, by pid. This method writes the
+                values of `used` to it.
             used: CPU seconds of each rank now, by pid.
+            least_s: CPU seconds, since the last sample, from which a rank has made progress.
+            now: The agent's monotonic clock, in seconds.
         """
         is_any = False
         for state in self._ranks.states():
@@ -415,8 +434,8 @@ class StackMonitor:
     def _request_stacks(self, states: Sequence[RankState]) -> None:
         """Request stack reports of ranks, and wait up to `ANSWER_S` for all responses.
 
-        Does not wait for ranks that SIGSTOP has suspended. If a rank has not responded, set the
-        `sample` of its state to None.
+        Each response becomes the `sample` of its `RankState`. If a rank does not respond in time,
+        its `sample` becomes None. Does not wait for ranks that SIGSTOP has suspended.
         """
         asked = time.monotonic()
         for state in states:
@@ -436,9 +455,9 @@ class StackMonitor:
     def _sample_of(self, state: RankState, cells: "Cells") -> StackSample:
         """Return a rank's stacks and other data about the rank.
 
-        If the rank has not responded, use the stack that it writes on `SIGNAL`, or else the stack
-        of its last heartbeat. Children of the rank also write their stacks on `SIGNAL`. For an
-        ended rank, the result only says that it has ended.
+        If the rank has not responded to the request for stacks, send it `SIGNAL`, and use the stack
+        that it then writes. If it writes none, use the stack of its last heartbeat. Children of the
+        rank also get `SIGNAL`. For a rank that has ended, the result only says so.
         """
         if state.ended:
             return StackSample(state.pid, state=_GONE)
@@ -459,7 +478,13 @@ Cells = Mapping[str, "CellSource"]
 
 
 def _cells(path: Path) -> Cells:
-    """Return the cells in a run's payload. Empty if the payload does not exist any more."""
+    """Return the notebook's cells that are in a run's payload.
+
+    The result is empty if the payload cannot be read, for example because it has been removed.
+
+    Args:
+        path: Path of the payload.
+    """
     from taas_magic.capture import payload  # imported here, because most agents never need it
 
     try:
@@ -471,12 +496,12 @@ def _cells(path: Path) -> Cells:
 def sample_fetcher(pid: int, path: Path) -> StackSample:
     """Collect the stacks of a fetcher and its workers.
 
-    Each process that sleeps gets a signal, and then writes its stack. In the result, the `command`
-    of each child process says what the child process does.
+    Each of these processes that sleeps gets `SIGNAL`, and then writes its stack. In the result, the
+    `command` of a child process says what this process does, such as "worker".
 
     Args:
-        pid: Process id of the fetcher's server.
-        path: File to which these processes write their stacks.
+        pid: Process id of the fetcher.
+        path: File to which the fetcher and its workers write their stacks.
     """
     sample = _sample_from_psutil(pid)
     _add_signalled_stacks(sample, path, {}, (psutil.STATUS_SLEEPING,))
@@ -493,12 +518,13 @@ def _add_signalled_stacks(
 ) -> None:
     """Add the main threads' stacks to the data about a process and its descendants.
 
-    Signals each process that has no stack yet, one after the other, because all write to the same
-    file. A descendant is signalled only while it sleeps.
+    Sends `SIGNAL` to each process whose stack is not known yet. Signals one process after the
+    other, because all processes write to the same file. Signals a descendant only if it sleeps.
 
     Args:
         sample: Data about the process, with its descendants in `children`.
         path: File to which the processes write their stacks.
+        cells: The notebook's cells, by file name, which give frames in cells their labels.
         states: States, as psutil names them, in which the process itself may be signalled.
     """
     if not sample.threads and (frames := _written_on_signal(sample.pid, path, states)):
@@ -510,8 +536,8 @@ def _add_signalled_stacks(
 def _sample_from_psutil(pid: int) -> StackSample:
     """Return psutil's data about a process and its descendants, without stacks.
 
-    The data are the command, the state and the memory. If the process has ended, the result says
-    so.
+    The data are the command, the state and the memory of each process. If a process has ended, its
+    state is "gone".
     """
     try:
         process = psutil.Process(pid)
@@ -535,7 +561,10 @@ def memory_bytes(process: psutil.Process) -> int:
 
 
 def _with_cell_label(frame: StackFrame, cells: Cells) -> StackFrame:
-    """If a frame is in a cell, return the frame with the cell's label and source line."""
+    """Return a frame with the label and source line of its cell, if the frame is in a cell.
+
+    Return any other frame unchanged.
+    """
     if (cell := cells.get(frame.file)) is None:
         return frame
     lines = cell.text.splitlines()
@@ -544,10 +573,11 @@ def _with_cell_label(frame: StackFrame, cells: Cells) -> StackFrame:
 
 
 def _written_on_signal(pid: int, path: Path, states: Collection[str]) -> list[StackFrame]:
-    """Signal a process to write its main thread's stack to `path`; return the frames.
+    """Send `SIGNAL` to a process, which then writes its stack to `path`; return the frames.
 
-    `SIGNAL` would end a process that has no handler. A process has the handler if and only if it
-    has the file open, because a fork inherits both, and a newly executed program inherits neither.
+    `SIGNAL` would end a process that has no handler for it. So only a process that has `path` open
+    gets the signal: a fork inherits the handler and the open file, and a newly executed program
+    inherits neither.
 
     Args:
         states: States, as psutil names them, in which the process may be signalled.
@@ -571,8 +601,8 @@ def _written_on_signal(pid: int, path: Path, states: Collection[str]) -> list[St
 def _await_stack(path: Path, begin: int) -> str:
     """Wait up to `WRITE_S` until a stack is written to a file, and return the stack's text.
 
-    The stack counts as written when two reads find the same text. If time runs out, return what is
-    there.
+    The stack counts as written when two reads, one after the other, find the same text. If the time
+    is over before, return the text that was read last.
 
     Args:
         begin: Size of the file, in bytes, before the stack is written.
@@ -608,18 +638,25 @@ def _cpu_s(pid: int) -> float:
 
 
 def _cpu_s_below(pids: Iterable[int]) -> dict[int, float]:
-    """Return the CPU seconds of each process together with all its descendants, by pid."""
+    """Return the CPU seconds that each process and all its descendants have used, by pid."""
     return {pid: sum(map(cpu_s, found)) for pid, found in processes_below(pids).items()}
 
 
 def cpu_s(process: psutil.Process) -> float:
-    """Return the CPU seconds of a process from `processes_below`, and of its ended children."""
+    """Return the CPU seconds that a process and its ended children have used.
+
+    Args:
+        process: A process that `processes_below` has returned.
+    """
     times = process.info["cpu_times"]
     return float(sum(times[:4])) if times is not None else 0.0
 
 
 def processes_below(pids: Iterable[int]) -> dict[int, list[psutil.Process]]:
-    """Return each process together with all its descendants, by pid. Reads all processes once."""
+    """Return, by pid, lists with each given process and all its descendants.
+
+    Reads all processes of the host once, with their CPU times.
+    """
     found = {it.pid: it for it in psutil.process_iter(["ppid", "cpu_times"])}
     below: dict[int, list[psutil.Process]] = {pid: [] for pid in pids}
     for pid, process in found.items():

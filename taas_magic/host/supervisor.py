@@ -4,13 +4,13 @@ An engine starts the supervisor and writes to the supervisor's standard input. T
 the agent. When the pool's process ends for any reason, standard input closes. The supervisor then
 ends all its descendants, including the agent, and exits. A cut network cable does not close
 standard input. So an engine that works over a network also writes a byte regularly, and the
-supervisor ends the host if no byte arrives in time.
+supervisor ends all processes of the host if no byte arrives in time.
 
-For the arguments of the supervisor, see `system.supervisor_arguments`.
+`system.supervisor_arguments` makes the supervisor's command-line arguments.
 
 The supervisor must import neither torch nor Dask, so that an error in these libraries cannot block
-or end it. The supervisor is a subreaper (prctl(2)), so it finds even a cell's daemon that forked
-twice or called setsid.
+or end it. The supervisor is a subreaper (prctl(2)): orphans among its descendants become its
+children. So it finds even a cell's daemon that forked twice or called setsid.
 
 All temporary files of a host are in one folder:
 
@@ -51,26 +51,26 @@ from taas_magic.host.system import (
 from taas_magic.shared_files import is_unlocked, take_lock
 
 GRACE_S = 3.0
-"""Maximum seconds for the agent to exit after SIGTERM. Then the supervisor kills the agent."""
+"""Seconds that the agent has to exit after SIGTERM. Then the supervisor kills the agent."""
 
 _JOINED = "joined"
-"""File in the host's folder that the agent creates when it joins the pool."""
+"""Name of the file that the agent creates in the host's folder when it has joined the pool."""
 
 _LOOK_S = 0.5
 
 
 def main() -> int:
-    """Create the host's folder and run the agent. At the end, end all processes of the host.
+    """Create the host's folder and run the agent. At the end, kill this process's descendants.
 
-    First makes this process the new parent of orphans among its descendants. SIGINT is ignored, and
-    SIGTERM ends the host.
+    First makes this process the new parent of orphans among its descendants. SIGINT is ignored.
+    SIGTERM makes the supervisor end all processes and exit.
 
     Returns:
-        The agent's exit code.
+        The agent's exit code. If signal N killed the agent, 128 + N.
 
     Raises:
-        SystemExit: With exit code 0, the host was ended by SIGTERM, by the end of the lease, or
-            because the agent was stuck. With exit code 1, the host's folder could not be created.
+        SystemExit: With exit code 0 after SIGTERM, after the end of the lease, or if the agent was
+            stuck. With exit code 1 if the host's folder could not be created.
     """
     lease_s, start_timeout_s, preload = float(sys.argv[1]) or None, float(sys.argv[2]), sys.argv[3]
     adopt_orphans()
@@ -84,16 +84,25 @@ def main() -> int:
 
 
 def _supervise(preload: str, folder: Path, lease_s: float | None, start_timeout_s: float) -> int:
-    """Start an agent, and wait until it ends or the host must end. Then end all descendants.
+    """Start an agent, and wait until it ends or SIGTERM arrives. Then end all descendants.
 
-    Two threads watch the lease and the agent's start. At the end, first kills all descendants
-    except the agent. Then sends SIGTERM to the agent, which has `GRACE_S` seconds to exit.
+    Starts two threads, which send SIGTERM to this process if the lease ends, or if the agent gets
+    stuck while it starts. At the end, this function first kills all descendants except the agent.
+    Then it sends SIGTERM to the agent, which has `GRACE_S` seconds to exit.
 
-    An empty line on standard error shows that this process runs. Return the agent's exit code as a
-    shell reports it: 128 + N for signal N.
+    An empty line on standard error tells an engine that uses SSH that this process has started.
+
+    Args:
+        preload: Modules for the forkserver to import, separated by commas.
+        folder: The host's folder for temporary files.
+        lease_s: Seconds without input after which the lease ends; None for no limit.
+        start_timeout_s: Seconds without any work after which the agent counts as stuck.
+
+    Returns:
+        The agent's exit code as a shell reports it: 128 + N for signal N.
 
     Raises:
-        SystemExit: The host had to end before the agent ended.
+        SystemExit: SIGTERM arrived before the agent ended.
     """
     arguments = [str(os.getpid()), preload, str(folder)]
     command = [*spawn_command("taas_magic.host.agent"), *arguments]
@@ -124,7 +133,10 @@ def _supervise(preload: str, folder: Path, lease_s: float | None, start_timeout_
 
 
 def _on_sigterm(*_: object) -> None:
-    """Exit at the first SIGTERM. Ignore later SIGTERMs, which would interrupt the cleanup."""
+    """Handle SIGTERM: raise SystemExit, which starts the cleanup; ignore SIGTERM from now on.
+
+    A second SIGTERM would interrupt the cleanup.
+    """
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     sys.exit(0)
 
@@ -134,12 +146,12 @@ def _hold_lease(
 ) -> None:
     """Pass the first line of standard input to the agent. When the lease ends, end the host.
 
-    Runs in a thread.
+    The lease ends when standard input closes, or after `lease_s` seconds without input. Runs in a
+    thread.
 
     Args:
-        lease_s: Seconds without input after which the lease ends. If None, the lease ends only when
-            standard input closes.
-        told: Event that this function sets after it has passed the line.
+        lease_s: Seconds without input after which the lease ends. None for no limit.
+        told: Event that this function sets after it has passed the first line to the agent.
     """
     assert agent.stdin is not None
     heard = b""
@@ -155,9 +167,14 @@ def _hold_lease(
 def _watch_start(pid: int, folder: Path, start_timeout_s: float, told: threading.Event) -> None:
     """End the host if the agent is stuck before the agent has joined the pool. Runs in a thread.
 
+    Returns when the agent has joined the pool.
+
     Args:
+        pid: Process id of the agent.
+        folder: The host's folder, in which the agent creates a file when it has joined the pool.
         start_timeout_s: Seconds without any work after which the agent counts as stuck.
-        told: Event of `_hold_lease`. The time counts from this event.
+        told: Event that is set when the agent has got its first line of input. The agent's time
+            counts from this event.
     """
     told.wait()
     timer = IdleTimer(pid)
@@ -172,10 +189,10 @@ def _watch_start(pid: int, folder: Path, start_timeout_s: float, told: threading
 
 
 def _end_host(why: str) -> None:
-    """Make the main thread end the host: send SIGTERM to the main thread, which then cleans up.
+    """End the supervisor and its descendants: send SIGTERM to the main thread, which cleans up.
 
     Args:
-        why: Reason to write to standard error; "" to write nothing.
+        why: Reason, which is written to standard error; "" to write nothing.
     """
     if why:
         sys.stderr.write(f"{why}\n")
@@ -185,9 +202,9 @@ def _end_host(why: str) -> None:
 def _end_below(agent: subprocess.Popen[bytes]) -> None:
     """Kill all descendants of this process except the agent and resource trackers.
 
-    Does not wait for the agent, which may be suspended or slow to end. If the lease has ended, the
-    pool may already start the same ranks on another host, and only one rank 0 may write to the
-    project store.
+    Called before the agent is ended, because the agent may be suspended or slow to end, and ranks
+    must end quickly. If the lease has ended, the pool may already start the same ranks on another
+    host, and only one rank 0 may write to the project store.
     """
     below = psutil.Process().children(recursive=True)
     end_all([p for p in below if p.pid != agent.pid and not is_tracker(p)], grace_s=0)
@@ -201,10 +218,10 @@ def _end_agent(agent: subprocess.Popen[bytes]) -> None:
 
 @contextmanager
 def host_folder() -> Iterator[Path]:
-    """Create the host's folder for temporary files; remove it when the block ends.
+    """Create the host's folder for temporary files; remove it when the `with` block ends.
 
-    A locked file shows that the folder is in use. First removes the folders of earlier supervisors
-    that were killed.
+    A locked file in the folder shows other supervisors that the folder is in use. First removes the
+    folders of this user's earlier supervisors that were killed.
 
     Raises:
         PoolError: The folder cannot be created.
@@ -220,7 +237,10 @@ def host_folder() -> Iterator[Path]:
 
 
 def report_joined() -> None:
-    """Report to the supervisor that the agent has joined the pool. Runs in the agent."""
+    """Create the file that tells the supervisor that the agent has joined the pool.
+
+    Runs in the agent.
+    """
     Path(tempfile.gettempdir(), _JOINED).touch()
 
 
@@ -234,7 +254,10 @@ def create_run_folder() -> Path:
 
 
 def remove_abandoned_folders() -> None:
-    """Remove the folders of this user's supervisors that were killed before they could clean up."""
+    """Remove the temporary folders of this user's supervisors that were killed.
+
+    A killed supervisor cannot remove its folder itself.
+    """
     for folder in Path(tempfile.gettempdir()).glob(f"taas-{os.getuid()}-*"):
         if _is_abandoned(folder):
             shutil.rmtree(folder, ignore_errors=True)
@@ -264,7 +287,7 @@ def _lock(folder: Path) -> int:
 
 
 def _is_abandoned(folder: Path) -> bool:
-    """Return whether a supervisor of this user has created `folder` and has ended."""
+    """Return whether this user owns `folder`, and the supervisor that created it has ended."""
     try:
         return folder.lstat().st_uid == os.getuid() and is_unlocked(folder / "lock", os.O_NOFOLLOW)
     except OSError:

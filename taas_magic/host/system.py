@@ -1,7 +1,7 @@
 """Functions for the network addresses and the processes of this host.
 
-The supervisor, the agent and ranks use this module, so it must import neither torch nor any other
-module of this package.
+The supervisor, the agent and ranks import this module. So this module must import neither torch nor
+any other module of this package.
 """
 
 import contextlib
@@ -19,9 +19,10 @@ import psutil
 LOOPBACK = "127.0.0.1"
 
 RUN_TOKEN = "TAAS_RUN_ID"
-"""Environment variable with the share's id, by which the agent finds programs of the share.
+"""Environment variable with a share's id, which marks the processes of this share.
 
-Ranks, fetchers and the programs that they start have this variable (`leftovers`).
+Ranks, fetchers and the programs that they start have this variable. After the end of the share, the
+agent finds remaining processes by it (`leftovers`).
 """
 
 CALM_DASK = {
@@ -32,7 +33,8 @@ CALM_DASK = {
 """Dask settings that reduce the CPU time of idle processes, for every process that uses Dask.
 
 By default, Dask profiles its own process 150 times a second, and measures the machine twice a
-second. This caused most of the CPU time of an idle pool. This package does not use the results.
+second. The profiles and measurements caused most of the CPU time of an idle pool. This package does
+not use them.
 """
 
 _FAMILIES = (socket.AF_INET, socket.AF_INET6)
@@ -42,7 +44,10 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 
 def address_of(name: str) -> str:
-    """Return an address of the network interface `name`, IPv4 if possible; "" if it has none."""
+    """Return the IP address of the network interface `name`; "" if the interface has none.
+
+    If the interface has several addresses, an IPv4 address is preferred.
+    """
     addresses = psutil.net_if_addrs().get(name, [])
     found = [seen.address for family in _FAMILIES for seen in addresses if seen.family == family]
     return found[0] if found else ""
@@ -57,7 +62,11 @@ def interface_name(address: str) -> str:
 
 
 def local_address_to(peer: str) -> str:
-    """Return this host's address that a connection to `peer` would use. Sends nothing."""
+    """Return this host's address that a connection to `peer` would use. Sends no packet.
+
+    Args:
+        peer: IP address of another host.
+    """
     family = socket.AF_INET6 if ":" in peer else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect((peer, 9))
@@ -74,13 +83,13 @@ def choose_address(interface: str, environ: Mapping[str, str], scheduler: str) -
     2. The address of the network interface at which SSH has reached this host.
     3. The address from which this host connects to the scheduler.
 
-    It does not resolve the host's name, because Debian resolves it to 127.0.1.1.
+    The function does not resolve the host's name, because Debian resolves this name to 127.0.1.1.
 
     Args:
         interface: Name or address of a network interface; "" if the pool does not have this
             setting.
         environ: The agent's environment, for SSH_CONNECTION.
-        scheduler: Host part of the scheduler's address as seen from this host.
+        scheduler: IP address or host name of the pool's scheduler, as seen from this host.
 
     Raises:
         ValueError: This host has no network interface `interface`.
@@ -101,8 +110,8 @@ def choose_address(interface: str, environ: Mapping[str, str], scheduler: str) -
 def spawn_command(module: str) -> list[str]:
     """Return the command that runs `module.main()` in a new Python process.
 
-    The command uses `-c`. With `-m`, each child of the forkserver would import its parent's main
-    module again, and each rank would start 0.35 s later.
+    The command uses `python -c`. With `python -m`, each child of the forkserver would import its
+    parent's main module again, and each rank would start 0.35 s later.
     """
     return [sys.executable, "-c", entry_code(module)]
 
@@ -110,10 +119,10 @@ def spawn_command(module: str) -> list[str]:
 def entry_code(module: str) -> str:
     """Return the code, for `python -c`, that runs `module.main()`.
 
-    With `-c`, Python puts the current folder first in the import path. If the notebook's folder is
-    the current folder, a file random.py in it would replace Python's own module. So the code
-    removes this entry. PYTHONPATH may also contain the current folder. The code moves such an entry
-    to the end, unless this package itself is imported from the current folder.
+    With `-c`, Python puts the current folder first in the import path. If the current folder is the
+    notebook's folder, a file random.py in this folder would replace Python's own module. So the
+    code removes the first entry. If PYTHONPATH contains the current folder, the code moves this
+    entry to the end, unless this package itself is imported from the current folder.
     """
     return (
         "import os, sys; sys.path[0] or sys.path.pop(0); "
@@ -128,15 +137,16 @@ def supervisor_arguments(
     """Return the command-line arguments of a supervisor.
 
     Args:
-        lease_s: Seconds without input after which the supervisor ends its host; None for never.
+        lease_s: Seconds without input on standard input after which the supervisor ends all
+            processes of the host. None for no limit.
         start_timeout_s: Seconds without any work after which a starting agent counts as stuck.
-        preload: Modules of the pool's settings for the forkserver to import.
+        preload: Modules for the forkserver to import, from the pool's settings.
     """
     return [f"{lease_s or 0:g}", f"{start_timeout_s:g}", ",".join(preload)]
 
 
 def adopt_orphans() -> None:
-    """Make this process the new parent of each descendant whose parent ends (prctl(2))."""
+    """Make this process a subreaper (prctl(2)): the new parent of descendants whose parent ends."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
@@ -160,18 +170,18 @@ def _prctl(option: int, value: int) -> None:
 
 
 TRACKERS_END_S = 10.0
-"""Maximum seconds for resource trackers to exit after the processes that use them."""
+"""Seconds that resource trackers have to exit after the processes that use them have ended."""
 
 
 def end_all(processes: list[psutil.Process], grace_s: float) -> list[psutil.Process]:
     """End processes: send SIGTERM, wait up to `grace_s` seconds, then send SIGKILL.
 
     Each process also gets SIGCONT, because a suspended process does not handle SIGTERM. After
-    SIGKILL, wait up to 5 s, but not for processes that this user may not signal, such as those of
-    `sudo` in a cell.
+    SIGKILL, wait up to 5 s until the processes have ended. Do not wait for processes that this user
+    may not signal, such as a program that a cell has started by `sudo`.
 
     Args:
-        grace_s: Seconds between SIGTERM and SIGKILL. If 0, only SIGKILL is sent.
+        grace_s: Seconds between SIGTERM and SIGKILL. If 0, send only SIGKILL.
 
     Returns:
         The processes that are still running.
@@ -198,7 +208,10 @@ def _send_signal(process: psutil.Process, number: int) -> bool:
 
 
 def wait_or_kill(process: "subprocess.Popen[bytes]", limit_s: float) -> bool:
-    """Wait until a child process has ended. Kill it after `limit_s` seconds, and return False."""
+    """Wait until a child process has ended. If it still runs after `limit_s` seconds, kill it.
+
+    Return False if the process was killed.
+    """
     try:
         process.wait(limit_s)
     except subprocess.TimeoutExpired:
@@ -209,10 +222,13 @@ def wait_or_kill(process: "subprocess.Popen[bytes]", limit_s: float) -> bool:
 
 
 def kill_all(processes: list[psutil.Process]) -> list[psutil.Process]:
-    """Kill processes immediately, except resource trackers, which get `TRACKERS_END_S` to exit.
+    """Kill processes immediately, but give resource trackers `TRACKERS_END_S` seconds to exit.
 
-    Before its exit, a tracker removes semaphores and shared memory that other processes did not
-    release. Return the processes that are still running.
+    Before a tracker exits, it removes semaphores and shared memory that other processes did not
+    release. Trackers that do not exit in time are killed, too.
+
+    Returns:
+        The processes that are still running.
     """
     trackers = [process for process in processes if is_tracker(process)]
     left = end_all([process for process in processes if process not in trackers], grace_s=0)
@@ -253,14 +269,14 @@ def pids_and_names(processes: Iterable[psutil.Process]) -> str:
 
 
 def leftovers(run_id: str, pipes: Path, alone: bool) -> list[psutil.Process]:
-    """Return the processes that remain on this host after a share of a run. Runs in the agent.
+    """Return the processes that remain on this host after the end of a share. Runs in the agent.
 
     A process belongs to the share if any of these conditions is true:
 
-    - Its environment has the share's id. So the function finds programs that a rank or fetcher has
-      started.
-    - It has a file or pipe of the share open. So the function finds forks of a rank.
-    - It is an orphan that the supervisor has adopted, and no other share is on this host.
+    - The process's environment has the share's id. So the function finds programs that a rank or
+      fetcher has started.
+    - The process has a file or pipe of the share open. So the function finds forks of a rank.
+    - The process is an orphan that the supervisor has adopted, and no other share is on this host.
 
     Args:
         run_id: Id of the share, the value of the variable `RUN_TOKEN`.

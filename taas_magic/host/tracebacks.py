@@ -46,13 +46,13 @@ _ABOVE = (
 
 
 def register_sources(sources: Mapping[str, CellSource]) -> Mapping[str, str]:
-    """Register the notebook's cells with linecache, so that tracebacks show their source lines.
+    """Add the notebook's cells to linecache, so that tracebacks show source lines of the cells.
 
     Args:
         sources: The cells, by the file name under which each cell was compiled.
 
     Returns:
-        The label of each registered cell, such as `Cell In[5]`, by file name.
+        The labels of all cells registered so far, such as `Cell In[5]`, by file name.
     """
     for name, source in sources.items():
         lines = source.text.splitlines(keepends=True)
@@ -64,7 +64,8 @@ def register_sources(sources: Mapping[str, CellSource]) -> Mapping[str, str]:
 def send_failure(link: AgentLink, failure: RankRaised) -> None:
     """Send a rank's failure to the agent.
 
-    In a child that the cell forked, write the failure to standard error instead.
+    In a child that the cell forked, write the traceback to standard error instead, unless the shell
+    has already written it.
     """
     if link.is_own:
         link.send(failure)
@@ -75,11 +76,12 @@ def send_failure(link: AgentLink, failure: RankRaised) -> None:
 def describe_exception(error: BaseException, text: str | None = None) -> RankRaised:
     """Return the message by which a rank reports an exception to the agent.
 
-    The message has the type, the text with a hint (`message_of`), and the traceback; long texts are
-    cut. If the exception's own code fails, a short text replaces the traceback.
+    The message has the exception's type, its text with a hint for the user, and its traceback. Long
+    texts are cut. If the exception's own code fails, such as its `__str__`, a short text replaces
+    the traceback.
 
     Args:
-        text: The formatted traceback. None to format it by `format_plain`.
+        text: The formatted traceback. None to format the traceback in Python's own format.
     """
     try:
         text = format_plain(error) if text is None else text
@@ -93,8 +95,8 @@ def describe_exception(error: BaseException, text: str | None = None) -> RankRai
 def format_plain(error: BaseException) -> str:
     """Return the traceback of an exception and its causes, in Python's own format.
 
-    The traceback starts at the user's first frame. The causes of a `TaasError` are left out,
-    because its message is complete without them.
+    The traceback starts at the user's first frame. For a `TaasError`, the causes are left out,
+    because the message of a `TaasError` is complete without them.
     """
     described = traceback.TracebackException.from_exception(error)
     _tidy(described)
@@ -125,9 +127,10 @@ def _chain(first: Any) -> Iterator[Any]:
 
 
 def _without_ours(one: TracebackType | None) -> TracebackType | None:
-    """Return a traceback without this package's frames and without the IPython frames among them.
+    """Return a traceback without this package's frames, and without IPython frames between them.
 
-    Removes all frames from the first to the last frame of this package, except frames of cells.
+    The result lacks all frames from the first to the last frame of this package, except frames of
+    cells. The given traceback does not change.
     """
     found: list[TracebackType] = []
     while one is not None:
@@ -153,8 +156,8 @@ def format_frames(error: BaseException) -> list[str]:
 def innermost_frames(thread: int) -> list[StackFrame]:
     """Return the `_INNERMOST` innermost frames of a thread, outermost first.
 
-    If none of these frames is in a cell, the result has one more frame at its beginning: the
-    innermost frame that is in a cell.
+    If none of these frames is in a cell, the result begins with one more frame: the thread's
+    innermost frame in a cell, if there is any.
 
     Args:
         thread: Identifier of the thread.
@@ -168,7 +171,7 @@ def innermost_frames(thread: int) -> list[StackFrame]:
 
 
 def sample_threads(main: int) -> dict[str, list[StackFrame]]:
-    """Return the stacks of this process's threads by the thread's name, outermost frame first.
+    """Return the stack of each thread of this process, outermost frame first, by the thread's name.
 
     The main thread comes first. Threads of this package are left out.
 
@@ -188,9 +191,9 @@ def sample_threads(main: int) -> dict[str, list[StackFrame]]:
 def current_frames() -> dict[int, FrameType]:
     """Return the current frame of each thread, by the thread's identifier.
 
-    Before Python 3.12, this function disables garbage collection during the call. A collection
-    inside `sys._current_frames` could run a `__del__` that releases the interpreter's lock, which
-    could deadlock this process or a child (python/cpython#106883, #112275).
+    Before Python 3.12, this function disables garbage collection meanwhile. Reason: a garbage
+    collection inside `sys._current_frames` could run a `__del__` method. If this method releases
+    the interpreter's lock, this process or a child could deadlock (python/cpython#106883, #112275).
     """
     collects = sys.version_info < (3, 12) and gc.isenabled()
     if collects:
@@ -216,7 +219,8 @@ def _stack_of(frame: FrameType | None) -> list[StackFrame]:
 def write_stack_on_signal(path: Path) -> None:
     """Make this process and its forks append the main thread's stack to a file on `SIGNAL`.
 
-    These processes can share the file, because the agent signals only one process at a time.
+    All these processes write to the same file. Their stacks do not mix, because the agent sends
+    `SIGNAL` to only one process at a time.
     """
     faulthandler.register(SIGNAL, file=path.open("a"), all_threads=False, chain=False)
 
@@ -227,9 +231,9 @@ def is_group(error: BaseException | None) -> bool:
 
 
 def print_of_thread(failed: "ExceptHookArgs") -> None:
-    """Print to standard error the exception that ended a thread, formatted by `format_plain`.
+    """Print the exception that ended a thread to standard error, from the user's first frame on.
 
-    Installed as `threading.excepthook`.
+    Prints nothing for SystemExit. Installed as `threading.excepthook`.
     """
     if failed.exc_value is not None and not isinstance(failed.exc_value, SystemExit):
         name = failed.thread.name if failed.thread is not None else "?"
@@ -237,9 +241,9 @@ def print_of_thread(failed: "ExceptHookArgs") -> None:
 
 
 def print_unraisable(failed: "UnraisableHookArgs") -> None:
-    """Print to standard error an exception that no code can catch, such as that of a `__del__`.
+    """Print an exception that no code can catch to standard error, from the user's first frame on.
 
-    Installed as `sys.unraisablehook`.
+    An example is an exception in a `__del__` method. Installed as `sys.unraisablehook`.
     """
     if failed.exc_value is not None:
         where = f"{failed.err_msg or 'Exception ignored in'}: {failed.object!r}"
@@ -247,11 +251,11 @@ def print_unraisable(failed: "UnraisableHookArgs") -> None:
 
 
 def message_of(error: BaseException) -> str:
-    """Return an exception's text, followed by a hint for the user for some causes.
+    """Return an exception's text. For some causes, a hint for the user follows the text.
 
-    If `torch.load` raised the exception, the text begins with the name of the file. There are hints
-    for a full disk, for a file that this host does not have, and for a refused
-    write to the project store. A text longer than `MESSAGE_LIMIT_CHARS` is cut.
+    The causes with a hint are a full disk, a file that this host does not have, and a refused write
+    to the project store. If `torch.load` raised the exception, the name of the file precedes the
+    text. A text longer than `MESSAGE_LIMIT_CHARS` is cut.
     """
     try:
         hint = _disk_full_hint(error) or _not_in_the_copy(error) or guard.why_refused(error)
@@ -262,9 +266,9 @@ def message_of(error: BaseException) -> str:
 
 
 def _torch_file(error: BaseException) -> str:
-    """Return text with the file in which `torch.load` found an error that does not name the file.
+    """Return text with the name of the file that `torch.load` was reading when it raised `error`.
 
-    For any other exception, return "".
+    Return "" if another function raised the exception, or if its text already has the file's name.
     """
     for frame, _ in traceback.walk_tb(error.__traceback__):
         code, file = frame.f_code, frame.f_locals.get("f")
@@ -277,9 +281,9 @@ def _torch_file(error: BaseException) -> str:
 def _not_in_the_copy(error: BaseException) -> str:
     """Return a hint if a file is missing because this host has only a copy of the project store.
 
-    Only a FileNotFoundError gets this hint, and only if its path is in the notebook's own folder,
-    or is an absolute path outside the current folder. Otherwise, and on a host without such a copy,
-    return "".
+    The exception must be a FileNotFoundError. The missing path must be in the notebook's folder on
+    the notebook's machine, or must be an absolute path outside the current folder. Otherwise,
+    return "". Also return "" if this host does not use a copy of the project store.
     """
     home = project_home()
     if not home or not isinstance(error, FileNotFoundError):
@@ -294,7 +298,11 @@ def _not_in_the_copy(error: BaseException) -> str:
 
 
 def shorten(text: str, limit_chars: int) -> str:
-    """Return a text. If it is longer than `limit_chars`, replace its middle by a mark."""
+    """Return `text`. If it is longer than `limit_chars`, a mark replaces its middle part.
+
+    The mark says how many characters are missing. With the mark, the result is a little longer than
+    `limit_chars`.
+    """
     if len(text) <= limit_chars:
         return text
     half = limit_chars // 2
@@ -302,7 +310,12 @@ def shorten(text: str, limit_chars: int) -> str:
 
 
 def _tidy(described: Any) -> None:
-    """Apply `_tidy_frames` to a `TracebackException`, its causes, and exception groups."""
+    """Remove the frames before the user's first frame, and name cells by their labels, in place.
+
+    Args:
+        described: A `TracebackException`. Its causes, contexts and the members of exception groups
+            are changed, too.
+    """
     for one in _chain(described):
         _tidy_frames(one.stack)
         filename = getattr(one, "filename", None)  # only a syntax error has one
@@ -311,7 +324,10 @@ def _tidy(described: Any) -> None:
 
 
 def _tidy_frames(stack: traceback.StackSummary) -> None:
-    """Remove the frames before the user's first frame, and name cells by their labels."""
+    """Remove the frames before the user's first frame from `stack`.
+
+    Also replace the file names of cells by the cells' labels.
+    """
     lead = itertools.takewhile(lambda frame: any(it in frame.filename for it in _ABOVE), stack)
     del stack[: len(list(lead))]
     for frame in stack:
@@ -323,8 +339,8 @@ def _tidy_frames(stack: traceback.StackSummary) -> None:
 def _disk_full_hint(error: BaseException) -> str:
     """Return a hint with the free space if a disk or a quota is full; "" for any other error.
 
-    If the file is not known, the hint is about the disks of the working directory and of the folder
-    for temporary files.
+    The hint names the disk of the file that could not be written. If this file is not known, the
+    hint names the disks of the working directory and of the folder for temporary files.
     """
     if not isinstance(error, OSError) or error.errno not in (errno.ENOSPC, errno.EDQUOT):
         return ""
@@ -343,13 +359,13 @@ def _disk_full_hint(error: BaseException) -> str:
 def _written_path(error: OSError) -> str:
     """Return the path of the file to which a call could not write; "" if the path is not known.
 
-    If the error names one file, return the path of this file. If the error names two files, as for
-    a failed copy, return the path of the destination.
+    If the error names one file, return the path of this file. If the error names two files, for
+    example after a failed copy, return the path of the destination.
 
-    If the error names no file, as for a failed `write`, search the local variables of the
-    traceback's frames for files that were opened for writing. The search starts at the innermost
-    frame, and ends at the first frame with such a file. If this frame has several such files,
-    return "".
+    If the error names no file, for example after a failed `write`, search the local variables of
+    the traceback's frames for files that were opened for writing. The search starts at the
+    innermost frame, and ends at the first frame that has such files. If this frame has more than
+    one of them, return "".
     """
     for named in (error.filename2, error.filename):  # `filename2` is the destination of a copy
         if isinstance(named, str | bytes):
@@ -373,7 +389,8 @@ def _path_if_written(value: object) -> str:
 def _free_space(folder: str) -> str:
     """Return a text with the free space of a folder's disk, in bytes.
 
-    If the folder does not exist, use its nearest parent that exists.
+    If the disk has no inodes left, the text says so, too. If the folder does not exist, the
+    function uses its nearest parent that exists.
     """
     while not os.path.exists(folder):
         folder = os.path.dirname(folder)

@@ -1,4 +1,7 @@
-"""Regular reports of what the ranks on this host use and execute, for the table of ranks."""
+"""Regular reports for the table of ranks: CPU, GPU and memory use, and the line of code.
+
+The reports are about the ranks of one attempt on this host.
+"""
 
 import threading
 import time
@@ -12,29 +15,33 @@ from taas_magic.host.watch import Ranks, RankState
 from taas_magic.messages import RankUsage, Usage
 
 FIRST_USAGE_S = 1.0
-"""Seconds from the first measurement of an attempt, which is not reported, to the next one."""
+"""Seconds from the first measurement of an attempt to its second measurement.
+
+The first measurement is not reported, so this is about the time until the first report.
+"""
 
 USAGE_S = (2.0, 10.0)
-"""Shortest and longest time in seconds between two reports.
+"""Shortest and longest time between two reports, in seconds.
 
-In between, the time is a hundredth of the time since the attempt's start, so that the reports of a
-long run do not fill the journal.
+The reports become rarer, so that the reports of a long run do not fill the journal: the time
+between two reports is a hundredth of the time since the attempt's start, within these limits.
 """
 
 _PAUSE_FACTOR = 50
 """Minimum ratio of the time between two measurements to the time that a measurement takes.
 
-On a host with many large processes, it takes long to read the memory of all of them.
+On a host with many large processes, a measurement takes long, because it reads the memory of each
+process. Then the ratio keeps the load on the host low: the reports become rarer.
 """
 
 _PLACE_CHARS = 200
 
 
 class UsageReporter:
-    """Reporter of an attempt's ranks on this host: their use of CPUs, GPUs and memory.
+    """Sender of regular reports about how much CPU, GPU and memory each rank on this host uses.
 
-    A report also has the code line that each rank executes. The agent calls `check` regularly.
-    Threads of this class measure and emit the reports.
+    A report also has the line of code that each rank executes. The agent calls `check` regularly.
+    For each report, `check` starts a thread that measures the use and sends the report.
     """
 
     def __init__(self, attempt: int, ranks: Ranks, emit: EventSink) -> None:
@@ -47,7 +54,7 @@ class UsageReporter:
         self._busy, self._closing, self._is_closed = threading.Lock(), threading.Lock(), False
 
     def check(self, now: float) -> None:
-        """Start a thread that sends a report, if a report is due.
+        """If a report is due, start a thread that measures the ranks' use and sends the report.
 
         Args:
             now: The agent's monotonic clock, in seconds.
@@ -56,7 +63,7 @@ class UsageReporter:
             threading.Thread(target=self._report, name="taas-usage", daemon=True).start()
 
     def close(self) -> None:
-        """Send no further reports. A report that is being measured is dropped."""
+        """Send no reports from now on. If a thread is measuring now, its report is dropped."""
         with self._closing:
             self._is_closed = True
 
@@ -76,10 +83,11 @@ class UsageReporter:
                 self._emit(Usage(attempt=self._attempt, ranks=rows))
 
     def _measure(self, states: Sequence[RankState]) -> None:
-        """Set the rows of these ranks. An ended rank keeps its last row.
+        """Measure what these ranks use, and store one row of the table for each of them.
 
-        The CPU use is the mean since the last measurement. The first measurement is not reported,
-        because the ranks of a session have used CPU time before.
+        A rank that has ended keeps its last row. The CPU use is the mean since the last
+        measurement. So the first measurement is not reported: ranks of a session have used CPU time
+        before it.
         """
         before_s, before_at = self._cpu_s, self._measured_at
         below = processes_below(state.pid for state in states)

@@ -20,7 +20,7 @@ from taas_magic.host.results import is_model
 from taas_magic.host.spec import HOST
 
 COMPARED_BYTES = 256 << 20
-"""Maximum bytes of a value that is compared between ranks. Larger values get no digest."""
+"""Maximum bytes of a value that has a digest, by which the kernel compares the values of ranks."""
 
 _SHELLS_OWN = frozenset({"In", "Out", "exit", "quit", "get_ipython"})
 _LEFT_OUT = (ModuleType, FunctionType, BuiltinFunctionType, type)
@@ -38,8 +38,8 @@ class Variable(Struct, frozen=True):
         dtype: Element type of a tensor or array, or the element types of a model's parameters.
         device: Device of a tensor, or devices of a model's parameters.
         size_bytes: Size in memory, approximately.
-        digest: Digest of the value. Equal values have equal digests on all ranks. "" if the value
-            cannot be compared.
+        digest: Digest of the value, by which the kernel compares ranks: equal values have equal
+            digests. "" if the value has no digest, for example because it is too large.
     """
 
     kind: str
@@ -64,13 +64,16 @@ class RankMemory(Struct, frozen=True):
 
 
 class _NotComparedError(Exception):
-    """Exception for a value that has no digest, or that has an element without a digest."""
+    """Exception: a value, or one of its elements, has no digest, so ranks cannot be compared."""
 
 
 def describe() -> Any:
-    """Return a dict that maps the name of each user's variable to a `Variable`, as plain data.
+    """Return a description of each of the user's variables in this rank.
 
     Modules, functions, classes, and names that begin with an underscore are left out.
+
+    Returns:
+        A dict that maps names to descriptions; each description is a `Variable` as plain data.
     """
     return msgspec.to_builtins(
         {
@@ -86,11 +89,12 @@ def describe() -> Any:
 def names() -> Any:
     """Return the names of the variables, functions, classes and modules in a rank's `__main__`.
 
-    A kernel that attaches to another kernel's session calls this function.
+    A kernel calls this function when it attaches to a session that another kernel has started.
 
     Returns:
-        First, a dict with the digest (`simple_digest`) of each variable; "" for a variable that is
-        not a simple value. Second, a list with the names of functions, classes and modules.
+        Two values. First, a dict with the digest (`simple_digest`) of each variable; "" if the
+        variable's value is not a simple value. Second, a list with the names of functions, classes
+        and modules.
     """
     found = {
         name: value
@@ -142,7 +146,7 @@ def _described(value: Any) -> Variable:
 
 
 def _local_tensor(value: Any) -> Any:
-    """Return this rank's part of a DTensor as a tensor. Return any other value unchanged."""
+    """If `value` is a DTensor, return this rank's part of it as a tensor; else return `value`."""
     return value.to_local() if hasattr(value, "to_local") else value
 
 
@@ -159,7 +163,11 @@ def _value_bytes(value: Any, depth: int = 0) -> int:
     """Return the approximate size of a value in memory; 0 if the size cannot be computed.
 
     For a DTensor, only this rank's part counts. For a container or model, the sizes of its first
-    `_MOST_PARTS` elements are added. Elements below `_DEEPEST` nested levels do not count.
+    `_MOST_PARTS` elements are added. Elements that are nested deeper than `_DEEPEST` levels do not
+    count.
+
+    Args:
+        depth: Number of containers around the value.
     """
     try:
         if hasattr(value, "nbytes"):
@@ -192,10 +200,14 @@ def _digest(value: Any) -> str:
 
 
 def _update_hash(found: Any, value: Any, depth: int) -> None:
-    """Update the hash `found` with a value.
+    """Add a value to a hash, so that different values give different hashes.
 
-    For an array or tensor, hashes the element type, the shape and the bytes. For a DTensor, hashes
-    only this rank's part. For a container or model, hashes each element.
+    For an array or tensor, adds the element type, the shape and the bytes. For a DTensor, adds only
+    this rank's part. For a container or model, adds each element.
+
+    Args:
+        found: A hash object of hashlib.
+        depth: Number of containers around the value.
 
     Raises:
         _NotComparedError: The value or one of its elements has an unknown type, is nested too deep,

@@ -1,4 +1,4 @@
-"""Dask plugin that starts taas-magic's processes on a host of a Dask cluster class.
+"""Dask plugin that starts taas-magic's processes on the hosts that a Dask cluster class provides.
 
 Batch systems and clouds start plain Dask workers, through Dask cluster classes that do not know
 this package. Such a worker is called a vehicle, because it only brings our agent to the host. Dask
@@ -6,7 +6,8 @@ installs the plugin `Vehicle` in every worker that joins the pool's scheduler. T
 supervisor, and the supervisor's agent joins the pool as a separate worker. When a vehicle ends for
 any reason, the supervisor ends all processes of taas-magic on the host.
 
-This module must not import the agent's modules, which vehicles and engines do not need.
+Vehicles and engines import this module, so it must not import the agent's modules, which they do
+not need.
 """
 
 import asyncio
@@ -26,14 +27,17 @@ from taas_magic.messages import AgentSettings, GetAgentKeys, send_request, to_js
 _MARK = "@"
 
 EXIT_S = 3 * HOST_END_S
-"""Seconds that a vehicle's process may continue after its supervisor or event loop has ended."""
+"""Seconds that a vehicle's process may continue after its supervisor has ended.
+
+Then a timer ends the process.
+"""
 
 
 def agent_name(vehicle: object) -> str:
     """Return a new name, with a random part, for the agent that a vehicle starts.
 
-    If the batch system restarts a job, the new vehicle has the old vehicle's name, but the pool may
-    still know the agent of the old vehicle.
+    If the batch system restarts a job, the new vehicle has the old vehicle's name. The random part
+    distinguishes its agent from the old vehicle's agent, which the pool may still know.
 
     Args:
         vehicle: Dask's name of the vehicle.
@@ -42,12 +46,17 @@ def agent_name(vehicle: object) -> str:
 
 
 def vehicle_of(agent: object) -> str:
-    """Return the name of the vehicle that started the agent `agent`; "" for any other name."""
+    """Return the name of the vehicle that started an agent.
+
+    Args:
+        agent: Dask's name of the agent. For any name that `agent_name` has not made, the result is
+            "".
+    """
     return str(agent).rpartition(_MARK)[0]
 
 
 class Vehicle(WorkerPlugin):
-    """Dask plugin that starts a supervisor on a vehicle's host, and ends it with the vehicle.
+    """Dask plugin that starts a supervisor on a vehicle's host, and ends it when the vehicle ends.
 
     Args:
         interface: The pool's `interface` setting; "" if there is none.
@@ -70,10 +79,10 @@ class Vehicle(WorkerPlugin):
         self._following: asyncio.Task[None] | None = None
 
     async def setup(self, worker: Worker) -> None:
-        """Start the supervisor. Called by Dask when a worker has joined.
+        """Start the supervisor. Dask calls this method when a worker has joined the scheduler.
 
         If the supervisor cannot be started, closes the worker and raises OSError. Does nothing in
-        an agent, which Dask also treats as a worker.
+        an agent, for which Dask also calls this method.
         """
         if vehicle_of(worker.name):
             return
@@ -84,11 +93,12 @@ class Vehicle(WorkerPlugin):
             raise
 
     async def teardown(self, worker: Worker) -> None:
-        """End the supervisor, which ends the host. Called by Dask when the worker closes.
+        """End the supervisor and all processes that it has started.
 
-        Closes the supervisor's standard input, and kills the supervisor if it has not ended after
-        `HOST_END_S` seconds. In a `dask` command without a nanny, also makes this process exit
-        within `EXIT_S` seconds (`_follow`). Does nothing if no supervisor was started.
+        Dask calls this method when the worker closes. Closes the supervisor's standard input, and
+        kills the supervisor if it has not ended after `HOST_END_S` seconds. If this process is a
+        `dask` command without a nanny, also makes it exit within `EXIT_S` seconds. Does nothing if
+        no supervisor was started.
         """
         if self._supervisor is None or self._following is None:
             return
@@ -104,9 +114,9 @@ class Vehicle(WorkerPlugin):
     async def _start_supervisor(self, worker: Worker) -> None:
         """Get the agent's name and keys from the pool's process, and start the supervisor.
 
-        First closes the worker's web server. If the worker has no nanny, also closes the worker's
-        port. Sends the agent's settings to the supervisor's standard input. When the supervisor
-        ends, a background task closes the worker (`_follow`).
+        First stops the worker's web server. If the worker has no nanny, also closes the port at
+        which other vehicles could connect to the worker. Sends the agent's settings to the
+        supervisor's standard input. Starts a task that closes the worker when the supervisor ends.
         """
         worker.http_server.stop()  # Dask's web pages have no authentication
         if not worker.nanny:
@@ -133,11 +143,11 @@ class Vehicle(WorkerPlugin):
         self._following = asyncio.create_task(self._follow(worker, self._supervisor))
 
     async def _follow(self, worker: Worker, supervisor: asyncio.subprocess.Process) -> None:
-        """Close the vehicle when its supervisor ends, so that the batch system frees the host.
+        """Wait for the end of the supervisor; then close the vehicle, which frees the host.
 
-        If this process is a `dask` command without a nanny, also starts a timer that ends the whole
-        process after `EXIT_S` seconds. The timer starts when the supervisor ends, or when
-        `teardown` cancels this task.
+        If this process is a `dask` command without a nanny, this method first starts a timer that
+        ends the whole process after `EXIT_S` seconds. The timer also starts when `teardown` cancels
+        this task.
         """
         try:
             code = await supervisor.wait()
@@ -158,11 +168,11 @@ def _is_dask_command() -> bool:
 
 
 def _exit_within(seconds: float) -> None:
-    """Start a timer that ends this process after a time, unless the process has ended before.
+    """Start a timer that ends this vehicle's process after a time.
 
-    If the pool's process is gone when SIGTERM arrives, Dask's event loop may wait for a heartbeat
-    forever. The batch system does not end the vehicle either, because the shell that started the
-    vehicle has ended.
+    Without the timer, the process might never end. If the pool's process has ended before SIGTERM
+    arrives here, Dask's event loop may wait for a heartbeat forever. The batch system does not end
+    the process either, because the shell that started the process has ended.
     """
     timer = threading.Timer(seconds, os._exit, (1,))
     timer.daemon = True

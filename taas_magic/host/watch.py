@@ -1,7 +1,8 @@
 """Track the state of a run's ranks on this host, and decide when the run is over on this host.
 
 The functions that decide have no side effects, and get the time as an argument. Two threads update
-the states (`Ranks`): one reads the ranks' messages, and the run's thread queries the system.
+the states of the ranks (`Ranks`): one thread reads the ranks' messages, and the run's thread
+queries the operating system.
 """
 
 import contextlib
@@ -43,23 +44,32 @@ from taas_magic.messages import (
 SETTLE_S = 0.5
 """Seconds to wait, after the first failure of a rank, for failures of other ranks.
 
-A failure that a rank reports later may be the cause of the first failure.
+A failure that another rank reports a little later may be the cause of the first failure.
 """
 
 LEFT_GRACE_S = 3.0
-"""Seconds that other ranks may continue after one rank has left by `sys.exit(0)`."""
+"""Seconds that other ranks may continue after one rank has left by `sys.exit(0)`.
+
+If not all ranks have succeeded by then, the run fails.
+"""
 
 REPORT_S = 20.0
-"""Maximum seconds to wait until a failed rank has sent its formatted traceback and results."""
+"""Maximum seconds, after a failure, until the failed rank has sent its traceback and results.
+
+Then the run ends on this host without them.
+"""
 
 COLLECTIVE_S = 20.0
-"""Seconds without progress after which a `Hang` event reports that a rank waits in a collective."""
+"""Seconds without progress after which the agent sends a `Hang` event if a rank is in a collective.
+
+If the time of `--hang` is shorter, it applies. If no rank is in a collective, `--hang` applies.
+"""
 
 INTERRUPT_GRACE_S = 5.0
-"""Seconds that ranks may take to end after an interrupt. Then they are killed."""
+"""Seconds that ranks have to end after an interrupt by the user. Then the agent kills them."""
 
 HALT_S = 30.0
-"""Seconds that a host may take to end a halted run. Then the pool ends and replaces the host."""
+"""Seconds that a host has to end a halted run. Then the pool ends and replaces the host."""
 
 _CONSEQUENCES = re.compile(
     r"connection (was (likely )?)?(closed|reset|refused|aborted)|broken pipe|(by|remote) peer"
@@ -77,24 +87,25 @@ _DISTRIBUTED_TYPES = frozenset(
 class RankState:
     """The state of one rank of this host, as the agent knows it.
 
-    Times (`..._at`) are in seconds of the agent's monotonic clock. None means that the event has
-    not happened.
+    Attributes whose names end in `_at` are times in seconds of the agent's monotonic clock. None
+    means that the event has not happened.
     """
 
     rank: int
     pid: int
     finished: bool = False
-    """Whether the rank reported that the cell ran to its end."""
+    """Whether the rank has reported that its work succeeded (`RankFinished`)."""
     exitcode: int | None = None
     failed_at: float | None = None
     showed_at: float | None = None
-    """Time at which IPython first showed an exception after which the cell continued."""
+    """Time at which the rank first reported an exception after which its cell continued."""
     is_reporting: bool = False
-    """Whether the rank has reported its exception, but has not yet sent traceback and results."""
+    """Whether the rank has reported an exception, but not yet sent its full traceback and results.
+    """
     has_returned: bool = False
     """Whether the rank has ended the cell and waits at the prompt of its session."""
     was_cut: bool = False
-    """Whether the rank's connections to other ranks were cut to end a collective."""
+    """Whether the rank has cut its connections to other ranks, to end a collective."""
     left_at: float | None = None
     stopped_at: float | None = None
     etype: str = ""
@@ -104,36 +115,43 @@ class RankState:
     stack: list[str] = field(default_factory=list)
     hint: str = ""
     progress_at: float = 0.0
-    """Time of the rank's last output, batch, collective, or use of CPU time."""
+    """Time at which the rank last made progress: output, a batch, a collective, or use of a CPU."""
     beat: RankBeat = field(default_factory=RankBeat)
     """The rank's last heartbeat."""
     beat_at: float = 0.0
     n_beats: int = 0
     n_collective_beats: int = 0
-    """Number of heartbeats at which a collective had begun and not ended."""
+    """Number of the rank's heartbeats that were sent while the rank was in a collective."""
     sample: RankStackSample | None = None
     """The rank's last stack report.
 
-    None if there is none yet, or if the rank has not responded to the last request in time.
+    None before the first stack report, and if the rank has not responded to the last request in
+    time.
     """
     sampled_at: float = 0.0
-    """Time at which `sample` arrived."""
+    """Time at which the rank's last stack report (`sample`) arrived."""
     process: psutil.Process | None = None
     takes_interrupt: bool = False
-    """Whether the agent may send SIGINT.
+    """Whether the agent may send SIGINT to the rank.
 
-    True when the rank has reported that it accepts SIGINT. False when the agent has sent SIGINT, or
-    when the rank is back at its prompt.
+    Becomes True when the rank reports that it accepts SIGINT. Becomes False when the agent sends
+    SIGINT, and when the rank is back at the prompt of its session.
     """
     started_at: float = 0.0
     kills: dict[str, int] = field(default_factory=dict)
-    """Result of `oom_kills` at the rank's start: earlier kills in the rank's cgroups."""
+    """Numbers of out-of-memory kills in the rank's cgroups before the rank started (`oom_kills`).
+
+    A larger number at the end of the rank shows that Linux has killed a process of the cgroup.
+    """
     batches: dict[str, int] = field(default_factory=dict)
-    """Number of batches that the rank received from each loader, as last reported."""
+    """Number of batches that the rank has received so far, by loader, as the rank last reported."""
 
     @property
     def collective_fraction(self) -> float:
-        """Fraction of the rank's time in collectives, from 0 to 1, estimated from heartbeats."""
+        """Fraction of its time that the rank spends in collectives, from 0 to 1.
+
+        The estimate is the fraction of heartbeats that the rank has sent while in a collective.
+        """
         return self.n_collective_beats / max(1, self.n_beats)
 
     @property
@@ -145,22 +163,26 @@ class RankState:
     def done(self) -> bool:
         """Whether the rank succeeded.
 
-        Outside a session: whether the cell ran to its end, and the process exited with 0. In a
-        session: whether the cell ran to its end, and the rank is back at its prompt.
+        Without a session: whether the work succeeded, and the process exited with code 0. In a
+        session: whether the cell succeeded, and the rank is back at its prompt, or its process
+        exited with code 0.
         """
         return self.finished and (self.exitcode == 0 or (self.has_returned and not self.ended))
 
     @property
     def is_over(self) -> bool:
-        """Whether the rank no longer runs the cell: it has ended, or is back at its prompt."""
+        """Whether the rank no longer runs the cell.
+
+        True if the rank's process has ended, or if the rank is back at the prompt of its session.
+        """
         return self.ended or self.has_returned
 
 
 class Deadline:
-    """The time at which `--timeout` ends a run.
+    """The time at which `--timeout` ends a run. Time in which a rank waits for input is added.
 
-    While a rank waits for the user's input, the deadline is paused. Each pause moves the deadline
-    by the length of the pause.
+    The agent calls `pause` when a rank begins to wait for the user's input, and `resume` at the end
+    of the wait. This moves the deadline by the length of the pause.
 
     Args:
         at: The time, in seconds of the monotonic clock; None without `--timeout`.
@@ -172,16 +194,22 @@ class Deadline:
 
     @property
     def at(self) -> float | None:
-        """The time at which the run ends; None without `--timeout`, and during a pause."""
+        """The time at which the run ends, in seconds of the monotonic clock.
+
+        None without `--timeout`, and during a pause.
+        """
         return self._at if self._paused_at is None else None
 
     def pause(self, now: float) -> None:
-        """Stop the clock, unless it is already stopped."""
+        """Begin a pause, in which the deadline cannot pass. During a pause, do nothing."""
         if self._paused_at is None:
             self._paused_at = now
 
     def resume(self, now: float) -> None:
-        """Start the clock again, and move the deadline by the length of the pause."""
+        """End the pause, and move the deadline by the length of the pause.
+
+        Without a pause, do nothing.
+        """
         if self._paused_at is not None:
             if self._at is not None:
                 self._at += now - self._paused_at
@@ -216,11 +244,11 @@ def decide(
     The first rule that applies decides:
 
     1. If all ranks have succeeded, the run has succeeded.
-    2. If the user has interrupted the run, it ends when no rank runs the cell any more, at the
-       latest `INTERRUPT_GRACE_S` seconds after the interrupt.
-    3. If a rank has failed, the run ends when no rank runs the cell any more, at the latest
-       `SETTLE_S` seconds after the first failure. While a rank formats its traceback or sends
-       results, the limit is `REPORT_S` instead of `SETTLE_S`.
+    2. If the user has interrupted the run, the run ends when no rank runs the cell any more, or
+       `INTERRUPT_GRACE_S` seconds after the interrupt.
+    3. If a rank has failed, the run fails when no rank runs the cell any more, or `SETTLE_S`
+       seconds after the first failure. While a failed rank still sends its traceback or results,
+       the limit is `REPORT_S` instead of `SETTLE_S`.
     4. When `deadline` has passed, the run fails.
     5. When a rank left by `sys.exit(0)` more than `LEFT_GRACE_S` seconds ago, the run fails.
     6. When SIGSTOP has suspended a rank for `STOPPED_S` seconds, the run fails.
@@ -230,8 +258,8 @@ def decide(
     Args:
         deadline: Time at which `--timeout` ends the run; None without `--timeout`, or while a rank
             waits for the user's input.
-        interrupted_at: Time at which the user interrupted the run; minus infinity if the ranks must
-            be killed at once. None if there was no interrupt.
+        interrupted_at: Time at which the user interrupted the run; minus infinity to end the run
+            at once. None if there was no interrupt.
     """
     gone = all(rank.is_over for rank in ranks)
     if all(rank.done for rank in ranks):
@@ -254,9 +282,9 @@ def decide(
 
 
 def last_progress_at(ranks: Collection[RankState], now: float) -> float:
-    """Return the time of the latest progress of a rank that still runs the cell.
+    """Return the time at which any rank that still runs the cell last made progress.
 
-    If no rank runs the cell, return `now`.
+    If no rank runs the cell any more, return `now`.
     """
     return max((rank.progress_at for rank in ranks if not rank.is_over), default=now)
 
@@ -274,10 +302,11 @@ def _since(ranks: Collection[RankState], what: str, now: float) -> float:
 def is_consequence(etype: str, message: str) -> bool:
     """Return whether an exception looks like a consequence of another rank's end.
 
-    An example is a lost connection.
+    An example is the error of a collective that has lost its connection to the other rank.
 
     Args:
         etype: Name of the exception's type.
+        message: Text of the exception.
     """
     return etype in _DISTRIBUTED_TYPES and _CONSEQUENCES.search(message) is not None
 
@@ -285,15 +314,15 @@ def is_consequence(etype: str, message: str) -> bool:
 def failed_ranks(ranks: Collection[RankState], cause: str) -> list[RankState]:
     """Return the failed ranks. The rank that most probably caused the failure comes first.
 
-    - Ranks whose error only says that a peer is gone come after all other failed ranks.
-    - If all failed ranks have such an error, ranks that left by `sys.exit(0)` are included and come
-      first.
+    - Ranks whose error looks like a consequence of another rank's end come after all other ranks.
+    - If all failed ranks have such an error, the result also has the ranks that left by
+      `sys.exit(0)`, before the failed ranks.
     - Within each of these groups, the rank that failed first comes first.
-    - If a suspended rank caused the end, suspended ranks are included.
-    - After a timeout, the result has all ranks that have not succeeded, by rank number.
+    - If the cause is "stopped", the result also has the suspended ranks.
+    - If the cause is "timeout", the result has all ranks that have not succeeded, by rank number.
 
     Args:
-        cause: `Verdict.cause`.
+        cause: Why the run has ended on this host (`Verdict.cause`).
     """
     if cause == "timeout":
         return sorted((rank for rank in ranks if not rank.done), key=lambda rank: rank.rank)
@@ -315,7 +344,7 @@ def failed_ranks(ranks: Collection[RankState], cause: str) -> list[RankState]:
 def first_failure(failures: Sequence[Failure]) -> Failure | None:
     """Return the first failure that is not a consequence of another rank's end.
 
-    If all are consequences, return the first one. Return None if there is no failure.
+    If all failures are consequences, return the first failure. Return None if there is no failure.
 
     Args:
         failures: Failures of all hosts, in the order of their reports.
@@ -336,19 +365,22 @@ _LOG_SLACK_S = 1.0
 
 
 def oom_kills(pid: int) -> dict[str, int]:
-    """Return the numbers of out-of-memory kills in a process's cgroups, by path of the counter.
+    """Return how often Linux has killed processes in a process's cgroups because memory ran out.
 
     Linux counts a kill in the cgroup of the killed process, even if the whole machine has run out
     of memory.
+
+    Returns:
+        The number of kills in each cgroup, by path of the file with the number.
     """
     counts = {str(file): _count(file) for file in _cgroup_files(pid)}
     return {name: count for name, count in counts.items() if count is not None}
 
 
 def out_of_memory(pid: int, started_at: float, before: dict[str, int]) -> str:
-    """If the system killed a process because memory ran out, return a description; else "".
+    """If Linux killed a process because memory ran out, return text that says so; otherwise "".
 
-    Searches the Linux kernel's log. If the log is not usable, compares the kill counters of the
+    Searches the Linux kernel's log. If the log is not usable, compares the numbers of kills in the
     process's cgroups with `before`.
 
     Args:
@@ -370,8 +402,9 @@ def _logged_kill(pid: int, started_at: float, log: Path = _KERNEL_LOG) -> str | 
     """Search the Linux kernel's log for the record that a process was killed to free memory.
 
     Returns:
-        "cgroup" or "machine", whichever ran out of memory. "" if the log has no such record. None
-        if the log is not readable, or if its process ids belong to another PID namespace.
+        "cgroup" if the process's cgroup ran out of memory, "machine" if the machine did. "" if the
+        log has no such record. None if the log is not readable, or if this process is in another
+        PID namespace, so that the log has other process ids.
     """
     try:
         if os.readlink("/proc/self/ns/pid") != _FIRST_PID_NAMESPACE:
@@ -401,8 +434,9 @@ def _read_record(file: IO[bytes]) -> bytes:
 def _cgroup_files(pid: int) -> list[Path]:
     """Return the files in which Linux counts the out-of-memory kills in a process's cgroups.
 
-    There is one file for each of the process's own cgroups that counts memory (version 1 or 2), but
-    none for parent cgroups. Return an empty list if the process has ended. The files may not exist.
+    The result has one path for each of the process's own cgroups that counts memory (version 1 or
+    2), but none for parent cgroups. A file may be missing. If the process has ended, the result is
+    an empty list.
     """
     try:
         lines = Path(f"/proc/{pid}/cgroup").read_text().splitlines()
@@ -452,9 +486,11 @@ def describe_failure(
     """Return the description of a rank's failure for the journal and the user (docs/events.md).
 
     Args:
+        verdict: Why the run has ended on this host.
+        host: Name of the rank's host.
         log_path: Path of the rank's log on the notebook's machine.
-        tail: Last lines of the rank's output.
-        timeout_s: `--timeout` in seconds.
+        tail: Last lines of the rank's output. Used only if the rank raised no exception.
+        timeout_s: The run's `--timeout` in seconds; None without `--timeout`.
     """
     kind, by_signal = _failure_kind(state, verdict), signal_name(state.exitcode or 0)
     said = state.message or state.hint
@@ -482,10 +518,10 @@ def _lines_of(frames: list[StackFrame]) -> list[str]:
 
 
 def users_frames(text: str) -> list[str]:
-    """Return the user's frames, innermost first, of each thread in a text that faulthandler wrote.
+    """Return the user's frames of each thread in a text that faulthandler wrote, innermost first.
 
-    In each thread, the first frame of IPython and all outer frames are left out. Threads of this
-    package are left out, too.
+    In each thread, the innermost frame of IPython and the frames outside it are left out. Threads
+    of this package are left out, too.
     """
     found: list[str] = []
     for block in text.split("\n\n"):
@@ -500,13 +536,16 @@ def users_frames(text: str) -> list[str]:
 def _failure_kind(state: RankState, verdict: Verdict) -> str:
     """Return the kind of a rank's failure (`Failure.how`).
 
-    The first of these kinds that fits:
+    The function returns the first of these kinds that is true:
 
     - "raised": the rank raised an exception.
-    - "left": the rank left by `sys.exit(0)`.
-    - "end": the process ended, and not with exit code 0, after its work had finished.
-    - "signal", "exit": the process was ended by a signal, or exited.
-    - "stopped", "timeout" or "left": the process still runs. The kind is the verdict's cause.
+    - "left": the rank left by `sys.exit(0)`, and did not end in another way afterwards.
+    - "end": the rank's work succeeded, but the process then ended in another way than by exit code
+      0.
+    - "signal": a signal ended the process during the work.
+    - "exit": the process exited during the work.
+    - The verdict's cause: the process still runs, and the cause is "stopped", "timeout" or "left".
+    - "left": all other cases.
     """
     if state.etype:
         return "raised"
@@ -520,10 +559,10 @@ def _failure_kind(state: RankState, verdict: Verdict) -> str:
 
 
 def host_failure(host: str, error: BaseException) -> Failure:
-    """Return the description of a failure of the host itself, rather than of a rank.
+    """Return the description of a failure of a host itself, rather than of a rank, for the user.
 
-    The description of a `TaasError` has no traceback, because the error's message says what the
-    user can do.
+    If `error` is a `TaasError`, the description has no traceback, because the message of a
+    `TaasError` says what the user can do.
     """
     lines = [] if isinstance(error, TaasError) else traceback.format_exception(error)
     return Failure(
@@ -534,8 +573,8 @@ def host_failure(host: str, error: BaseException) -> Failure:
 class Ranks:
     """The states of the ranks of one attempt on this host. Thread-safe.
 
-    The states exist before the processes are known, because a fast rank may send its first message
-    before `record_start` is called.
+    The constructor creates the states, because a fast rank may send its first message before
+    `record_start` records the rank's process.
 
     Args:
         ranks: The global rank numbers.
@@ -546,10 +585,13 @@ class Ranks:
         self._states = {rank: RankState(rank, pid=0) for rank in ranks}
 
     def record_start(self, pids: dict[int, int]) -> None:
-        """Record the process of each rank. A process may have ended already.
+        """Record the process of each rank, and the current time as the time of its start.
 
-        The current time is recorded as each rank's start and as its first progress. The present
-        numbers of out-of-memory kills are recorded, too (`oom_kills`).
+        The start counts as the first progress of the rank. Also records how many out-of-memory
+        kills its cgroups count now. If a process has ended already, records only what is known.
+
+        Args:
+            pids: Process id of each rank, by rank.
         """
         with self._lock:
             for rank, pid in pids.items():
@@ -560,19 +602,19 @@ class Ranks:
                     state.process = psutil.Process(pid)
 
     def states(self) -> list[RankState]:
-        """Return the state of each rank."""
+        """Return a list of the ranks' states. The states are the originals, and no copies."""
         with self._lock:
             return list(self._states.values())
 
     def record_message(self, rank: int, message: Event | RankMessage | StoreMessage) -> None:
         """Record a message from a rank in the rank's state. Most messages count as progress.
 
-        The state has, for example, the first failure, the last heartbeat, and whether the rank has
-        finished or returned to its prompt. A failure's exception and traceback replace earlier
-        ones.
+        For example, records the rank's last heartbeat, and whether its work succeeded or failed. If
+        a rank reports several failures, the state keeps the time of the first failure, and the
+        exception and traceback of the last failure.
 
-        These messages are no progress: stack reports, notes, batch counts that have not changed,
-        and heartbeats if no collective has begun or ended since the last heartbeat.
+        These messages do not count as progress: stack reports, notes, batch counts that have not
+        changed, and heartbeats if no collective has begun or ended since the last heartbeat.
         """
         now = time.monotonic()
         with self._lock:
@@ -616,11 +658,11 @@ class Ranks:
                 state.progress_at = now
 
     def record_end(self, rank: int, exitcode: int, stack: Path) -> None:
-        """Record the end of a rank's process.
+        """Record the end of a rank's process. Unless the rank has succeeded, record a failure.
 
-        Unless the rank has succeeded, also record that the rank failed, the stack that faulthandler
-        has written and, after SIGKILL, whether memory ran out. If the rank failed earlier, the time
-        of the earlier failure stays.
+        For the failure, also records the stack that faulthandler has written, and after SIGKILL,
+        whether memory ran out. If the rank had failed before, the time of this earlier failure
+        stays.
 
         Args:
             exitcode: Exit code of the process; negative for a signal.
@@ -638,7 +680,11 @@ class Ranks:
                 state.hint = out_of_memory(state.pid, state.started_at, state.kills)
 
     def poll(self, now: float) -> None:
-        """Query the system, and record which ranks SIGSTOP has suspended, and since when."""
+        """Query the state of each rank's process. Record since when SIGSTOP has suspended a rank.
+
+        Args:
+            now: The agent's monotonic clock, in seconds.
+        """
         with self._lock:
             for state in [state for state in self._states.values() if not state.ended]:
                 status = status_of(state.process)
@@ -648,7 +694,10 @@ class Ranks:
                     state.stopped_at = None
 
     def interrupt(self) -> None:
-        """Send SIGINT, once, to each rank that has reported that it accepts SIGINT."""
+        """Send SIGINT to each rank that accepts it. From then on, such a rank gets no SIGINT.
+
+        When the rank reports again that it accepts SIGINT, the next call sends SIGINT again.
+        """
         with self._lock:
             for state in self._states.values():
                 if state.takes_interrupt and not state.ended:
@@ -657,7 +706,7 @@ class Ranks:
                         os.kill(state.pid, signal.SIGINT)
 
     def alive(self) -> list[psutil.Process]:
-        """Return the processes of all ranks whose processes still exist."""
+        """Return the ranks' processes that have not ended yet."""
         with self._lock:
             processes = [state.process for state in self._states.values()]
         return [process for process in processes if process is not None and status_of(process)]
