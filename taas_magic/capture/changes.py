@@ -20,20 +20,20 @@ from taas_magic.capture.reducers import LruCache
 from taas_magic.errors import listed
 
 _BUDGET = 10_000
-"""Limit on the total cost of digesting all values once.
+"""Limit on the cost of digesting all captured values once.
 
-The values are digested before the cell and again after it; each time, the full limit is available.
-The cost counts objects and bytes, not time. The limit corresponds to about 10 ms.
+The values are digested twice: before the cell and after the cell. Each time, the full limit is
+available. The cost counts objects and bytes, not time. Digesting up to the limit takes about 10 ms.
 """
 
 _TENSOR_COST = 10
 _OBJECT_COST = 3
 _BYTES_PER_COST = 200
 _WHOLE_BYTES = 4096
-"""Size up to which all elements of a tensor or an array are compared."""
+"""Size in bytes up to which all elements of a tensor or an array count for the digest."""
 
 _SAMPLES = 64
-"""Approximate number of elements compared in a tensor or array larger than `_WHOLE_BYTES`."""
+"""Approximate number of elements that are digested if a tensor or array exceeds `_WHOLE_BYTES`."""
 
 _PLAIN = (int, float, complex, bool, str, bytes, tuple, list, dict, set, frozenset, type(None))
 _BY_PICKLE = {"collections", "datetime", "pathlib", "decimal", "fractions", "pandas"}
@@ -41,7 +41,7 @@ _BY_PICKLE |= {"types", "argparse", "numpy"}
 """Packages whose objects are compared by their ordinary pickles."""
 
 _LISTED = 10
-"""Maximum number of names in a note."""
+"""Maximum number of names of one kind in the note about changed values."""
 
 
 State = tuple[Any, ...]
@@ -52,17 +52,19 @@ class ChangeDetector:
 
     The constructor digests the values, so it must be called before the cell runs. After the cell,
     `notes` digests the values again and compares the digests. If digesting all values would cost
-    more than `_BUDGET`, changes in the last values go unnoticed.
+    more than `_BUDGET`, the last values in `values` are not compared.
 
     Args:
         values: The notebook's values by name, small values first.
-        out: Variables listed in `--out`. Of these, only classes are compared, because the notebook
-            keeps its own class. The other values return to the notebook.
-        stores: Names that the cell, or a captured function, sets or deletes.
+        out: Variables listed in `--out`. Of these variables, only classes are compared, because the
+            notebook keeps its own class. The other values return to the notebook.
+        stores: Names that the cell, or a captured function, sets or deletes. For such a name, the
+            old object is compared, not the object that the cell assigns to the name.
         updates: Names in `stores` whose new value the cell computes from the old value
-            (`total += 1`), or that a captured function sets.
-        parts: Name of the registered loader for each variable whose value is a part of a loader,
-            such as its dataset or its sampler.
+            (`total += 1`), or that a captured function sets. If the old value is plain data or an
+            array, it is compared with the new value.
+        parts: Name of the registered loader for each variable whose value is a part of the loader,
+            such as the loader's dataset. For these variables, the note has another text.
     """
 
     def __init__(
@@ -84,7 +86,7 @@ class ChangeDetector:
                 continue
             is_data = type(value) in _PLAIN or _is_array(value)
             is_set_anew = name in stores and not (name in updates and is_data)
-            if is_set_anew:  # the name will get another object: keep a reference to `value`
+            if is_set_anew:  # the cell will assign another object to the name
                 with suppress(TypeError):  # a list, for example, allows no weak reference
                     self._held[name] = weakref.ref(value)
             if not is_set_anew or name in self._held:
@@ -185,10 +187,12 @@ class _Digest:
 
 
 def _digest_of_content(value: Any, known: Collection[int], budget: _Budget) -> bytes | None:
-    """Return a digest of a value's content; None if this costs too much or raises an error.
+    """Return a digest of a value's content; None if digesting raises or exceeds `budget`.
 
     Args:
-        known: Ids of objects that `--out` returns. The digest does not depend on their content.
+        known: Ids of objects that `--out` returns to the notebook. The digest does not depend on
+            the content of these objects.
+        budget: Cost that is left for digesting. The cost of this value is subtracted.
     """
     digest = _Digest(budget)
     try:
@@ -199,7 +203,7 @@ def _digest_of_content(value: Any, known: Collection[int], budget: _Budget) -> b
 
 
 class _DescriptionPickler(pickle.Pickler):
-    """Pickler that writes only the parts of a value that a cell may change (`_description`).
+    """Pickler that writes only those parts of a value that are compared (`_description`).
 
     The pickler runs none of the user's code. Its output goes to a `_Digest` and is never loaded.
     """
@@ -209,11 +213,16 @@ class _DescriptionPickler(pickle.Pickler):
         self._known, self._budget = known, budget
 
     def reducer_override(self, obj: Any) -> Any:
-        """Reduce an object to `_placeholder` and its description. Called by pickle.
+        """Reduce an object to those of its parts that are compared. Called by pickle.
 
-        Counts the object's cost, and raises `_TooCostlyError` above the limit. An object that
-        `--out` returns is reduced to a constant. NotImplemented means that pickle's own rules
-        apply.
+        The parts are the arguments of `_placeholder`, which stands for the object's constructor. An
+        object that `--out` returns to the notebook is reduced to a constant.
+
+        Returns:
+            The reduced object; NotImplemented if pickle's own rules apply.
+
+        Raises:
+            _TooCostlyError: The cost of all objects so far exceeds the limit `_BUDGET`.
         """
         is_array = type(obj).__module__.partition(".")[0] in ("torch", "numpy")
         self._budget.spend(_TENSOR_COST if is_array else _OBJECT_COST)
@@ -240,8 +249,8 @@ def _description(obj: Any) -> Any:
 
     Returns:
         The name of the object's class, and the compared parts. For a class that this function does
-        not know, only the name, so that changes go unnoticed. NotImplemented means that the
-        object's ordinary pickle is compared.
+        not know, only the name, so that no change of the object is noticed. NotImplemented means
+        that the object's ordinary pickle is compared.
     """
     import torch
 
@@ -289,7 +298,7 @@ def is_user_class(kind: type) -> bool:
 def _sample_of_tensor(tensor: Any) -> State:
     """Return a tuple with the bytes of a tensor's elements, or of some elements of a large tensor.
 
-    Empty for a sparse, quantized or meta tensor.
+    The tuple is empty for a sparse, quantized or meta tensor.
     """
     import torch
 
@@ -340,7 +349,8 @@ def _attributes_of_class(cls: type) -> dict[str, Any]:
 def _attributes(obj: Any) -> dict[str, Any]:
     """Return an instance's attributes, including those in slots.
 
-    Values that a `cached_property` has stored are left out, because computing them is no change.
+    Values that a `cached_property` has stored are left out: such a value appears when the cell
+    first reads it, and reading is no change.
     """
     kind = type(obj)
     found = dict(getattr(obj, "__dict__", {}))
@@ -355,9 +365,10 @@ def _attributes(obj: Any) -> dict[str, Any]:
 
 
 def _elements(obj: Any) -> Iterator[Any]:
-    """Yield a list of the elements of `obj` if `obj` is a list, tuple, dict, set or frozenset.
+    """Yield one list with all elements of a list, tuple, dict, set or frozenset.
 
-    Instances of subclasses count, too. For any other object, yield nothing.
+    For a dict, the elements are pairs of key and value. Instances of subclasses count, too. For any
+    other object, yield nothing.
     """
     kinds: tuple[Any, ...] = (list, tuple, dict, set, frozenset)
     for kind in kinds:
@@ -366,7 +377,7 @@ def _elements(obj: Any) -> Iterator[Any]:
 
 
 def _tensors_of(value: Any) -> Iterator[Any]:
-    """Yield an `--out` value and, if it is a torch module, the modules and tensors in it."""
+    """Yield a value; for a torch module, also yield its submodules, parameters and buffers."""
     import torch
 
     yield value

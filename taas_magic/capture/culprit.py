@@ -86,6 +86,8 @@ def capture_error(
     advice and pickle's error. For a widget, the message only suggests `.value`.
 
     Args:
+        probe: Function that pickles a value on trial, and raises if the value cannot be sent.
+        error: The exception that pickling the variable raised.
         note: Reason why the variable is captured; may be empty.
     """
     path, offender = culprit(name, value, probe)
@@ -115,12 +117,14 @@ def capture_error(
 def culprit(name: str, value: Any, dump: Probe) -> tuple[str, Any]:
     """Search `value` for the innermost part that `dump` cannot pickle.
 
-    Each step of the search goes from a value into its first part that cannot be pickled. The search
-    ends at a value whose parts can all be pickled. The search also ends at a value that is
-    refused as a whole, such as a thread, and after `_BUDGET_S` seconds or `_DEPTH` steps.
+    Each step of the search goes from a value to the first part of this value that cannot be
+    pickled. The search ends at a value whose parts can all be pickled. The search also ends at a
+    value whose class can never be sent, such as a thread. It ends at the latest after `_BUDGET_S`
+    seconds or `_DEPTH` steps.
 
     Args:
-        name: Name of the variable. The path starts with this name.
+        name: Name of the variable that has the value. The path starts with this name.
+        dump: Function that pickles a value on trial, and raises if the value cannot be sent.
 
     Returns:
         The path to the part at which the search ended (`config['a'][3].db`), and this part.
@@ -218,7 +222,7 @@ def _function_parts(function: FunctionType) -> Iterator[tuple[str, Any]]:
 def _reduced_parts(value: Any) -> Iterator[tuple[str, Any]]:
     """Yield (path step, object) for the parts that an object's `__reduce_ex__` returns.
 
-    Yield nothing if `__reduce_ex__` raises an error or returns only a name.
+    Yield nothing if `__reduce_ex__` raises an error, or returns only the name of a global variable.
     """
     try:
         reduced = value.__reduce_ex__(5)
@@ -265,8 +269,8 @@ def type_name(value: Any) -> str:
 def _advice(value: Any, names: list[str]) -> str | None:
     """Return the advice for an object that cannot be sent to the ranks; None if no advice fits.
 
-    There is advice for objects that belong to one process, functions that `torch.compile` made,
-    locks, and the classes in `_ADVICE`.
+    There is advice for objects that work only in the process that made them, for functions that
+    `torch.compile` made, for locks, and for the classes in `_ADVICE`.
 
     Args:
         names: Names of the object's class and its base classes.
@@ -287,7 +291,12 @@ def _is_compiled(value: Any) -> bool:
 
 
 def _advice_for_class(names: list[str], advice: Advice) -> str | None:
-    """Return the advice for the first of `names` that has an ending in `advice`, else None."""
+    """Return the advice for the first class name with an ending in `advice`; None if there is none.
+
+    Args:
+        names: Names of an object's class and of its base classes, in the order of the MRO.
+        advice: Texts, each with the endings of class names to which the text applies.
+    """
     known = itertools.product(names, advice.items())
     return next((text for name, (text, ends) in known if name.endswith(ends)), None)
 
@@ -340,7 +349,8 @@ _SHARD_SELECTORS = {
 }
 """Classes whose instances select one rank's part of the data, by top-level package.
 
-A registered loader must not use them: fetchers already divide its batches among the ranks.
+A registered loader must not contain such an instance, because fetchers already divide the loader's
+batches among the ranks.
 """
 
 _WIDGETS = {"ipywidgets": {"Widget"}}
@@ -353,13 +363,17 @@ _RUNNING_CLASSES = {
     "concurrent": {"Executor", "Future"},
     "asyncio": {"AbstractEventLoop", "Future"},
 }
-"""Classes of running objects, and of objects that threads share, by top-level package.
+"""Classes such as threads, processes, locks, queues and widgets, by top-level package.
 
-If a part of such an object cannot be pickled, the error message names the object, not the part.
+The error message names an instance of these classes as a whole, not the part of the instance that
+cannot be pickled.
 """
 
 _SHARD_MARKERS = {"datasets": {"DistributedConfig"}}
-"""Classes whose instances mark a dataset as one rank's part of the data, by top-level package."""
+"""Classes of objects that are in a dataset if it is one rank's part of the data, by package.
+
+A registered loader must not contain such a dataset: fetchers already divide the batches.
+"""
 
 
 def is_process_bound(kind: type) -> bool:
@@ -371,7 +385,10 @@ def is_process_bound(kind: type) -> bool:
 
 
 def is_shard(kind: type) -> bool:
-    """Return whether instances of a class select or mark one rank's part of the data."""
+    """Return whether instances of a class limit a loader or dataset to one rank's part of the data.
+
+    The class may do so itself, such as DistributedSampler, or only mark such a dataset.
+    """
     return _is_one_of(kind, _SHARD_SELECTORS) or _is_one_of(kind, _SHARD_MARKERS)
 
 

@@ -1,4 +1,4 @@
-"""Digests of simple values, to tell whether values in two processes are equal."""
+"""Digests of simple values; two processes compare their values by these digests."""
 
 import hashlib
 from collections.abc import Iterable
@@ -21,7 +21,7 @@ def simple_digest(value: Any) -> str:
 
 
 def _is_simple(values: Iterable[Any], counted: list[int]) -> bool:
-    """Return whether all `values` are simple and together within `_MOST_PARTS`.
+    """Return whether all `values` are simple, and together have at most `_MOST_PARTS` objects.
 
     Args:
         counted: List with one element, the number of objects counted so far. This function updates

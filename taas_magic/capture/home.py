@@ -1,8 +1,8 @@
 """Pickle results in a rank, and connect them to the notebook's namespace when they are loaded.
 
-A returned function gets the notebook's namespace as its globals. The cell's variables that the
-function uses are sent with it. The kernel sets these variables in the notebook, unless the notebook
-already has a variable of the same name.
+A function in a result gets the notebook's namespace as its globals. The rank sends the function
+together with the cell's variables that the function uses. The kernel sets these variables in the
+notebook, unless the notebook already has a variable of the same name.
 """
 
 import builtins
@@ -25,8 +25,8 @@ class RankNamespace:
     """The namespace of a rank, and the names in it that still have the notebook's values.
 
     Attributes:
-        names: Namespace of the rank's `__main__`.
-        kept: Names that came from the notebook and that nothing in the rank assigns.
+        names: Namespace of the rank's `__main__`: the values by name.
+        kept: Names that came from the notebook and that no code of the work assigns.
     """
 
     names: dict[str, Any] = field(default_factory=dict)
@@ -38,11 +38,11 @@ class RankNamespace:
 
 
 class SentVariable(NamedTuple):
-    """A variable of the cell that is sent because a result needs it.
+    """A variable of the cell that a rank sends to the notebook because a result needs the variable.
 
     Attributes:
-        owner: Name of the result that needs the variable: a variable of `--out`, or the value of
-            the last expression.
+        owner: Name of the result that needs the variable: a variable of `--out`, or
+            `work.VALUE` for the value of the last expression.
     """
 
     name: str
@@ -63,10 +63,13 @@ class LoadedResults:
 
 
 class ResultPickler(ValuePickler):
-    """Pickler for results. Before each result, it adds the cell's variables that the result uses.
+    """Pickler for a rank's results, and for the cell's variables that the results use.
+
+    The pickle has each variable before the results that use the variable.
 
     Attributes:
-        problems: Reason why a variable that a result uses could not be sent, by variable.
+        scope: The namespace of the rank.
+        problems: Messages about the variables that could not be pickled, by name of the variable.
     """
 
     def __init__(self, scope: RankNamespace) -> None:
@@ -76,17 +79,21 @@ class ResultPickler(ValuePickler):
         self._met: set[str] = set()
 
     def add_results(self, values: Mapping[str, Any]) -> None:
-        """Add results by name, after all variables of the cell that they use.
+        """Add a dict of results to the pickle, after the cell's variables that the results use.
 
-        The order matters: code that runs while a result is loaded needs its globals.
+        The order matters: loading a result may run code that reads these variables.
+
+        Args:
+            values: The results by name; must not be empty.
         """
         self._met |= values.keys()
         self._add_after_needs(lambda: dict(values), next(iter(values)))
 
     def reducer_override(self, obj: Any) -> Any:
-        """Reduce an object. Called by pickle.
+        """Reduce an object of a result. Called by pickle.
 
-        An object that the notebook still has becomes a reference to the notebook's variable.
+        A function or sentinel that came unchanged from the notebook becomes a reference to the
+        notebook's variable (`_kept_name`).
         """
         name = self._kept_name(obj)
         if name is None:
@@ -96,9 +103,10 @@ class ResultPickler(ValuePickler):
     def shared_objects(self) -> dict[int, Any]:
         """Return the pickled objects that other results may also contain, by id.
 
-        See `ValuePickler.shared_objects`. The result also has functions that cannot be imported,
-        and closure cells. If several results contain one of these objects, they must be in one
-        pickle. Otherwise the notebook would get two copies of the object.
+        These are storages, objects that can change in place, closure cells, and functions that
+        cannot be imported. Results that contain the same object must be in one pickle. Otherwise
+        the notebook would get two copies of the object. The caller must keep the returned dict
+        until it has compared the ids, because Python reuses the id of a freed object.
         """
         memo: dict[int, tuple[int, Any]] = self.memo.copy()
         shared = {key: held for key, (_, held) in memo.items() if _is_shared(held)}
@@ -137,10 +145,11 @@ class ResultPickler(ValuePickler):
             del self.coming[name]
 
     def _kept_name(self, obj: Any) -> str | None:
-        """Return the notebook's name for an object, if the object need not be sent back, else None.
+        """Return the notebook's variable name of an object that need not be sent back, else None.
 
         Only sentinels (instances of `object` itself), functions without state, and functions with
-        `functools.lru_cache` need not be sent. The cell may have changed any other object.
+        `functools.lru_cache` need not be sent, because the notebook has the same object. The cell
+        may have changed any other object.
         """
         kind, scope = type(obj), self.scope
         if kind is object:  # a sentinel: code compares it by identity
@@ -169,7 +178,10 @@ def _is_shared(value: Any) -> bool:
 
 
 _set_with_results: dict[str, Any] = {}
-"""Cell variables that earlier results set in the notebook; later results may replace them."""
+"""The notebook's variables that `load` has set, by name.
+
+The results of a later run may replace these variables, but no other variables of the notebook.
+"""
 
 
 def load(
@@ -180,13 +192,15 @@ def load(
 ) -> LoadedResults:
     """Load the results of a `ResultPickler`, and connect them to the notebook's namespace.
 
-    The cell's variables that came with a result are set in `namespace`. A variable is skipped if
-    its name belongs to a builtin, or to a variable of the notebook that no earlier result has set.
-    If the values of the skipped variable and of the notebook's variable differ, a note says so.
+    This function sets the cell's variables that came with a result in `namespace`. A variable is
+    skipped if its name is the name of a builtin, or of a variable that the notebook itself has set.
+    If the value of a skipped variable differs from the notebook's value, a note says so.
 
     Args:
-        out: Names in `--out`. The caller sets these variables later, so there are no notes about
-            them.
+        buffers: Out-of-band buffers of the pickle: the memory of arrays and tensors.
+        namespace: Namespace of the notebook.
+        out: Names in `--out`. The caller sets these variables after this call, so there are no
+            notes about them.
 
     Raises:
         EOFError: The pickle ends before the results.
@@ -210,9 +224,13 @@ def load(
 
 
 def _is_same(here: Any, there: Any) -> bool:
-    """Return whether two values are equal, or two functions have the same code.
+    """Return whether two values are equal; for functions, whether their code is equal.
 
-    Values that cannot be compared, such as tensors, count as different.
+    Values that `==` cannot compare, such as tensors, count as different.
+
+    Args:
+        here: Value of the notebook's variable.
+        there: Value of the same variable in a rank.
     """
     if here is there:
         return True

@@ -31,10 +31,10 @@ from taas_magic.errors import CaptureError
 
 _OURS = {"taas_magic", "taas"}
 _INSTALLED = {"site-packages", "dist-packages"}
-"""Names of folders with installed packages."""
+"""Names of the folders into which pip and the system install packages."""
 
 _MOST_DIFFERENCES = 3
-"""Maximum number of notes on constants (`differences`), and on functions (`patches`)."""
+"""Maximum number of constants with their own note (`differences`), and of functions (`patches`)."""
 
 _SYSTEM = tuple(
     Path(p).resolve()
@@ -98,8 +98,12 @@ def local_folders(project: Path) -> tuple[Path, ...]:
 def is_local(path: Path, folders: Sequence[Path]) -> bool:
     """Return whether a file belongs to the user's project.
 
-    The file must be in one of the folders, must not belong to the Python installation, and must not
-    have been installed by pip, not even with `--target`.
+    The file must be in one of the folders. Files of the Python installation, and files that pip
+    installed (also by `--target`), do not belong to the project.
+
+    Args:
+        path: Resolved path of the file.
+        folders: The folders that `local_folders` returns.
     """
     if not _INSTALLED.isdisjoint(path.parts):
         return False
@@ -115,7 +119,7 @@ def _top_level(path: PurePath) -> str:
 
 
 def _libraries(folder: Path) -> frozenset[str]:
-    """Return the top-level modules that pip installed into a folder with `--target`."""
+    """Return the names of the top-level modules that `pip install --target` put into a folder."""
     try:
         changed_ns = folder.stat().st_mtime_ns
     except OSError:
@@ -125,7 +129,7 @@ def _libraries(folder: Path) -> frozenset[str]:
 
 @cache
 def _recorded_modules(folder: Path, changed_ns: int) -> frozenset[str]:
-    """Return the top-level modules that are listed in the RECORD files of a folder.
+    """Return the top-level modules in pip's lists of installed files (RECORD) in a folder.
 
     Args:
         changed_ns: The folder's modification time, as part of the cache key.
@@ -149,7 +153,7 @@ def install(modules: Mapping[str, ModuleSource]) -> None:
 
 
 def differences(modules: Mapping[str, ModuleSource], cell: str) -> tuple[str, ...]:
-    """Return notes on module constants that have another value in the notebook than in the file.
+    """Return notes on constants whose value differs between a module's file and the notebook.
 
     Ranks import the file. The notebook has another value if a cell has set the constant, or if the
     file was edited after the notebook imported the module. Only the first `_MOST_DIFFERENCES`
@@ -184,9 +188,10 @@ def patches(
 ) -> Iterator[str]:
     """Yield notes on functions that the notebook has replaced in a module or class.
 
-    Ranks have the original functions. In a module, only members with a name in `attributes` are
-    checked; such a member may itself be a module or class, which is then searched, too. In a class,
-    all members are checked. Only the first `_MOST_DIFFERENCES` functions get a note.
+    Ranks have the original functions. In a class, this function checks all members. In a module, it
+    checks only the members with a name in `attributes`. If such a member is itself a module or a
+    class, it checks the members of that module or class, too. Only the first `_MOST_DIFFERENCES`
+    functions get a note.
 
     Args:
         modules: Modules that the cell uses.
@@ -228,12 +233,16 @@ def patches(
 
 
 def is_shipped(name: str) -> bool:
-    """Return whether this process (a rank) imported a module from the source that was sent."""
+    """Return whether this process (a rank) imported a module from source that the notebook sent."""
     return _shipped_loader(name) is not None
 
 
 def outdated(modules: Mapping[str, ModuleSource]) -> list[str]:
-    """Return which of these modules this process (a rank) has imported from an older source."""
+    """Return the names of the modules that this process (a rank) has imported with another source.
+
+    Args:
+        modules: The modules with their newest sources, by name.
+    """
     loaders = {name: _shipped_loader(name) for name in modules}
     return [
         name
@@ -243,9 +252,13 @@ def outdated(modules: Mapping[str, ModuleSource]) -> list[str]:
 
 
 def edited_modules(modules: Mapping[str, ModuleSource]) -> list[str]:
-    """Return the names of the modules whose file has changed. Call this function in the kernel.
+    """Return the names of the modules whose file no longer equals the source in `modules`.
 
-    A module whose file is missing or is not Python text is left out.
+    Call this function in the kernel, which has the files. A module whose file is missing or is not
+    Python text is left out.
+
+    Args:
+        modules: The modules as the ranks got them, by name.
     """
     found = []
     for name, module in modules.items():
@@ -266,7 +279,8 @@ def claim_taas() -> bool:
     Ranks, fetchers and the kernel call this function before any of the user's code runs.
 
     Returns:
-        Whether another package was imported as `taas` before.
+        Whether another package had been imported as `taas`, which the program can no longer import
+        by this name.
     """
     api = importlib.import_module("taas_magic.api")
     before = sys.modules.get("taas", api)
@@ -281,7 +295,7 @@ def release_taas() -> None:
 
 
 class _ShippedFinder(importlib.abc.MetaPathFinder):
-    """Finder for the project's modules, whose source the notebook sent."""
+    """Import finder of a rank for the project's modules, whose source the notebook has sent."""
 
     def __init__(self, modules: Mapping[str, ModuleSource]) -> None:
         self._modules = modules
@@ -297,7 +311,7 @@ class _ShippedFinder(importlib.abc.MetaPathFinder):
 
 
 class _Loader(importlib.abc.FileLoader):
-    """Loader that compiles the source that the notebook sent; reads and writes no bytecode."""
+    """Import loader for a module whose source the notebook sent; does not use bytecode files."""
 
     def __init__(self, module: ModuleSource) -> None:
         super().__init__(module.name, module.path)
@@ -328,7 +342,9 @@ def _find(
     module is searched on `sys.path` and in the project folder.
 
     Args:
-        found: Modules found so far, which include the parent packages of `name`.
+        folders: The folders that `local_folders` returns.
+        found: Local modules that were found before. If a parent package of `name` is local, it must
+            be in `found`.
     """
     parent = name.rpartition(".")[0]
     if parent:
@@ -407,7 +423,10 @@ class _ParsedModule:
 
 
 _parsed_modules: dict[tuple[str, str], _ParsedModule] = {}
-"""Cache of parsed modules, by name and file; parsing a thousand modules takes about a minute."""
+"""Cache of parsed modules, by the name and the path of the module.
+
+Without this cache, a project with a thousand modules would delay each cell by about a minute.
+"""
 
 
 def _parse_module(module: ModuleSource) -> _ParsedModule:
@@ -439,7 +458,9 @@ def _constants(tree: ast.Module) -> dict[str, Any]:
 
 
 def _imported_by(node: ast.AST, package: str = "") -> Iterator[str]:
-    """Yield the modules that an import may load: both `x` and `x.y` for `from x import y`.
+    """Yield the names of the modules that an import statement may load.
+
+    For `from x import y`, these are both `x` and `x.y`. For other statements, yield nothing.
 
     Args:
         package: Package that relative imports start from; "" leaves relative imports out.
@@ -489,9 +510,10 @@ def needed_modules(
 
 
 def imported(source: str, functions: bool = True, branches: bool = False) -> Iterator[str]:
-    """Yield the top-level modules that a source imports.
+    """Yield the names of the top-level modules that Python source imports.
 
     Args:
+        functions: Whether to include imports inside functions.
         branches: Whether to include imports that may be skipped: inside `if`, `while`, `match`, or
             a `try` with handlers.
     """

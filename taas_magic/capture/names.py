@@ -61,10 +61,10 @@ class CodeUse:
 
 @lru_cache(maxsize=1024)
 def code_use(code: CodeType) -> CodeUse:
-    """Find the names and modules that `code` uses, by its bytecode instructions.
+    """Find the names and modules that the bytecode instructions of `code` use.
 
-    The result includes the code nested in `code`. Names in the text of magics and shell commands
-    count, too.
+    Code of functions and classes that `code` defines counts, too. So do names in the text of
+    IPython's magics and shell commands.
     """
     now: set[str] = set()
     later: set[str] = set()
@@ -124,7 +124,9 @@ def _names_bound_by_import(module: str, from_names: object) -> Iterator[str]:
 
 
 def _shell_names(texts: list[str]) -> set[str]:
-    """Return names in strings that IPython evaluates, such as `!command {x} $y` or `%time f(x)`.
+    """Return the variables in magics and shell commands, such as `!command {x} $y` or `%time f(x)`.
+
+    IPython turns these into string constants, and evaluates the strings when the cell runs.
 
     Args:
         texts: All string constants of the code.
@@ -148,7 +150,7 @@ def _braced(text: str) -> list[str]:
 
 
 def _names(source: str, stored: bool = False) -> set[str]:
-    """Return the names of all variables in a source; an empty set if the source is not Python.
+    """Return the names of all variables in Python source; an empty set if it is not valid Python.
 
     Args:
         stored: Whether to return only the variables that the source sets or deletes.
@@ -185,25 +187,24 @@ def used_names(source: str, filename: str = "<cell>") -> "UsedNames":
 
 
 def reason_used_by(owner: str) -> str:
-    """Return text for messages: a name is captured because `owner` reads it."""
+    """Return the reason for a capture, as text for the user: code of `owner` reads the variable."""
     return f"`{owner}` uses it"
 
 
 class UsedNames:
     """Notebook names that a cell uses, found in one pass over its top-level statements.
 
-    A name does not count if the cell has certainly assigned it (`_defined`) before any statement
-    can read it. The code of a function may run as soon as a statement reads the function's name.
-    From that statement on, the names that the function's code reads count, too. They are in
-    `_later` before that statement, and in `_awaited` after it. A name in `_awaited` may be the name
-    of a function that the cell defines only later. So the names that this second function's code
-    reads count from its definition on.
+    A name counts unless the cell has certainly assigned it (`_defined`) before a statement can read
+    it. The code of a function may run as soon as a statement reads the function's name. Until then,
+    the names that the function reads are only in `_later`. Then they count, and move to `_awaited`.
+    If the cell later defines a function whose name is in `_awaited`, the names that the new
+    function reads count at once.
 
     Attributes:
-        why: Reason for each name that counts.
-        imports: Modules that the cell imports (see `CodeUse`).
-        attributes: Attribute names that the cell looks up (see `CodeUse`).
-        stores: Global names that the cell sets or deletes (see `CodeUse`).
+        why: Reason for the capture of each name that counts, for messages.
+        imports: Modules that the cell imports; `from x import y` gives both `x` and `x.y`.
+        attributes: Attribute names that the cell looks up on any object.
+        stores: Global names that the cell, or a function defined in it, sets or deletes.
         updates: Names that one statement both reads and sets, as in `total += 1`.
         definitions: Names that the code of each function or class of the cell reads, by function or
             class. In a session, a later cell may call the function.
@@ -221,15 +222,17 @@ class UsedNames:
         self.definitions: dict[str, frozenset[str]] = {}
 
     def walk(self, statements: Sequence[ast.stmt]) -> None:
-        """Analyse statements that run one after the other."""
+        """Record the names that statements read and set; the statements run one after the other."""
         for statement in statements:
             self._statement(statement)
 
     def _branch(self, statements: Sequence[ast.stmt], bound: set[str] | None = None) -> set[str]:
-        """Analyse statements that may not run.
+        """Record the names in a block that may not run, such as the body of an `if`.
+
+        Names that the block sets do not count as certainly set afterwards.
 
         Args:
-            bound: Names that are set before the first statement runs, such as loop variables.
+            bound: Names that are set before the block runs, such as loop variables.
 
         Returns:
             The names that are certainly set after the statements have run to their end.
@@ -272,11 +275,11 @@ class UsedNames:
                 self._simple(node)
 
     def _simple(self, node: ast.stmt) -> None:
-        """Record the names of a statement that contains no other statements.
+        """Record the names that a statement without blocks reads, assigns and deletes.
 
-        Add names that the statement certainly assigns to `_defined`. If such a name was a function
-        of the cell until now, remove the records about this function. Remove names that the
-        statement deletes from `_defined`.
+        The names that the statement certainly assigns are added to `_defined`. If such a name was a
+        function of the cell until now, the records about this function are removed. The names that
+        the statement deletes are removed from `_defined`.
         """
         use = self._compiled(node)
         self.updates |= use.names & use.stores
@@ -289,11 +292,12 @@ class UsedNames:
             self._defined.difference_update(n for target in node.targets for n in _bound(target))
 
     def _define(self, node: _Definition) -> None:
-        """Record the names of a function or class definition.
+        """Record the names that a function or class definition reads and sets.
 
-        Names that are read when the definition itself runs, such as default values, count now.
-        Names that are read when the function is called are stored in `_later` and `definitions`.
-        If the function has a decorator, all names count now, because the decorator may call it.
+        Names in default values, decorators and class bodies are read when the definition itself
+        runs, so they count at once. Names that are read when the function is called are stored in
+        `_later` and `definitions`. But if the definition has a decorator, these names count at
+        once, too, because the decorator may call the function.
         """
         use = self._compiled(node)
         self.updates |= (use.names & use.stores) - {node.name}
@@ -323,8 +327,8 @@ class UsedNames:
     def _try(self, node: ast.stmt) -> None:
         """Record the names of a `try` statement.
 
-        An exception may end every block early except the `finally` block. So the names that other
-        blocks set do not count as certainly set afterwards.
+        An exception may end the `try`, `except` and `else` blocks early. So after the statement,
+        only the names that the `finally` block sets count as certainly set.
         """
         assert isinstance(node, ast.Try) or type(node).__name__ == "TryStar"
         block: ast.Try = node  # type: ignore[assignment]
@@ -360,8 +364,13 @@ class UsedNames:
     def _record_reads(self, names: Iterable[str], why: str = THE_CELL) -> None:
         """Record that a statement reads these names.
 
-        If a name refers to a function of the cell, the function may be called from now on. So the
-        names that the function's code reads are recorded, too.
+        A name that the cell has certainly set before is skipped. If a name refers to a function of
+        the cell, the function may be called from now on. So the names that the function's code
+        reads are recorded, too.
+
+        Args:
+            names: The names that the statement reads.
+            why: Reason for the capture of the names, for messages.
         """
         for name in sorted(names):
             if name not in self._defined:
@@ -409,7 +418,7 @@ def _may_swallow(context: ast.expr) -> bool:
 
 
 def assigned_names(source: str) -> set[str]:
-    """Return the names that a cell, or a function in it, may set in the namespace."""
+    """Return the variable names that a cell, or a function that the cell defines, may set."""
     code = compile(source, "<cell>", "exec", _FLAGS, dont_inherit=True)
     stored = {step.argval for step in dis.get_instructions(code) if step.opname == "STORE_NAME"}
     return stored | _set_by_global(code)
@@ -425,10 +434,10 @@ _LISTED = 12
 def unknown_result(
     names: Sequence[str], source: str, captured: Collection[str], namespace: Mapping[str, Any]
 ) -> str | None:
-    """Return a message if a name of `--out` cannot exist when the cell ends, else None.
+    """Return a message about the first name of `--out` that no rank will have at the cell's end.
 
-    The message is about the first such name. Also return None if the cell may set any name, for
-    example by `exec` or a star import.
+    Return None if each name may exist, or if the cell may set any name, for example by `exec` or a
+    star import.
 
     Args:
         names: Names in `--out`.
@@ -448,7 +457,12 @@ def unknown_result(
 def _unknown(name: str, has: Collection[str], is_in_notebook: bool) -> str:
     """Return the message about a name in `--out` that no rank will have.
 
-    The message suggests similar names in `has`, or lists `has` if there are none.
+    The message suggests names in `has` that are similar to `name`. If no name is similar, the
+    message lists the names in `has`.
+
+    Args:
+        has: Names that the ranks will have.
+        is_in_notebook: Whether the notebook has a variable of this name.
     """
     near = difflib.get_close_matches(name, has, n=3, cutoff=0.6)
     if near:

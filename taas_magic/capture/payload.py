@@ -82,11 +82,18 @@ class CapturedVariable:
 class _NotebookPickler:
     """Pickler for variables of the notebook, and for the function and the arguments of a call.
 
-    Before each value, it writes the variables that this value needs.
+    In the pickle, the variables that a value needs come before this value.
 
     Args:
+        namespace: The notebook's namespace.
         problems: List that receives a message for each value that cannot be sent. If None, the
             first such value raises a CaptureError.
+        to: Destination of the values, such as `ranks`.
+
+    Attributes:
+        captured: Records of the pickled variables.
+        call: Records of the pickled function and arguments.
+        modules: The modules among the pickled variables.
     """
 
     def __init__(
@@ -100,7 +107,7 @@ class _NotebookPickler:
         self._problems = problems
         self._met: set[str] = set()
         self.only: Collection[str] | None = None
-        """Names of the only variables that are pickled; None for no restriction."""
+        """Names of the variables that may be pickled; None if all variables may be pickled."""
 
     def pickle_variables(self, names: Mapping[str, str]) -> None:
         """Pickle variables of the notebook, except those that are pickled already.
@@ -127,7 +134,7 @@ class _NotebookPickler:
                 self.modules.append(self._namespace[name])
 
     def pickle_call(self, work: FunctionWork) -> None:
-        """Pickle the function and the arguments of a call, after the variables that they need."""
+        """Pickle a call's function and arguments, after the variables that these values need."""
         parts = [(function_name(work.function), work.function), *work.arguments()]
         try:
             self.call = self._add(parts, THE_CALL)
@@ -141,13 +148,20 @@ class _NotebookPickler:
         self._problems.append(str(error))
 
     def _add(self, values: Sequence[tuple[str, Any]], why: str) -> list[CapturedVariable]:
-        """Pickle values, given as (name, value), and before them the variables that they need.
+        """Pickle the variables that `values` need, then `values`. Return a record of each value.
 
         For a function of the notebook, first pickle the variables that the function's code uses.
-        Then pickle the values, which shows which other variables they need. If the pickle lacks one
-        of these variables, remove the values, pickle the variable, and pickle the values again. The
-        order matters: code that runs while a value is loaded (`__setstate__`, `__hash__`) needs its
-        globals.
+        Then pickle the values, because only pickling shows which further variables they need. If
+        the pickle lacks such a variable, remove the values, pickle the variable, and pickle the
+        values again. The order matters: loading a value may run code that reads these variables
+        (`__setstate__`, `__hash__`).
+
+        Args:
+            values: Pairs (name, value).
+            why: Reason for the capture of the values, for messages.
+
+        Raises:
+            CaptureError: One of the values cannot be sent.
         """
         for name, value in values:
             if isinstance(value, FunctionType) and value.__globals__ is self._namespace:
@@ -165,11 +179,15 @@ class _NotebookPickler:
     def _pickle(
         self, values: Sequence[tuple[str, Any]], why: str
     ) -> tuple[list[CapturedVariable], dict[str, str]]:
-        """Pickle values, given as (name, value).
+        """Pickle values, and find the variables that the values need.
+
+        Args:
+            values: Pairs (name, value).
+            why: Reason for the capture of the values, for messages.
 
         Returns:
-            A record of each value. And the variables that the values need and that are not pickled
-            yet, each with the reason for its capture.
+            A list with a record of each value; and a dict of the variables that the values need and
+            that are not pickled yet, with the reason for the capture of each variable by name.
 
         Raises:
             CaptureError: A value cannot be sent.
@@ -223,7 +241,7 @@ THE_CALL = "the call uses it"
 
 
 class CellSource(NamedTuple):
-    """Text of a cell, and its name in tracebacks (`Cell In[5]`)."""
+    """The text of a cell, and the cell's label in tracebacks, such as `Cell In[5]`."""
 
     text: str
     label: str
@@ -240,8 +258,8 @@ class PayloadDescription(Struct, frozen=True, kw_only=True):
         stores: Names that the work, or a captured function, sets or deletes.
         updates: Names in `stores` whose new value the cell computes from the old value
             (`total += 1`), or that a captured function sets.
-        parts: Name of the registered loader for each captured variable whose value is a part of a
-            loader, such as its dataset or its sampler.
+        parts: Name of the registered loader for each captured variable whose value is a part of the
+            loader, such as the loader's dataset.
     """
 
     work: CellWork | CallShape
@@ -262,7 +280,7 @@ class PayloadDescription(Struct, frozen=True, kw_only=True):
 
     @property
     def kept(self) -> frozenset[str]:
-        """Captured names that nothing in a rank assigns, so that they keep the notebook's value."""
+        """Names of the captured variables that the work does not set: they keep their values."""
         return frozenset(captured.name for captured in self.captured) - self.stores
 
 
@@ -290,7 +308,7 @@ class Payload(PayloadDescription, frozen=True, kw_only=True):
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of the values, process state and modules; must not exceed `[capture] limit`."""
+        """Size of the payload in bytes; the setting `[capture] limit` limits this size."""
         return self.data.size_bytes + sum(len(m.source) for m in self.modules.values())
 
 
@@ -306,9 +324,10 @@ class FetcherSettings:
     state: process_state.State
 
     def apply(self) -> None:
-        """Apply the settings to this process, which must be a fetcher.
+        """Install the project's modules and apply the process state in this process, a fetcher.
 
-        Torch's default device is left out, for the reason in `without_device`.
+        Torch's default device is not applied: the dataset would create tensors on the GPU, which
+        fails in the forked processes of a fetcher.
         """
         install(self.modules)
         process_state.apply_filters(self.state)
@@ -316,24 +335,24 @@ class FetcherSettings:
 
 
 class LoadedPayload(PayloadDescription, frozen=True, kw_only=True):
-    """A payload that a rank has read. The user's values are not unpickled yet."""
+    """A payload that a rank has read from a file; `load_into` unpickles the user's values."""
 
     archive: Archive
 
     def load_settings(self) -> FetcherSettings:
-        """Install the project's modules. Return the modules and the notebook's process state."""
+        """Make the project's modules importable; return them with the notebook's process state."""
         install(self.modules)
         state = next(load_each(self.archive.stream(), self.archive.buffers, {}))
         return FetcherSettings(self.modules, state)
 
     def load_into(self, namespace: dict[str, Any]) -> Work:
-        """Apply the notebook's process state and load the captured values into `namespace`.
+        """Set the captured variables in `namespace`, apply the process state, and return the work.
 
-        First, this method installs the project's modules, applies the warning filters, and imports
-        the submodules that the cell uses. Then it loads the values. Last, it applies the other
-        settings. Call this once per payload, immediately before the work runs, because the process
-        state may seed torch. The values are writable: a rank that writes to a page of the payload's
-        file gets a copy.
+        This method first makes the project's modules importable, applies the warning filters, and
+        imports the submodules that the cell uses. Then it loads the values. Last, it applies the
+        process state. Call this method once per payload, immediately before the work runs, because
+        the process state may seed torch. The rank may change the values in place: the payload's
+        file stays the same.
 
         Args:
             namespace: The rank's namespace; must be `sys.modules["__main__"].__dict__`.
@@ -355,10 +374,14 @@ class LoadedPayload(PayloadDescription, frozen=True, kw_only=True):
         return work
 
     def change_detector(self, namespace: Mapping[str, Any], out: Collection[str]) -> ChangeDetector:
-        """Return a detector of the captured values that the cell changes. Call after `load_into`.
+        """Return a detector of the captured values that the cell changes.
+
+        Call this method after `load_into`, and before the cell runs.
 
         Args:
-            out: Names in `--out`. Their values return to the notebook, so they are not compared.
+            namespace: The namespace into which `load_into` has loaded the values.
+            out: Names in `--out`. Of these variables, only classes are compared, because the other
+                values return to the notebook.
         """
         by_size = sorted(self.captured, key=lambda captured: captured.size_bytes)
         values = {captured.name: namespace[captured.name] for captured in by_size}
@@ -388,8 +411,8 @@ def capture(
 ) -> Payload:
     """Find and pickle the notebook objects that a cell or a function uses. Runs in the kernel.
 
-    The payload also contains the notebook's process state, and the sources of the project's modules
-    that are used. The payload lists the modules that hosts need, and notes for the user.
+    The payload also contains the notebook's process state, and the source of each project module
+    that the work uses. It lists the packages that hosts need, and has notes for the user.
 
     Args:
         namespace: The notebook's own dict, not a copy. A function whose globals are this dict
@@ -401,9 +424,11 @@ def capture(
         to: Destination of the values. `ranks` get a remote loader in place of a registered loader;
             `jobs` get the loader itself.
         known: Record of the variables that the session's ranks have; None if the ranks are new.
-        send: Names that are sent to a session's ranks even if its cells have assigned them.
-        needs: Further variables of the notebook that are captured.
-        imports: Further modules. The project's own modules among them are captured.
+        send: Names in `--send`. They are sent to the ranks of a session, even if cells of the
+            session have assigned them.
+        needs: Names of variables to capture in addition to those that the work uses.
+        imports: Names of modules in addition to those that the work imports. If such a module
+            belongs to the project, its source is captured.
 
     Raises:
         CaptureError: A value cannot be sent (the message has the path to it), the values are too
@@ -488,7 +513,7 @@ def _parts_of_loaders(
 def _definitions(
     filenames: Iterable[str], source_of: Callable[[str], CellSource | None]
 ) -> dict[str, CellSource]:
-    """Return the texts of the cells among `filenames`, by filename. Other files are left out."""
+    """Return the text and label of each file that is a cell, by filename; skip other files."""
     found = {name: source_of(name) for name in sorted(filenames)}
     return {name: source for name, source in found.items() if source is not None}
 
@@ -500,7 +525,7 @@ def _notes(
     namespace: Mapping[str, Any],
     state: process_state.State,
 ) -> tuple[str, ...]:
-    """Return notes for the user about changes in the notebook that do not reach the ranks."""
+    """Return notes for the user: which replaced functions and log handlers the ranks do not get."""
     pickler = gathering.pickler
     replaced = patches(
         [*gathering.modules, *(sys.modules.get(name) for name in used.imports)],
@@ -521,14 +546,16 @@ def write(payload: Payload, path: Path) -> None:
 
 
 def write_settings(payload: Payload, path: Path) -> None:
-    """Write a payload's modules and the process state to a file, as a payload without variables."""
+    """Write a payload file for fetchers: with the modules and the process state, no variables."""
     pickler = ValuePickler({})
     pickler.add(payload.state)
     write(structs.replace(payload, captured=(), definitions={}, data=pickler.pickled()), path)
 
 
 def read(path: Path) -> LoadedPayload:
-    """Read a payload without unpickling the user's values. The file may be removed afterwards.
+    """Map a payload file into memory, and decode its description, but no value of the user.
+
+    The payload stays readable if the file is removed.
 
     Raises:
         CaptureError: The file is no payload.
@@ -539,10 +566,14 @@ def read(path: Path) -> LoadedPayload:
 
 
 def _submodules(modules: Iterable[ModuleType], attributes: set[str]) -> tuple[str, ...]:
-    """Return the loaded submodules that the cell may use as attributes of a package.
+    """Return the names of imported submodules that the work may use as attributes of a package.
 
-    If the notebook ran `import xml.dom`, the notebook's variable is `xml`. A rank that imports only
-    `xml` would lack `xml.dom`.
+    For example, the notebook ran `import xml.dom`, which sets the variable `xml`. A rank that loads
+    this variable imports only `xml`. So the rank must import `xml.dom`, too.
+
+    Args:
+        modules: The modules among the captured variables.
+        attributes: Attribute names that the work looks up.
     """
     packages = [module.__name__ for module in modules if hasattr(module, "__path__")]
     return tuple(

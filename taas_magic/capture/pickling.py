@@ -61,9 +61,10 @@ from taas_magic.shared_files import replace_atomically
 
 _MAGIC = b"TAASPAY2"
 _BEGIN = struct.Struct("<8sQ")
-"""Header of an archive: the bytes `_MAGIC`, and the number of sizes after the header.
+"""Header of an archive: the bytes `_MAGIC`, and the number of parts in the archive.
 
-The sizes of the description, of the pickle, and of each buffer, in this order.
+After the header, the archive has the size of each part, as 8 bytes. Then the parts follow: the
+description, the pickle, and the buffers.
 """
 
 _ALIGNMENT = 64
@@ -87,7 +88,10 @@ class Archive:
     """An archive that is mapped into memory.
 
     Attributes:
-        meta: Description of the content, as `messages.to_json` encodes it.
+        meta: Description of the content, as JSON that `messages.to_json` wrote.
+        mapped: The whole file.
+        pickle_at: Offset of the pickle in the file, in bytes.
+        buffers: Out-of-band buffers of the pickle: the memory of arrays and tensors.
     """
 
     meta: bytes
@@ -97,7 +101,7 @@ class Archive:
     buffers: Sequence[memoryview]
 
     def pickle(self) -> bytes:
-        """Return the pickle. In an archive of plain data (`plain.py`), return the table."""
+        """Return a copy of the pickle; for plain data, of the table that `PlainWriter` wrote."""
         return bytes(memoryview(self.mapped)[self.pickle_at : self.pickle_at + self.pickle_bytes])
 
     def stream(self) -> mmap.mmap:
@@ -107,7 +111,12 @@ class Archive:
 
 
 def write_archive(path: Path, pickled: Pickled, meta: Struct | None = None) -> None:
-    """Write an archive atomically, readable only by its owner."""
+    """Write a pickle and its buffers to an archive, atomically and readable only by its owner.
+
+    Args:
+        meta: Description of the content, which a reader can decode without the pickle; None for an
+            empty description.
+    """
     described = to_json(meta) if meta is not None else b"{}"
     pieces: list[bytes | memoryview] = [
         described,
@@ -123,7 +132,7 @@ def write_archive(path: Path, pickled: Pickled, meta: Struct | None = None) -> N
 
 
 def read_archive(path: Path) -> Archive:
-    """Map an archive into memory. The file may be removed afterwards.
+    """Map an archive into memory. The archive stays readable if the file is removed.
 
     Raises:
         CaptureError: The file is no archive, or is cut short.
@@ -161,9 +170,9 @@ Handler = Callable[[Any], Any]
 LOADER_REDUCERS: dict[type, Callable[[Any, dict[str, Any]], Any]] = {}
 """Functions that reduce registered loaders to remote loaders for the ranks, by type of the loader.
 
-`registry.py` adds these functions. The first argument of a function is the loader. The second
-argument is the pickler's `replaced`: the function pickles the loader for fetchers, and adds the
-result to this dict. If the loader is not registered, the function returns NotImplemented.
+`registry.py` adds these functions. The first argument of a function is a loader. The second
+argument is the dict `ValuePickler.replaced`, to which the function adds the loader, pickled for
+fetchers. If the loader is not registered, the function returns NotImplemented.
 """
 
 
@@ -190,8 +199,10 @@ def loads(
     """Load one value that `dump` pickled; arrays and tensors share the memory of `buffers`.
 
     Args:
-        data: The pickle, or a file-like object positioned at its first byte.
-        namespace: See `load_each`; None for an empty namespace.
+        data: The pickle, or a file-like object whose position is the pickle's first byte.
+        buffers: Out-of-band buffers of the pickle, as in `Pickled.buffers`.
+        namespace: Globals for the functions that were pickled without their globals; None for an
+            empty namespace.
 
     Raises:
         CaptureError: The value needs a notebook's class that this process does not have.
@@ -205,10 +216,12 @@ def load_each(
 ) -> Iterator[Any]:
     """Yield the values of one `ValuePickler` in the order in which they were added.
 
-    The generator does not stop after the last value, so the caller must know the number of values.
+    After the last value, the generator raises EOFError, or reads bytes that follow the pickle. So
+    the caller must know the number of values.
 
     Args:
-        namespace: Globals of the functions that were pickled without their globals.
+        buffers: Out-of-band buffers of the pickle, as in `Pickled.buffers`.
+        namespace: Globals for the functions that were pickled without their globals.
     """
     unpickler = pickle.Unpickler(stream, buffers=iter(buffers))
     while True:
@@ -222,16 +235,17 @@ class ValuePickler(cloudpickle.Pickler):
 
     Args:
         namespace: Namespace of `__main__`. A function with this namespace as globals is pickled
-            without its globals. When loaded, the function gets the namespace given to `load_each`.
-            If None, each function is pickled with copies of the globals that it uses.
+            without its globals; when `load_each` loads the function, the function gets the
+            namespace of the loading process. If None, each function is pickled with copies of the
+            globals that the function uses.
         to: Destination of the values. For `fetchers`, the pickle itself contains the memory of
             arrays and tensors, so that `pickle.loads` can load it without buffers.
 
     Attributes:
         memo: Objects pickled so far, by id (pickle's own attribute).
-        needs: Names in `namespace` that the added functions read, and the names of the added
-            functions and classes themselves. For `fetchers`, only the names of added functions and
-            classes of this process's `__main__`.
+        needs: Names in `namespace` that the receiver needs: those that the added functions read,
+            and those of the added functions and classes. For `fetchers`, only the names of the
+            added functions and classes of this process's `__main__`.
         modules: Modules that the added values refer to or import.
         filenames: Files of the functions that were pickled by value.
         stores: Names that the added functions set by `global`.
@@ -241,14 +255,15 @@ class ValuePickler(cloudpickle.Pickler):
             (`registry.PackedLoader`), by name.
         filled: Closure cells whose content is already in the pickle, by id.
         at_receiver: Names of functions and classes that the receiver has in its namespace, by id.
-            The pickle contains only their names.
-        is_digest: Whether the pickle is only for a digest. A class inside of an added value then
-            counts by its identity: a changed attribute of a class is no change of its instances.
-        updated: Ids of the classes whose attributes the receiver must set again if it has them.
-        coming: Values that are being added, by name. If a function reads one of these names, the
-            name's value is pickled as one of the function's globals. Reason: the function may be
-            called while the value is still being loaded. For example, loading a class runs the
-            `__init_subclass__` of its base.
+            The pickle contains only the names of these objects.
+        is_digest: Whether the pickle is only for a digest. If so, a class inside of an added value
+            is pickled as an id, because a changed attribute of a class is no change of an instance.
+        updated: Ids of the classes whose attributes the receiver must set again, if the receiver
+            has these classes already.
+        coming: Variables whose values are being added, by name. If a function reads such a
+            variable, the value is pickled as one of the function's globals. Reason: loading the
+            value may call the function. For example, loading a class runs the `__init_subclass__`
+            of its base class.
     """
 
     memo: Any
@@ -282,7 +297,7 @@ class ValuePickler(cloudpickle.Pickler):
         self._handlers: dict[type, Handler | None] = {}
 
     def add(self, value: Any) -> int:
-        """Pickle one more value. Return the bytes that it adds to the pickle and to the buffers."""
+        """Pickle one more value. Return by how many bytes the pickle and its buffers have grown."""
         at, first_buffer = self._file.tell(), len(self.buffers)
         self._value = value
         self.dump(value)
@@ -308,11 +323,11 @@ class ValuePickler(cloudpickle.Pickler):
 
     @contextmanager
     def rollback(self) -> Iterator[Callable[[], None]]:
-        """Run a `with` block whose additions to the pickle can be removed.
+        """Yield a function that removes all objects that the `with` block has added to the pickle.
 
-        Yields a function that removes all objects that the block has added to the pickle. If the
-        block raises an exception, these objects are removed, too. `needs`, `modules` and the other
-        records keep what the block added to them.
+        If the block raises an exception, the objects are removed without a call of the function.
+        Only the pickle and its buffers are restored: `needs`, `modules` and the other attributes
+        keep what the block added.
         """
         memo: dict[int, Any] = self.memo.copy()
         filled = self.filled.copy()
@@ -331,11 +346,12 @@ class ValuePickler(cloudpickle.Pickler):
             raise
 
     def add_definitions(self) -> None:
-        """Add a dict of the functions and classes of `__main__` that the added values use.
+        """Add one more value: a dict of the functions and classes in `needs`, by name.
 
-        A fetcher adds these functions and classes to its own `__main__`, because a dataset may
-        pickle them there, and pickle stores only their names. Pickling the dict may add names to
-        `needs`. If so, the dict is pickled again with the added names.
+        A fetcher sets these functions and classes in its own `__main__`. Reason: a dataset may
+        pickle a function or class in the fetcher, and pickle stores only the name in `__main__`.
+        Pickling the dict may add names to `needs`. If so, the dict is pickled again with the added
+        names.
         """
         main, is_complete = vars(sys.modules["__main__"]), False
         while not is_complete:
@@ -347,21 +363,25 @@ class ValuePickler(cloudpickle.Pickler):
                     undo()
 
     def pickled(self) -> Pickled:
-        """Return everything that was added, without copying the memory of arrays and tensors."""
+        """Return all values added so far, without copying the memory of arrays and tensors."""
         return Pickled(self._file.getvalue(), tuple(self.buffers))
 
     def shared_objects(self) -> dict[int, Any]:
-        """Return the pickled objects and storages that other values may also contain, by id.
+        """Return those pickled objects that other values may also contain, by id.
 
-        Some of these objects exist only because of the pickling. The caller must keep the dict
-        until it has compared the ids: a later object could get the id of a freed one.
+        These are torch's storages and objects that can change in place (`is_mutable`). The caller
+        must keep the returned dict until it has compared the ids: only the dict keeps some of the
+        objects alive, and Python reuses the id of a freed object.
         """
         memo: dict[int, tuple[int, Any]] = self.memo.copy()
         mutable = {key: held for key, (_, held) in memo.items() if is_mutable(held)}
         return {**mutable, **self._storages}
 
     def probe(self, value: Any) -> None:
-        """Pickle a value on trial. Raise an exception of any class if the value cannot be sent."""
+        """Pickle a value and drop the pickle, to test whether the value can be sent.
+
+        If the value cannot be sent, this method raises an exception of any class.
+        """
         pickler = ValuePickler(self._namespace, self._to)
         pickler.replaced = self.replaced  # a loader may be large, so it is packed only once
         pickler.coming = self.coming
@@ -370,9 +390,13 @@ class ValuePickler(cloudpickle.Pickler):
     def reducer_override(self, obj: Any) -> Any:
         """Reduce an object by the rules of this pickler; called by pickle.
 
-        Returns NotImplemented if pickle's own rules apply. For the ranks, a registered loader is
-        replaced by a remote loader. An object that would be useless at the destination, such as a
-        process group, raises PicklingError.
+        If the destination is the ranks, a remote loader replaces a registered loader.
+
+        Returns:
+            The reduced object; NotImplemented if pickle's own rules apply.
+
+        Raises:
+            PicklingError: The object would not work at the destination, such as a process group.
         """
         kind = type(obj)
         try:
@@ -396,8 +420,8 @@ class ValuePickler(cloudpickle.Pickler):
     def _make_rules(self) -> dict[type, Handler | None]:
         """Return reducers by class; None means that pickle's own rules apply.
 
-        A reducer also handles subclasses. If an object has several of these classes as bases, the
-        first class in the dict decides.
+        A reducer also handles instances of subclasses. If an object is an instance of several
+        classes in the dict, the first of these classes decides.
         """
         rules: dict[type, Handler | None] = {
             type: self._reduce_class,
@@ -429,10 +453,10 @@ class ValuePickler(cloudpickle.Pickler):
         return rules
 
     def _reduce_class(self, cls: type) -> Any:
-        """Reduce a class: by name if it can be imported, else by value.
+        """Reduce a class: by name if the receiver can import it, else by id or by value.
 
-        Records an importable class in `classes`, and its module in `modules`. The name of any other
-        class is added to `needs`, but only if the namespace has this class under this name.
+        For an importable class, record the class in `classes`, and its module in `modules`. For any
+        other class, add the name to `needs` if the namespace has the class under this name.
         """
         if (name := self.at_receiver.get(id(cls))) is not None:
             return notebooks_own, (name,)
@@ -451,7 +475,10 @@ class ValuePickler(cloudpickle.Pickler):
         return reduce_by_value(cls, reduced, is_update=id(cls) in self.updated)
 
     def _add_needs_of(self, cls: type) -> None:
-        """Add the names that a class needs, unless the namespace has the class itself."""
+        """Add the names that a class's methods read to `needs`, without adding the class.
+
+        Do nothing if the class itself is in `needs`: its variable is then pickled on its own.
+        """
         if _qualname(cls).partition(".")[0] not in self.needs:
             pickler = ValuePickler(self._namespace, self._to)
             pickler.add(cls)
@@ -460,8 +487,8 @@ class ValuePickler(cloudpickle.Pickler):
     def copy_of(self, value: Any) -> Copy | None:
         """Pickle an object of the notebook on its own; None if the object cannot be pickled.
 
-        The copy is for a kernel that loads the results, but does not have the object: another one
-        than the kernel that started the run.
+        A kernel that started the run has the object itself. The copy is for any other kernel that
+        loads the run's results.
         """
         pickler = ValuePickler(self._namespace, "ranks")
         try:
@@ -474,9 +501,9 @@ class ValuePickler(cloudpickle.Pickler):
     def _reduce_function(self, function: FunctionType) -> Any:
         """Reduce a function: by name if it can be imported, else by value.
 
-        Records the module of an importable function. For any other function, records its file and
-        what its code uses (`needs`, `modules`, `attributes`, `stores`). A function of
-        `functools.singledispatch` has a reducer of its own.
+        For an importable function, record the module. For any other function, record the file and
+        the names that the code uses (`needs`, `modules`, `attributes`, `stores`). For a function of
+        `functools.singledispatch`, call `reduce_single_dispatch`.
         """
         if (name := self.at_receiver.get(id(function))) is not None:
             return notebooks_own, (name,)
@@ -499,11 +526,15 @@ class ValuePickler(cloudpickle.Pickler):
         return self._with_cells(function.__closure__, reduced)
 
     def _with_cells(self, closure: tuple[CellType, ...] | None, reduced: Any) -> Any:
-        """Return a reduced function that keeps the cells of its closure.
+        """Return a reduced function that keeps its closure cells, so that functions can share them.
 
-        cloudpickle would give each function new cells, and two functions could no longer share a
-        variable. A cell may contain the function itself, so all cells are pickled empty. The state
-        of the first function that uses a cell fills the cell.
+        cloudpickle would give each function new cells. Then two functions with a common variable
+        would each get their own variable. A cell may contain the function itself, so all cells are
+        pickled empty. Loading the first function that uses a cell also sets the cell's content.
+
+        Args:
+            closure: Closure cells of the function; None if it has none.
+            reduced: The function as cloudpickle reduced it.
         """
         make, args, state, _, _, fill = reduced
         state[1]["__closure__"] = None
@@ -521,10 +552,11 @@ class ValuePickler(cloudpickle.Pickler):
         return make_cell, (), contents, None, None, fill_cell
 
     def _unless_importable(self, handler: Handler) -> Handler:
-        """Return a reducer that leaves importable objects to pickle, and others to `handler`.
+        """Return a reducer that calls `handler`, except for importable objects.
 
-        The reducer adds the module of an importable object to `modules`. The name of any other
-        object is added to `needs`, but only if the namespace has this object under this name.
+        An importable object is pickled by its name, and the reducer adds the object's module to
+        `modules`. For any other object, the reducer also adds the name to `needs` if the namespace
+        has the object under this name.
         """
 
         def reduce(definition: Any) -> Any:
@@ -546,9 +578,9 @@ class ValuePickler(cloudpickle.Pickler):
     def _need_by_name(self, definition: Any) -> None:
         """Add the name of a function or class to `needs`, so that the receiver defines this name.
 
-        Do nothing if the namespace does not have this function or class under this name. The
-        receiver may pickle the function, or an instance of the class, for example to send it back.
-        pickle then looks up the function or class by name.
+        Do nothing if the namespace does not have this function or class under this name. Reason:
+        the receiver may pickle the function, or an instance of the class, for example in a result.
+        Then pickle looks up the function or class by its name.
         """
         name, namespace = _qualname(definition).partition(".")[0], self._namespace
         if self._to == "fetchers":
@@ -558,7 +590,7 @@ class ValuePickler(cloudpickle.Pickler):
 
 
 def _contents(cell: CellType) -> Iterator[Any]:
-    """Yield the content of a closure cell; nothing if its variable is not set yet."""
+    """Yield the content of a closure cell; yield nothing if the cell is empty."""
     try:
         yield cell.cell_contents
     except ValueError:
@@ -566,9 +598,10 @@ def _contents(cell: CellType) -> Iterator[Any]:
 
 
 def _import_submodule_of(cls: type) -> None:
-    """Import the module of a class if only its package is imported, as for `numpy.recarray`.
+    """Import the module of a class if this process has imported only the module's package.
 
-    Otherwise, the class would not count as importable. Do nothing for a class without a module.
+    An example is the class `numpy.recarray`. Without its module in `sys.modules`, the class would
+    not count as importable, and would be pickled by value. Errors of the import are ignored.
     """
     name = cls.__module__ or ""
     package = name.rpartition(".")[0]
@@ -580,14 +613,15 @@ def _import_submodule_of(cls: type) -> None:
 _CONSTANTS = (type, FunctionType, ModuleType, Enum, logging.Logger, PurePath)
 _MUTABLE = (dict, list, set, bytearray, deque, array.array)
 _MUTABLE_NAMES = frozenset({"ndarray", "Generator", "RandomState"})
-"""Names of mutable types of numpy and torch, whose modules may not be imported."""
+"""Names of mutable types of numpy and torch; the names work even before numpy is imported."""
 
 
 def is_mutable(value: Any) -> bool:
-    """Return whether an object can change in place, or is a sentinel, which code compares by `is`.
+    """Return whether values that share this object must be sent together.
 
-    Values that share such an object must be sent together, because two copies could differ later.
-    Constants of Python's modules, such as `dataclasses.MISSING`, do not count.
+    True for an object that can change in place, because two copies could differ later. Also True
+    for an instance of `object` itself, because code compares such a sentinel by `is`. False for
+    constants of Python's modules, such as `dataclasses.MISSING`.
     """
     kind = type(value)
     if isinstance(value, _CONSTANTS) or kind.__module__ in ("typing", "dataclasses"):
@@ -601,10 +635,13 @@ def is_mutable(value: Any) -> bool:
 def group_sharers(shared: Mapping[str, Collection[int]]) -> list[list[str]]:
     """Group the names of values, so that values that share an object are in the same group.
 
-    Sharing may be indirect: `a` with `b`, and `b` with `c`.
+    Values in a group may share objects indirectly: `a` with `b`, and `b` with `c`.
 
     Args:
-        shared: For each name, the ids of the objects that other values may contain, too.
+        shared: Ids of the objects in each value that may also be in other values, by name.
+
+    Returns:
+        The groups. A value that shares no object is a group of one name.
     """
     groups: list[tuple[set[int], list[str]]] = []
     for name, own_ids in shared.items():
@@ -636,7 +673,7 @@ def _refuse(why: str, value: Any) -> Any:
 def is_importable(definition: Any) -> bool:
     """Return whether pickle finds a function or class by its name in an imported module.
 
-    False for definitions in `__main__`, because each process has its own.
+    False for functions and classes in `__main__`, because each process has its own `__main__`.
     """
     module = getattr(definition, "__module__", None)
     name = _qualname(definition)

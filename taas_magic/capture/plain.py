@@ -34,15 +34,15 @@ if TYPE_CHECKING:
 MAX_DEPTH = 100
 """Maximum nesting depth of containers.
 
-Python hashes nested tuples without checking for a stack overflow, so a deeper value could crash the
-process.
+The writer and the reader refuse deeper values. Reason: Python hashes nested tuples without checking
+for a stack overflow, so a forged table could crash the process.
 """
 
 _INLINE_BYTES = 4096
 """Maximum size in bytes of tensor or array memory in the table; larger memory gets a buffer."""
 
 Item = None | bool | int | float | str | tuple[int]
-"""One part of a node: a simple value, or a tuple with the number of another node."""
+"""One entry of a node: a number, string, bool or None, or a tuple with the number of a node."""
 
 
 class NotPlainError(TypeError):
@@ -50,11 +50,13 @@ class NotPlainError(TypeError):
 
 
 class PlainNode(Struct, array_like=True):
-    """A row of the table: one object.
+    """A row of a plain value's table, which describes one object of the value.
 
     Attributes:
-        kind: Key of `_MAKERS` or `_CONTAINERS`.
-        buffer: Number of the buffer with the object's memory; -1 for none.
+        kind: Type of the object: a key of `_MAKERS` or `_CONTAINERS`.
+        items: The object's parts.
+        data: The object's memory, if it is in the table.
+        buffer: Number of the buffer with the object's memory; -1 if no buffer has it.
     """
 
     kind: str
@@ -89,7 +91,7 @@ class PlainWriter:
         self.buffers: list[PickleBuffer] = []
 
     def write_value(self, value: Any) -> None:
-        """Write `value` and all objects in it to the table. Must be called only once.
+        """Write `value` and all objects in it to the table. Call this method only once per writer.
 
         Raises:
             NotPlainError: An object in the value is not plain data.
@@ -99,7 +101,7 @@ class PlainWriter:
 
     @property
     def data(self) -> bytes:
-        """The table."""
+        """The encoded table, for `read_plain`."""
         return to_bytes(self._nodes)
 
     def shared_objects(self) -> dict[int, Any]:
@@ -112,10 +114,10 @@ class PlainWriter:
         return mutable | {key[1]: key for key in self._numbers if isinstance(key, tuple)}
 
     def _item(self, value: Any) -> Item:
-        """Return the entry that stands for `value` in the node of the object that contains it.
+        """Return the entry that stands for `value` in the node of the object that contains `value`.
 
-        None, a bool, a float, a 64-bit int or a UTF-8 string is its own entry. Any other value gets
-        a node, and the entry is the node's number.
+        For None, a bool, a float, a 64-bit int or a UTF-8 string, the entry is the value itself.
+        For any other value, write a node unless the table has one; the entry is its number.
         """
         kind = type(value)
         if value is None or kind is bool or kind is float:
@@ -130,7 +132,7 @@ class PlainWriter:
         return [self._item(value) for value in values]
 
     def _number(self, value: Any) -> int:
-        """Return the number of a value's node. Write the node if the table does not have it yet.
+        """Return the number of a value's node; if the table has no such node, write the node first.
 
         Raises:
             NotPlainError: The value is not plain data, or is nested more than `MAX_DEPTH` deep.
@@ -182,10 +184,11 @@ class PlainWriter:
         return number
 
     def _write_torch(self, value: Any) -> int | None:
-        """Write a dtype, device, size, tensor or parameter of torch; return the number of its node.
+        """Write a dtype, device, size, tensor or parameter of torch; return the number of the node.
 
-        None for any other object, and for a tensor that is not dense. The storage of a tensor gets
-        a node of its own, which tensors with the same storage share.
+        Return None, and write nothing, for any other object and for a tensor that `_is_dense`
+        excludes. The storage of a tensor gets a separate node; tensors with the same storage share
+        this node.
         """
         import torch
 
@@ -212,9 +215,10 @@ class PlainWriter:
         return self._append(PlainNode(kind, [(number,), *form]))
 
     def _write_numpy(self, value: Any) -> int | None:
-        """Write a dtype, scalar or array of numpy; return the number of its node.
+        """Write a dtype, scalar or array of numpy; return the number of the node.
 
-        None for any other object, and for a dtype that is not simple, such as one with fields.
+        Return None, and write nothing, for any other object, and if the dtype is not simple: for
+        example, if the dtype has fields.
         """
         import numpy
 
@@ -243,9 +247,9 @@ class PlainWriter:
 def read_plain(data: bytes, buffers: Sequence[memoryview]) -> Any:
     """Return the value of a table that `PlainWriter` wrote.
 
-    Safe for data from an untrusted sender: a forged table cannot run code. Arrays, and tensors on
-    the CPU, use the memory of `buffers` without copying it. `target_device` decides where a tensor
-    from a GPU arrives.
+    This function is safe for data from an untrusted sender: a forged table cannot run code. Arrays,
+    and tensors on the CPU, use the memory of `buffers` without copying it. A tensor from a GPU is
+    moved to a GPU of this process, or to the CPU if this process uses no GPU (`target_device`).
 
     Raises:
         ValueError: The table is damaged or forged.
@@ -280,10 +284,10 @@ def read_plain(data: bytes, buffers: Sequence[memoryview]) -> Any:
 
 
 def _resolved(item: Item, made: Sequence[Any]) -> Any:
-    """Return the value of a node's part.
+    """Return the value of an entry of a node: the entry itself, or the value of another node.
 
     Args:
-        made: Values of the nodes that were rebuilt so far, by number.
+        made: Values of the nodes that were rebuilt so far, by number of the node.
     """
     if not isinstance(item, tuple):
         return item
@@ -308,8 +312,8 @@ def _is_mutable(value: Any) -> bool:
 def _is_dense(tensor: "torch.Tensor") -> bool:
     """Return whether storage, dtype, shape and strides describe a tensor completely.
 
-    The result is also False for tensors on devices other than CPU and CUDA, and for tensors with
-    attributes or hooks.
+    Also return False for a tensor on a device other than CPU and CUDA, and for a tensor with
+    attributes or hooks that the user has added.
     """
     import torch
 
@@ -325,7 +329,8 @@ def _is_dense(tensor: "torch.Tensor") -> bool:
 def _is_simple(dtype: Any) -> bool:
     """Return whether `dtype.str` describes a numpy dtype completely.
 
-    False for dtypes of Python objects, dtypes with fields or metadata, and dtypes of an extension.
+    False for a dtype of Python objects, for a dtype with fields or metadata, and for a dtype that a
+    package other than numpy defines.
     """
     import numpy
 
@@ -362,7 +367,7 @@ _PARTS: dict[type, Callable[[Any], Sequence[Any]]] = {
     Counter: _pairs,
     defaultdict: _parts_of_defaultdict,
 }
-"""For each type of mutable container, a function that returns the parts of a container."""
+"""Functions that return the parts of a mutable container, by type of the container."""
 
 
 def _instant(value: datetime | time) -> list[Any]:
@@ -387,7 +392,7 @@ _REDUCERS: dict[type, Callable[[Any], Sequence[Any]]] = {
     PosixPath: lambda value: [path_to_home(str(value))],
     PurePosixPath: lambda value: [path_to_home(str(value))],
 }
-"""For each type of immutable object, a function that returns the parts of an object."""
+"""Functions that return the parts from which an immutable object can be made, by type."""
 
 
 def _fill_dict(value: dict[Any, Any], items: list[Any]) -> None:
@@ -423,11 +428,11 @@ _CONTAINERS: dict[str, _Container] = {
 
 
 def _make_tensor(items: list[Any], memory: memoryview) -> "torch.Tensor":
-    """Make a tensor on a storage of the table, without copying the storage.
+    """Make a tensor that uses an existing storage, without copying the storage.
 
     Args:
         items: Storage, name of the dtype, `requires_grad`, offset, sizes, and strides.
-        memory: Not used.
+        memory: Not used; other functions in `_MAKERS` need it.
 
     Raises:
         ValueError: The tensor would exceed its storage, or an item is invalid.
@@ -536,7 +541,7 @@ _MAKERS: dict[str, Callable[[list[Any], memoryview], Any]] = {
     "numpy.generic": _make_scalar,
     "ndarray": _make_array,
 }
-"""Constructors of values, by `PlainNode.kind`.
+"""Functions that make the value of a node, by `PlainNode.kind`.
 
 For security, `read_plain` calls only these constructors and the functions in `_CONTAINERS`.
 """

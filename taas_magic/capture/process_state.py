@@ -23,9 +23,9 @@ from taas_magic.errors import CaptureError
 State = dict[str, Any]
 
 _SEED_LIMIT = 1 << 32
-"""Limit below which a torch seed counts as chosen by the user.
+"""Torch seeds below this number count as chosen by the user, and are copied to the ranks.
 
-Torch seeds itself with random 64-bit numbers, which are hardly ever that small.
+Torch itself chooses random 64-bit seeds. Such a seed is almost always larger than this number.
 """
 
 _DEFAULT_RECURSION_LIMIT = 1000
@@ -43,21 +43,21 @@ _NUMPY_PRINTS = {
 }
 _NUMPY_ERRORS = {"divide": "warn", "over": "warn", "under": "ignore", "invalid": "warn"}
 _RC_OF_THE_PROCESS = {"backend", "backend_fallback", "interactive"}
-"""rcParams that depend on the process and are not copied."""
+"""rcParams of matplotlib that are not copied, because each process must choose its own value."""
 
 
 def collect() -> State:
-    """Read the settings of this process (the kernel) that differ from the defaults.
+    """Return the settings of this process (the kernel) that differ from the defaults.
 
-    The result also has all warning filters. This function imports no library.
+    The result also has all warning filters, changed or not. This function imports no library.
     """
     return {name: found for name, part in _SETTING_KINDS.items() if (found := part.collect())}
 
 
 def apply_filters(state: State) -> None:
-    """Set the notebook's warning filters in this process (a rank).
+    """Add the notebook's warning filters to the filters of this process (a rank).
 
-    Must be called before the import of modules that may warn.
+    Call this function before the import of modules that may warn.
     """
     _apply_filters(state.get("warnings", ()))
 
@@ -69,19 +69,23 @@ def apply(state: State) -> None:
 
 
 def without_device(state: State) -> State:
-    """Return `state` without torch's default device, for fetchers.
+    """Return a copy of `state` without torch's default device, for a fetcher.
 
-    Otherwise, a dataset would create its tensors on the GPU, and the forked processes of a fetcher
-    cannot share a GPU.
+    With the default device, a dataset would create its tensors on the GPU. This would fail in a
+    fetcher's workers, because CUDA does not work in a forked process.
     """
     of_torch = {name: value for name, value in state.get("torch", {}).items() if name != "device"}
     return {**state, "torch": of_torch}
 
 
 class _Filter(NamedTuple):
-    """An entry of `warnings.filters` in a form that can be sent.
+    """An entry of `warnings.filters`, as plain data.
 
-    Patterns are strings, and `category` is the module and the name of the warning's class.
+    Attributes:
+        message: Regular expression for the warning's text; "" for any text.
+        category: Module and name of the warning's class.
+        module: Regular expression for the module that warns; "" for any module.
+        lineno: Line that warns; 0 for any line.
     """
 
     action: str
@@ -105,10 +109,10 @@ def _text(pattern: Any) -> str:
 
 
 def _apply_filters(filters: Sequence[_Filter]) -> None:
-    """Insert `filters`, in their order, before the filters of this process.
+    """Insert the notebook's warning filters before the filters of this process, in the same order.
 
-    Skips filters that this process already has. Skips filters for warning classes of libraries that
-    are not imported here, because nothing can issue such a warning yet.
+    Skip filters that this process already has. Also skip filters for a warning class whose library
+    this process has not imported: no code can issue such a warning yet.
     """
     own = set(_collect_filters())
     for found in reversed(filters):
@@ -126,11 +130,11 @@ def _category(module: str, qualname: str) -> type[Warning] | None:
 
 
 class _Logger(NamedTuple):
-    """Settings of a logger. If a library made the logger, ranks use only `level`.
+    """Settings of a logger. If a library made the logger, ranks set only the level.
 
     Attributes:
-        is_own: Whether a cell, and not a library, probably made the logger: no imported module has
-            the logger's name. True for the root logger, too.
+        is_own: True for the root logger, and for a logger that a cell has probably made: no
+            imported package has the first part of the logger's name.
         handlers: Stream name, level and pickled formatter of each handler.
     """
 
@@ -141,11 +145,11 @@ class _Logger(NamedTuple):
 
 
 def _collect_loggers() -> dict[str, Any]:
-    """Return the settings of all loggers whose settings differ from the defaults.
+    """Return the level of `logging.disable`, and the loggers whose settings are not the defaults.
 
-    For a logger that a library made, only the level counts. For other loggers and the root logger,
-    `propagate` counts, too, and each handler that can be copied. The result also has the level of
-    `logging.disable`. The result is empty if nothing differs from the defaults.
+    For a logger that a library made, this function reads only the level. For the root logger and
+    loggers that a cell made, it also reads `propagate` and the handlers that can be copied. The
+    result is empty if all these settings have their defaults.
     """
     manager = logging.root.manager
     changed: dict[str, _Logger] = {}
@@ -163,9 +167,12 @@ def _collect_loggers() -> dict[str, Any]:
 
 
 def lost_loggers(collected: State) -> list[str]:
-    """Return a note for each logger whose messages below WARNING the ranks will not show.
+    """Return notes on loggers whose messages below WARNING appear in the notebook, not in ranks.
 
-    A handler shows these messages in the notebook, but the handler cannot be copied.
+    The notebook's logger has a handler that shows such messages, but the handler cannot be copied.
+
+    Args:
+        collected: The process state that `collect` returned.
     """
     found = collected.get("logging", {}).get("loggers", {})
     root = found.get("", _Logger(True, logging.WARNING))
@@ -189,10 +196,11 @@ def _shows(handler: logging.Handler) -> bool:
 
 
 def _handler_state(handler: logging.Handler) -> tuple[str, int, bytes] | None:
-    """Return the stream name, level and pickled formatter of a handler, or None.
+    """Return a handler's stream name, level and pickled formatter; None if it cannot be copied.
 
-    None unless the handler is a plain StreamHandler that writes to the cell's output. None also if
-    the handler has filters, or if its formatter is special or cannot be pickled.
+    A handler can be copied if it is a StreamHandler, not an instance of a subclass, that writes to
+    stdout or stderr. It must have no filters, and no formatter of a subclass of
+    `logging.Formatter`.
     """
     if type(handler) is not logging.StreamHandler or handler.filters:
         return None
@@ -206,11 +214,14 @@ def _handler_state(handler: logging.Handler) -> tuple[str, int, bytes] | None:
 
 
 def _apply_loggers(found: Mapping[str, Any]) -> None:
-    """Set the level, handlers and `propagate` of this process's loggers as in the notebook.
+    """Give this process's loggers the levels, handlers and `propagate` of the notebook's loggers.
 
-    Also applies `logging.disable`. Adds handlers only to a logger that has none. For a library's
-    logger, sets only the level. Skips loggers of libraries that this process has not imported,
-    because a library sets up its loggers when it is imported.
+    Also call `logging.disable`. Add handlers only to a logger that has no handlers. For a library's
+    logger, set only the level. Skip a library's logger if this process has not imported the
+    library: the library sets up its logger during the import, and would overwrite the level.
+
+    Args:
+        found: The result of `_collect_loggers` in the kernel.
     """
     logging.disable(found["disable"])
     known = logging.root.manager.loggerDict
@@ -259,10 +270,10 @@ def _collect_start_method() -> str:
 
 
 def _collect_torch() -> dict[str, Any]:
-    """Return the user's seed, and each setting of torch that differs from torch's default.
+    """Return each setting of torch that differs from torch's default, by name.
 
-    The result is empty if this process has not imported torch. It has no seed if the user has not
-    set a seed.
+    If the user has probably set a seed (`_SEED_LIMIT`), the result also has the seed. The result is
+    empty if this process has not imported torch.
     """
     torch = _module_if_imported("torch")
     if torch is None:
@@ -382,6 +393,6 @@ _SETTING_KINDS = {
 }
 """Kinds of settings, in the order in which they are applied.
 
-Warning filters and loggers are applied last, because a library's filters and loggers are skipped if
-this process has not imported the library.
+Warning filters and loggers are applied last: applying the other settings may import a library, and
+filters and loggers of libraries that this process has not imported are skipped.
 """

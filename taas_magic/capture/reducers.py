@@ -1,6 +1,7 @@
-"""Reducers for objects that pickle cannot save, or saves by name or with too much content.
+"""Reducers: functions that tell pickle how to save an object.
 
-A reducer returns what an object's `__reduce__` would return.
+The objects are those that pickle cannot save, that it would save only by name, or that it would
+save with too much content. A reducer returns what an object's `__reduce__` would return.
 """
 
 import builtins
@@ -38,16 +39,16 @@ _received: "weakref.WeakSet[type]" = weakref.WeakSet()
 
 
 def reduce_by_value(cls: type, reduced: Reduced, *, is_update: bool) -> Reduced:
-    """Reduce a class of the notebook by value, with an id.
+    """Reduce a class of the notebook by value, together with a unique id.
 
     A process that has a class with this id uses its own class instead of making a copy. So objects
-    that return to the notebook have the notebook's class.
+    that return to the notebook have the notebook's class. This function also saves what cloudpickle
+    would lose: `__slots__`, the order of the attributes, and the attributes of an Enum's members.
 
     Args:
-        reduced: Result of cloudpickle. This function keeps the `__slots__` and the order of the
-            attributes, which cloudpickle would lose. It also keeps the attributes of an Enum's
-            members. A built-in type is returned as it is.
-        is_update: Whether a process that has the class must set its attributes again.
+        reduced: The class as cloudpickle reduced it. For a built-in type such as NoneType, this is
+            also the result.
+        is_update: Whether a process that has the class already must set the attributes again.
     """
     if len(reduced) < 6:  # NoneType and similar built-in types are looked up, not made
         return reduced
@@ -68,7 +69,7 @@ def reduce_by_value(cls: type, reduced: Reduced, *, is_update: bool) -> Reduced:
 
 
 def reduce_to_id(cls: type) -> Reduced:
-    """Reduce a class to its id, for a pickle that is only for a digest."""
+    """Reduce a class to its id, for a digest that must not depend on the class's attributes."""
     return _known_class, (_ids.setdefault(cls, uuid.uuid4().hex), cls.__qualname__)
 
 
@@ -77,9 +78,14 @@ _SET_BY_ENUM = frozenset({"_value_", "_name_", "__objclass__", "_sort_order_"})
 
 
 def _make_class(class_id: str, make: Callable[..., type], args: tuple[Any, ...]) -> type:
-    """Return the class with this id if this process has the class, else make it.
+    """Return the class with this id; if this process does not have the class, make it.
 
-    A copy of the notebook's class would also call `__init_subclass__` of the base classes again.
+    Making a class that exists already would give its objects a second class, and would call
+    `__init_subclass__` of the base class a second time.
+
+    Args:
+        make: Function of cloudpickle that makes a class without attributes.
+        args: Arguments of `make`.
     """
     known = _classes.get(class_id)
     return make(*args) if known is None else known
@@ -89,10 +95,10 @@ def _fill_class(
     cls: type,
     given: tuple[str, Callable[[type, Any], None], Any, bool, Mapping[str, dict[str, Any]]],
 ) -> None:
-    """Set the attributes of a class that `_make_class` made; register the class by its id.
+    """Set the attributes of a class that `_make_class` returned, and register the class by its id.
 
-    If this process had the class already, set the attributes only for an update. The members of an
-    Enum cannot be set again.
+    If this process had the class before, set the attributes only if the sender asks for an update.
+    An Enum that this process had before stays unchanged, because its members cannot be set again.
 
     Args:
         given: Id of the class, cloudpickle's function that sets the attributes, the attributes,
@@ -110,21 +116,33 @@ def _fill_class(
 
 
 Copy = tuple[bytes, Sequence[PickleBuffer]]
-"""Pickle of a class or variable of the notebook, for a kernel that does not have the object."""
+"""Pickle of a class or variable of the notebook, with the pickle's out-of-band buffers.
+
+A result contains such copies for kernels that load the result but did not start the run.
+"""
 
 
 def is_received(cls: type) -> bool:
-    """Return whether a class came from the notebook to this rank."""
+    """Return whether this process (a rank) made a class by unpickling a class of the notebook."""
     return cls in _received
 
 
 def reduce_received(cls: type, spare: Copy | None) -> Reduced:
-    """Reduce a class that came from the notebook, and that returns with a result, to its id."""
+    """Reduce a class in a result to its id, because the class came from the notebook.
+
+    Args:
+        spare: Pickle of the class, for a kernel that does not have the class; None if it cannot be
+            pickled.
+    """
     return _known_class, (_ids[cls], cls.__qualname__, spare)
 
 
 def _known_class(class_id: str, name: str, spare: Copy | None = None) -> type:
-    """Return the class with this id, which this process has sent to the ranks, or load its copy.
+    """Return this process's class with an id; if there is no such class, load the copy.
+
+    Args:
+        name: Name of the class, for the error message.
+        spare: Pickle of the class; None if there is no copy.
 
     Raises:
         CaptureError: This process does not have the class, and there is no copy.
@@ -155,12 +173,11 @@ Contents = Sequence[tuple[CellType, Any]]
 
 
 def fill_cell(made: CellType, contents: Contents) -> None:
-    """Set the content of a closure cell. Called by pickle.
+    """Set the content of a closure cell that pickle has just made. Called by pickle.
 
     Args:
-        made: Not used, because `contents` contains the cell, too.
-        contents: Sequence with one pair, the cell and its content. The sequence is empty if the
-            cell has no content.
+        made: The cell. Not used, because `contents` has the cell, too.
+        contents: One pair (cell, content); empty if the cell has no content.
     """
     for cell, content in contents:
         cell.cell_contents = content
@@ -169,10 +186,10 @@ def fill_cell(made: CellType, contents: Contents) -> None:
 def fill_function(
     function: FunctionType, given: tuple[Callable[[Any, Any], None], Any, Contents]
 ) -> None:
-    """Set the state of a function, and fill the closure cells that were pickled with it.
+    """Set the state of a function that pickle has just made, and set its closure cells.
 
-    A global that exists already keeps its value, because the function's globals may be the
-    notebook's namespace.
+    The pickled globals are added to the function's globals. A global variable that exists already
+    keeps its value, because the function's globals may be the notebook's namespace.
 
     Args:
         given: cloudpickle's function that sets a function's state; the pickled state; and pairs of
@@ -193,7 +210,10 @@ _MADE_BY_SINGLE_DISPATCH = frozenset(vars(_single_dispatch)) - {"__wrapped__"}
 
 
 def reduce_lru_cache(cached: Any) -> Reduced:
-    """Reduce a cached function to the function and the cache's settings."""
+    """Reduce a function with `functools.lru_cache` to the bare function and the cache's settings.
+
+    The cached results are not pickled.
+    """
     settings = cached.cache_parameters()
     state = {name: value for name, value in vars(cached).items() if name != "cache_parameters"}
     return _make_lru_cache, (cached.__wrapped__, settings["maxsize"], settings["typed"]), state
@@ -208,10 +228,10 @@ ATTRIBUTES_MADE_BY_CONSTRUCTOR: dict[type, Collection[str]] = {
     functools.singledispatchmethod: vars(functools.singledispatchmethod(len)).keys()
     - {"dispatcher", "func"},
 }
-"""For each descriptor type, its attributes that cannot be pickled.
+"""Attributes of a descriptor that cannot be pickled, by type of the descriptor.
 
-These are a lock (Python 3.10, 3.11) and a cache of weak references (Python 3.13). The type's
-constructor makes them again.
+The attributes are a lock (Python 3.10, 3.11) and a cache of weak references (Python 3.13). The
+type's constructor makes new ones.
 """
 
 
@@ -239,7 +259,7 @@ def is_single_dispatch(value: Any) -> bool:
 
 
 def reduce_single_dispatch(function: Any) -> Reduced:
-    """Reduce a generic function to its default and its registered implementations."""
+    """Reduce a function of `functools.singledispatch` to its implementations, by argument class."""
     names = [name for name in functools.WRAPPER_ASSIGNMENTS if hasattr(function, name)]
     attributes = {name: getattr(function, name) for name in names}
     attributes |= {n: v for n, v in vars(function).items() if n not in _MADE_BY_SINGLE_DISPATCH}
@@ -289,9 +309,10 @@ class NotebookNamespace(dict[str, Any]):
 
 @contextmanager
 def loading_into(namespace: dict[str, Any]) -> Iterator[None]:
-    """Replace each `NotebookNamespace` that is unpickled within the block by `namespace`.
+    """Make unpickling in the block replace each `NotebookNamespace` by `namespace`.
 
-    After the block, restore `__builtins__` of a namespace that is not empty.
+    cloudpickle may replace `__builtins__` in the namespace by a dict. So after the block, set
+    `__builtins__` to the module again, unless the namespace is empty.
     """
     token = _target.set(namespace)
     try:
@@ -309,9 +330,9 @@ def _current_namespace() -> dict[str, Any]:
 
 
 def notebooks_own(name: str, spare: Copy | None = None) -> Any:
-    """Return the notebook's object named `name`, which a result refers to.
+    """Return the notebook's variable named `name`, to which a result refers.
 
-    If the notebook does not have this variable, load the copy.
+    If the notebook does not have this variable, load the copy in `spare`.
 
     Raises:
         CaptureError: The notebook does not have the variable, and there is no copy.
@@ -325,7 +346,7 @@ def notebooks_own(name: str, spare: Copy | None = None) -> Any:
 
 
 def stream_name(file: Any) -> str | None:
-    """Return "stdout" or "stderr" if `file` is this stream of the process, else None."""
+    """Return "stdout" or "stderr" if `file` is the stream `sys` has under this name, else None."""
     for stream in ("stdout", "stderr"):
         if file in (getattr(sys, stream), getattr(sys, f"__{stream}__")):
             return stream
@@ -335,7 +356,7 @@ def stream_name(file: Any) -> str | None:
 
 
 def reduce_file(file: Any) -> Any:
-    """Reduce stdout or stderr to its name. The loading process uses its own stream of this name.
+    """Reduce the stream stdout or stderr to its name, so that the loader uses its own stream.
 
     Raises:
         TypeError: The file is any other open file.
@@ -365,8 +386,8 @@ def _reduce_untyped(storage: "torch.UntypedStorage", storages: Storages) -> Redu
     """Reduce a storage to a buffer over its bytes. A storage on a GPU is copied to the CPU.
 
     Args:
-        storages: Storages in this pickle, by `_cdata`, which is the same for all Python objects of
-            one storage.
+        storages: Storages in this pickle, by their ids (`storage_id`). This function adds
+            `storage`.
     """
     first = storages.setdefault(storage._cdata, storage)
     if first is not storage:
@@ -382,11 +403,11 @@ def _reduce_typed(storage: "torch.TypedStorage", storages: Storages) -> Reduced:
 
 
 def _reduce_tensor(tensor: "torch.Tensor") -> Any:
-    """Reduce a tensor of a newer dtype (uint16 …), or of a subclass of `torch.nn.Parameter`.
+    """Reduce a tensor whose dtype has no typed storage, or of a subclass of `torch.nn.Parameter`.
 
-    Leave other tensors to torch. For a newer dtype, torch pickles an untyped storage, but can
-    rebuild the tensor only from a typed storage. An instance of a subclass of `torch.nn.Parameter`
-    would become a plain parameter.
+    For a dtype without a typed storage class, such as uint16, torch pickles an untyped storage, but
+    can rebuild the tensor only from a typed storage. Torch would reduce an instance of a subclass
+    of `torch.nn.Parameter` to a plain parameter. Other tensors are left to torch.
     """
     import torch
 
@@ -409,7 +430,8 @@ def rebuild_untyped(buffer: Any, device: str) -> "torch.UntypedStorage":
     """Rebuild a storage from its bytes. On the CPU, the storage uses the memory of `buffer`.
 
     Args:
-        device: Type of the device that the original storage was on; see `target_device`.
+        device: Type of the original storage's device, "cpu" or "cuda". `target_device` chooses the
+            device of the rebuilt storage.
     """
     import torch
 
@@ -430,9 +452,13 @@ def rebuild_typed(untyped: "torch.UntypedStorage", dtype: "torch.dtype") -> "tor
 def target_device(device: str) -> str:
     """Return this process's device for a value that was pickled on `device`.
 
-    If `device` is "cuda", this is the GPU of this rank. In a process that is no rank, it is the
-    current GPU, but only if the process has already used CUDA: most notebooks leave the memory of
-    the GPUs to the ranks. In all other cases, it is "cpu".
+    Args:
+        device: Type of the device of the pickled value, such as "cpu" or "cuda".
+
+    Returns:
+        For "cuda" in a rank: the GPU of this rank. For "cuda" in any other process: the current GPU
+        if the process has already used CUDA. Otherwise "cpu", because most notebooks leave the
+        memory of the GPUs to the ranks.
     """
     import torch
 
@@ -446,9 +472,10 @@ def target_device(device: str) -> str:
 
 
 def _rebuild_generator(device: str, state: "torch.Tensor") -> "torch.Generator":
-    """Make a generator on this process's device, and set its state.
+    """Make a random generator on this process's device, and set the pickled state.
 
-    The state of a generator on another type of device does not fit, so it is not set.
+    If the pickled generator was on another type of device, leave the new state as it is: the
+    pickled state does not fit.
     """
     import torch
 
@@ -460,7 +487,11 @@ def _rebuild_generator(device: str, state: "torch.Tensor") -> "torch.Generator":
 
 
 def reduce_loader(loader: Any) -> Any:
-    """Reduce a DataLoader without the iterator that `persistent_workers` keeps in it."""
+    """Reduce a DataLoader without its iterator, which `persistent_workers` keeps between epochs.
+
+    The iterator has worker processes, so it cannot be pickled. If the loader has no iterator,
+    return NotImplemented.
+    """
     if getattr(loader, "_iterator", None) is None:
         return NotImplemented
     reduced: Reduced = loader.__reduce_ex__(5)
@@ -506,7 +537,8 @@ def _reduce_torch_name(value: Any) -> Reduced:
 def _reduce_script(script: Any) -> Reduced:
     """Reduce a module or function of `torch.jit` to the bytes that `torch.jit.save` writes.
 
-    The reduced object also has the device type of the first parameter or buffer; "cpu" if none.
+    The reduced object also has the type of the device on which to load: that of the first parameter
+    or buffer, or "cpu" if there is none.
     """
     import torch
 
@@ -520,7 +552,7 @@ def _reduce_script(script: Any) -> Reduced:
 
 
 def _rebuild_script(data: bytes, device: str) -> Any:
-    """Load a module of `torch.jit`. A function becomes a module that is called in the same way."""
+    """Load a module of `torch.jit`. A function is loaded as a module with the same arguments."""
     import torch
 
     with warnings.catch_warnings():
@@ -564,7 +596,7 @@ def _reduce_parametrized(module: Any) -> Any:
 
 
 def _fill_parametrized(module: Any, given: tuple[dict[str, Any], list[str]]) -> None:
-    """Set the state of a new module, and register its parametrizations."""
+    """Set the state of a module that pickle has just made, and register its parametrizations."""
     import torch
     from torch.nn.utils import parametrize
 
@@ -579,11 +611,11 @@ def _fill_parametrized(module: Any, given: tuple[dict[str, Any], list[str]]) -> 
 
 
 def _reduce_scheduler(scheduler: Any) -> Any:
-    """Reduce a learning rate scheduler; keep the counting of the optimizer's steps.
+    """Reduce a learning rate scheduler, so that the loaded scheduler counts its optimizer's steps.
 
-    A scheduler replaces its optimizer's method `step` by a method that counts the steps. pickle
-    does not save the new method. Without the new method, torch would warn that the user has
-    replaced `step`.
+    The constructor of a scheduler replaces the optimizer's method `step` by a method that counts
+    the steps. pickle does not save the counting method. Without this method, the loaded scheduler
+    would warn that the user has replaced `step`.
     """
     if "step" not in vars(getattr(scheduler, "optimizer", object)):
         return NotImplemented
@@ -607,7 +639,7 @@ def _fill_scheduler(scheduler: Any, state: dict[str, Any]) -> None:
 
 
 def storage_id(storage: "torch.UntypedStorage") -> int:
-    """Return an id that is the same for all Python objects of one storage."""
+    """Return an id of a storage, which is the same for all Python objects of this storage."""
     return int(storage._cdata)
 
 
@@ -630,17 +662,22 @@ _HOME, _COPY = "TAAS_PROJECT", "TAAS_PROJECT_COPY"
 
 
 def copy_environ(home: str, copy: str) -> dict[str, str]:
-    """Return environment variables that tell a process where its host has a copy of the project."""
+    """Return environment variables with which a process converts paths in the project.
+
+    Args:
+        home: The project folder on the notebook's machine.
+        copy: The folder with the copy of the project on the process's host.
+    """
     return {_HOME: home, _COPY: copy}
 
 
 def project_home() -> str:
-    """Return the project folder on the notebook's machine; "" if this process uses no copy."""
+    """Return the project folder on the notebook's machine; "" if this host has no project copy."""
     return os.environ.get(_HOME, "")
 
 
 def reduce_path(path: PurePath) -> tuple[Any, ...]:
-    """Reduce a path. A path in the project loads as a path in the loading host's copy."""
+    """Reduce a path. A path in the project is loaded as a path in the loading host's copy of it."""
     return _path, (type(path), path_to_home(str(path)))
 
 
@@ -649,17 +686,17 @@ def _path(kind: type[PurePath], text: str) -> PurePath:
 
 
 def path_to_home(path: str) -> str:
-    """Convert a path in this process to the path on the notebook's machine."""
+    """Convert a path in this host's project copy to the notebook's project; keep other paths."""
     return _move_path(path, _COPY, _HOME)
 
 
 def path_from_home(path: str) -> str:
-    """Convert a path on the notebook's machine to the path in this process."""
+    """Convert a path in the notebook's project to this host's project copy; keep other paths."""
     return _move_path(path, _HOME, _COPY)
 
 
 def reduce_directory_store(store: Any) -> tuple[Any, ...]:
-    """Reduce a `DirectoryStore` of zarr 2, whose path is a string."""
+    """Reduce a `DirectoryStore` of zarr 2; convert its path like a path object in the project."""
     state = {**vars(store), "path": _move_path(store.path, _COPY, _HOME)}
     return _directory_store, (type(store), state)
 
@@ -671,11 +708,11 @@ def _directory_store(kind: Any, state: dict[str, Any]) -> Any:
 
 
 def _move_path(path: str, source: str, target: str) -> str:
-    """Convert a path below one folder to the path below another folder; keep any other path.
+    """Convert a path below the source folder to the target folder; keep paths outside the source.
 
     Args:
-        source: Environment variable with the folder that `path` may be in.
-        target: Environment variable with the other folder.
+        source: Environment variable with the source folder; if it is not set, keep the path.
+        target: Environment variable with the target folder; if it is not set, keep the path.
     """
     at, to = os.environ.get(source), os.environ.get(target)
     if not at or not to or not (path == at or path.startswith(at.rstrip("/") + "/")):

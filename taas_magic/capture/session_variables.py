@@ -29,8 +29,9 @@ class SentValue:
     """Record of a value that was sent to the ranks.
 
     Attributes:
-        number: Number of the cell for which the value was sent. Values that were sent for the same
-            cell share the same objects in the ranks as in the notebook.
+        digest: Digest of the value's pickle.
+        number: Number of the cell for which the value was sent. If two values were sent for the
+            same cell, they share objects in the ranks, as they do in the notebook.
     """
 
     digest: bytes
@@ -39,10 +40,11 @@ class SentValue:
 
 @dataclass(frozen=True)
 class _Candidate:
-    """A pickled variable of the notebook, which the ranks may already have.
+    """Record of a notebook variable that a cell needs: its digest shows whether to send it.
 
     Attributes:
-        why: Reason why the variable is needed.
+        digest: Digest of the value's pickle.
+        why: Reason why the cell needs the variable, for messages.
         needs: Names of the variables, functions and classes that the value needs.
         shared: Objects in the value that other variables may also contain, by id.
     """
@@ -60,12 +62,12 @@ class VariablesToSend:
     Attributes:
         why: Reason for each name that is sent.
         state: Process state of the notebook; empty if the ranks have it already.
-        at_ranks: Names of functions and classes that are not sent because the ranks have them, by
-            id.
-        updated: Ids of the classes that are sent.
+        at_ranks: Names of the functions and classes that are not sent because the ranks have them,
+            by id of the function or class.
+        updated: Ids of the classes that are sent. The ranks set the attributes of these classes.
         digests: Digests of the sent values, by name, and of the process state if it is sent.
-        reads: Names that the code of each function or class of the cell reads, by function or
-            class.
+        reads: Names that the functions and classes of the cell read when their code runs, by name
+            of the function or class.
         modules: Sources of the project's modules that are sent, by name.
     """
 
@@ -83,9 +85,9 @@ class RankVariables:
     """The kernel's record of the variables that a session's ranks have.
 
     Attributes:
-        owned: Digest (`simple_digest`) of each variable that a cell assigned, by name; "" for a
-            variable that is not simple. If several ranks reported the variable, the lowest rank
-            counts.
+        owned: Variables that cells of the session have assigned: the digest (`simple_digest`) of
+            each variable by name, or "" if the value is not simple. If several ranks reported
+            a digest, this is the digest of the lowest rank.
         modules: Sources of the project's modules that the ranks got from this kernel, by name.
     """
 
@@ -102,16 +104,17 @@ class RankVariables:
         """Names that each function or class of an earlier cell reads when its code runs."""
 
         self._announced: dict[str, object] = {}
-        """The last value that a note reported for each variable, by name.
+        """Values of the notebook about which a note has told the user, by name of the variable.
 
-        The digest or id of the notebook's value; `_DELETED` if the notebook deleted the variable.
+        Each entry is the digest or the id of the value, or `_DELETED` if the notebook has deleted
+        the variable. The user gets no second note about the same value.
         """
 
         self._returned: dict[str, int] = {}
-        """Id of the notebook's object for each name that `--out` returned."""
+        """Ids of the notebook's objects that `--out` returned from the ranks, by name."""
 
         self._code: set[str] = set()
-        """Functions, classes and modules that the ranks had when this kernel took them over."""
+        """Names of functions, classes and modules that the ranks had before this kernel's cells."""
 
     @property
     def all(self) -> set[str]:
@@ -119,7 +122,7 @@ class RankVariables:
         return {*self.owned, *self._code, *(name for name in self._sent if name != _STATE)}
 
     def assume_state(self, state: dict[str, Any]) -> None:
-        """Record that the ranks have the notebook's process state. Only changes are sent later."""
+        """Record that the ranks have this process state. It is sent again only if it changes."""
         self._sent[_STATE] = SentValue(_digest_of(_pickled(state)), 0)
 
     def take_over(self, variables: Mapping[str, str], code: Iterable[str]) -> None:
@@ -128,8 +131,8 @@ class RankVariables:
         Args:
             variables: Digests of the ranks' variables, as in `owned`.
             code: Names of the ranks' functions, classes and modules, which have no digests. If a
-                cell uses such a name and the notebook has an object of this name, this kernel sends
-                its object, which replaces the object of the ranks.
+                cell uses such a name and the notebook has a variable of this name, this kernel
+                sends the variable, which replaces the function, class or module in the ranks.
         """
         self.owned |= variables
         self._code = set(code)
@@ -147,13 +150,15 @@ class RankVariables:
     ) -> VariablesToSend:
         """Choose the variables of the notebook to send for a cell.
 
-        The candidates are the variables that the cell uses, and the variables that these need.
-        Names that belong to the ranks are no candidates unless they are in `send`. A candidate is
-        sent if the ranks lack it, if its value has changed, or if it is a module or in `send`. A
-        group of candidates that share an object is sent as a whole if one of them is sent, or if
-        they were sent for different cells: the ranks then have several copies of the object. A
-        changed process state is sent, too. When the ranks have received the result, the caller must
-        call `record_sent`.
+        The candidates are the variables that the cell uses, and the variables that candidates need.
+        A variable that a cell of the session has assigned is no candidate unless it is in `send`. A
+        candidate is sent if the ranks lack it, if its value has changed, if it is a module, or if
+        it is in `send`.
+
+        Candidates that share an object are sent together if one of them is sent. They are also sent
+        together if they were last sent for different cells, because the ranks then have several
+        copies of the object. A changed process state is sent, too. When the ranks have received the
+        variables, the caller must call `record_sent`.
 
         Args:
             send: Names whose values are sent although cells have assigned them (`--send`).
@@ -194,11 +199,11 @@ class RankVariables:
         return choice
 
     def _wanted(self, used: UsedNames, forced: set[str]) -> dict[str, str]:
-        """Return the names that the cell needs, each with the reason for the need.
+        """Return the names of the variables that the cell needs, each with the reason.
 
-        These are the names in `--send`, and the names that the cell reads. The cell may call
-        functions that earlier cells have defined in the ranks. So if the cell reads any name that
-        belongs to the ranks, also return the names that these functions read.
+        The result has the names in `--send`, and the names that the cell reads. The cell may call
+        functions that earlier cells have defined in the ranks. So if the cell reads any variable
+        that a cell has assigned, the result also has the names that all these functions read.
         """
         wanted = {**dict.fromkeys(forced, THE_CELL), **used.why}
         if any(name in self.owned for name in used.why):
@@ -216,14 +221,15 @@ class RankVariables:
         is_user_variable: Callable[[str], bool],
         refuse: Callable[[CaptureError], None],
     ) -> tuple[dict[str, _Candidate], list[str]]:
-        """Pickle the wanted variables of the notebook, and the variables that these need.
+        """Pickle the wanted variables of the notebook, and the variables that their values need.
 
-        Each variable is pickled on its own, only for its digest. A variable that belongs to the
-        ranks is not pickled unless it is in `forced`. The errors go to `refuse`.
+        Each variable is pickled on its own, only for its digest. A variable that a cell of the
+        session has assigned is not pickled unless it is in `forced`. If a value cannot be sent, the
+        error goes to `refuse`.
 
         Returns:
-            The record and the reason of each pickled variable, by name, in the order of pickling.
-            And the names that belong to the ranks, but have a new value in the notebook.
+            A dict with a record of each pickled variable, in the order of pickling; and a list of
+            the variables that cells have assigned, but that have a new value in the notebook.
         """
         needed: dict[str, _Candidate] = {}
         kept: list[str] = []
@@ -249,7 +255,8 @@ class RankVariables:
     def record_sent(self, choice: VariablesToSend) -> None:
         """Record that all ranks have received the variables and modules in `choice`.
 
-        The variables' names belong to the notebook from now on.
+        From now on, the names of these variables belong to the notebook: the kernel sends a
+        variable again when its value in the notebook changes.
         """
         self._n_cells += 1
         self.modules |= choice.modules
@@ -267,10 +274,11 @@ class RankVariables:
     ) -> None:
         """Record the variables that a cell assigned and deleted on a rank.
 
-        From now on, the assigned names belong to the ranks, and the kernel does not send its own
-        values of these names. The deleted names are forgotten.
+        From now on, the assigned names belong to the ranks: the kernel does not send the notebook's
+        values of these names. The deleted names are removed from this record.
 
         Args:
+            choice: The variables that were sent for this cell.
             digests: Digest (`simple_digest`) of each assigned variable that has a simple value, by
                 name.
         """
@@ -284,7 +292,7 @@ class RankVariables:
             self._reads[name] = choice.reads.get(name, frozenset())
 
     def record_returned(self, values: Mapping[str, Any]) -> None:
-        """Record that the notebook received the ranks' values of these names (`--out`)."""
+        """Record values that `--out` returned, so that no note tells the user that they differ."""
         self._returned |= {name: id(value) for name, value in values.items()}
 
     def _is_at_ranks(self, name: str, digest: bytes) -> bool:
@@ -292,9 +300,9 @@ class RankVariables:
         return known is not None and known.digest == digest
 
     def _deleted(self, wanted: Iterable[str], namespace: Mapping[str, Any]) -> list[str]:
-        """Return the wanted names that were sent and that the notebook has deleted since.
+        """Return those names in `wanted` that the notebook has deleted after they were sent.
 
-        Later calls do not return a name again until its value has been sent again.
+        A later call does not return the same name, unless the name's value has been sent again.
         """
         found = [
             name
@@ -309,8 +317,8 @@ class RankVariables:
     def _must_tell_user(self, name: str, value: Any) -> bool:
         """Return whether to tell the user that the notebook's value differs from the ranks' value.
 
-        Later calls with the same value return False. Also False for a module, for an object that
-        `--out` returned, and for a simple value that is equal at the ranks.
+        A later call with the same value returns False. The result is also False for a module, for
+        an object that `--out` returned, and for a simple value that equals the value in the ranks.
         """
         if _is_module(value) or self._returned.get(name) == id(value):
             return False
@@ -368,11 +376,12 @@ def _pickle_value(
     *,
     hashes_buffers: bool = True,
 ) -> _Candidate:
-    """Pickle one variable on its own, and return its record.
+    """Pickle one variable on its own, and return a record with its digest; drop the pickle.
 
     Args:
-        why: Reason why the variable is needed.
-        hashes_buffers: Whether the digest includes the memory of arrays and tensors.
+        why: Reason why the cell needs the variable, for messages.
+        hashes_buffers: Whether the digest depends on the memory of arrays and tensors. Hashing this
+            memory takes long.
 
     Raises:
         CaptureError: An object in the value cannot be sent.
@@ -391,11 +400,11 @@ def _pickle_value(
 def _shared_ids(
     needed: Mapping[str, _Candidate], namespace: Mapping[str, Any]
 ) -> dict[str, set[int]]:
-    """Return the ids of the objects in each candidate that other variables may also contain.
+    """Return, for each candidate, the ids of its objects that other variables may also contain.
 
-    The pickle of a value includes the functions and classes that the value needs. Their objects are
-    left out, because all instances of a class would share them. Instances in the ranks have one
-    class even if they were sent for different cells (`reducers.reduce_by_value`).
+    The pickle of a value includes the functions and classes that the value needs. Objects in these
+    functions and classes are left out, because all instances of a class would share them. In the
+    ranks, all instances have the same class, even if they were sent for different cells.
     """
     definitions = {
         name: set(one.shared)
@@ -417,7 +426,7 @@ def _pickled(value: Any) -> Pickled:
 
 
 def _digest_of(pickled: Pickled, more: Iterable[bytes] = ()) -> bytes:
-    """Return two hashes of a pickle: of its data and `more`, and of its buffers."""
+    """Return two SHA-256 digests as one string: of the data and `more`, then of the buffers."""
     data, buffers = hashlib.sha256(pickled.data), hashlib.sha256()
     for part in more:
         data.update(part)

@@ -1,4 +1,4 @@
-"""Python's parser for several threads."""
+"""Parse Python source in several threads at the same time, without CPython's SystemError."""
 
 import ast
 import threading
@@ -13,8 +13,8 @@ def parse(source: str, filename: str = "<unknown>") -> ast.Module:
 
     While another thread parses, `ast.parse` of CPython 3.11 may raise SystemError ("AST constructor
     recursion depth mismatch"), because all threads count the depth in one variable. A lock prevents
-    this between callers of this function. Other code, such as the formatting of a traceback, parses
-    without the lock, so try again after this error.
+    this error between callers of this function. Other code, such as the formatting of a traceback,
+    parses without the lock, so this function retries after the error.
 
     Raises:
         SyntaxError: The source is not Python.

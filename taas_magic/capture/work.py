@@ -48,7 +48,10 @@ class CellWork(Struct, frozen=True, tag="cell"):
 
     @property
     def is_one_script(self) -> bool:
-        """Whether the cell is one line with `%run`; an exception of its script ends the cell."""
+        """Whether the cell is a single line with `%run`.
+
+        If so, an exception of the script ends the cell, because no other statement follows.
+        """
         return self.source.startswith("%run ") and len(self.source.splitlines()) == 1
 
     @property
@@ -67,7 +70,7 @@ class CellWork(Struct, frozen=True, tag="cell"):
 
 
 class CallShape(Struct, frozen=True, tag="function"):
-    """The description of a function call, without the function and the arguments.
+    """Description of a call whose function and arguments are pickled separately.
 
     Attributes:
         raw: The call as the user sees it, such as "taas.run(train, ...)".
@@ -81,14 +84,15 @@ class CallShape(Struct, frozen=True, tag="function"):
 
     @property
     def python(self) -> str:
-        """Always "", because a call has no text that runs on the ranks."""
+        """Python source of the work; always "", because a call has no source (as in `CellWork`)."""
         return ""
 
     def filled(self, function: Callable[..., Any], values: Iterator[Any]) -> "FunctionWork":
-        """Return the call of `function` with its arguments.
+        """Return a call of `function` with this shape.
 
         Args:
-            values: Iterator that yields the positional arguments, then the keyword arguments.
+            values: Iterator over the values of the positional arguments, then of the keyword
+                arguments in the order of `names`.
         """
         args = tuple(next(values) for _ in range(self.n_args))
         kwargs = {name: next(values) for name in self.names}
@@ -97,7 +101,7 @@ class CallShape(Struct, frozen=True, tag="function"):
 
 @dataclass(frozen=True)
 class FunctionWork:
-    """A call of a function, or of any other callable."""
+    """The work of a run: a call of a function, or of any other callable, with its arguments."""
 
     function: Callable[..., Any]
     args: tuple[Any, ...] = ()
@@ -110,7 +114,7 @@ class FunctionWork:
         return CallShape(self.raw, len(self.args), tuple(self.kwargs))
 
     def arguments(self) -> Iterator[tuple[str, Any]]:
-        """Yield each argument with its name for messages, in the order of `CallShape.filled`."""
+        """Yield (name for messages, value) for each argument, positional arguments first."""
         yield from ((f"argument {at}", value) for at, value in enumerate(self.args, 1))
         yield from self.kwargs.items()
 
