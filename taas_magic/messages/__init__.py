@@ -3,7 +3,7 @@
 Other packages import all names from here. The modules are grouped by conversation:
 
     events.py    a rank, fetcher or agent -> the pool's process -> the journal and the kernel
-    ranks.py     a rank or fetcher <-> the agent of its host, in addition to events
+    ranks.py     a rank or fetcher <-> the agent of its host: all messages except events
     requests.py  a kernel <-> the pool's process <-> an agent: requests and their responses
     codec.py     messages <-> bytes
     terminal.py  removes terminal control sequences from messages that people will read

@@ -14,8 +14,8 @@ _encoder = msgspec.json.Encoder(enc_hook=repr)
 def encode(message: Struct) -> bytes:
     """Encode a message as one line of JSON, without a line end.
 
-    A value of a type that JSON does not have is encoded as its `repr`. Characters that UTF-8 cannot
-    encode, as in some file names, are escaped.
+    If JSON has no type for a value, the line has the `repr` of the value. Characters that UTF-8
+    cannot encode, as in some file names, are escaped (`escaped`).
     """
     try:
         return _encoder.encode(message)
@@ -24,9 +24,10 @@ def encode(message: Struct) -> bytes:
 
 
 def escaped(value: Any) -> Any:
-    r"""Return a copy of a value in which all strings can be encoded as UTF-8.
+    r"""Return a copy of a value whose strings can all be encoded as UTF-8.
 
-    A lone surrogate becomes six ASCII characters, such as `\udce9`. Tuples become lists.
+    Each lone surrogate in a string is replaced by six ASCII characters, such as `\udce9`. Tuples
+    are replaced by lists.
     """
     if isinstance(value, str):
         return value if value.isascii() else value.encode("utf-8", "backslashreplace").decode()
@@ -46,7 +47,7 @@ def from_json(packed: bytes, kind: type[_T]) -> _T:
     """Decode a value that `to_json` encoded.
 
     Raises:
-        ValueError: `packed` is not a value of this type.
+        ValueError: `packed` does not decode to a value of the type `kind`.
     """
     try:
         return msgspec.convert(json.loads(packed), kind, str_keys=True)
@@ -69,7 +70,7 @@ def from_bytes(packed: bytes, kind: type[_T]) -> _T:
     """Decode a value that `to_bytes` encoded.
 
     Raises:
-        ValueError: `packed` is not a value of this type.
+        ValueError: `packed` does not decode to a value of the type `kind`.
     """
     try:
         # `to_bytes` may have written JSON. The first byte of a JSON text is below 0x80. A msgpack

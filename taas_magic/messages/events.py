@@ -1,7 +1,8 @@
-"""Events of a run: the records of its journal, and what the notebook shows.
+"""Events of a run: the messages that the notebook shows and the journal records.
 
-The pool's process writes each event as a line of JSON to the journal (docs/events.md) and sends it
-to the kernel. Give each new field a default, so that journals of older versions remain readable.
+The pool's process writes each event as a line of JSON to the journal (docs/events.md), and sends
+the event to the kernel. Give each new field a default, so that journals of older versions remain
+readable.
 """
 
 import time
@@ -19,7 +20,18 @@ from taas_magic.messages.terminal import cleaned
 
 
 class Failure(Struct, kw_only=True, frozen=True):
-    """Failure of a rank, or of a host. docs/events.md describes the fields."""
+    """Failure of a rank or a host, with the traceback or other facts that show the cause.
+
+    Attributes:
+        rank: The rank that failed; None if no single rank is the cause.
+        how: Kind of failure, such as "raised", "signal", "exit" or "host" (docs/events.md).
+        etype: Type of the exception; "" without an exception.
+        stack: Last known Python stack, if there is no exception.
+        signal: Name of the signal that ended the process; "" for none.
+        consequence: Whether a failure of another rank caused this failure.
+        tail: Last lines of the rank's log.
+        advice: Sentence that says what the user can do.
+    """
 
     rank: int | None = None
     host: str = ""
@@ -39,7 +51,7 @@ class Failure(Struct, kw_only=True, frozen=True):
 
 
 class StackFrame(NamedTuple):
-    """A frame of a Python stack; `text` is the source line that it executes, or "" if unknown."""
+    """A frame of a Python stack; `text` is the source line that runs, or "" if unknown."""
 
     file: str
     line: int
@@ -56,11 +68,12 @@ class ProcessStack(Struct, kw_only=True):
 
     Attributes:
         command: Command line of the process; "" for a rank.
-        place: Line of the notebook that the process executes.
-        waits_for: Event that the process's main thread waits for, as text for the user.
+        place: Line of the notebook that the process executes; "" if unknown.
+        waits_for: What the process's main thread waits for, as text for the user; "" if unknown.
         system: State of the process in the operating system, as psutil names it.
-        threads: Frames by thread, outermost frame first. The main thread is the first one.
-        pending: Collectives that have started and not finished.
+        threads: Lines with the frames of each thread, by thread name. The main thread comes first;
+            in a thread, the outermost frame comes first.
+        pending: Collectives that have started and not finished, as text for the user.
         children: Stack reports of the process's child processes.
         memory_bytes: Proportional set size (PSS) of the process: shared memory is divided among the
             processes that share it.
@@ -97,8 +110,8 @@ class RankStack(ProcessStack, kw_only=True):
         quiet_s: Seconds since the rank last made progress.
         since: Time at which the rank last made progress, by the clock of the process that displays
             the report. That process sets this field.
-        cpus: Mean number of processors that the rank and its descendants used while the report was
-            made.
+        cpus: Mean number of processors that the rank and its descendants used while the agent made
+            the report.
         in_collectives: Fraction of the rank's heartbeats, from 0 to 1, at which a collective was
             running.
         gpu: The rank's use of its GPU at its last heartbeat; None if the rank has not used CUDA.
@@ -121,7 +134,7 @@ class FetcherStack(ProcessStack, kw_only=True):
 
 
 class RunStacks(Struct):
-    """Stack reports of a run; `silent` has a line for each host that did not respond."""
+    """Stack reports of a run's processes; `silent` has a line for each host without a response."""
 
     ranks: list[RankStack] = []
     fetchers: list[FetcherStack] = []
@@ -129,12 +142,13 @@ class RunStacks(Struct):
 
 
 class RankUsage(Struct, kw_only=True):
-    """What a rank and its descendants use, and what the rank executes.
+    """Use of processors, memory and GPU by a rank and its descendants, and the rank's current line.
 
     Attributes:
-        cpus: Mean number of processors since the last report.
-        memory_bytes: Memory of the processes (PSS). A page that processes share is divided among
-            them.
+        cpus: Mean number of processors that the rank and its descendants have used since the last
+            `Usage` event.
+        memory_bytes: Memory of the rank and its descendants (PSS): the size of a page that several
+            processes share is divided among these processes.
         in_collectives: Fraction of the rank's heartbeats, from 0 to 1, at which a collective was
             running.
         place: Line of the notebook that the rank executes; "" if unknown.
@@ -150,7 +164,21 @@ class RankUsage(Struct, kw_only=True):
 
 
 class RankCounts(Struct, kw_only=True):
-    """Counts and times of one rank for one loader; docs/events.md describes the fields."""
+    """A rank's counts for one loader, since the start of the attempt.
+
+    Attributes:
+        workers: `num_workers` of the loader.
+        batches: Batches that the cell received.
+        waited_s: Seconds that the cell waited for batches.
+        retried: Requests that the rank sent again because a fetcher was lost.
+        first_s: Seconds of `waited_s` that the cell waited for the first batch.
+        span_s: Seconds that the cell spent in loops over the loader, waiting or working.
+        receive_s: Seconds that the rank spent receiving batches; counts one batch in 16.
+        held_bytes: Memory of the rank for received batches.
+        resumed: Units that all ranks had received before the loader's state was saved that the cell
+            has loaded; 0 if it loaded none.
+        spent: Units that all ranks have received so far, including `resumed`.
+    """
 
     workers: int = 0
     batches: int = 0
@@ -168,7 +196,19 @@ class RankCounts(Struct, kw_only=True):
 
 
 class FetcherCounts(Struct, kw_only=True):
-    """Counts and times of one fetcher for one loader; docs/events.md describes the fields."""
+    """A fetcher's counts for one loader: sums over the fetcher's workers.
+
+    Attributes:
+        prepared: Batches that the workers have prepared.
+        sent: Batches that the fetcher has sent to ranks.
+        ready: Batches that are prepared and not yet requested.
+        budget_bytes: Limit on `ready_bytes`, the memory of the ready batches.
+        fetch_s: Seconds that all workers together spent preparing batches.
+        fetch_most_s: Seconds that the busiest worker spent preparing batches.
+        idle: Workers that have started and have nothing to do.
+        up_s: Seconds since the workers started.
+        refused: Connections that the fetcher refused because the peer did not know the run's key.
+    """
 
     prepared: int = 0
     sent: int = 0
@@ -213,8 +253,10 @@ class LoaderAddresses(Struct, kw_only=True, frozen=True):
     Attributes:
         fetchers: Number of fetchers that serve the loader.
         workers: Number of workers of all these fetchers together.
-        addresses: Known addresses, by `FetcherPlan.index`. A fetcher reports only its own address.
-        failed: Reason why the reporting fetcher has ended or could not start; else "".
+        addresses: Known addresses, by number of the fetcher among the loader's fetchers
+            (`FetcherPlan.index`). A fetcher reports only its own address.
+        failed: Reason why the fetcher that this object describes has ended or could not start;
+            "" if it has not failed.
         starting: Number of fetchers that have neither an address nor a failure yet.
     """
 
@@ -240,8 +282,8 @@ class KeptOutFile(Struct):
     """A file of a rank other than 0 that was kept out of the project store.
 
     Attributes:
-        in_store: Whether the project store has a file with this path, or rank 0 of the same host
-            has written one and then moved or removed it.
+        in_store: Whether the project store has a file with this path. Also True if rank 0 on the
+            same host has written such a file, and then moved or removed the file.
     """
 
     rank: int
@@ -292,7 +334,7 @@ class RankEvent(Event, kw_only=True):
 
 
 class StateChanged(Event, tag="state", kw_only=True):
-    """The pool's process reports that the run starts its first attempt.
+    """The pool's process reports that the run's hosts are ready and its first attempt starts.
 
     Attributes:
         state: Always "RUNNING".
@@ -302,11 +344,11 @@ class StateChanged(Event, tag="state", kw_only=True):
 
 
 class Detached(Event, tag="detached", kw_only=True):
-    """The pool's process reports that it owns the run from now on, instead of a kernel."""
+    """The pool's process reports that the run is detached: it no longer ends with its kernel."""
 
 
 class Restart(Event, tag="restart", kw_only=True):
-    """The pool's process reports that all ranks start again.
+    """The pool's process reports that it starts all ranks of the run again, in a new attempt.
 
     Attributes:
         failure: The failure that caused the restart; None if no host reported one.
@@ -317,18 +359,21 @@ class Restart(Event, tag="restart", kw_only=True):
 
 
 class InputAnswered(RankEvent, tag="answered", kw_only=True):
-    """The pool's process reports that a rank has received its line of input, or a refusal."""
+    """The pool's process reports that a rank got an answer to its `InputRequested`.
+
+    The answer is a line of input, or a refusal because no user can type.
+    """
 
 
 class RunEnded(Event, tag="ended", kw_only=True):
     """The pool's process reports the end of the run, as the run's last event.
 
-    If that process is lost, the kernel or a reader of the journal makes the event.
+    If the pool's process is lost, the kernel or a reader of the journal creates this event.
 
     Attributes:
         state: SUCCEEDED, FAILED, INTERRUPTED or LOST.
-        failures: Failures of all hosts, causes before consequences.
-        first: The failure to blame; None if there is none.
+        failures: Failures on all hosts. A failure comes before the failures that it caused.
+        first: The failure that ended the run; None if no failure did.
         why: Reason for the end if something other than the ranks ended the run, such as the loss of
             the pool's process; else "".
         attempt: Number of the last attempt, whose results count.
@@ -384,10 +429,13 @@ class RankFailure(Event, tag="failure", kw_only=True):
 
 
 class Hang(Event, tag="hang", kw_only=True):
-    """An agent reports that no rank of its host makes progress, or that one makes progress again.
+    """An agent reports the start or the end of a hang on its host.
+
+    A hang starts when no rank of the host has made progress for the time of `--hang`. It ends when
+    a rank makes progress again.
 
     Attributes:
-        ranks: Stack reports of the ranks; empty if a rank makes progress again.
+        ranks: Stack reports of the host's ranks at the start of a hang; empty at the end.
     """
 
     attempt: int
@@ -395,7 +443,10 @@ class Hang(Event, tag="hang", kw_only=True):
 
 
 class Usage(Event, tag="usage", kw_only=True):
-    """An agent reports what the ranks of its host use. An ended rank keeps its last row."""
+    """An agent reports the use of processors, memory and GPUs by the ranks of its host.
+
+    After a rank has ended, the events repeat its last values.
+    """
 
     attempt: int
     ranks: list[RankUsage]
@@ -406,8 +457,10 @@ class RanksEnded(Event, tag="settled", kw_only=True):
 
     Attributes:
         state: SUCCEEDED, FAILED or INTERRUPTED.
-        cause: Reason for the end; "" on success. The values are "rank", "left", "stopped",
-            "timeout", "interrupt" and "host"; `host.watch.Verdict` explains them.
+        cause: Reason for the end; "" on success. "rank": a rank raised an exception or died.
+            "left": a rank called `sys.exit(0)`, and other ranks did not. "stopped": SIGSTOP
+            suspended a rank for too long. "timeout": the time of `--timeout` is over. "interrupt":
+            the user interrupted the run. "host": the host's forkserver has ended.
     """
 
     attempt: int = 0
@@ -419,7 +472,7 @@ class RanksEnded(Event, tag="settled", kw_only=True):
 class RanksKilled(Event, tag="killed", kw_only=True):
     """An agent reports that it killed ranks of a session.
 
-    These ranks did not end the session's current cell in time after an interrupt or a failure.
+    After an interrupt or a failure, these ranks did not end the current cell in time.
     """
 
     ranks: list[int]
@@ -437,7 +490,15 @@ class HostEnded(Event, tag="host_ended", kw_only=True):
 
 
 class StoreReceipt(Event, tag="receipt", kw_only=True):
-    """An agent lists its ranks' writes to the project store; see `store.receipt.Receipt`."""
+    """An agent lists the files that ranks of its host wrote to the project store, at the end.
+
+    Attributes:
+        kept_out: Files of ranks other than 0, which did not get into the store.
+        shared: Folders of the store in which every rank could write.
+        means: Mechanism that kept ranks other than 0 from writing to the store.
+        complete: Whether the search for files of rank 0 covered the whole store.
+        not_sent: Files of rank 0 that could not be copied from the host to the store.
+    """
 
     written: list[WrittenFile] = []
     kept_out: list[KeptOutFile] = []
@@ -451,9 +512,10 @@ class FetcherEnded(Event, tag="fetcher_ended", kw_only=True):
     """An agent reports that a fetcher has ended.
 
     Attributes:
-        entry: If the fetcher ended unexpectedly or could not start: an entry for each of the
-            fetcher's loaders, with the reason in its `failed`. Unset if the fetcher ended on
-            request.
+        number: Number of the fetcher in the run.
+        entry: If the fetcher ended unexpectedly or could not start: a `LoaderAddresses` for each of
+            the fetcher's loaders, with the reason in the field `failed`. Unset if the pool's
+            process ended the fetcher.
     """
 
     number: int
@@ -470,7 +532,11 @@ class Lines(RankEvent, tag="lines", kw_only=True):
 
 
 class LinesDropped(RankEvent, tag="dropped", kw_only=True):
-    """An agent reports how much output of a rank it dropped to keep the rate limit (LogBudget)."""
+    """An agent reports how many lines and bytes of a rank's output it did not send.
+
+    The rank wrote more lines than the agent may send at once (`LogBudget`). The rank's log file on
+    disk has all lines.
+    """
 
     lines: int
     bytes: int
@@ -483,7 +549,7 @@ class Progress(RankEvent, tag="progress", kw_only=True):
 
 
 class Display(RankEvent, tag="display", kw_only=True):
-    """A rank sends an output that it displayed; `data` maps media types to contents."""
+    """A rank sends a rich output, such as a picture; `data` maps media types to contents."""
 
     data: dict[str, Any]
     metadata: dict[str, Any] | None = None
@@ -498,7 +564,7 @@ class ClearOutput(RankEvent, tag="clear", kw_only=True):
 
 
 class RankReport(RankEvent, tag="data", kw_only=True):
-    """A rank reports its counts and times by loader, and the `cores` of its host."""
+    """A rank reports its counts for each loader, and the number of CPU cores of its host."""
 
     cores: int = 0
     loaders: dict[str, RankCounts]
@@ -549,9 +615,10 @@ class Rehearsed(RankEvent, tag="rehearsed", kw_only=True):
 
 
 class FederationStarted(RankEvent, tag="federated", kw_only=True):
-    """Rank 0 of a federation reports that all hosts take part.
+    """Rank 0 of a federation reports that all hosts have connected to it.
 
-    Before this event, a failure of any host ends the run.
+    Before this event, a failure of any host ends the run. After it, the run continues without a
+    host that fails, unless this is the host of rank 0.
     """
 
 
@@ -559,9 +626,10 @@ class CellNames(RankEvent, tag="names", kw_only=True):
     """A rank reports which variables a session's cell has assigned or deleted.
 
     Attributes:
-        plain: Digests of the assigned simple values, such as numbers and lists of strings, by the
-            name of the variable (`simple_digest`).
-        fetched: Numbers of the session's cells whose fetchers this rank still needs.
+        plain: Digests (`simple_digest`) of those assigned variables whose values are simple, by
+            name. With a digest, the kernel can compare the value with its own.
+        fetched: Numbers of the session's cells whose fetchers this rank still needs. The kernel
+            ends fetchers that no rank needs.
     """
 
     assigned: list[str] = []
@@ -577,8 +645,10 @@ class FetcherStarted(Event, tag="fetcher", kw_only=True):
     """A fetcher reports that it now accepts connections from ranks.
 
     Attributes:
-        workers: Number of workers by the name of the loader.
-        entry: Addresses of the fetcher; not in the journal.
+        number: Number of the fetcher in the run.
+        cores: Number of CPU cores of the fetcher's host.
+        workers: Number of the fetcher's workers, by name of the loader.
+        entry: Addresses of the fetcher, by name of the loader; not written to the journal.
     """
 
     number: int
@@ -589,7 +659,7 @@ class FetcherStarted(Event, tag="fetcher", kw_only=True):
 
 
 class FetcherReport(Event, tag="fetched", kw_only=True):
-    """A fetcher reports its counts and times, by loader."""
+    """A fetcher reports its counts, such as prepared batches, for each loader."""
 
     number: int
     loaders: dict[str, FetcherCounts]
@@ -613,10 +683,10 @@ _decode_event: Callable[[bytes], Event] = msgspec.json.Decoder(AnyEvent).decode
 
 
 def decode_event(packed: bytes) -> Event:
-    """Decode an event, and remove terminal control sequences from it (`cleaned`).
+    """Decode an event from JSON, and remove terminal control sequences from its texts.
 
     Raises:
-        msgspec.DecodeError: `packed` is no event.
+        msgspec.DecodeError: `packed` is not the JSON of an event.
     """
     try:
         return cleaned(_decode_event(packed))

@@ -1,6 +1,6 @@
-"""Messages between an agent and the ranks and fetchers of its host, in addition to events.
+"""Messages between an agent and the ranks and fetchers of its host, except events.
 
-These messages are lines of JSON in pipes, and do not leave the host.
+These messages are lines of JSON in pipes. Unlike events, they do not leave the host.
 """
 
 from collections.abc import Callable
@@ -32,22 +32,22 @@ from taas_magic.messages.events import (
 
 
 class RankMessage(Struct, tag_field="kind", kw_only=True):
-    """Base class of messages from a rank to its agent. The agent does not forward them."""
+    """Base class of messages from a rank to its agent, which the agent does not forward."""
 
 
 class RankTakesInterrupts(RankMessage, tag="up"):
-    """The rank reports that from now on it reacts to SIGINT."""
+    """The rank reports that SIGINT now interrupts its cell, and no longer kills the rank."""
 
 
 class RankBeat(RankMessage, tag="beat", kw_only=True):
     """The rank reports periodically that it is alive.
 
     Attributes:
-        stack: The innermost frames of the main thread; the innermost one is last.
-        collectives: Numbers of started and of finished collectives, for each torch.distributed
-            backend.
-        spins: Whether the rank may be busy-waiting for a NCCL collective. If so, its use of CPU
-            time does not count as progress.
+        stack: The innermost frames of the main thread, with the innermost frame last.
+        collectives: Numbers of collectives that have started and that have finished, for each
+            torch.distributed backend.
+        spins: Whether the rank may be busy-waiting for a NCCL collective. If so, the rank's use of
+            CPU time does not count as progress.
         gpu: The rank's use of its GPU; None if the rank has not used CUDA.
         is_debugged: Whether a client of debugpy, such as VS Code, is attached to the rank.
     """
@@ -60,7 +60,7 @@ class RankBeat(RankMessage, tag="beat", kw_only=True):
 
 
 class RankStackSample(RankMessage, tag="stack_sample"):
-    """The rank sends the stacks of its threads, by thread name, and its unfinished collectives."""
+    """The rank sends the current stack of each of its threads, and its unfinished collectives."""
 
     threads: dict[str, list[StackFrame]]
     pending: list[str] = []
@@ -69,7 +69,8 @@ class RankStackSample(RankMessage, tag="stack_sample"):
 class RankRaised(RankMessage, tag="raised"):
     """The rank reports the exception with which its cell failed.
 
-    If IPython formats the traceback too, a second message replaces Python's text by IPython's.
+    The traceback is in Python's format. If IPython has formatted the traceback, the rank sends a
+    second message with IPython's text, which replaces the first message.
 
     Attributes:
         is_logged: Whether the rank has already written the traceback to its log.
@@ -86,13 +87,16 @@ class RankRaised(RankMessage, tag="raised"):
 class RankShowedError(RankMessage, tag="showed"):
     """The rank reports that IPython caught and showed an exception, and that the cell continues.
 
-    `%run` of a script that raises is an example. The run fails nevertheless: `RankRaised` follows
-    when the cell ends.
+    For example, a cell with `%run` continues after the script has raised an exception. The run
+    fails nevertheless: the rank sends `RankRaised` when the cell ends.
     """
 
 
 class RankErrorSent(RankMessage, tag="reported"):
-    """The rank reports that it will send no further message about its cell's exception."""
+    """The rank reports that it has sent all messages about its cell's exception.
+
+    Until this message, the agent waits before it kills the rank.
+    """
 
 
 class RankCalledExit(RankMessage, tag="left"):
@@ -102,14 +106,15 @@ class RankCalledExit(RankMessage, tag="left"):
 
 
 class RankFinished(RankMessage, tag="finished"):
-    """The rank reports that the cell ran to its end."""
+    """The rank reports that the cell ran to its end without an exception."""
 
 
 class RankIdle(RankMessage, tag="returned", kw_only=True):
     """A session's rank reports that it waits for its next cell.
 
     Attributes:
-        was_cut: Whether the rank's connections to other ranks were closed, to end a collective.
+        was_cut: Whether connections between this rank and other ranks were closed in order to end
+            a collective that the rank was waiting for.
     """
 
     was_cut: bool = False
@@ -123,14 +128,16 @@ class StoreMessage(Struct, tag_field="kind", kw_only=True):
 
 
 class StoreWriteReported(StoreMessage, tag="store_write"):
-    """The rank reports that it writes a path of the project store.
+    """The rank reports that it writes a file of the project store, or has moved the file away.
 
-    The receipt uses rank 0's reports only if rank 0's host shares the store. If the host has a
-    mirror instead, the receipt lists the files that the host has sent to the store.
+    If rank 0's host shares the project store, the run's receipt lists the files in rank 0's
+    reports. If the host has a mirror instead, the receipt lists the files that the host has sent to
+    the store.
 
     Attributes:
-        is_moved: Whether the rank has moved its own version of the path away, so that the earlier
-            report no longer counts.
+        path: Path of the file.
+        is_moved: Whether the rank has moved the file that it wrote to another path. If so, the
+            agent drops the earlier report about this path.
     """
 
     path: str
@@ -138,7 +145,7 @@ class StoreWriteReported(StoreMessage, tag="store_write"):
 
 
 class StoreProtectionReported(StoreMessage, tag="store_protection"):
-    """The rank reports the mechanism that keeps its writes out of the project store.
+    """The rank reports by which mechanism its host keeps its writes out of the project store.
 
     Attributes:
         protection: A value of `store.guard.StoreProtection`, such as "Landlock".
@@ -151,7 +158,7 @@ class StoreProtectionReported(StoreMessage, tag="store_protection"):
 
 
 class FetcherFailed(Struct, tag_field="kind", tag="fetcher_failed"):
-    """A fetcher's message to its agent: the reason why it cannot continue."""
+    """A fetcher reports to its agent that it ends because of an error; `why` is the reason."""
 
     why: str
 
@@ -161,8 +168,8 @@ class CellOrder(Struct, kw_only=True):
 
     Attributes:
         number: Number of the cell in the session, from 1; 0 ends the rank.
-        takes_part: Whether the rank runs the cell. If not, the rank only loads the cell's
-            variables.
+        takes_part: Whether the rank runs the cell. If not, the rank only loads the variables that
+            the notebook sent for the cell.
         colors: IPython's colour scheme for tracebacks.
     """
 

@@ -1,8 +1,8 @@
 """Requests that one process sends to another, and their responses.
 
-Requests are operations of Dask, encoded as msgpack. A kernel and the agents send them to the Dask
-scheduler in the pool's process, and that process sends requests to agents. Each response is defined
-before its request.
+Requests are operations of Dask, encoded as msgpack. A kernel and the agents send requests to the
+Dask scheduler in the pool's process. The pool's process also sends requests to the agents. In this
+module, each response is defined before its request.
 """
 
 import time
@@ -20,7 +20,7 @@ _T = TypeVar("_T")
 
 
 class Request(Struct, Generic[_T]):
-    """Base class of requests that one process sends to another. `Request[T]` has a response of `T`.
+    """Base class of requests that one process sends to another; `T` is the type of the response.
 
     The class name of a request names its operation in Dask. `pool/gate.py` lists the operations
     that each peer may send.
@@ -61,9 +61,10 @@ class StartResponse(Struct, kw_only=True):
     """Response of the pool's process to `WaitForHosts`, `LaunchRanks` and `LaunchFetchers`.
 
     Attributes:
-        error: Reason why there are no hosts; else "".
-        store_error: Reason why the project store cannot be used; else "".
-        is_ending: Whether the pool's process had begun to end when it received the request.
+        error: Reason why the pool has no hosts for the request; "" without an error.
+        store_error: Reason why the project store cannot be used; "" without an error.
+        is_ending: Whether the pool's process had begun to end when the request arrived. If so, the
+            request had no effect.
     """
 
     hosts: list[str] = []
@@ -73,12 +74,13 @@ class StartResponse(Struct, kw_only=True):
 
 
 class WaitForHosts(Request[StartResponse]):
-    """A kernel asks the pool's process to wait until enough hosts can start ranks immediately.
+    """A kernel asks the pool's process to respond when enough hosts can start ranks immediately.
 
     Attributes:
-        owner: Id of the kernel's Dask client. If the client disconnects, the wait is cancelled.
-        wait: Id to pass to `Halt` to cancel the wait.
-        has_run: Whether a run waits for the hosts; False if the wait only warms the pool.
+        owner: Id of the kernel's Dask client. If the client disconnects, this request is cancelled.
+        wait: Id that the kernel chooses for this request. `Halt` with this id cancels the request.
+        hosts: Number of hosts to wait for.
+        has_run: Whether a run waits for the hosts; False if the kernel only warms the pool.
     """
 
     owner: str
@@ -90,7 +92,7 @@ class WaitForHosts(Request[StartResponse]):
 class ForwardEvents(Request[None]):
     """A kernel forwards events of a run's fetchers to the pool's process that owns the run.
 
-    This request is needed if the fetchers run in another pool than the ranks.
+    The kernel sends this request only if the fetchers and the ranks run in different pools.
     """
 
     run_id: str
@@ -100,22 +102,23 @@ class ForwardEvents(Request[None]):
 class Detach(Request[str]):
     """A kernel hands a run and its fetchers over to the pool's process.
 
-    If the run is a session, the kernel remains the owner until the kernel ends. The response is "",
-    or the reason why the pool's process cannot take the run over.
+    Afterwards, the run continues when the kernel ends. If the run is a session, the kernel still
+    receives the session's events until the kernel ends. The response is the reason why the pool's
+    process cannot take the run over, or "" on success.
     """
 
     run_id: str
 
 
 class SessionState(Struct, kw_only=True):
-    """State of a session, for the kernel that takes it over.
+    """State of a session, for the kernel that takes the session over.
 
     Attributes:
         error: Reason why the kernel cannot take the session over; "" on success.
         cells: Number of cells that the session has begun.
-        fetchers: Number of fetchers that its cells have started.
-        cell: Run id of the running cell. If no cell is running, run id of the last cell that lost
-            its kernel; "" for none.
+        fetchers: Number of fetchers that the session's cells have started.
+        cell: Run id of the running cell. If no cell is running, the run id of the last cell during
+            which the session lost its kernel; "" if there is no such cell.
     """
 
     error: str = ""
@@ -138,11 +141,12 @@ class TakeSession(Request[SessionState]):
 class TakeFetchers(Request[list[AnyEvent] | None]):
     """The pool's process that owns a run takes over the run's fetchers from another pool's process.
 
-    The response has the events of the fetchers' starts and ends so far. It is None if the other
-    pool does not run the fetchers.
+    The response has the events of the fetchers' starts and ends so far. It is None if the pool that
+    receives the request does not run the fetchers.
 
     Attributes:
-        owner: Id of the new owner's Dask client. If the client disconnects, the fetchers end.
+        owner: Id of the Dask client of the pool's process that owns the run. If this client
+            disconnects, the fetchers end.
     """
 
     owner: str
@@ -150,10 +154,10 @@ class TakeFetchers(Request[list[AnyEvent] | None]):
 
 
 class AllowRestarts(Request[None]):
-    """A kernel reports that a session runs another cell. The receiver is the fetchers' pool.
+    """A kernel reports to the pool of a session's fetchers that the session runs its next cell.
 
-    During that cell, the fetchers of each earlier cell may restart once. If they have all ended
-    already, they restart at once.
+    During the next cell, the fetchers of each earlier cell may restart once. If all fetchers of an
+    earlier cell have ended before, these fetchers restart at once.
 
     Attributes:
         session: Run id of the session.
@@ -168,7 +172,8 @@ class HostStatus(Struct, kw_only=True):
     Attributes:
         protection: Value of `store.guard.StoreProtection`, such as "Landlock".
         allocated_s: Seconds since the host was allocated.
-        idle_s: Seconds for which the host has had no run; None if a run is on the host now.
+        runs: Ids of the runs on the host.
+        idle_s: Seconds since the last run on the host ended; None if a run is on the host now.
         gpu_hours: GPU hours since the host was allocated.
     """
 
@@ -198,9 +203,10 @@ class PoolStatus(Struct, kw_only=True):
 
     Attributes:
         hosts: Hosts that can start ranks.
-        refused: Number of refused messages and connections.
-        gpu_hours: GPU hours of all hosts since the pool's process started.
-        used_gpu_hours: GPU hours in which runs used the hosts.
+        starting: Hosts that cannot start ranks yet.
+        refused: Number of messages and connections that the pool's process refused.
+        gpu_hours: GPU hours for which hosts were allocated since the pool's process started.
+        used_gpu_hours: The part of `gpu_hours` in which runs used the hosts.
     """
 
     hosts: list[HostStatus] = []
@@ -215,7 +221,7 @@ class GetStatus(Request[PoolStatus]):
 
 
 class EndPool(Request[None]):
-    """A kernel asks the pool's process to end every run and then itself."""
+    """A kernel asks the pool's process to end every run, and then to exit."""
 
 
 # A kernel asks the pool's process, which forwards the same request to each agent concerned.
@@ -227,7 +233,8 @@ class Halt(Request[None]):
     If the ranks or fetchers have already ended, the request does nothing.
 
     Attributes:
-        run_id: Id of a run or of its fetchers. The id of a wait for hosts cancels the wait.
+        run_id: Id of a run or of the run's fetchers. With `WaitForHosts.wait`, the pool's process
+            stops waiting for hosts.
         how: "interrupt" or "kill".
     """
 
@@ -239,10 +246,11 @@ class AnswerInput(Request[None]):
     """A kernel's answer to a rank's `InputRequested`.
 
     Attributes:
-        rank: The rank that asked.
-        number: `InputRequested.number`.
-        line: The line that the user typed, without a line end; None if the user ended the input.
-        is_refused: Whether no user can type. If True, `line` is None.
+        rank: The rank that waits for the answer.
+        number: Number of the rank's request (`InputRequested.number`).
+        line: The line that the user typed, without a line end; None if the user ended the input, or
+            if the request is refused.
+        is_refused: Whether the kernel refuses the request, because no user can type.
     """
 
     run_id: str
@@ -263,15 +271,17 @@ class GetStacks(Request[RunStacks]):
 
 
 class HostFacts(Struct, frozen=True):
-    """Facts about a host. `probe.main` finds them in the Python that the pool's settings name.
+    """Facts about a host, such as its GPUs and packages.
+
+    On the host, `probe.main` finds these facts, in the Python that the pool's settings name.
 
     Attributes:
-        torch: Version of torch; "" if it is not installed.
+        torch: Version of torch; "" if torch is not installed.
         cuda: CUDA version that torch was built for; "" for a CPU build.
         versions: Versions of the requested packages that are installed.
-        ours: Digest of taas-magic's files; "" if it is not installed.
-        cache: Folder for taas-magic's files on the host (`probe.cache_folder`).
-        cache_error: Reason why the cache is not writable; "" if it is writable.
+        ours: Digest of the files of taas-magic; "" if taas-magic is not installed.
+        cache: Folder on the host for files of taas-magic (`probe.cache_folder`).
+        cache_error: Reason why the cache is not writable; "" if the cache is writable.
         free_bytes: Bytes that can still be written to the cache.
         sites: Names of the package folders that taas-magic has put into the cache.
         cores: Number of logical processors that a process may use.
@@ -314,9 +324,10 @@ class HostFacts(Struct, frozen=True):
     sees_store: bool = False
 
     def of(self, host: str, began: float) -> "HostFacts":
-        """Return the facts with `host` and `ahead_s` set.
+        """Return a copy of these facts with the fields `host` and `ahead_s` set.
 
-        Call this method as soon as the facts arrive, because it reads this machine's clock.
+        Call this method as soon as the facts arrive, because it compares `clock` with this
+        machine's clock.
 
         Args:
             host: Name of the host.
@@ -326,14 +337,14 @@ class HostFacts(Struct, frozen=True):
         return structs.replace(self, host=host, ahead_s=ahead_s)
 
     def interface_of(self, address: str) -> str:
-        """Return the name of the network interface with this address; "" if there is none."""
+        """Return the name of the host's network interface with `address`; "" if there is none."""
         return next((name for name, seen in self.interfaces.items() if address in seen), "")
 
 
 class GetHostFacts(Request[list[HostFacts]]):
-    """A kernel requests facts about the hosts of a pool.
+    """A kernel requests facts about the hosts of a pool, such as their GPUs and packages.
 
-    The fields are the arguments of `probe.main`, which runs in the agent's Python.
+    On each host, the agent calls `probe.main` with the fields of this request as arguments.
     """
 
     packages: list[str] = []
@@ -376,7 +387,7 @@ class DescribeHost(Request[HostHello]):
 class PauseClocks(Request[None]):
     """The pool's process pauses or resumes the clocks of `--timeout` and `--hang` on a run's hosts.
 
-    The clocks are paused while a rank waits for the user's input.
+    The clocks are paused while a rank waits for the user's input, because this time must not count.
     """
 
     run_id: str
@@ -390,9 +401,13 @@ class EndRun(Request[None]):
 
 
 class SetFetcherAddress(Request[None]):
-    """The pool's process sends an agent the addresses of a fetcher.
+    """The pool's process sends the addresses of a fetcher to an agent, for the host's ranks.
 
-    The agent writes the addresses to a folder, where the ranks on the agent's host read them.
+    The agent writes the addresses to a folder, in which the ranks on its host find them.
+
+    Attributes:
+        number: Number of the fetcher in the run.
+        entry: The addresses, by name of the loader that the fetcher serves.
     """
 
     run_id: str
@@ -410,8 +425,8 @@ class AgentSettings(Struct, kw_only=True):
         security: Keyword arguments of Dask's `Security`.
         name: Name of the host for Dask and the engine.
         host_name: Name of the host for the user; "" for the host's own name.
-        interface: Network interface of the ranks; "" if the agent must find one.
-        is_foreign: Whether the host is another machine than the notebook's.
+        interface: Network interface for the ranks' connections; "" if the agent must choose one.
+        is_foreign: Whether the host is not the notebook's machine.
         local_directory: Folder for Dask's files; None for Dask's default.
         start_timeout_s: Seconds without any activity after which the host's forkserver counts as
             stuck.
@@ -429,7 +444,12 @@ class AgentSettings(Struct, kw_only=True):
 
 
 class AgentKeys(Struct, kw_only=True):
-    """Name and key for an agent that a vehicle starts; the response to `GetAgentKeys`."""
+    """The response to `GetAgentKeys`: a name and a key for an agent that a vehicle will start.
+
+    Attributes:
+        name: Name of the host for Dask and the engine.
+        security: Keyword arguments of Dask's `Security`, with the agent's private key.
+    """
 
     name: str
     security: dict[str, str | bool]
@@ -441,14 +461,14 @@ class GetAgentKeys(Request[AgentKeys]):
     A vehicle is a Dask worker of a batch system or cloud (host/vehicle.py).
 
     Attributes:
-        vehicle: Name of that Dask worker.
+        vehicle: Name of the Dask worker that is the vehicle.
     """
 
     vehicle: str
 
 
 _SHOWN_RESPONSES = (StartResponse, RunStacks, HostHello, PoolStatus, list[HostFacts])
-"""Types of responses that people read: `read_answer` removes terminal control sequences from them.
+"""Types of responses that people read. `read_answer` removes terminal control sequences from these.
 
 Other responses contain paths and contents of files, which must not change.
 """
@@ -459,7 +479,12 @@ RequestHandler = Callable[[Any], Awaitable[object]]
 
 
 def handlers(answers: Mapping[type[Request[Any]], RequestHandler]) -> dict[str, Callable[..., Any]]:
-    """Return the handlers of requests by operation, as Dask's `Server` takes them."""
+    """Return handlers for Dask's `Server`, by the operation of the request.
+
+    Args:
+        answers: For each type of request, the function that executes a request and returns the
+            response.
+    """
     return {kind.op(): make_handler(kind, answer) for kind, answer in answers.items()}
 
 

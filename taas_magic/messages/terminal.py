@@ -1,7 +1,7 @@
 """Remove terminal control sequences from texts that people will read. Pure.
 
-A text from a host or program could change the user's terminal. Each text is cleaned once, where its
-message is decoded.
+Control sequences in a text from a host or program could change the user's terminal. Each text is
+cleaned once, when the message that contains the text is decoded.
 """
 
 import re
@@ -37,7 +37,10 @@ _BLOCKS = frozenset(
 
 
 def without_controls(text: str) -> str:
-    """Remove all terminal control sequences except colours from a line; end the line's colours."""
+    """Return a line without terminal control sequences other than colours.
+
+    If the line has colours, it ends with a sequence that switches the colours off.
+    """
     if text.isprintable():
         return text
     text = _CONTROLS.sub("", text)
@@ -73,9 +76,10 @@ def cleaned(value: _T) -> _T:
 
 
 def _cleaned(value: Any, clean: Callable[[str], str]) -> Any:
-    """Clean all strings of a value by `clean`. Structs are changed in place; containers are copied.
+    """Return a value whose strings have passed through the function `clean`.
 
-    `clean` does not apply to the fields of structs, which have their own rules (`_cleaned_field`).
+    Structs are changed in place; containers are copied. Strings in the fields of structs are
+    cleaned by the rules of `_cleaned_field`, not by `clean`.
     """
     if isinstance(value, str):
         return clean(value)
