@@ -31,13 +31,13 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 POINT_GAP_S = 0.9
-"""Seconds between two points of a loader's history.
+"""Minimum seconds between two points in `LoaderCounts.points`.
 
-Ranks send their counts once a second, so between two points each rank has sent them once.
+Ranks send their counts once a second. So each rank sends its counts once between two points.
 """
 
 RATE_POINTS = 6
-"""Number of newest points from which the current rate is computed."""
+"""Number of newest points from which current rates, such as batches/s, are computed."""
 
 
 class LoaderTotals(NamedTuple):
@@ -58,11 +58,17 @@ class LoaderTotals(NamedTuple):
     span_s: float = 0.0
 
     def since(self, earlier: "LoaderTotals") -> "LoaderTotals":
-        """Return the difference between these totals and earlier ones."""
+        """Return these totals minus `earlier`: what was added between the two times."""
         return LoaderTotals._make(now - then for now, then in zip(self, earlier, strict=True))
 
     def rate(self, value: float) -> float:
-        """Return `value` divided by `time`. Call this method on a difference of two totals."""
+        """Return `value` per second; 0 if `time` is 0.
+
+        Call this method on a difference of two totals, whose `time` is the seconds between them.
+
+        Args:
+            value: A field of these totals, such as `batches`.
+        """
         return value / self.time if self.time > 0 else 0.0
 
     @property
@@ -76,9 +82,11 @@ class LoaderCounts:
     """The counts that ranks and fetchers have sent about one loader.
 
     Attributes:
-        counts_at_first_batch: The fetchers' counts at the time of the ranks' first batches.
-        counts_at_last_batch: The fetchers' counts at the time of the ranks' last batches so far.
         points: The sums of all ranks' counts at different times, oldest first.
+        ranks: The newest counts of each rank.
+        fetchers: The newest counts of each fetcher.
+        counts_at_first_batch: Copy of `fetchers` from the time when ranks received first batches.
+        counts_at_last_batch: Copy of `fetchers` from the time when ranks last received batches.
     """
 
     name: str
@@ -97,7 +105,7 @@ class LoaderCounts:
         return math.fsum(getattr(counts, name) for counts in self.fetchers.values())
 
     def sums(self, now: float) -> LoaderTotals:
-        """Return the current sums of all ranks' counts, as a point with the time `now`."""
+        """Return the sums of all ranks' newest counts, with the time `now`."""
         return LoaderTotals(now, *(self.rank_total(name) for name in LoaderTotals._fields[1:]))
 
     @property
@@ -121,23 +129,25 @@ class LoaderCounts:
 
     @property
     def recent(self) -> LoaderTotals:
-        """The difference between the newest and the oldest kept sums, for current rates."""
+        """The newest minus the oldest entry of `points`, from which to compute current rates."""
         return self.points[-1].since(self.points[0]) if self.points else LoaderTotals(0.0)
 
     @property
     def mean(self) -> LoaderTotals:
-        """The sums of all ranks' counts so far, for mean rates.
+        """The sums of all ranks' counts so far, from which to compute mean rates.
 
-        The point's `time` is the longest time that a rank has spent in loops over the loader.
+        The field `time` has the longest time, in seconds, that a rank has spent in loops over the
+        loader.
         """
         spans = [counts.span_s for counts in self.ranks.values()]
         return self.sums(max(spans, default=0.0))
 
     def apply_counts(self, rank: int, counts: RankCounts, now: float) -> None:
-        """Replace the counts of a rank by newer ones, and add a point if `POINT_GAP_S` have passed.
+        """Store the newest counts of a rank; if the last point is old enough, add a point.
 
-        If the new point has more batches than the last point, also copy the fetchers' counts to
-        `counts_at_last_batch`. If `counts_at_first_batch` is still empty, copy them there, too.
+        A new point has the sums of all ranks' counts. It is added `POINT_GAP_S` after the last
+        point. If the new point has more batches than the last point, the fetchers' counts are
+        copied to `counts_at_last_batch`, and also to `counts_at_first_batch` if that is empty.
 
         Args:
             now: Time at which the counts arrived, in seconds on the caller's clock.
@@ -153,7 +163,10 @@ class LoaderCounts:
             self.points.append(point)
 
     def restart(self, now: float) -> None:
-        """Reset the sums, because all ranks start again."""
+        """Remove all ranks' counts, because all ranks start again, and add a point with zeros.
+
+        Older points are removed only if `points` has a maximum length.
+        """
         self.ranks.clear()
         if self.points.maxlen:
             self.points.clear()
@@ -167,7 +180,9 @@ class RunCounts:
         keep_points: Number of newest points to keep for each loader; None keeps all.
 
     Attributes:
-        fetchers: The start event of each fetcher, by its number.
+        loaders: The counts for each loader, by name.
+        fetchers: The event `FetcherStarted` of each fetcher, by number of the fetcher.
+        fetchers_ended: Numbers of the fetchers that have ended.
     """
 
     def __init__(self, keep_points: int | None = RATE_POINTS) -> None:
@@ -181,9 +196,9 @@ class RunCounts:
         """The newest event of `--prefill` while ranks wait for it; else None."""
 
     def apply(self, event: Event, now: float) -> None:
-        """Apply the next event; ignore events that do not concern loaders.
+        """Update the counts by the run's next event; ignore events that do not concern loaders.
 
-        A restart of the ranks resets the sums of all loaders.
+        A restart of the ranks removes the ranks' counts for all loaders.
 
         Args:
             now: Time at which the event arrived, in seconds on the caller's clock.
@@ -215,34 +230,37 @@ class RunCounts:
 
 
 TOLERABLE = 0.1
-"""Largest fraction of loop time that ranks may wait for batches before the user gets advice."""
+"""Maximum fraction of loop time that ranks may wait for batches without advice to the user.
+
+Loop time is the time that ranks spend in loops over the loader.
+"""
 
 _LEAST_SPAN_S = 1.0
 """Minimum seconds that some rank must have spent in loops over a loader, for advice on it."""
 
 _BUSY = 0.7
-"""Minimum fraction at which workers count as busy, for two fractions.
+"""Fraction of time, and fraction of workers, from which on workers count as busy.
 
 If the busiest worker prepares batches for a smaller fraction of the time, the delivery of batches
 limits the loader. If a smaller fraction of the workers work in parallel, the dataset has too few
-streams, or its streams have different lengths.
+streams, or streams with different lengths.
 """
 
 _CPU_BOUND = 0.6
-"""Minimum fraction of CPU time in an activity that counts as limited by the CPU.
+"""If at least this fraction of an activity's time is CPU time, the CPU limits the activity.
 
 Below this fraction, storage limits the preparation of batches, and the network or the buffer limits
-their delivery.
+the delivery of batches.
 """
 
 _FULL = 0.8
 """Minimum fraction of the hosts' cores in use for which the cores count as fully used."""
 
 _MOST_TIMES = 8
-"""Maximum ratio of the advised number of fetchers to the present number."""
+"""Maximum ratio of the number of fetchers that the advice names to the run's number of fetchers."""
 
 _WORTH = 1.15
-"""Minimum speed-up for which more fetchers on the same hosts are advised."""
+"""Minimum factor by which more fetchers on the same hosts must speed up a run to be advised."""
 
 _CORES_IN_USE = "all cores of this host are in use"
 _WORKER_PER_CORE = "this host already has a worker for each core"
@@ -289,7 +307,7 @@ class LoaderUse:
 
     @property
     def later(self) -> float:
-        """Like `waited`, but only for the time after the first batches have arrived."""
+        """Fraction of loop time that ranks waited for batches, after their first batches."""
         return max(0.0, self.waited - self.first) / max(1e-6, 1.0 - self.first)
 
     @property
@@ -299,7 +317,7 @@ class LoaderUse:
 
 
 def advice_for_run(run_counts: RunCounts) -> str:
-    """Return advice on the loader that ranks waited for longest; "" if none is needed."""
+    """Return advice on the loader for which ranks waited longest; "" if they hardly waited."""
     waited = [loader for loader in run_counts.loaders.values() if loader.mean.time >= _LEAST_SPAN_S]
     if not waited:
         return ""
@@ -350,9 +368,9 @@ def _cause_and_remedy(load: LoaderUse) -> str:
 
 
 def _advise_for_ranks(load: LoaderUse) -> str:
-    """Return the advice to use `--cpus` for a loader whose batches the ranks' processes prepare.
+    """Return the advice to add fetchers (`--cpus`) to a run whose ranks prepare their own batches.
 
-    The advice has a number of fetchers, and how much faster the run would probably be.
+    The advice has the number of fetchers, and the factor by which the run would probably be faster.
     """
     idle = max(1e-6, 1.0 - load.later)
     wanted = math.ceil(load.ranks * load.later / idle - 1e-9)
@@ -367,10 +385,10 @@ def _advise_for_ranks(load: LoaderUse) -> str:
 
 
 def _advise_on_delivery(load: LoaderUse) -> str:
-    """Return the advice for a loader that the delivery of batches to the ranks limits.
+    """Return the advice for a loader whose workers are idle, because batches reach ranks slowly.
 
-    If the CPUs of the ranks are the limit: smaller batches. If no network is involved: a larger
-    buffer. Otherwise: more fetchers, or fetchers on other hosts.
+    If the CPUs of the ranks are the limit, advise smaller batches. If ranks and fetchers are on one
+    host, advise a larger buffer. Otherwise, advise more fetchers or fetchers on other hosts.
     """
     if load.receiving >= _CPU_BOUND:
         return (
@@ -393,7 +411,7 @@ def _advise_on_delivery(load: LoaderUse) -> str:
 
 
 def _advise_more_fetchers(load: LoaderUse, most: float) -> str:
-    """Return the advice to use more fetchers; or other hosts, if the present ones lack free cores.
+    """Return the advice to use more fetchers; if the hosts lack cores, the advice to add hosts.
 
     Args:
         most: Maximum factor by which more fetchers could make the ranks faster.
@@ -414,14 +432,15 @@ def _on_other_hosts(load: LoaderUse, why: str) -> str:
 
 
 def _advised_count(load: LoaderUse, most: float, busy: float) -> tuple[int, float]:
-    """Return the advised number of fetchers, and the factor by which ranks would then be faster.
+    """Return the number of fetchers to advise, and the factor by which they would speed up ranks.
 
-    With this number, ranks would not wait, or would be `most` times as fast. But the number is at
-    most `_MOST_TIMES` times the present number, and at most `load.max_fetchers`. It is always
-    higher than the present number.
+    The number is the lowest number with which ranks would not wait, or would be `most` times as
+    fast. It is at most `_MOST_TIMES` times `load.fetchers`, and at most `load.max_fetchers`. It is
+    always higher than `load.fetchers`.
 
     Args:
-        busy: The fraction of time in which the busiest worker works now.
+        most: Maximum factor by which more fetchers could make the ranks faster.
+        busy: Fraction of time in which the busiest worker prepares batches.
     """
     wanted = math.ceil(load.fetchers * min(load.possible, most) * busy - 1e-9)
     at_most = min(_MOST_TIMES * load.fetchers, load.max_fetchers)
@@ -436,7 +455,8 @@ def _times(faster: float) -> str:
 def loader_use(run_counts: RunCounts, loader: LoaderCounts) -> LoaderUse:
     """Compute the use of one loader from the counts that ranks and fetchers have sent.
 
-    The fetchers' times count only between the first and the last batch of the ranks.
+    Of the fetchers' work, this function counts only the time between the first and the last batch
+    that ranks received.
     """
     sums, last = loader.mean, loader.counts_at_last_batch or loader.fetchers
     spent = [
@@ -480,9 +500,11 @@ def _cores_of(run_counts: RunCounts, host: str) -> int:
 def _spent(last: FetcherCounts, first: FetcherCounts | None) -> FetcherCounts:
     """Return the seconds that a fetcher and its workers spent while ranks received batches.
 
+    If the fetcher started after `first`, return `last`.
+
     Args:
-        last: The fetcher's counts at the ranks' last batches.
-        first: The fetcher's counts at the ranks' first batches; None if the fetcher started later.
+        last: The fetcher's counts when ranks received their last batches.
+        first: The fetcher's counts when ranks received their first batches; None if there are none.
 
     Returns:
         Counts of which only the four fields in seconds are valid.
@@ -499,11 +521,14 @@ def _share(part: float, whole: float) -> float:
 
 
 def curves(events: Iterable[Event]) -> dict[str, list[tuple[float, LoaderTotals]]]:
-    """Return how the counts of each loader of a run grew over time, from the journal's events.
+    """Return how much the counts of each loader of a run grew in each interval of about 1 s.
+
+    Args:
+        events: The events in the run's journal.
 
     Returns:
-        For each loader, a list with one pair per interval: the middle of the interval, in seconds
-        since the run's first event; and a point with the sums of the ranks' counts in the interval.
+        For each loader, a list of pairs, one for each interval. A pair has the middle of the
+        interval, in seconds since the run's first event, and the growth of the ranks' counts.
     """
     run_counts, began = RunCounts(keep_points=None), None
     for event in events:
@@ -518,7 +543,11 @@ def curves(events: Iterable[Event]) -> dict[str, list[tuple[float, LoaderTotals]
 
 
 def draw(events: Iterable[Event], title: str) -> "Figure":
-    """Draw two curves over time: the fraction of time that ranks waited, and the batches/s.
+    """Draw two curves for each loader: the % of time that ranks waited, and the batches/s.
+
+    Args:
+        events: The events in the run's journal.
+        title: Title of the figure.
 
     Raises:
         UsageError: matplotlib is missing, or no registered loader was in use for at least 1 s.

@@ -80,26 +80,32 @@ class RunStatus(str, Enum):
 ENDED_STATES = frozenset(RunStatus) - {RunStatus.STARTING, RunStatus.RUNNING}
 
 JOURNAL_BYTES = 256 << 20
-"""Size in bytes above which a journal receives no bulk events, only the run's changes of state."""
+"""Size in bytes above which a journal receives no more bulk events (`_BULK`), such as output lines.
+
+Other events, such as a failure or the end of the run, are still written.
+"""
 
 WAITING_BYTES = 64 << 20
-"""Maximum bytes of a journal that may wait in memory for a slow disk."""
+"""Maximum bytes of events that wait in memory for a slow disk; further bulk events are left out."""
 
 CLOSE_S = 5.0
-"""Seconds to wait at the end of a run until the journal is written."""
+"""Maximum seconds that the pool's process waits at a run's end until the journal is written."""
 
 _BULK = (
     *(Lines, LinesDropped, Progress, Display, ClearOutput),
     *(RankReport, FetcherReport, Metrics, Usage),
 )
-"""Bulk events: the kinds that a run may send without limit."""
+"""Bulk events: kinds of events of which a run may send any number, such as lines of output.
+
+If the journal or the disk is almost full, the writer leaves bulk events out.
+"""
 
 _LOCK_TRIES, _LOCK_AGAIN_S = 20, 0.01
 
 _YOUNG_S = 60.0
-"""Minimum age in seconds at which a run folder without a plan counts as broken.
+"""Minimum age in seconds at which `prune` removes a run folder without a readable plan.
 
-A younger folder may belong to a run that is being created.
+A younger folder may belong to a run that a kernel is just creating.
 """
 
 
@@ -125,7 +131,12 @@ def state_dir() -> Path:
 
 
 def cannot_write(path: Path, error: OSError) -> PoolError:
-    """Return the exception to raise if a write to the state folder has failed."""
+    """Return a `PoolError` which tells the user why a write to the state folder has failed.
+
+    Args:
+        path: The file or folder that could not be written.
+        error: The error of the write.
+    """
     if error.errno in (errno.EMFILE, errno.ENFILE):
         return PoolError(
             f"this kernel cannot open {path}: {reason_of(error)}; close some of its files, or "
@@ -138,19 +149,20 @@ def cannot_write(path: Path, error: OSError) -> PoolError:
 
 
 class DataPlanHead(msgspec.Struct):
-    """The only field of the data plan in `plan.json` that a list of runs shows."""
+    """The plan's part about fetchers in `plan.json`: only the field that a list of runs shows."""
 
     pool: str
 
 
 class RunContext(msgspec.Struct, kw_only=True):
-    """Facts about a run's notebook and pools for other processes (`run.json`).
+    """Facts about a run's notebook and pools, which other processes read from `run.json`.
 
     Attributes:
         labels: Labels of the notebook's cells in tracebacks (`Cell In[5]`), by the cells' file
             names.
-        pool_folder: The folder of the pool process that runs the ranks.
-        data_folder: The folder of the pool process that runs the fetchers; "" without fetchers.
+        pool_folder: Path of the folder of the pool's process that controls the ranks.
+        data_folder: Path of the folder of the pool's process that controls the fetchers; "" if the
+            run has no fetchers.
         notify: Command to run at the end of a detached run; "" for none.
     """
 
@@ -162,7 +174,7 @@ class RunContext(msgspec.Struct, kw_only=True):
 
 
 class PlanHead(msgspec.Struct):
-    """The fields of the plan in `plan.json` that a list of runs shows."""
+    """The plan in `plan.json`, with only the fields that a list of runs shows."""
 
     run_id: str
     name: str
@@ -173,7 +185,7 @@ class PlanHead(msgspec.Struct):
 
 @dataclass(frozen=True)
 class RunFolder:
-    """The folder of one run and its paths, for every process that shares the file system."""
+    """The folder of one run: the paths of the run's files, and methods that use these files."""
 
     path: Path
 
@@ -208,9 +220,9 @@ class RunFolder:
 
     @classmethod
     def create(cls, run_id: str, plan: msgspec.Struct, cell: str) -> "RunFolder":
-        """Create the folder of a new run and write the plan and the cell to it.
+        """Create the folder of a new run, and write the files with the plan and the cell.
 
-        If this fails, the folder is removed.
+        If a file cannot be written, the folder is removed.
 
         Raises:
             PoolError: The state folder cannot be written.
@@ -225,7 +237,7 @@ class RunFolder:
 
     @contextlib.contextmanager
     def discard_on_error(self) -> Iterator[None]:
-        """Remove the folder if the block, which fills the folder, raises OSError.
+        """Run a `with` block that writes to the folder; remove the folder if the block fails.
 
         Raises:
             PoolError: The block raised OSError.
@@ -241,7 +253,7 @@ class RunFolder:
         shutil.rmtree(self.path, ignore_errors=True)
 
     def plan(self) -> PlanHead:
-        """Read only those fields of the plan that are shown in a list of runs.
+        """Read the run's plan; return only the fields that a list of runs shows.
 
         Raises:
             OSError: The plan cannot be read.
@@ -250,14 +262,17 @@ class RunFolder:
         return messages.from_json((self.path / "plan.json").read_bytes(), PlanHead)
 
     def context(self) -> RunContext:
-        """Return the run's context; an empty one if an older version created the run."""
+        """Read the facts about the run's notebook and pools from `run.json`.
+
+        If an older version of taas-magic created the run, return a `RunContext` without facts.
+        """
         try:
             return messages.from_json((self.path / "run.json").read_bytes(), RunContext)
         except FileNotFoundError:
             return RunContext()
 
     def write_context(self, context: RunContext) -> None:
-        """Write the run's context.
+        """Write facts about the run's notebook and pools to `run.json`, for other processes.
 
         Raises:
             OSError: The folder cannot be written.
@@ -267,10 +282,10 @@ class RunFolder:
 
     @contextlib.contextmanager
     def lock_for_launch(self) -> Iterator[None]:
-        """Lock the plan during the block, to show other processes that this kernel starts the run.
+        """Hold a lock on the plan in a `with` block: this kernel is starting the run.
 
-        Until the pool takes the run over, only the kernel can record the run's end. If the kernel
-        ends, the system releases the lock, so other processes can recognize that the run is lost.
+        Until the pool's process takes the run over, only the kernel can record the run's end. If
+        the kernel dies, the system releases the lock. So other processes see that the run is lost.
         """
         with (self.path / "plan.json").open("r+b") as file:
             lock(file.fileno(), wait=True)
@@ -278,9 +293,10 @@ class RunFolder:
 
     @contextlib.contextmanager
     def lock_against_pruning(self) -> Iterator[None]:
-        """Keep `prune` from removing the folder during the block, even if the run has ended.
+        """Hold a lock in a `with` block, so that no kernel removes the folder of the ended run.
 
-        Several processes may hold this lock. The system releases the lock of a process that ends.
+        Several processes may hold this lock at the same time. If a process dies, the system
+        releases the process's lock.
         """
         with self._cell.open("rb") as file:
             lock(file.fileno(), shared=True, wait=True)
@@ -288,7 +304,7 @@ class RunFolder:
 
     @property
     def is_in_use(self) -> bool:
-        """Whether a process is in a block of `lock_against_pruning` for this folder."""
+        """Whether a process reads the folder and has locked it by `lock_against_pruning`."""
         return self._cell.exists() and not is_unlocked(self._cell, 0)
 
     @property
@@ -296,10 +312,10 @@ class RunFolder:
         return self.path / "cell.py"
 
     def read_events(self) -> Iterator[Event]:
-        """Yield all events in the journal so far, except incomplete lines.
+        """Yield all events that are in the journal now; skip lines that cannot be decoded.
 
-        A line is incomplete while it is being written, or if the disk was full or the writer was
-        killed.
+        A line can be incomplete because another process is just writing it, the disk was full, or
+        the writing process was killed.
         """
         for chunk in JournalReader(self.events).chunks():
             for line in chunk.splitlines():
@@ -308,10 +324,10 @@ class RunFolder:
 
 
 KEPT_FREE_BYTES = 64 << 20
-"""Maximum bytes of free disk space that logs and the journal leave for the run's results.
+"""Bytes of free disk space that logs and the journal must leave for the run's results.
 
-On a small or full disk, the limit is an eighth of the disk or half of the free space, whichever is
-less. The free space for this limit is measured once, when the `DiskRoom` is created.
+On a small or full disk, they must leave less: an eighth of the disk, or half of the space that was
+free when the `DiskRoom` was created, whichever is less.
 """
 
 GRANT_BYTES = 256 << 10
@@ -319,7 +335,7 @@ NO_ROOM = "its file system is almost full, and the rest is reserved for the run'
 
 
 class DiskRoom:
-    """Limit on the size of a log or journal, so that the run's results still fit on the disk."""
+    """Check, before writes to a log or journal, that disk space for the run's results remains."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -330,8 +346,8 @@ class DiskRoom:
     def reserve(self, size_bytes: int) -> bool:
         """Return whether the caller may write `size_bytes` more; if so, count them as written.
 
-        Bytes are granted in portions. The free space of the disk is measured only when the last
-        portion is used up.
+        To avoid a system call for each write, this method measures the free space of the disk only
+        when the calls have used up a portion of at most `GRANT_BYTES`.
         """
         if size_bytes > self._granted_bytes:
             free = self._space()[0] - self._kept_bytes
@@ -342,7 +358,7 @@ class DiskRoom:
         return True
 
     def _space(self) -> tuple[int, int]:
-        """Return the free and the total bytes of the disk; huge numbers if they are unknown."""
+        """Return the free and the total bytes of the disk; huge numbers if they cannot be read."""
         try:
             found = os.statvfs(self._folder)
         except OSError:
@@ -351,16 +367,17 @@ class DiskRoom:
 
 
 class JournalWriter:
-    """Writer of a run's journal, with its own thread. The pool's process has one for each run.
+    """Writer of a run's journal in the pool's process; the constructor starts a thread that writes.
 
-    `append` never blocks, because the event loop that calls it also answers the hosts' heartbeats.
-    If the disk fails, the writer leaves out the events that it cannot write.
+    `append` never blocks, because the event loop that calls `append` also answers the hosts'
+    heartbeats. If the disk fails, the writer leaves out the events that it cannot write.
 
-    The writer locks the journal, and the system releases the lock if the pool's process ends for
-    any reason. So a reader can recognize a run that is not active any more, although its end is
-    missing.
+    The writer locks the journal. If the pool's process ends for any reason, the system releases the
+    lock. So a reader of the journal can see that the run is lost, although the journal has no event
+    of the run's end.
 
     Args:
+        folder: The folder of the run.
         on_incomplete: Called once, in any thread, with the reason why the journal is incomplete.
         limit_bytes: Size of the journal above which the writer leaves out bulk events (`_BULK`).
     """
@@ -382,10 +399,10 @@ class JournalWriter:
         self._thread.start()
 
     def append(self, event: Event) -> bytes:
-        """Queue an event for the journal, and return the encoded event without waiting.
+        """Queue an event for the journal, and return the event as a line of JSON, without waiting.
 
-        A bulk event (`_BULK`) is left out if the journal has reached its limit, or if too many
-        bytes wait to be written. The writer then reports once that the journal is incomplete.
+        A bulk event (`_BULK`) is left out if the journal has reached `limit_bytes`, or if more than
+        `WAITING_BYTES` wait to be written. The first time, call `on_incomplete`.
         """
         encoded = messages.encode(event)
         line = encoded + b"\n"
@@ -397,7 +414,7 @@ class JournalWriter:
         return encoded
 
     def close(self) -> None:
-        """Wait until all events are written, at most `CLOSE_S`."""
+        """End the writer's thread after it has written all events; wait at most `CLOSE_S`."""
         self._waiting.put(None)
         self._thread.join(CLOSE_S)
 
@@ -410,12 +427,11 @@ class JournalWriter:
         return ""
 
     def _run(self) -> None:
-        """Write the queued events until `close` is called; then close the journal's file.
-
-        Runs in the writer's thread.
+        """Write the queued events in the writer's thread; after `close`, close the journal's file.
 
         Metrics are also written to `metrics.csv`. If the disk is almost full, bulk events are left
-        out. If an event cannot be written, report once that the journal is incomplete, and go on.
+        out. If an event is left out or cannot be written, the first time call `on_incomplete`, and
+        continue with the next event.
         """
         while (taken := self._waiting.get()) is not None:
             event, line = taken
@@ -433,9 +449,9 @@ class JournalWriter:
             os.close(self._descriptor)
 
     def _write(self, line: bytes) -> None:
-        """Write a line; before the first line, open and lock the journal.
+        """Append a line to the journal; before the first line, open and lock the journal's file.
 
-        If the last line may be incomplete, write a newline first.
+        If the last write may have left an incomplete line, write a newline first.
         """
         if self._descriptor is None:
             flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
@@ -462,14 +478,15 @@ class JournalWriter:
 
 
 def _private(path: str, flags: int) -> int:
-    """Open a file; make it readable only for the user if it is new. Used as `opener` of `open`."""
+    """Open a file, with mode 0600 if the file is new; for the argument `opener` of `open`."""
     return os.open(path, flags, 0o600)
 
 
 def _lock(descriptor: int) -> None:
-    """Lock a journal, with retries because readers lock it for an instant.
+    """Lock a journal for writing, with retries for about 0.2 s.
 
-    Returns without the lock if another process keeps it, such as a pool that hangs.
+    The retries are necessary because readers also lock the journal, each for an instant. If another
+    process keeps the lock, such as an older pool's process that hangs, return without the lock.
     """
     for _ in range(_LOCK_TRIES):
         if lock(descriptor):
@@ -484,7 +501,8 @@ class RunSummary:
     Attributes:
         started: Time at which the run's hosts were ready, in seconds since 1970; before that, the
             time at which the run folder was created.
-        elapsed_s: Seconds from the start to the end, or until now.
+        elapsed_s: Seconds from `started` to the run's end, or until now if the run is active. If a
+            lost run has no end, the seconds until its last event.
         first: The failure that caused the run to fail; None if there is none.
         why: Reason for the end if no rank failed, for example that the pool's process is gone.
     """
@@ -500,9 +518,11 @@ LOST_WHY = "the process that owned the run is gone"
 
 
 def summary(folder: RunFolder) -> RunSummary:
-    """Return the state and times of a run, usually from the journal's first and last events.
+    """Return the state and times of a run, from its journal and from the locks on its files.
 
-    A run without an end is STARTING or RUNNING while its owner lives, else LOST.
+    If the journal has no end of the run, the state is STARTING or RUNNING while the process that
+    owns the run is alive (`has_live_owner`), else LOST. Usually, this function reads only the start
+    and the end of the journal.
 
     Raises:
         OSError: The folder has no plan.
@@ -527,7 +547,10 @@ def summary(folder: RunFolder) -> RunSummary:
 
 
 def has_live_owner(folder: RunFolder) -> bool:
-    """Return whether the kernel or pool process that will record the run's end is alive."""
+    """Return whether a living process holds the lock of the run's journal or plan.
+
+    This process is the kernel or the pool's process that will record the run's end.
+    """
     for path in (folder.events, folder.path / "plan.json"):
         with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
             if not lock(file.fileno(), shared=True):
@@ -541,10 +564,11 @@ def run_ids() -> Iterator[str]:
 
 
 def read_each_run(read: Callable[[RunFolder], T]) -> Iterator[T]:
-    """Yield the result of `read` for each run folder, newest first; skip broken folders.
+    """Yield the result of `read` for each run folder, newest first; skip unreadable folders.
 
     Args:
-        read: Reads a folder; raises OSError or ValueError for a broken one.
+        read: Function that reads a folder. If it raises OSError or ValueError, the folder is
+            skipped.
     """
     for folder in _folders():
         try:
@@ -561,11 +585,15 @@ def _folders() -> list[RunFolder]:
 
 
 def prune(keep_runs: int, keep_bytes: int) -> None:
-    """Remove the folders of the oldest ended runs if all folders together exceed a limit.
+    """Remove the folders of the oldest ended runs, if there are too many or they are too large.
 
-    Runs that may still be active are kept, and so are folders in use (`lock_against_pruning`). A
-    folder without a readable plan is removed, unless it is new. Several kernels may call this
-    function at the same time.
+    The folder of a run that may be active is kept, and so is a folder that a process has locked by
+    `lock_against_pruning`. A folder without a readable plan is removed if it is older than
+    `_YOUNG_S`. Several kernels may call this function at the same time.
+
+    Args:
+        keep_runs: Number of the newest run folders to keep.
+        keep_bytes: Total size, in bytes, of the newest run folders to keep.
     """
     total = 0
     for index, folder in enumerate(_folders()):

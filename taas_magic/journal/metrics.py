@@ -22,7 +22,7 @@ FILE = "metrics.csv"
 HEADER = ("time", "step", "rank", "name", "value")
 
 OWN_COLUMNS = ("step", "rank", "time")
-"""Columns of a run's table of metrics that contain no metric."""
+"""The first columns of a run's table of metrics; each other column contains a metric."""
 
 CURVE_POINTS = 200
 """Largest number of points of a curve in the status header."""
@@ -36,8 +36,8 @@ _COLOURS = ("#3b82d0", "#d97706", "#2f9e62", "#d9534f", "#8b5cf6", "#0891b2", "#
 class Curve:
     """Curve of one metric of one rank. It has at most `CURVE_POINTS` points.
 
-    Each point is the mean of `_width` consecutive values. When there are too many points, each pair
-    of neighbours becomes one point.
+    Each point is the mean of `_width` consecutive values. When there are `CURVE_POINTS` points, the
+    curve replaces each two neighbouring points by their mean, and doubles `_width`.
 
     Attributes:
         last: The last value.
@@ -65,7 +65,7 @@ class Curve:
 
     @property
     def points(self) -> list[float]:
-        """The points, oldest first. The newest may be the mean of fewer values than the others."""
+        """The points, oldest first. The newest may be the mean of fewer than `_width` values."""
         return [*self._means, _mean(self._open)] if self._open else list(self._means)
 
 
@@ -75,11 +75,11 @@ def _mean(values: Sequence[float]) -> float:
 
 
 Curves = dict[str, dict[int, Curve]]
-"""The curves by metric and rank, in the order in which they appeared."""
+"""The curve of each metric and rank; metrics are in the order of their first values."""
 
 
 def add_points(curves: Curves, event: Metrics) -> None:
-    """Add the points of an event to the curves of its rank."""
+    """Add the values that a rank logged to the curves of this rank; create missing curves."""
     for point in event.points:
         of_metric = curves.setdefault(point.name, {})
         of_metric.setdefault(event.rank, Curve()).add(number(point), point.step)
@@ -91,7 +91,7 @@ def number(point: MetricPoint) -> float:
 
 
 def sparkline(points: Sequence[float]) -> str:
-    """Return a curve as a line of block characters, with a space where no value is finite."""
+    """Return a curve as at most 24 block characters; a space stands for no finite value."""
     shown = [_mean(part) for part in _parts(points, _SPARK_CHARS)]
     low, high = _range(shown)
     top = len(_BLOCKS) - 1
@@ -108,7 +108,7 @@ def _parts(points: Sequence[float], count: int) -> Iterator[Sequence[float]]:
 
 
 def _range(values: Iterable[float]) -> tuple[float, float]:
-    """Return the bounds of the finite values, widened if the bounds would be equal."""
+    """Return minimum and maximum of the finite values; if they are equal, increase the range."""
     known = [value for value in values if math.isfinite(value)]
     low, high = (min(known), max(known)) if known else (0.0, 1.0)
     return (low, high) if high > low else (low - 0.5, low + 0.5)
@@ -138,10 +138,10 @@ def svg_data_url(curves: Sequence[Sequence[float]]) -> str:
 
 
 def _runs(points: Sequence[float]) -> Iterator[list[tuple[int, float]]]:
-    """Split a curve at values that are not finite.
+    """Split a curve into parts, at the values that are not finite (NaN and infinity).
 
     Yields:
-        The points of each part between such values, as pairs of index and value.
+        A list with a pair (index in `points`, value) for each finite value of one part.
     """
     part: list[tuple[int, float]] = []
     for at, value in enumerate([*points, math.nan]):
@@ -156,7 +156,7 @@ def rows(event: Metrics, is_first: bool) -> bytes:
     """Return the lines of `metrics.csv` for an event.
 
     Args:
-        is_first: Whether the lines begin the file, and so need the header.
+        is_first: Whether the file is empty, so that the lines must begin with the header.
     """
     text = io.StringIO()
     table = csv.writer(text, lineterminator="\n")

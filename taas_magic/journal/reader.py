@@ -1,4 +1,4 @@
-"""Read a run's journal in any process: new events, and the first and last events.
+"""Read a run's journal in any process: new lines, the event of the start, or the last event.
 
 A journal may have 256 MiB, mostly lines that ranks printed. So this module decodes only the events
 that its caller needs.
@@ -24,8 +24,8 @@ _TAIL_BYTES = 1 << 16
 class JournalReader:
     """Reader of one journal.
 
-    Each call of `chunks` continues where the last call ended. The other methods do not remember
-    what they have read.
+    Each call of `chunks` continues where the last call ended. Each call of another method reads the
+    journal from its start or its end.
 
     Args:
         path: Path of the journal. A missing journal counts as empty.
@@ -54,15 +54,18 @@ class JournalReader:
                     rest += end
 
     def started(self) -> float | None:
-        """Return when the run's hosts were ready, in seconds since 1970; None before that."""
+        """Return the time at which the run's hosts were ready; None if they are not ready yet.
+
+        The unit is seconds since 1970.
+        """
         return next((event.time for event in self._events_of("state", StateChanged)), None)
 
     def end(self, whole: bool = False) -> RunEnded | None:
         """Return the event of the run's end if it is the journal's last event, else None.
 
         Args:
-            whole: Whether to search the whole journal for the event if it is not the last one,
-                which takes longer.
+            whole: Whether to search the whole journal if the last event is another one. This search
+                takes longer.
         """
         last = self.last()
         if isinstance(last, RunEnded) or not whole:
@@ -77,7 +80,12 @@ class JournalReader:
         return None
 
     def _events_of(self, kind: str, wanted: type[_T]) -> Iterator[_T]:
-        """Yield the events of one kind in order, without decoding any others."""
+        """Yield the events of one kind, oldest first; do not decode events of other kinds.
+
+        Args:
+            kind: Value of the field `kind` in the JSON of these events.
+            wanted: Class of these events.
+        """
         mark = f'"{kind}"'.encode()
         for chunk in JournalReader(self._path).chunks():
             for line in chunk.splitlines() if mark in chunk else ():
@@ -87,7 +95,7 @@ class JournalReader:
                             yield event
 
     def _lines_backwards(self) -> Iterator[bytes]:
-        """Yield the whole lines from the last to the first; reads only as much as needed."""
+        """Yield the complete lines, newest first; read only as much of the journal as needed."""
         with contextlib.suppress(FileNotFoundError), self._path.open("rb") as file:
             start, step = file.seek(0, os.SEEK_END), _TAIL_BYTES
             rest, is_torn = b"", True  # the part after the last newline is an incomplete line

@@ -27,7 +27,7 @@ from taas_magic.shared_files import replace_atomically
 
 FOLDER = "profile"
 LOAD = "taas.load "
-"""Beginning of the name of a trace's events in which a rank waits for a registered loader."""
+"""Prefix of the names of those events in a trace in which a rank waits for a registered loader."""
 
 _FILE = re.compile(r"(\d+)-(\d+)\.json\.gz", re.ASCII)
 _TRACE_BYTES = 2 << 30
@@ -48,7 +48,7 @@ class Span(NamedTuple):
 
 
 class StepTimes(NamedTuple):
-    """Times of one rank in one step, in seconds."""
+    """How long one rank loaded, computed, communicated and waited in one step, in seconds."""
 
     rank: int
     step: int
@@ -59,7 +59,7 @@ class StepTimes(NamedTuple):
 
     @property
     def busy_s(self) -> float:
-        """Seconds in which the rank did not wait for other ranks."""
+        """Seconds of the step in which the rank did not wait for other ranks."""
         return self.load_s + self.compute_s + self.communicate_s
 
 
@@ -68,9 +68,12 @@ class Trace:
     """One rank's trace, reduced to the spans that the timeline needs.
 
     Attributes:
-        collectives: Spans of collectives by name, in order.
-        work: Spans of other work: of GPU kernels or, in a trace without GPU kernels, of torch's
-            operators.
+        host: Name of the rank's host.
+        steps: Span of each profiled step, by number of the step.
+        loads: Spans in which the rank waits for a batch.
+        collectives: Spans of the collectives with the same name, in order of time, by this name.
+        work: Spans of GPU kernels that are no collectives; in a trace without such kernels, spans
+            of torch's operators.
     """
 
     host: str
@@ -95,7 +98,12 @@ class Trace:
 
 
 def trace_file(folder: Path, attempt: int, rank: int) -> Path:
-    """Return the path of a rank's trace in the run's folder."""
+    """Return the path of the trace that a rank wrote in an attempt.
+
+    Args:
+        folder: The folder of the run.
+        attempt: Number of the attempt.
+    """
     return folder / FOLDER / f"{attempt}-{rank}.json.gz"
 
 
@@ -137,14 +145,16 @@ def trace_of(loaded: Mapping[str, Any]) -> Trace:
 
 
 def align_clocks(traces: Mapping[int, Trace]) -> tuple[dict[int, Trace], dict[int, float]]:
-    """Correct the times in the traces, because the clocks of hosts differ.
+    """Convert the times in all traces to the clock of the first rank's host.
 
     A collective ends on all ranks at the same time. So the ends of the same collectives in two
-    traces show how much the clocks differ. Traces of the first rank's host stay as they are.
-    Traces that have no collective in common with the first rank's trace also stay as they are.
+    traces show how much the clocks of two hosts differ. Traces of the first rank's host stay
+    unchanged. Traces without a collective that is also in the first rank's trace stay unchanged,
+    too.
 
     Returns:
-        The corrected traces by rank; and for each rank, the microseconds added to its times.
+        The converted traces by rank; and the microseconds that were added to the times of each
+        trace, by rank.
     """
     offsets: dict[int, float] = {}
     first = traces[min(traces)] if traces else None
@@ -164,11 +174,11 @@ def step_times(traces: Mapping[int, Trace]) -> list[StepTimes]:
     """Divide each rank's time in each step into four parts; return them ordered by step and rank.
 
     - Loading: the rank waits for its next batch.
-    - Communication: the end of each collective. It is as long as the shortest duration of the same
-      collective on any rank.
-    - Waiting: the rest of each collective, in which the rank waits for other ranks.
-    - Computation: the rest of the step. If the rank does other work during a collective, this time
-      counts as computation, too.
+    - Communication: the last part of each collective. The length of this part is the shortest
+      duration of the collective on any rank.
+    - Waiting: the first part of each collective, in which the rank waits for other ranks.
+    - Computation: the rest of the step. If the rank does other work during a collective, the time
+      of this work counts as computation, too.
     """
     shortest_us = _shortest_durations(traces.values())
     found = []
@@ -191,7 +201,10 @@ def step_times(traces: Mapping[int, Trace]) -> list[StepTimes]:
 
 
 def _shortest_durations(traces: Iterable[Trace]) -> dict[tuple[str, int], float]:
-    """Return the shortest duration of each collective among the ranks, in microseconds."""
+    """Return the duration of each collective on the rank where it was shortest, in microseconds.
+
+    The keys are the name of the collective, and its index among the collectives with this name.
+    """
     found: dict[tuple[str, int], float] = {}
     for trace in traces:
         for name, spans in trace.collectives.items():
@@ -244,7 +257,8 @@ def merge_traces(traces: Mapping[int, Mapping[str, Any]], offsets_us: Mapping[in
     """Return one trace of all ranks in Chrome's format, with a group of tracks for each rank.
 
     Args:
-        offsets_us: Correction of each rank's times in microseconds.
+        traces: Traces in Chrome's format, by rank.
+        offsets_us: Microseconds to add to the times of each trace, by rank.
     """
     first_ns = min((trace.get("baseTimeNanoseconds", 0) for trace in traces.values()), default=0)
     events: list[dict[str, Any]] = []
@@ -281,7 +295,7 @@ class Timeline:
 
     @property
     def slowest_rank(self) -> int:
-        """The rank for which the others waited: the rank with the most `busy_s`."""
+        """The rank that was busy longest in all steps; the other ranks waited for this rank."""
         busy_s = defaultdict[int, float](float)
         for one in self.steps:
             busy_s[one.rank] += one.busy_s
@@ -289,7 +303,7 @@ class Timeline:
 
     @property
     def summary(self) -> str:
-        """One line that names the slowest rank and compares its steps with the other ranks'."""
+        """One line with the slowest rank's busy time in a step, and the other ranks' busy time."""
         slow = [one for one in self.steps if one.rank == self.slowest_rank]
         rest = [one for one in self.steps if one.rank != self.slowest_rank]
         text = f"slowest: rank {self.slowest_rank}, busy {_mean_busy(slow) * 1e3:,.1f} ms a step"
@@ -298,7 +312,7 @@ class Timeline:
         return text
 
     def __repr__(self) -> str:
-        """Return a table with one line for each rank and step, in milliseconds."""
+        """Return a table of the times in ms, a line for each rank and step, and the summary."""
         lines = ["step  rank      load   compute  communicate      wait  (ms)"]
         for one in self.steps:
             load, compute, communicate, wait = (seconds * 1e3 for seconds in one[2:])
@@ -309,7 +323,7 @@ class Timeline:
         return "\n".join([*lines, self.summary, f"trace of all ranks: {self.path}"])
 
     def _repr_html_(self) -> str:
-        """Return the picture: one bar for each rank and step, with its four parts in colours."""
+        """Return HTML for the notebook: the picture of `svg`, the summary and the trace's path."""
         image = b64encode(self.svg().encode()).decode()
         return (
             f'<img alt="{escape(repr(self))}" src="data:image/svg+xml;base64,{image}"/>'
