@@ -46,18 +46,18 @@ _FIRST_LOOKS_S = 0.01
 """Seconds between checks while the client waits for a fetcher to start."""
 
 _FIRST_PAUSE_S = 0.05
-"""Seconds without requests to a fetcher (a pause) after its first failure.
+"""Seconds for which the client sends no requests to a fetcher after the fetcher's first failure.
 
-Each further failure of the same fetcher doubles the pause.
+Each further failure of the same fetcher doubles this pause.
 """
 
 _LONGEST_PAUSE_S = 1.0
-"""Maximum seconds without requests to a fetcher (a pause) after a connection to it failed."""
+"""Maximum seconds for which the client sends no requests to a fetcher after failed connections."""
 
 _PAUSE_PER_SILENCE = 10
-"""Factor for the pause of a fetcher that sent nothing: the time without requests to this fetcher.
+"""Factor for the pause in which the client sends no requests to a silent fetcher.
 
-The pause is this factor times the seconds that the client waited for a response.
+The pause is this factor times the seconds that the client waited for a response of the fetcher.
 """
 
 _OTHER_ORDER = (
@@ -158,7 +158,7 @@ class Route:
 
         Raises:
             OSError: The fetcher has no address, or cannot be reached.
-            ProtocolError: The peer is not a fetcher of this run, or it rejected this rank.
+            ProtocolError: The peer is not a fetcher of this run, or the fetcher rejected this rank.
         """
         address = self._found.addresses.get(number)
         if address is None:
@@ -195,7 +195,7 @@ class Route:
         self._idle.clear()
 
     def record_response(self, number: int) -> None:
-        """Record that a fetcher has responded, and end its pause."""
+        """Record that a fetcher has responded, and end its pause after a failure, if any."""
         self._paused.pop(number, None)
         if self._reasons:
             self._silent_s = 0.0
@@ -205,7 +205,7 @@ class Route:
         """Send no requests to a fetcher for a while (a pause), because it has failed.
 
         If no fetcher can be tried now, sleep until a pause ends, but at most 0.25 s. Each further
-        failure of a fetcher doubles its pause, up to a limit. This method also closes the idle
+        failure of a fetcher doubles the pause, up to a limit. This method also closes the idle
         connections to the fetcher, and reads the current addresses of all fetchers.
 
         Args:
@@ -392,7 +392,7 @@ class Client:
         return self._blocks.held_bytes + sum(link.borrowed.held_bytes for link in links)
 
     def open(self, epoch: int, has_own_sampler: bool = False) -> EpochDescription:
-        """Begin an epoch: request the epoch's description from one fetcher, and return it.
+        """Begin an epoch: request and return the epoch's description from one fetcher.
 
         Two fetchers may have different orders, if the sampler is not seeded. The pass follows the
         order of the fetcher that sent the description, until the caller calls `use_order`.
@@ -420,10 +420,13 @@ class Client:
         return bytes(self._answer_to(request, ResponseKind.VALUE))
 
     def use_order(self, order: bytes) -> int:
-        """Request the rest of this epoch in another rank's order; return the number of batches.
+        """Use another rank's order for all later requests of this epoch.
 
         Args:
             order: Result of `request_order` in the other rank.
+
+        Returns:
+            The number of batches in the epoch.
         """
         self._indices, self._order = encode.from_bytes(order), None
         return len(self._indices)
@@ -509,7 +512,7 @@ class Client:
         return encode.from_bytes(bytes(body))
 
     def _answer_to(self, request: LoaderRequest, expected: ResponseKind) -> memoryview:
-        """Send a request and return the response's body.
+        """Send a request, wait for the response, and return the response's body.
 
         Raises:
             ProtocolError: The response has a kind other than `expected` or ERROR.
@@ -527,7 +530,7 @@ class Client:
         """Send a request if it is not sent yet, wait for its response, and return the response.
 
         Raises:
-            RunLost: No fetcher responds, or workers ended each time they prepared the batch.
+            RunLost: No fetcher responds, or each worker that tried to prepare the batch has ended.
         """
         if request not in self._responses:
             if request not in self._where:

@@ -28,7 +28,7 @@ from taas_magic.messages import Address
 
 _CHUNK_BYTES = 1 << 20
 _LARGE_BYTES = 512 << 10
-"""Size of the largest body to receive into a chunk (see `Inbox`).
+"""Maximum bytes of a body that is received into a chunk, the memory for several messages.
 
 A larger body gets a memory block of its own.
 """
@@ -40,7 +40,7 @@ A chunk with less free space is replaced by a new chunk.
 """
 
 _PIECE_BYTES = 992 << 10
-"""Size of the pieces of a large body: each piece is received, then its checksum is computed."""
+"""Bytes in each piece of a large body: a piece is received, then its checksum is computed."""
 
 _FDS_BYTES = socket.CMSG_SPACE(struct.calcsize("i"))
 _NOT_THE_CELLS = {__name__.partition(".")[0], *sys.stdlib_module_names}
@@ -73,7 +73,7 @@ class FetcherLink:
     """A rank's connection to one fetcher, with its pending requests.
 
     Args:
-        tls: Context for TCP; None for plain TCP. Not used for a fetcher on the same host.
+        tls: TLS context; None for plain TCP. Not used for a fetcher on the same host.
         connect_s: Seconds that the whole handshake may take.
         patience_s: Seconds that the fetcher may pause in the middle of a message.
 
@@ -84,7 +84,7 @@ class FetcherLink:
 
     Raises:
         OSError: The fetcher cannot be reached.
-        ProtocolError: The peer is not a fetcher of this run, or it rejected this rank.
+        ProtocolError: The peer is not a fetcher of this run, or the fetcher rejected this rank.
     """
 
     def __init__(
@@ -162,7 +162,7 @@ class FetcherLink:
         self._socket.close()
 
     def receive(self, blocks: ReceiveBlocks) -> Iterator[tuple[FromServer, memoryview]]:
-        """Wait for the next message; yield it and all messages that have arrived with it.
+        """Wait for the next message; yield this message and all messages that arrived with it.
 
         After a cancellation, messages are skipped until the fetcher has confirmed the cancellation
         (`Cancelled`).

@@ -134,7 +134,7 @@ def unchanged_batch(batch: Any) -> Any:
 
 
 def as_data_loader(loader: Any) -> DataLoader[Any]:
-    """Return `loader` if it is a DataLoader, else wrap this iterable in a DataLoader."""
+    """Return `loader` if it is a DataLoader, else a DataLoader over this iterable of batches."""
     if isinstance(loader, DataLoader):
         return loader
     return DataLoader(IterableAsDataset(loader), batch_size=None, collate_fn=unchanged_batch)
@@ -291,7 +291,7 @@ class BatchSource:
         return self._start_epoch(epoch).indices
 
     def prepare(self, epoch: int, slot: int, indices: Any = None) -> Any:
-        """Return the batch of a slot.
+        """Prepare and return the batch of a slot.
 
         Args:
             indices: Indices of the batch's samples; None to read them from this worker's own order.
@@ -664,7 +664,7 @@ class Snapshots:
         return (at, pickle.loads(self._states[at])) if at in self._states else None
 
     def load_latest(self, dataset: Any, item: int) -> int:
-        """Load the latest saved state from which the dataset can reach `item` into a fresh dataset.
+        """Load a saved state into a fresh dataset: the latest state from which it can reach `item`.
 
         Returns:
             The first item that the dataset yields now; 0 if no state was loaded.

@@ -45,7 +45,7 @@ _MOST_PARTS = 16
 """Maximum number of tensors in a common batch (see `_split`)."""
 
 _PIECE_BYTES = 256 << 10
-"""Size of the pieces of a buffer: each piece is copied, then its checksum is computed."""
+"""Bytes in each piece of a buffer: a piece is copied, then its checksum is computed."""
 
 _WIDEST = 16
 """Size in bytes of an element of the dtype with the largest elements (complex128)."""
@@ -438,8 +438,8 @@ def _choose_spans(
 ) -> tuple[list[TensorRow], list[memoryview]]:
     """Choose the spans of memory to send, and compute each tensor's offset in its span.
 
-    Tensors whose memory overlaps share a span. If such a span would have too many gaps, each of
-    these tensors gets a dense span of its own; a tensor that is not dense is copied for this. An
+    Tensors whose memory overlaps share a span. If a span would have too many gaps, each tensor
+    in the span gets a dense span of its own; a tensor that is not dense is copied for this. An
     empty tensor gets no span.
 
     Args:
@@ -484,9 +484,10 @@ def _choose_spans(
 
 
 def decode(body: memoryview, head_bytes: int) -> Any:
-    """Decode a batch whose tensors and arrays are views of the memory of `body`.
+    """Decode a body and return the batch.
 
-    The tensors and arrays keep this memory alive. A tensor is a copy instead of a view if its
+    The tensors and arrays of the batch are views of the memory of `body`, and keep this memory
+    alive. A tensor is a copy instead of a view if its
     strides have gaps, but its values were sent without gaps.
 
     The body is unpickled, so it must come from a peer that has proved the run's key.

@@ -145,8 +145,8 @@ class EpochIterator(Iterator[Any]):
     Args:
         turn: Number of iterators that the loader has made before this iterator.
         order: Hash that the epoch must have, according to a loaded state; 0 if any hash is allowed.
-            For a map-style loader, it is the hash of the epoch's order. For an iterable-style
-            loader, it is the hash of the epoch's first batch.
+            For a map-style loader, this is the hash of the epoch's order. For an iterable-style
+            loader, this is the hash of the epoch's first batch.
 
     Attributes:
         after: Position in the epoch after the last yielded batch.
@@ -399,7 +399,7 @@ class EpochRequests:
 
     Args:
         client: Client that has opened the epoch.
-        window_bytes: Total size of the batches to request before the rank needs them.
+        window_bytes: Total bytes of the batches to request before the rank needs them.
         compare: Called with the slot and the hash of a stream's batch, if the batch has a hash. The
             function warns if ranks get different data. Not called for a map-style loader.
     """
@@ -499,7 +499,8 @@ class ReceiveThread(Iterator[Step]):
     that an interrupt or a `break` in the cell's loop does not wait for the next batch.
 
     Args:
-        client: The client that `source` uses; the thread closes it at the end.
+        source: Iterator over the steps, which the thread runs.
+        client: The client that `source` uses; at the end, the thread closes the client.
         pins: Whether to copy batches to pinned memory.
     """
 

@@ -46,13 +46,13 @@ SETTINGS = (
 
 _VISIBLE = ("generator", "collate_fn", "worker_init_fn")
 _FIXED = {"batch_size", "drop_last", "persistent_workers", "dataset", "sampler", "batch_sampler"}
-"""Attributes that no DataLoader lets a program set after its construction (ValueError)."""
+"""Attributes that a DataLoader refuses to change after its construction (ValueError)."""
 
 _NOT_SET = {*_VISIBLE, *SETTINGS, *_FIXED, "multiprocessing_context"}
 """Attributes that `RemoteLoader` does not let a cell set."""
 
 _OWN_BUFFER_BYTES = 256 << 20
-"""Memory limit for the prepared batches of each worker of a rank, in a run without fetchers."""
+"""Limit in bytes on the prepared batches of each worker of a rank, in a run without fetchers."""
 
 _OF_ITS_OWN = ("shuffle", "seed", "drop_last", "epoch")
 """Attributes that DistributedSampler's constructor sets and `RemoteSampler` removes.
@@ -152,7 +152,7 @@ class RankFeed:
         tls: Function that returns a TLS client context for fetchers on other hosts; None for plain
             TCP.
         ledger: On-disk count of the batches that this rank received; None to keep no count.
-        window_bytes: Total size of the batches to request before the rank needs them.
+        window_bytes: Total bytes of the batches to request before the rank needs them.
         own: Manager of this rank's servers in a run without fetchers; None if there are fetchers.
         agreement: Key-value store of the ranks; None if there is only one rank.
         folder: Folder with the pickled loaders, for servers that `own` starts.
@@ -376,14 +376,14 @@ class RemoteLoader(DataLoader[Any]):
 
         The number of fetchers may differ from the number in the run that saved the state. If the
         order of a map-style loader's epoch has changed, the iterator raises `ValueError` at the
-        first batch. If the epoch of an iterable-style loader begins with another batch, the
-        iterator warns.
+        first batch. If the epoch of an iterable-style loader now begins with a different
+        batch, the iterator warns.
 
         Raises:
             ValueError: `state` is not the state of a registered loader. Or the state belongs to a
-                loader with another dataset, seed, number of streams, or batch size of streams. Or
-                the state was saved with another number of ranks, so that its position is in the
-                middle of a step.
+                loader with a different dataset, seed, number of streams, or batch size of streams.
+                Or the number of ranks has changed, and the state's position is now in the middle
+                of a step.
         """
         self._raise_if_state_of_other(state)
         position, slot, first_slots = state["place"]
@@ -625,8 +625,8 @@ class _UnusableLoader(DataLoader[Any]):
 class _Sampler:
     """Base class of a rank's substitutes for samplers; only fetchers run the real samplers.
 
-    Other attributes come from the rank's copy of the real sampler. This copy is the element of
-    `RemoteLoader.visible_parts()` whose index is the class attribute `_place`.
+    Attributes that a substitute does not define come from the rank's copy of the real sampler. This
+    copy is the element of `RemoteLoader.visible_parts()` with the index `_place`.
     """
 
     _loader: RemoteLoader
@@ -698,8 +698,8 @@ class RemoteDataset(Dataset[Any]):
     """A rank's substitute for a dataset; only fetchers run the real dataset.
 
     `dataset[i]` comes from a fetcher. Attributes come from a copy of the dataset in the rank. If an
-    attribute is itself a dataset, the rank gets a `RemoteDataset` for it, whose items come from the
-    rank's copy.
+    attribute is itself a dataset, the rank gets a `RemoteDataset` in place of the attribute. The
+    items of this inner dataset come from the rank's copy.
 
     Args:
         path: Name of the dataset in messages.

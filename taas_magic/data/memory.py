@@ -139,7 +139,7 @@ class Arena(ArenaMapping):
         return offset, self.view(offset, size)
 
     def free(self, offset: int) -> None:
-        """Free the span at `offset`; no process may still read it."""
+        """Free the span at `offset` for reuse; call only when no process reads the span."""
         self._spans.free(offset)
 
 

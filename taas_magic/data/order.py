@@ -124,7 +124,11 @@ class EpochOrders:
         self._save_state_after(number, sampler, generator)
 
     def _save_state_after(self, number: int, sampler: Any, generator: Any) -> None:
-        """Save the state of sampler and generator after an epoch, to start the next epoch there."""
+        """Save the state that sampler and generator have after an epoch.
+
+        The next epoch starts from this state. Save nothing if the state is the same before every
+        epoch.
+        """
         if not self._forgets():
             call_set_epoch(sampler, 0, "sampler")
             self._starts[number + 1] = dump_without_dataset((sampler, generator), self._dataset)
@@ -244,7 +248,7 @@ class UnsizedBatches:
 class PackedBatches:
     """Compact sequence of batches, each a list of indices (int or numpy's int64).
 
-    An index takes 8 bytes; in a list of lists it would take 36.
+    Here, an index takes 8 bytes. In a list of lists, an index would take 36 bytes.
     """
 
     def __init__(self) -> None:

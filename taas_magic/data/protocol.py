@@ -60,8 +60,8 @@ class RequestKind(enum.IntEnum):
     """Kind of a request; determines what a rank requests.
 
     OPEN: an epoch's description. GET: a batch. PEEK: the units of a batch. SAMPLE: an item of the
-    dataset. ORDER: the indices of one batch or of all batches. STATE: the dataset's own state; with
-    a state as `detail`, that the dataset loads this state.
+    dataset. ORDER: the indices of one batch or of all batches. STATE: the dataset's own state; but
+    if the request itself contains a state, the dataset loads this state.
     """
 
     OPEN = 1

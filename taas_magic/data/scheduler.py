@@ -112,7 +112,7 @@ class PreparedResponse:
         return self._holders > 1
 
     def add_holder(self) -> None:
-        """Count one more holder of the response, which must call `release` later."""
+        """Count one more holder of this response; each holder must later call `release`."""
         self._holders += 1
 
     def release(self) -> None:
@@ -331,8 +331,8 @@ class PrefetchBuffer:
         """Record that connection `who` waits for a response, and queue the request if it is new.
 
         If the batch was sent before and is still kept (`_keep_sent`), use this batch again, and do
-        not queue the request. The first request of a new epoch also drops unrequested batches
-        and the units of epochs before `oldest_epoch`.
+        not queue the request. The first request of a new epoch also drops the unrequested
+        batches, and all recorded units, of epochs before `oldest_epoch`.
 
         Args:
             only_count: Whether `who` needs only the batch's units, not the batch. If so, and if the
@@ -487,8 +487,8 @@ class PrefetchBuffer:
         remaining requests. But if the batch belongs to a stream, the slot decides the place in the
         queue.
 
-        If no connection waits, remove the request from the buffer. Then the order of preparing
-        ahead starts again at the current slot, and includes the batch if it is still useful.
+        If no connection waits, remove the request from the buffer. Then preparing ahead starts
+        again at the current slot, so that a worker may prepare the batch again.
         """
         entry = self._entries[request]
         self._doing -= 1
@@ -808,10 +808,10 @@ class Scheduler:
             one.send(self.buffer.oldest_epoch)
 
     def kill_stopped_parent(self) -> None:
-        """Kill the workers' parent process if it has been stopped (SIGSTOP) for `STOPPED_S`.
+        """Kill the parent process of the workers if it has been stopped (SIGSTOP) for too long.
 
-        A stopped parent process cannot restart a worker that ends. After the kill, the fetcher
-        fails with an error, and the ranks use other fetchers.
+        The limit is `STOPPED_S` seconds. A stopped parent process cannot restart a worker that
+        ends. After the kill, the fetcher fails with an error, and the ranks use other fetchers.
         """
         self._stopped.kill_stopped([self._parent.pid])
 
@@ -837,8 +837,8 @@ class Scheduler:
 
         Worker 0 computes orders. Any worker can prepare a sample, or a batch with given indices.
         Other batches have an assigned worker, which depends on the loader's kind. So the result is
-        LATER while this fetcher does not know the kind. A rank may request a batch earlier than
-        that, if it knows the kind from another fetcher.
+        LATER while this fetcher does not know the kind. Ranks may know the kind before this
+        fetcher, from another fetcher, and may then request batches.
         """
         kind = request.kind
         if kind in (RequestKind.OPEN, RequestKind.ORDER):

@@ -74,19 +74,19 @@ _HEAR_BYTES = 64 << 10
 """Maximum number of bytes that one system call receives from a rank."""
 
 _LENT_FROM_BYTES = 32 << 10
-"""Minimum size of a body that a rank on this host reads in shared memory, not from the socket."""
+"""Minimum bytes of a body that a rank on this host reads in shared memory, not from the socket."""
 
 _LENT_BYTES = 512 << 20
-"""Maximum total size of the batches that one rank may keep in shared memory.
+"""Maximum total bytes of the batches that one rank may keep in shared memory.
 
 Above this limit, the server sends batches over the socket.
 """
 
 _OUT_BYTES = 1 << 20
-"""Size of a connection's output queue at which the server stops adding responses to the queue."""
+"""Bytes in a connection's output queue at which the server stops adding responses to the queue."""
 
 _COPIED_BYTES = 8 << 10
-"""Maximum size of a body that is copied, to send it in one part with its header.
+"""Maximum bytes of a body that is copied, to send it in one part with its header.
 
 For a small body, the copy takes less time than sending separate parts.
 """
@@ -98,7 +98,7 @@ _PARTS_AT_ONCE = 256
 """Maximum number of parts of a connection's queued output that one system call sends."""
 
 _TLS_JOIN_BYTES = 16 << 10
-"""Maximum size of several small parts that are joined into one TLS record, which holds 16 KiB."""
+"""Maximum total bytes of small parts that are joined into one TLS record, which holds 16 KiB."""
 
 _NAME_BYTES = 64
 """Size limit, in bytes, of the message with the name of a server's Unix socket."""
@@ -107,7 +107,7 @@ _LOADER_BYTES = 1 << 16
 """Size limit, in bytes, of the message that asks the starter process for a server."""
 
 _END_S = 5.0
-"""Seconds to wait for a server's process to end before it is killed."""
+"""Seconds to wait for the end of a server's process before killing the process."""
 
 _WOULD_BLOCK = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
 
@@ -185,10 +185,10 @@ class RankConnection:
         return True
 
     def _send_without_tls(self) -> int:
-        """Send the first entries of `out` in one call, and return the number of bytes sent.
+        """Send the first entries of `out` in one system call; return the number of bytes sent.
 
-        An entry with a file descriptor is sent alone, because the receiver gets the descriptor with
-        the bytes of the same call.
+        An entry with a file descriptor is sent alone, because the receiver gets the descriptor
+        together with all bytes of the same call.
         """
         parts: list[bytes | memoryview] = []
         for part, _, descriptor in itertools.islice(self.out, _PARTS_AT_ONCE):
@@ -323,8 +323,11 @@ class RankConnection:
 def _files_left(connection: RankConnection) -> int:
     """Estimate how many file descriptors this process may still open.
 
-    Linux gives a new descriptor the lowest free number. So all numbers below that of `connection`,
-    which must be the newest connection, are in use.
+    Linux gives a new descriptor the lowest free number. So all numbers below the descriptor of the
+    newest connection are in use.
+
+    Args:
+        connection: The newest connection.
     """
     most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return most - 1 - connection.socket.fileno()
@@ -448,7 +451,7 @@ class Server:
         self._selector.close()
 
     def _mark_ready(self, connection: Hashable) -> None:
-        """Mark a connection for sending, because a response that it waits for is ready."""
+        """Mark a connection, so that `step` sends the response that has become ready for it."""
         assert isinstance(connection, RankConnection)
         self._dirty[connection] = None
 
@@ -669,7 +672,11 @@ class Server:
         self._wait_to_send(connection, False)
 
     def _flush(self, connection: RankConnection) -> bool:
-        """Send until the socket would block; return whether everything was sent."""
+        """Send a connection's queued output until the socket would block.
+
+        If output is left, the event loop continues when the socket can send again. Return whether
+        everything was sent.
+        """
         before = connection.out_bytes
         has_gone = connection.send()
         if connection.out_bytes < before:
@@ -802,8 +809,8 @@ class RankServers:
         Forks of this process may also call this method.
 
         Returns:
-            The name of the server's Unix socket, and another socket. To end the server, the caller
-            closes this other socket.
+            The name of the server's Unix socket, and a socket that is connected to the server. To
+            end the server, the caller closes this socket.
 
         Raises:
             RunLost: The server does not listen within `timeout_s`.

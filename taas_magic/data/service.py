@@ -165,8 +165,8 @@ def read_settings(run_dir: Path) -> DataServiceSettings | None:
 Directory = Callable[[str], LoaderAddresses]
 """Function that takes a loader's name, and returns the current addresses of the loader's fetchers.
 
-If all fetchers of the loader have failed, the result has the reason instead. Ranks call the
-function again whenever a fetcher does not respond.
+If all fetchers of the loader have failed, the result has the reason for the failure instead of
+addresses. Ranks call the function again whenever a fetcher does not respond.
 """
 
 

@@ -30,14 +30,17 @@ _FORGET_SLOTS = 1024
 """Minimum number of finished slots that `DynamicSchedule` drops together."""
 
 VOID = -1
-"""Number of units that stands for a slot without a batch."""
+"""Value in place of a number of units, for a slot without a batch."""
 
 UNHINTED = -2
-"""Number of units that stands for a batch without `hints["units"]`, which counts as 1 unit."""
+"""Value in place of a number of units, for a batch without `hints["units"]`.
+
+Such a batch counts as 1 unit.
+"""
 
 
 def is_compared(item: int) -> bool:
-    """Return whether ranks compare the hash of this item of a stream.
+    """Return whether ranks compare the hash of item number `item` of a stream.
 
     Ranks compare only item 0 and items 1, 2, 4, 8, …, because hashing each batch would be slow.
     """
@@ -402,9 +405,10 @@ class DynamicSchedule:
         return self._voids >= self._streams or self._walked == self._batches
 
     def _guess(self, slot: int) -> int:
-        """Guess the position of a slot, assuming that no further stream ends.
+        """Guess the position of a slot: the number of batches before the slot in the epoch.
 
-        Streams whose end is already known are taken into account.
+        The guess uses the known ends of streams, and assumes that no further stream ends before the
+        slot.
         """
         ahead = max(0, slot - self._walked)
         for stream, end in self._ends.items():

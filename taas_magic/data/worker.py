@@ -38,7 +38,7 @@ MESSAGE_BYTES = 128 << 10
 """Size limit in bytes of a message between a server and a worker."""
 
 _PRELOAD_FROM_BYTES = 8 << 20
-"""Minimum size of a pickled loader that the workers' parent process unpickles for all workers.
+"""Minimum bytes of a pickled loader that the workers' parent process unpickles for all workers.
 
 The workers are forks of that process and share the loader's memory.
 """
@@ -47,12 +47,12 @@ _HOLD_BACK_S = 0.0005
 """Minimum seconds between two messages of a worker; meanwhile, the worker collects replies.
 
 For small batches, sending a message costs more time than preparing the batch. When the worker has
-executed all its commands, it sends the replies at once. It also sends replies of streams at once,
-because a stream may be a live source.
+executed all its commands, the worker sends the replies at once. For an iterable-style loader, the
+worker sends each reply at once, because a stream may be a live source.
 """
 
 _DEPTH_BYTES = 8 << 20
-"""Maximum total size of the batches that a worker's queued commands request."""
+"""Maximum total bytes of the batches that a worker's queued commands request."""
 
 _DEPTH_S = 0.01
 """Maximum time, in seconds, that a worker's queued commands should take together."""
@@ -95,8 +95,8 @@ class ServedLoader:
 
     Attributes:
         where: The fetcher and its host, for messages.
-        share: Rule for which batches this fetcher prepares.
-        budget_bytes: Limit on the memory of prepared batches.
+        share: Rule that decides which of the loader's batches this fetcher prepares.
+        budget_bytes: Limit in bytes on the memory of prepared batches.
         context: multiprocessing's start method; `fork` shares a large dataset between workers.
         sums: Whether batches need checksums, because they are sent over TCP without TLS.
         fill_batches: Minimum number of batches to prepare before ranks request any. If necessary,
@@ -126,7 +126,8 @@ class WorkerHandle:
         number: The worker's number in its fetcher.
         arena: Number of the worker's arena, unique in the server.
         is_suspect: Whether an earlier worker with this number has ended. If so, this worker
-            receives only one command at a time, so that its end shows which command was the reason.
+            receives only one command at a time. If the worker ends again, this command was probably
+            the reason.
 
     Attributes:
         memory: The worker's arena.
