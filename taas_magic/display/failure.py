@@ -1,6 +1,7 @@
-"""Turn the failures of a run into the exception that the notebook raises. Pure.
+"""Turn the failures of a run into the exception that the notebook raises.
 
-All texts have a limited length, because a message of a megabyte must not reach the browser.
+The functions do no I/O. They limit the length of all texts, because a message of a megabyte must
+not reach the browser.
 """
 
 import re
@@ -16,19 +17,19 @@ from taas_magic.errors import PoolError, RankFailed, RunError, RunLost, RunTimeo
 from taas_magic.messages import Failure, RunEnded
 
 MESSAGE_CHARS = 4096
-"""Maximum length of an exception's message, and of each line of its details."""
+"""Maximum characters of an exception's message, and of each line of the exception's details."""
 
 HEADLINE_CHARS = 300
-"""Maximum length of the description of a failure's cause, which is one line."""
+"""Maximum characters of the line that describes the cause of a failure."""
 
 DETAIL_LINES = 200
 """Maximum number of lines of a traceback, and of a rank's last lines."""
 
 LINE_CHARS = 120
-"""Maximum length of each line of code that `rank_positions` shows."""
+"""Maximum characters of a line of code in the list of places where ranks were at a timeout."""
 
 MAX_OTHERS = 10
-"""Maximum number of lines for the failures after the first."""
+"""Maximum number of lines that an exception has about all failures after the first failure."""
 
 NO_GPU_ADVICE = (
     "this rank has no GPU: its pool has none, its torch cannot use it, or this is a rehearsal. "
@@ -72,16 +73,19 @@ def gpu_advice(etype: str, message: str) -> str:
 
 
 def cut(text: str, limit_chars: int = MESSAGE_CHARS) -> str:
-    """Shorten a text to `limit_chars` characters, and append a note with its full length."""
+    """If a text is longer than `limit_chars` characters, cut its end off, and append a short note.
+
+    The note has the full length of the text.
+    """
     if len(text) <= limit_chars:
         return text
     return f"{text[:limit_chars]}… [cut: {len(text):,} characters]"
 
 
 def cut_middle(lines: Sequence[str], limit_lines: int = DETAIL_LINES) -> list[str]:
-    """Replace the middle lines by a note if there are more than `limit_lines` lines.
+    """If there are more than `limit_lines` lines, replace the middle lines by a short note.
 
-    `cut` shortens each remaining line.
+    Also shorten each remaining line to `MESSAGE_CHARS` characters.
     """
     if len(lines) > limit_lines:
         half = limit_lines // 2
@@ -104,9 +108,9 @@ def who_failed(failure: Failure) -> str:
 def cause_text(failure: Failure) -> str:
     """Return what happened, such as `ValueError: bad shape` or `killed by SIGKILL`, in one line.
 
-    The result includes the first line of the failure's message. If the message quotes the traceback
-    of another process, the result also includes the last line of the message, because only the last
-    line names the error of the other process.
+    The result includes the first line of the failure's message. The message may quote a traceback
+    of a worker process. Then the result also includes the last line of the message, because only
+    this line names the error in the worker process.
     """
     first_line, *others = failure.message.strip().split("\n")
     if any("Traceback (most recent call last)" in line for line in others):
@@ -130,7 +134,7 @@ def _is_of_store(failure: Failure) -> bool:
 
 
 def headline(failure: Failure) -> str:
-    """Return rank, host and cause of a failure in one line.
+    """Return one line with the failed rank, its host, and the cause of the failure.
 
     If `--timeout` has ended the run, the line has only the cause, because no rank is to blame.
     """
@@ -140,9 +144,11 @@ def headline(failure: Failure) -> str:
 
 
 def details(failure: Failure) -> list[str]:
-    """Return the details of a failure as lines: traceback or last log lines, stack, log, advice.
+    """Return lines with the details of a failure, for the exception that the notebook raises.
 
-    Details that the failure does not have are left out. Long parts are cut in the middle.
+    The details are: traceback, the rest of the message, last known stack, last log lines of the
+    rank, path of the log, and advice. Details without content are left out. In long parts, a note
+    replaces the middle lines.
     """
     traceback = [line for block in failure.traceback for line in block.split("\n")]
     lines = cut_middle(traceback)
@@ -163,16 +169,17 @@ def details(failure: Failure) -> list[str]:
 def other_failures_text(
     first: Failure | None, failures: Sequence[Failure]
 ) -> tuple[str, list[str]]:
-    """Summarize the failures other than the first.
+    """Summarize the failures that came after the first failure of a run.
 
     Args:
         first: The failure that came first, if known.
-        failures: All failures of the run.
+        failures: All failures of the run, including the first failure.
 
     Returns:
-        A line with two counts: the failures that the first failure caused, and the other ones. And
-        a list with one line for each cause; after `MAX_OTHERS` lines, a line with the number of
-        those left out. Both are empty if nothing else failed, or if `--timeout` has ended the run.
+        A line with two counts: the ranks that failed as a consequence of the first failure, and the
+        ranks that failed for reasons of their own. And a list with one line for each cause. If
+        there are more than `MAX_OTHERS` causes, the last line has the number of causes left out.
+        Line and list are empty if nothing else failed, or if `--timeout` has ended the run.
     """
     if first is not None and first.how == "timeout":
         return "", []
@@ -206,9 +213,9 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 def rank_positions(failures: Sequence[Failure]) -> list[str]:
-    """Return lines of text that say where ranks were when `--timeout` ended the run.
+    """Return lines of text that say where in the code ranks were when `--timeout` ended the run.
 
-    Ranks at the same notebook line share one line of the result.
+    Ranks at the same line of code share one line of the result.
     """
     alike: defaultdict[str, list[int]] = defaultdict(list)
     for failure in failures:
@@ -219,10 +226,13 @@ def rank_positions(failures: Sequence[Failure]) -> list[str]:
 
 
 def _notebook_line(stack: Sequence[str]) -> str:
-    """Return the file, line number and code of the innermost frame in a notebook cell, as text.
+    """Return file, line number and code of the innermost stack frame in a notebook cell, as text.
 
-    If no frame of the stack is in a cell, use the innermost frame. If the stack has no frames,
+    If no frame is in a cell, use the innermost frame of the stack. If the stack has no frames,
     return "position not reported yet".
+
+    Args:
+        stack: Lines of a stack, as in a traceback.
     """
     frames = [i for i, line in enumerate(stack) if _FRAME.match(line)]
     if not frames:
@@ -235,14 +245,14 @@ def _notebook_line(stack: Sequence[str]) -> str:
 
 
 def labelled(text: str, labels: Mapping[str, str]) -> str:
-    """Replace the file names of the notebook's cells in a text by the cells' labels.
+    """Replace the file names of the notebook's cells in a text by labels such as `Cell In[5]`.
 
-    Worker processes, fetchers and faulthandler know only the file names under which the kernel
-    compiled the cells.
+    Texts of worker processes, fetchers and faulthandler need this, because these know only the file
+    names under which the kernel compiled the cells.
 
     Args:
         text: Any text, such as a line of a traceback.
-        labels: The labels (`Cell In[5]`), by file name.
+        labels: The labels of the cells, by file name.
     """
     for filename, label in labels.items():
         text = text.replace(filename, label)
@@ -250,7 +260,14 @@ def labelled(text: str, labels: Mapping[str, str]) -> str:
 
 
 def with_labels(failure: Failure | None, labels: Mapping[str, str]) -> Failure | None:
-    """Return a copy of a failure with `labelled` applied to its texts."""
+    """Return a copy of a failure whose texts name the notebook's cells by their labels.
+
+    The texts are the message, traceback, stack and last lines.
+
+    Args:
+        failure: The failure; if None, return None.
+        labels: Labels of the cells, such as `Cell In[5]`, by file name.
+    """
     if failure is None:
         return None
     names = ("traceback", "stack", "tail")
@@ -285,15 +302,16 @@ def to_exception(ended: RunEnded) -> RunError | PoolError | StoreError:
 
 
 def cause_of(failure: Failure | None, notebook: Mapping[str, object]) -> BaseException | None:
-    """Return an exception of the type that a rank raised, for the notebook's traceback.
+    """Create an exception of the type that a rank raised, as the cause of the notebook's exception.
 
-    The exception has the message as its only argument, and no other attributes: the type's own
-    `__new__` and `__init__` are not called. The result is None if the kernel does not have the
+    The exception has the message as its only argument. It has no further attributes, because the
+    type's own `__new__` and `__init__` are not called. Return None if the kernel does not have the
     type, or if Python cannot create the exception from a message.
 
     Args:
         failure: The failure that came first.
-        notebook: The notebook's namespace, where a type of `__main__` is looked up.
+        notebook: The notebook's variables, by name. If the type belongs to `__main__`, search it
+            here.
     """
     if failure is None or not failure.etype:
         return None

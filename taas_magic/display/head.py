@@ -1,8 +1,8 @@
 """The status header (the lines above a run's log) as text and HTML, and the state that it shows.
 
-The functions do no I/O. Jupyter removes some HTML from an untrusted notebook. So the HTML here uses
-only inline styles, and elements such as <details>. The colours are readable on light and dark
-themes. All texts from hosts and users are escaped.
+The functions do no I/O. Jupyter removes some HTML from an untrusted notebook. So this HTML uses
+only inline styles, and elements such as <details>, which Jupyter keeps. The colours are readable on
+light and dark themes. The functions escape all texts from hosts and users.
 """
 
 import math
@@ -69,10 +69,10 @@ TABLE = (  # a <pre> of JupyterLab has an opaque background
 SCROLLED = f"{TABLE};max-height:320px;overflow-y:auto"
 LABEL = "opacity:0.6;font-size:12px"
 NAME_CHARS = 500
-"""Maximum length of a name, a note or a reason in the status header."""
+"""Maximum characters of a name, a note or a reason in the status header."""
 
 CELL_CHARS = 200
-"""Maximum length of a cell of a table, or of a command."""
+"""Maximum characters of one text in a table, of a metric's name, or of a process's command line."""
 
 MAX_NOTES = 10
 MAX_HOSTS = 4
@@ -82,7 +82,7 @@ MAX_FILES = 8
 MAX_GROUPS = 10
 MAX_CURVES = 4
 MAX_ROWS = 64
-"""Maximum number of ranks in the table of ranks."""
+"""Maximum number of ranks in the status header's table of ranks."""
 
 REDRAW_GAP_S = 1.0
 """Shortest time in seconds between two changes of an active run's curves, or of its rank table."""
@@ -96,7 +96,7 @@ An active run updates its header each second.
 TQDM = re.compile(r"(?P<label>.*?)(?P<percent>\d{1,3})%\|[^|]*\|(?P<rest>.*)", re.DOTALL)
 _BAR = re.compile(r"\|[^|]*\|")
 _NOT_PLAIN = re.compile(r"[^A-Za-z0-9 .,:%/()_=-]")
-"""Characters that are escaped in a CSS string."""
+"""Pattern of the characters that need an escape in a CSS string."""
 
 _COLOUR = re.compile(r"\x1b\[[0-9;:]*m")
 _HANG_HEAD = ("rank", "host", "since", "at", "waits for")
@@ -116,7 +116,7 @@ class RunState:
         held_gpu_s: GPU-seconds that the run held before the time `up_since`.
         began: Start time of the run, on the caller's clock.
         hosts: The hosts of the attempt `hosts_attempt`, in the order of their ranks.
-        hosts_attempt: Number of the newest attempt that has started ranks on a host.
+        hosts_attempt: Number of the newest attempt in which a host has started ranks.
         first_ranks: The lowest rank of each host in `hosts`, by the host's name.
         up: Numbers of the ranks that have started and have not failed.
         up_since: Time of the last change of `gpus`, on the caller's clock. Infinity until the first
@@ -130,9 +130,9 @@ class RunState:
         last_attempt: Number of the attempt whose results count; 0 until the run has ended.
         left: Title that replaces the state after the notebook has stopped following the run; ""
             while the notebook follows the run.
-        tails: The last log lines of ranks, by rank. Empty until the view is closed.
+        tails: The last log lines of each rank, by rank. Empty until the view is closed.
         processes: Host and process id of each rank that has started in the newest attempt, by rank.
-        usage: The last report of what each rank uses, by rank.
+        usage: The last report of each rank on its use of CPU, memory and GPU, by rank.
         rank_table: Lines of the table of ranks, with its head; [] if no rank has sent a report.
         rank_table_at: Time at which `rank_table` was made, on the caller's clock.
         curve_rows: Row of the status header with the curves, as text and HTML; [] if there is none.
@@ -181,13 +181,13 @@ class RunState:
         self.notes = list(self.plan.notes)
 
     def apply(self, event: Event, now: float | None = None) -> None:
-        """Apply the next event; ignore events that do not concern the status header.
+        """Update this state by the next event; ignore events that do not concern the status header.
 
         Args:
             event: The event.
             now: Time at which the event arrived, from the same clock as `began`. None to use the
-                time in the event. A live view passes its own time, because the clocks of machines
-                may differ by days.
+                time in the event, which the sender's clock measured. The clocks of machines may
+                differ by days, so the view of an active run passes its own time.
         """
         now = event.time if now is None else now
         self.run_counts.apply(event, now)
@@ -243,7 +243,7 @@ class RunState:
     def hang(self) -> list[RankStack]:
         """The stacks of all ranks if every host with active ranks reports a hang; else [].
 
-        `RankStack.since` is a time on the clock of `began`.
+        In the result, the field `since` is a time on the same clock as `began`.
         """
         there = set(self.hosts) - self.ended_hosts
         said = {host: found for host, found in self.hangs.items() if found[1] and host in there}
@@ -262,14 +262,15 @@ class RunState:
         return max(0.0, min(now, self.ended_at) - self.began)
 
     def gpu_seconds(self, now: float) -> float:
-        """Return the GPU-seconds that the run has held since its ranks started."""
+        """Return the GPU-seconds of the run from the start of its ranks to its end, or to `now`."""
         return self.held_gpu_s + self.gpus * max(0.0, min(now, self.ended_at) - self.up_since)
 
     def _started(self, event: RanksStarted, now: float) -> None:
         """Record that a host has started its ranks.
 
-        Add its ranks to `up`, its GPUs to `gpus`, and the host to `hosts`, in the order of ranks.
-        The first such event of a new attempt removes the hosts and GPUs of the last attempt.
+        Add the host's ranks to `up`, its GPUs to `gpus`, and its name to `hosts`, in the order of
+        the ranks. If the event is the first one of a new attempt, first remove the hosts and GPUs
+        of the last attempt.
         """
         gpus = self.gpus + event.gpus
         if event.attempt > self.hosts_attempt:  # a restart may have replaced hosts
@@ -287,9 +288,9 @@ class RunState:
         self.up_since = min(self.up_since, now)
 
     def _failed(self, failure: Failure) -> None:
-        """Record a failure. The first failure that is no consequence of another becomes `first`.
+        """Record a failure. The first failure that is not a mere consequence becomes `first`.
 
-        The failed rank is no longer `up`. A lost host counts as ended.
+        Remove a failed rank from `up`, and add a lost host to `ended_hosts`.
         """
         self.failures.append(failure)
         if failure.rank is not None:
@@ -324,9 +325,9 @@ def text(state: RunState, now: float) -> str:
 def status_line(state: RunState, now: float) -> str:
     """Return one line with the state, the metrics and rank 0's progress, for a terminal.
 
-    Returns "" if the run has ended, or has neither metrics nor progress. The most important items
-    come first, because the terminal cuts the line. If there are metrics, the line has the progress
-    without its bar.
+    Return "" if the run has ended, or has neither metrics nor progress. The most important items
+    come first, because the terminal cuts the line. A line with metrics has no progress bar, only
+    the text around the bar.
     """
     curves = [_curve_text(name, of_ranks) for name, of_ranks in state.curves.items()][:MAX_CURVES]
     progress = plain(state.progress).partition("\n")[0]
@@ -349,9 +350,9 @@ def mime_bundle(state: RunState, now: float) -> dict[str, str]:
 def live_table_html(run_id: str) -> str:
     """Return collapsible HTML that shows the newest table of an active run's ranks.
 
-    Show this HTML once, below the status header, and do not replace it: if a browser replaces HTML,
-    it closes `<details>` and scrolls to the top. The HTML has no table of its own. A CSS rule in
-    the status header, which is replaced each second, sets the text of its `<pre>`.
+    Show this HTML once, below the status header. Do not replace this HTML: otherwise the browser
+    closes `<details>` and scrolls to the top. The HTML contains no table. Instead, the status
+    header has a CSS rule that sets the text of the `<pre>` element, and changes each second.
     """
     hint = f"%taas ranks {run_id} shows a table of the ranks"
     return (
@@ -366,7 +367,10 @@ def _table_class(run_id: str) -> str:
 
 
 def _live_table_rule(state: RunState, now: float) -> str:
-    """Return the CSS that shows an active run's table of ranks in `live_table_html`."""
+    """Return the CSS rule that shows the table of ranks in the HTML of `live_table_html`.
+
+    Return "" if the run has ended, if its view is closed, or if the table is empty.
+    """
     if state.has_ended or state.left or not (table := _rank_table(state, now)):
         return ""
     selector = f".{_table_class(state.plan.run_id)}"
@@ -375,12 +379,15 @@ def _live_table_rule(state: RunState, now: float) -> str:
 
 
 def _css_text(lines: Sequence[str]) -> str:
-    """Return lines as the content of a CSS string, in which no character can end the string."""
+    """Return lines as the content of a CSS string; escape characters that could end the string."""
     return _NOT_PLAIN.sub(lambda found: f"\\{ord(found[0]):x} ", "\n".join(lines))
 
 
 def _rank_table(state: RunState, now: float) -> list[str]:
-    """Return the lines of the table of ranks. Make it again only if `REDRAW_GAP_S` has passed."""
+    """Return the lines of the status header's table of ranks; [] if no rank has sent a report.
+
+    For an active run, return the last table again until it is `REDRAW_GAP_S` seconds old.
+    """
     is_last = state.has_ended or state.left
     if is_last or not state.rank_table or now - state.rank_table_at >= REDRAW_GAP_S:
         ranks = sorted(state.processes)
@@ -393,7 +400,10 @@ def _rank_table(state: RunState, now: float) -> list[str]:
 
 
 def _last_table_html(state: RunState, now: float) -> str:
-    """Return collapsible HTML with the last report of each rank of an ended run, if any."""
+    """Return collapsible HTML with a table of the last report of each rank, for an ended run.
+
+    Return "" if the run is active, or if no rank has sent a report.
+    """
     if not state.has_ended or not (table := _rank_table(state, now)):
         return ""
     content = f"<pre style='{SCROLLED}'>{escape(chr(10).join(table))}</pre>"
@@ -484,10 +494,11 @@ def _tails_html(state: RunState) -> str:
 
 
 def _curve_rows(state: RunState, now: float) -> list[tuple[str, str]]:
-    """Return the row with the metrics, if any. Draw it again only if `REDRAW_GAP_S` has passed.
+    """Return the row of the status header with the metrics and their curves; [] without metrics.
 
-    Several ranks may send metrics many times a second, and the row is the largest part of the
-    status header. After the run's end, the row always has all values.
+    For an active run, return the last row again until it is `REDRAW_GAP_S` seconds old. Ranks may
+    send metrics many times a second, and this row is the largest part of the status header. After
+    the run's end, the row has all values.
     """
     is_last = state.has_ended or state.left
     if is_last or not state.curve_rows or now - state.curves_drawn_at >= REDRAW_GAP_S:
@@ -496,10 +507,11 @@ def _curve_rows(state: RunState, now: float) -> list[tuple[str, str]]:
 
 
 def _curve_parts(curves: Curves) -> Iterator[tuple[str, str]]:
-    """Yield one row of the status header with the first `MAX_CURVES` metrics, if any.
+    """Yield one row of the status header with the first `MAX_CURVES` metrics, if there are any.
 
-    In HTML, the metrics are small curves of several ranks. In text, each metric is one line with
-    the values of the first rank. If there are more metrics, the last entry counts the others.
+    The row is a pair of text and HTML. The HTML has a small picture with the curves of several
+    ranks for each metric. The text has one line for each metric, with the values of the lowest
+    rank. If there are further metrics, the last entry has their number.
     """
     if not curves:
         return
@@ -524,7 +536,7 @@ def _curve_parts(curves: Curves) -> Iterator[tuple[str, str]]:
 
 
 def _curve_text(name: str, of_ranks: Mapping[int, Curve]) -> str:
-    """Return a metric's name, and the last value and the sparkline of the lowest rank."""
+    """Return a line with a metric's name, and its lowest rank's last value and sparkline."""
     first = of_ranks[min(of_ranks)]
     label = cut(plain(name), CELL_CHARS)
     return f"{label}: {first.last:.4g} {sparkline(first.points)}"
@@ -534,8 +546,8 @@ def _values_text(first: Curve, n_ranks: int) -> str:
     """Return text on how often a metric was logged, such as `100 values on each of 4 ranks`.
 
     Args:
-        first: The curve of the first rank that logged the metric.
-        n_ranks: Number of ranks that logged it.
+        first: The curve of the lowest rank that logged the metric.
+        n_ranks: Number of ranks that logged the metric.
     """
     values = f"{first.count:,} value{'s' * (first.count != 1)}"
     return f"{values} on each of {n_ranks} ranks" if n_ranks > 1 else values
@@ -544,8 +556,8 @@ def _values_text(first: Curve, n_ranks: int) -> str:
 def facts(state: RunState, now: float) -> list[Fact]:
     """Return the facts in the first row of the status header, from left to right.
 
-    They are: ranks, pool, hosts, elapsed time, progress of `--prefill`, GPU-seconds, restarts and
-    run id. The progress, the GPU-seconds and the restarts appear only if the run has any.
+    The facts are: ranks, pool, hosts, elapsed time, progress of `--prefill`, GPU-seconds, restarts
+    and run id. The progress, the GPU-seconds and the restarts are left out if the run has none.
     """
     ranks = f"{state.plan.world_size:,}"
     if not state.has_ended and len(state.up) < state.plan.world_size:
@@ -586,12 +598,15 @@ def duration(seconds: float, decimals: int = 0) -> str:
 
 
 def plain(progress: str) -> str:
-    """Return a progress bar's text without colour codes and surrounding blanks."""
+    """Return a rank's progress text or metric's name without colour codes and surrounding blanks.
+
+    Cut a text that is longer than `NAME_CHARS` characters.
+    """
     return cut(_COLOUR.sub("", progress).strip(), NAME_CHARS)
 
 
 def shown_notes(state: RunState) -> list[str]:
-    """Return the first `MAX_NOTES` notes; if there are more, also a line that counts the others."""
+    """Return the first `MAX_NOTES` notes of a run, and a line with the number of further notes."""
     notes = [cut(note, NAME_CHARS) for note in state.notes[:MAX_NOTES]]
     left_out = len(state.notes) - MAX_NOTES
     return notes if left_out <= 0 else [*notes, f"… and {left_out} more notes"]
@@ -619,11 +634,11 @@ def _facts_html(found: Sequence[Fact]) -> str:
 
 
 def _title_row(state: RunState) -> str:
-    """Return the title row as HTML.
+    """Return the row with the run's state and name as HTML.
 
-    After `STALE_S` seconds without an update, CSS replaces an active run's title by a hint that the
-    header is out of date. After a reload of the page or the end of the kernel, no process can
-    update the HTML, so only CSS can show the hint.
+    After `STALE_S` seconds without an update, a CSS animation replaces an active run's state by a
+    hint that the header is out of date. After the end of the kernel or a reload of the page, no
+    process can update the HTML, so only CSS can show this hint.
     """
     shown = state.left or state.state
     title = f"<span style='color:{_colour(state)}'>● <b>{escape(shown)}</b></span>"
@@ -661,21 +676,23 @@ def columns(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def as_html(text: str) -> str:
-    """Return HTML for lines with aligned columns, which the browser does not wrap."""
+    """Return HTML for lines with aligned columns; the browser does not wrap these lines."""
     return f"<pre style='{TABLE}'>{escape(text)}</pre>"
 
 
 def loader_lines(
     run_counts: RunCounts, units: int | None, has_ended: bool
 ) -> list[tuple[str, list[Fact]]]:
-    """Return the name and the facts of each of the first `MAX_LOADERS` loaders.
+    """Return the name and the facts of each of the first `MAX_LOADERS` loaders of a run.
 
-    If there are more loaders, the last entry counts the others in place of a name, without facts.
+    If there are further loaders, the last entry has a text with their number in place of a name,
+    and no facts.
 
     Args:
         run_counts: The counts that ranks and fetchers have sent about the loaders.
-        units: The limit of `--units` for each loader, if any.
-        has_ended: Whether to return the mean rates of the whole run, without facts about buffers.
+        units: The limit of `--units`, if any.
+        has_ended: Whether the run has ended. If True, the facts have the mean rates of the whole
+            run, and nothing about buffers. If False, the facts have the current rates.
     """
     shown = list(run_counts.loaders.values())[:MAX_LOADERS]
     found = [(loader.name, _loader_facts(loader, units, has_ended)) for loader in shown]
@@ -684,7 +701,10 @@ def loader_lines(
 
 
 def filling(run_counts: RunCounts) -> str:
-    """Return text with the progress of `--prefill`; "" if no ranks wait for prepared data."""
+    """Return text with the progress of `--prefill`, such as `20 of 100 batches`.
+
+    Return "" if the ranks do not wait for prepared data.
+    """
     if run_counts.filling is None:
         return ""
     done, wanted = run_counts.filling.done, run_counts.filling.wanted
@@ -710,9 +730,10 @@ def _loader_facts(loader: LoaderCounts, units: int | None, has_ended: bool) -> l
 
 
 def _buffer_facts(loader: LoaderCounts) -> Iterator[Fact]:
-    """Yield how much data is ready in the fetchers' buffers, and how much the ranks hold.
+    """Yield how much data is ready in the fetchers' buffers, and how much data the ranks hold.
 
-    The first fact is left out if no fetcher has a buffer; the second, if the ranks hold no data.
+    If no fetcher has a buffer, leave the first fact out. If the ranks hold no data, leave the
+    second fact out.
     """
     if budget := int(loader.fetcher_total("budget_bytes")):
         batches, size = int(loader.fetcher_total("ready")), int(loader.fetcher_total("ready_bytes"))
@@ -724,8 +745,8 @@ def _buffer_facts(loader: LoaderCounts) -> Iterator[Fact]:
 def _waited(loader: LoaderCounts) -> str:
     """Return text with the percentage of time that ranks waited for a loader.
 
-    The mean over all ranks comes first. The percentages of the ranks follow in parentheses; for
-    more than `MAX_RANKS` ranks, only the smallest and the largest.
+    The mean over all ranks comes first. The percentages of the single ranks follow in parentheses.
+    If there are more than `MAX_RANKS` ranks, only the smallest and the largest percentage follow.
     """
     shares = loader.shares
     mean = f"{loader.sums(0.0).waited_fraction:.0%}"
@@ -742,17 +763,17 @@ def _number(value: float) -> str:
 
 
 def receipt_lines(receipt: Receipt | None) -> list[Fact]:
-    """Return the facts of a receipt; an empty list if `receipt` is None.
+    """Return facts about a run's writes to the project store; [] if `receipt` is None.
 
-    Facts without content are left out. The facts are, in this order:
+    Leave out facts without content. The facts are, in this order:
 
     - The files that rank 0 wrote, with their sizes.
     - The kept-out files of other ranks at whose paths the store has a file.
     - The kept-out files of other ranks at whose paths the store has no file.
     - The files of rank 0 that were not copied to the store, with the reasons.
-    - The shared folders.
-    - The protection, if files were kept out.
-    - A warning, if the search for files was incomplete.
+    - The folders to which all ranks may write.
+    - The mechanism that kept files out of the store, if any were kept out.
+    - A warning, if the search for written files was incomplete.
     """
     if receipt is None:
         return []
@@ -778,13 +799,16 @@ def receipt_lines(receipt: Receipt | None) -> list[Fact]:
 
 
 def _group_by_cube(files: Mapping[str, T]) -> dict[str, list[T]]:
-    """Group values by file. All files of a data cube (a `.zarr` folder) form one group.
+    """Group values about files by data cube. A data cube is a `.zarr` folder with all its files.
+
+    A file outside of data cubes is a group of its own. Of nested `.zarr` folders, the outermost
+    folder is the cube.
 
     Args:
-        files: Values by path.
+        files: A value for each file, by the file's path.
 
     Returns:
-        Lists of values, by file or data cube. The outermost of nested `.zarr` folders is the cube.
+        A list of values for each group, by the path of the file or cube.
     """
     found: dict[str, list[T]] = {}
     for path, known in files.items():
@@ -831,10 +855,10 @@ def _hang_cells(rows: Sequence[RankStack], now: float) -> Iterator[tuple[str, ..
 
 
 def _groups(rows: Sequence[RankStack]) -> list[list[RankStack]]:
-    """Group the ranks that are at the same line of code and wait for the same thing.
+    """Group the ranks that are at the same line of code and wait for the same event.
 
-    Small groups come first, because they more probably cause the hang. Groups that wait in a
-    collective come last, because they only wait for other ranks.
+    Small groups come first, because a small group more probably causes the hang. Groups that wait
+    in a collective of torch.distributed come last, because their ranks only wait for other ranks.
     """
     alike: defaultdict[tuple[str, str], list[RankStack]] = defaultdict(list)
     for row in sorted(rows, key=lambda row: row.rank):
@@ -848,10 +872,10 @@ def _groups(rows: Sequence[RankStack]) -> list[list[RankStack]]:
 
 
 def stacks_text(found: RunStacks, labels: Mapping[str, str]) -> str:
-    """Return the output of `%taas stacks`: an entry for each rank and fetcher, with its threads.
+    """Return the output of `%taas stacks`: the stacks of the threads of each rank and fetcher.
 
-    Ranks with equal stacks share one entry. At the end are the lines about processes that did not
-    answer. If there is nothing to show, return "no rank runs".
+    Ranks with equal stacks share one entry. The last lines are about processes that did not answer.
+    If there is nothing to show, return "no rank runs".
 
     Args:
         found: The stacks of the run's processes.
@@ -882,7 +906,10 @@ _RANKS_HEAD = (
 
 
 def ranks_text(found: RunStacks, state: RunState) -> str:
-    """Return the output of `%taas ranks`: a table with a row for each rank."""
+    """Return the output of `%taas ranks`: a table with the process and progress of each rank.
+
+    The last lines are about processes that did not answer.
+    """
     rows = [
         _cells(row.rank, (row.host, row.pid), _usage_of(row), state)
         for row in sorted(found.ranks, key=lambda row: row.rank)
@@ -902,9 +929,12 @@ def _usage_of(row: RankStack) -> RankUsage:
 
 
 def _ranks_lines(rows: Sequence[tuple[str, ...]]) -> list[str]:
-    """Return the table of ranks as lines; [] without rows.
+    """Return the table of ranks as lines with column titles; [] without rows.
 
     If no rank uses a GPU, leave out the columns about GPUs.
+
+    Args:
+        rows: Texts of each rank, in the order of `_RANKS_HEAD`.
     """
     if not rows:
         return []
@@ -923,12 +953,15 @@ def _rank_cells(rank: int, state: RunState) -> tuple[str, ...]:
 def _cells(
     rank: int, process: tuple[str, int], usage: RankUsage | None, state: RunState
 ) -> tuple[str, ...]:
-    """Return a row of the table of ranks.
+    """Return the texts of one rank's row in the table of ranks, in the order of `_RANKS_HEAD`.
+
+    "-" stands for an unknown value.
 
     Args:
+        rank: Number of the rank.
         process: Host and process id of the rank.
         usage: The rank's last report; None if the rank has sent none.
-        state: State of the run, with counts of batches and the rank's metrics.
+        state: State of the run, which has the rank's counts of batches and its metrics.
     """
     loaders = [it for it in state.run_counts.loaders.values() if rank in it.ranks]
     batches = sum(loader.ranks[rank].batches for loader in loaders)
@@ -959,9 +992,10 @@ def _memory(process: ProcessStack) -> int:
 
 
 def _process_lines(process: ProcessStack, indent: str) -> list[str]:
-    """Return lines of text about a process and, indented further, about its child processes.
+    """Return lines of text about a process and its child processes, as for `%taas stacks`.
 
-    The lines say what each process waits for, and have the stack of each thread.
+    The lines say what the process waits for, and show the stack of each thread. The lines about
+    child processes are indented further.
     """
     lines = [f"{indent}waits for {process.waits_for} ({process.system or 'gone'})"]
     for name, frames in process.threads.items():

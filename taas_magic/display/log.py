@@ -1,4 +1,4 @@
-"""Merge the lines of all ranks into a run's log in the notebook. Pure.
+"""Merge the lines that all ranks print into the run's log in the notebook, without any I/O.
 
 If several ranks print the same line at about the same time, the log shows the line once, with the
 numbers of these ranks. To find equal lines, `LineMerger` holds each new line back until the first
@@ -25,14 +25,14 @@ from taas_magic.messages import Lines, LinesDropped, without_controls
 from taas_magic.plan import Plan
 
 HOLD_S = 0.005
-"""Seconds that a line waits for other ranks to print it too.
+"""Seconds that a rank's line waits, so that other ranks may print an equal line.
 
 After a collective returns, the ranks print within a few milliseconds of one another.
 """
 
 
 class ShownLine(NamedTuple):
-    """A line to show now, and the ranks that printed it (ascending)."""
+    """A line to show now, and the numbers of the ranks that printed it, in ascending order."""
 
     ranks: tuple[int, ...]
     text: str
@@ -41,7 +41,7 @@ class ShownLine(NamedTuple):
 def rank_ranges(ranks: Iterable[int], max_ranges: int = 6) -> str:
     """Format ascending rank numbers as ranges, such as `0-2,5,7-9`.
 
-    If there are more than `max_ranges` ranges, "…" replaces the others.
+    If there are more than `max_ranges` ranges, "…" replaces the last ones.
     """
     runs = groupby(enumerate(ranks), lambda pair: pair[1] - pair[0])
     spans = [[rank for _, rank in run] for _, run in runs]
@@ -50,13 +50,15 @@ def rank_ranges(ranks: Iterable[int], max_ranges: int = 6) -> str:
 
 
 class LineMerger:
-    """Merger of equal lines of several ranks; it keeps the order of lines within each rank.
+    """Merger of equal lines of several ranks into one line.
 
-    Ranks form a group if their first waiting lines are equal.
+    New lines of a rank wait in a queue, so that other ranks may print equal lines. The order of the
+    lines of one rank does not change. Ranks form a group if the first lines in their queues are
+    equal.
 
     Args:
         world_size: Number of ranks whose lines are shown.
-        hold_s: Longest wait of a line, in seconds.
+        hold_s: Maximum seconds that a line waits.
     """
 
     def __init__(self, world_size: int, hold_s: float = HOLD_S) -> None:
@@ -70,10 +72,16 @@ class LineMerger:
         self._n_released: defaultdict[int, int] = defaultdict(int)
 
     def push(self, rank: int, lines: Sequence[str], now: float) -> list[ShownLine]:
-        """Add the next lines of a rank; return the lines to show now, in the order to show them.
+        """Add the next lines of a rank; remove and return the lines to show now, in their order.
 
-        These are the lines that have waited for `hold_s`, that all ranks have printed now, or that
-        no further rank is likely to print. With a single rank, return all lines at once.
+        Lines to show are: lines that have waited for `hold_s` seconds, lines that all ranks have
+        printed, and lines that no further rank is likely to print. If only one rank's lines are
+        shown, return all lines at once.
+
+        Args:
+            rank: Number of the rank.
+            lines: The lines that the rank printed.
+            now: Current time in seconds, on the same clock in all calls.
         """
         if self._world_size == 1:
             return [ShownLine((rank,), line) for line in lines]
@@ -99,7 +107,7 @@ class LineMerger:
         return shown
 
     def next_due(self) -> float:
-        """Return the time at which `pop_due` will return lines; infinity when no line waits."""
+        """Return the time from which `pop_due` will return lines; infinity when no line waits."""
         while self._deadlines:
             deadline, rank, number = self._deadlines[0]
             if number > self._n_released[rank]:
@@ -108,7 +116,7 @@ class LineMerger:
         return math.inf
 
     def pop_all(self) -> list[ShownLine]:
-        """Remove and return all waiting lines."""
+        """Remove and return all waiting lines, without waiting for equal lines of other ranks."""
         shown: list[ShownLine] = []
         while self._groups:
             shown += self._release(next(iter(self._groups)))
@@ -118,10 +126,10 @@ class LineMerger:
     def _release_unmatched(self) -> list[ShownLine]:
         """Remove and return lines that no further rank is likely to print soon.
 
-        While any rank has no waiting line, keep all lines, because that rank may print an equal
-        line next. When every rank has a waiting line, remove a line if it is the first waiting line
-        of each rank that has it. The line of the lowest rank comes first, because rank 0 usually
-        prints more than the other ranks.
+        While any rank has no waiting line, keep all lines, because the next line of this rank may
+        be equal to one of them. When every rank has a waiting line, remove a line if all its
+        waiting copies are the first waiting lines of their ranks. The line of the lowest rank comes
+        first, because rank 0 usually prints more than all other ranks.
         """
         shown: list[ShownLine] = []
         while len(self._waiting) == self._world_size:
@@ -139,14 +147,14 @@ class LineMerger:
     def _release_first(self, rank: int, most: int) -> list[ShownLine]:
         """Remove a rank's first waiting line, and return it as one line for all ranks of its group.
 
-        The line is also removed from the queues of the other ranks of the group. If no other
-        waiting line is equal to the line, also remove the rank's next lines, up to the first line
-        that has a copy. One call that removes many lines is several times as fast as one call for
-        each line.
+        Also remove the line from the queues of all other ranks of the group. If no waiting line of
+        any other rank equals the line, also remove the next lines of the rank, up to the first line
+        with a copy in a queue. To remove many lines in one call is several times as fast as one
+        call for each line.
 
         Args:
             rank: A rank that has a waiting line.
-            most: Maximum number of lines without a copy to remove.
+            most: Maximum number of lines to remove if the lines have no copies.
         """
         queue, n_alike, alone = self._waiting[rank], self._n_alike, list[str]()
         for line in islice(queue, most):
@@ -187,9 +195,13 @@ class LineMerger:
         return queue[0] if self._join(rank, queue[0]) else None
 
     def _release(self, text: str) -> list[ShownLine]:
-        """Remove a group's line from the queues of its ranks, and return the line.
+        """Remove the line `text` from the queues of its group, and return the line to show.
 
-        If another group has all ranks after the removal, also remove and return that group's line.
+        After the removal, the next lines of the ranks may be equal, so that a new group has all
+        ranks. Also remove and return the line of such a group.
+
+        Args:
+            text: The first waiting line of all ranks of a group.
         """
         shown = []
         ready = [text]
@@ -211,31 +223,40 @@ class LineMerger:
 
 
 CELL_BYTES = 500_000
-"""Maximum bytes of a run's log in the output of a notebook's cell."""
+"""Maximum bytes of a run's log that a notebook's cell shows as text; a summary has the rest."""
 
 NO_LIMIT_BYTES = 1 << 62
 """A number of bytes that no log reaches; stands for "no limit"."""
 
 ERRORS = (16_000, 200)
-"""Maximum bytes, and maximum number, of the error lines in the summary."""
+"""Maximum bytes, and maximum number, of lines with errors in the summary below a full cell."""
 
 LAST_LINES = 100
-"""Number of last lines that the summary shows."""
+"""Number of last lines of the log that the summary below a full cell shows."""
 
 LINE_CHARS = 500
-"""Maximum length of a line in the summary."""
+"""Maximum characters of a line in the summary below a full cell."""
 
 DROPPED_NOTE_S = 1.0
-"""Minimum seconds between the first and the second note on lines that a host did not send."""
+"""Minimum seconds from the first to the second note on lines that hosts left out of the log."""
 
 MAX_DROPPED_NOTE_S = 60.0
-"""Maximum seconds between two notes on dropped lines. The pause doubles each time."""
+"""Maximum of the minimum pause between two notes on dropped lines, in seconds.
+
+The pause begins with `DROPPED_NOTE_S`, and doubles after each note.
+"""
 
 TIMES = "\N{MULTIPLICATION SIGN}"
 
 
 class LogSummary:
-    """Summary of the lines beyond the cell's limit: their number, the errors, the last lines."""
+    """Summary of the log's lines that are too many for a cell, shown below the cell's other output.
+
+    The summary has the number of these lines, the lines with errors, and the last lines.
+
+    Attributes:
+        has_unshown_lines: Whether lines were added after the last call of `text`.
+    """
 
     def __init__(self, run_id: str) -> None:
         self._run_id = run_id
@@ -245,28 +266,28 @@ class LogSummary:
         self.has_unshown_lines = False
 
     def count(self, n_lines: int, n_bytes: int) -> None:
-        """Add to the number and the size of the lines beyond the limit.
+        """Add to the number and the bytes of the lines beyond the cell's limit.
 
-        For lines whose text is known, call `add_lines`.
+        Call this for lines that a host did not send. For lines with a known text, call `add_lines`.
         """
         self._lines += n_lines
         self._bytes += n_bytes
         self.has_unshown_lines = True
 
     def add_lines(self, prefix: str, lines: Sequence[str], errors: Sequence[str]) -> None:
-        """Count lines beyond the limit, and keep the last ones and the errors for the summary.
+        """Count lines beyond the cell's limit; keep the last lines and the errors for the summary.
 
         Args:
-            prefix: The prefix with the ranks that printed the lines.
-            lines: All lines.
-            errors: The lines among `lines` that look like errors; `ERRORS` limits their number.
+            prefix: Text before each line that names the ranks that printed the lines.
+            lines: All lines to add.
+            errors: The lines of `lines` that look like errors. The caller limits their number.
         """
         self.count(len(lines), sum(map(len, lines)) + len(lines))
         self._last.extend(f"{prefix}{_short(line)}" for line in lines[-LAST_LINES:])
         self._errors += [f"{prefix}{_short(line)}" for line in errors]
 
     def text(self) -> str:
-        """Return the summary, and mark all its lines as shown."""
+        """Return the text of the summary, and set `has_unshown_lines` to False."""
         self.has_unshown_lines = False
         size = size_text(self._bytes)
         s = "s" * (self._lines != 1)
@@ -300,7 +321,10 @@ class LogText:
         self.clear()
 
     def clear(self) -> None:
-        """Allow all `limit_bytes` again, and remove the summary: the cell's output was cleared."""
+        """Start again with an empty cell of `limit_bytes`, because the cell's output was cleared.
+
+        Also remove the summary of the lines beyond the limit.
+        """
         self._budget = LogBudget(
             lambda: 0.0,
             burst=(self._limit_bytes, NO_LIMIT_BYTES),
@@ -312,16 +336,19 @@ class LogText:
         self.rest: LogSummary | None = None
 
     def add_lines(self, event: Lines, now: float) -> None:
-        """Add the lines that a rank printed."""
+        """Add lines that a rank printed; they wait up to `HOLD_S` seconds for equal lines.
+
+        Ignore ranks whose lines the plan does not show.
+        """
         if self._plan.shows_lines(event.rank):
             self._host_of[event.rank] = event.host
             self._add(self._merger.push(event.rank, event.lines, now))
 
     def add_dropped(self, event: LinesDropped) -> None:
-        """Count the lines that a rank's host did not send, for the next note on dropped lines.
+        """Count lines of a rank that its host did not send, for the next note on dropped lines.
 
-        Beyond the cell's limit, add their number to the summary. Ignore ranks whose lines are not
-        shown.
+        If the cell is full, add the number of lines to the summary instead. Ignore ranks whose
+        lines the plan does not show.
         """
         if not self._plan.shows_lines(event.rank):
             return
@@ -332,7 +359,7 @@ class LogText:
         self._dropped[event.rank] = lines + event.lines, size_bytes + event.bytes
 
     def add_line(self, text: str) -> None:
-        """Add a line that no rank printed, after all lines that still wait."""
+        """Add a line that no rank printed, such as a note. First add all waiting lines of ranks."""
         self.flush()
         if self.rest is None:
             self._pieces.append(f"{text}\n")
@@ -340,13 +367,16 @@ class LogText:
             self.rest.add_lines("", [text], [text])
 
     def due(self, now: float) -> None:
-        """Add the lines that have waited for `HOLD_S`, and add a due note on dropped lines."""
+        """Add ranks' lines that have waited for `HOLD_S` seconds to the text for the cell.
+
+        If there are dropped lines, and the pause since the last note on them is over, add a note.
+        """
         self._add(self._merger.pop_due(now))
         if self._dropped and now >= self._note_at:
             self._note_dropped(now)
 
     def flush(self) -> None:
-        """Add the lines that still wait for other ranks."""
+        """Add all waiting lines of ranks to the text for the cell now."""
         self._add(self._merger.pop_all())
 
     def close(self, now: float) -> None:
@@ -355,12 +385,12 @@ class LogText:
         self._note_dropped(now)
 
     def next_due(self) -> float:
-        """Return the time at which `due` will add lines; infinity while no line waits."""
+        """Return the time from which `due` will add a line or a note; infinity if nothing waits."""
         return min(self._merger.next_due(), self._note_at if self._dropped else math.inf)
 
     @property
     def has_text(self) -> bool:
-        """Whether there is text to write."""
+        """Whether the view must write text to the cell or update the summary."""
         return bool(self._pieces) or (self.rest is not None and self.rest.has_unshown_lines)
 
     @property
@@ -369,16 +399,16 @@ class LogText:
         return 1.0 if self.rest is not None else min(1.0, self._taken_bytes / self._limit_bytes)
 
     def pop_text(self) -> str:
-        """Remove and return the text to write now, in whole lines."""
+        """Remove and return the buffered text for the cell, in whole lines, without the summary."""
         taken = "".join(self._pieces)
         self._taken_bytes += len(taken)
         self._pieces.clear()
         return taken
 
     def _add(self, shown: Sequence[ShownLine]) -> None:
-        """Add lines, with prefixes that name their ranks, to the cell's text.
+        """Add lines, with prefixes that name their ranks, to the text for the cell.
 
-        Beyond the limit, add them to the summary instead.
+        If the cell's limit is reached, add further lines to the summary instead.
         """
         for ranks, group in groupby(shown, lambda line: line.ranks):
             texts = [line.text for line in group]
@@ -401,8 +431,8 @@ class LogText:
     def _note_dropped(self, now: float) -> None:
         """Add a note with the number of lines dropped since the last note.
 
-        The pause between two notes doubles each time, so a long flood of output causes only a few
-        notes.
+        Double the pause before the next note, so that a long flood of output causes only a few
+        notes. Without dropped lines, do nothing.
         """
         if not self._dropped:
             return

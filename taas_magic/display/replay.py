@@ -1,7 +1,8 @@
-"""Compute a run's state and its past output from its journal, for views opened later. Pure.
+"""Compute a run's state and its past output from its journal, for views that are opened later.
 
-The state is the same as in a view that has been open since the start of the run. Only the printed
-lines that the view shows are decoded, so a journal of 100 MB takes less than a second.
+The functions do no I/O. The state is the same as in a view that has been open since the start of
+the run. Only the printed lines that the view shows are decoded, so a journal of 100 MB takes less
+than a second.
 """
 
 import re
@@ -29,16 +30,23 @@ from taas_magic.messages import (
 from taas_magic.plan import Plan
 
 TAIL_BYTES = 500_000
-"""Maximum bytes of past log that a view shows; earlier lines are left out."""
+"""Maximum bytes of past log that a view shows completely.
+
+If the log is longer, the view of an active run leaves the first lines out. The view of an ended run
+leaves the middle lines out.
+"""
 
 END_LINES = 100
-"""Number of first lines, and of last lines, to show of an ended run's long log.
+"""Number of first lines, and of last lines, that a view shows of an ended run's long log.
 
-A log is long if it has more than `TAIL_BYTES`.
+A log is long if it has more than `TAIL_BYTES` bytes.
 """
 
 ERRORS = (64_000, 1_000)
-"""Maximum bytes, and maximum number, of error lines to show from the middle of a long log."""
+"""Maximum bytes, and maximum number, of lines with errors that a view shows of a long log.
+
+These lines are from the middle of an ended run's log, which the view leaves out otherwise.
+"""
 
 _LINES, _DROPPED = b'{"kind":"lines"', b'{"kind":"dropped"'
 _PROGRESS = b'{"kind":"progress"'
@@ -49,7 +57,10 @@ _REPORTER = re.compile(rb'"(?:rank|number)":(\d+)')
 _ERROR_WORDS = tuple(word.encode() for word in ERROR_WORDS)
 
 _BASE_COUNTS = 2_000
-"""Size of the first and the last part of `_CountsBuffer`; `Replay` adds 8 events for each rank."""
+"""Events in the first part, and at least in the last part, of the buffer for counts of loaders.
+
+`Replay` adds 8 events for each rank to this number.
+"""
 
 OutputPiece = Event | str
 """A piece of past output: an event, or a line that no rank printed."""
@@ -81,12 +92,15 @@ class Replay:
         return self._state
 
     def read(self, chunk: bytes) -> None:
-        """Process the next chunk of the journal. It must consist of whole lines.
+        """Process the next chunk of the journal, which must consist of whole lines.
 
-        If the plan has `log_ranks`, ignore lines that other ranks printed. For speed, keep printed
-        lines, `dropped` events, counts of loaders and use of ranks undecoded, and keep only the
-        newest progress. A progress bar of rank 0, and all other events, are applied to the state at
-        once.
+        For speed, keep some events undecoded: printed lines, numbers of dropped lines, counts of
+        loaders, resource use of ranks, and rank 0's newest progress. Apply all other events to the
+        state at once. If the plan has `log_ranks`, ignore lines that ranks outside `log_ranks`
+        printed.
+
+        Args:
+            chunk: Lines of the journal.
         """
         errs, has_bar = any(word in chunk for word in _ERROR_WORDS), b"%|" in chunk
         is_plain = chunk.startswith(_LINES) and not has_bar and not self._log_ranks
@@ -118,7 +132,10 @@ class Replay:
         self._counts.add(counts)
 
     def pieces(self) -> list[OutputPiece]:
-        """Return the past output in the order of the journal. May be called only once."""
+        """Return the past output in the order of the journal.
+
+        Call this only once, after the last `read`, because the call shortens the kept output.
+        """
         return self._shown.pieces(self.state)
 
     def _apply_event(self, event: Event) -> None:
@@ -143,14 +160,16 @@ class Replay:
 
 
 class _CountsBuffer:
-    """Buffer of undecoded `data`, `fetched` and `usage` events: counts of loaders, use of ranks.
+    """Buffer of undecoded events with counts of loaders and with the resource use of ranks.
 
-    The newest event of a rank, a fetcher or (`usage`) a host replaces all earlier ones: the counts
-    are sums since the rank or fetcher started. The buffer keeps three parts:
+    The event kinds are `data`, `fetched` and `usage`. The counts are sums since a rank or fetcher
+    started, so its newest event replaces its earlier events. In the same way, the newest `usage`
+    event of a host replaces the host's earlier `usage` events. The buffer has three parts:
 
-    - The first `most` events, because they contain the counts at the start of the ranks.
-    - At least the last `most` events, because the current rates are computed from them.
-    - Between these two parts, only the newest event of each rank, fetcher and host.
+    - The first `most` events, because these contain the counts at the start of the ranks.
+    - At least the last `most` events, because the current rates are computed from these events.
+    - For the time between the first and the last part: only the newest event of each rank, fetcher
+      and host.
 
     Args:
         most: Number of first events to keep; also the minimum number of last events to keep.
@@ -165,7 +184,7 @@ class _CountsBuffer:
         self._n_last = 0
 
     def add(self, lines: list[bytes]) -> None:
-        """Add the next events, each as a line of the journal.
+        """Add the next events, each as a line of the journal, to the first or the last part.
 
         Move the oldest events of the last part to the middle part, as long as at least `most`
         events stay in the last part.
@@ -190,7 +209,10 @@ class _CountsBuffer:
         return taken
 
     def _sum_counts(self, lines: list[bytes]) -> None:
-        """Move events to the middle part, which keeps only the newest of each rank and fetcher."""
+        """Add events to the middle part, which keeps only the newest event of each sender.
+
+        A sender is a rank, a fetcher or a host.
+        """
         newest: dict[tuple[bytes, bytes], bytes] = {}
         for line in reversed(lines):
             newest.setdefault((line[:12], _reporter(line)), line)
@@ -202,7 +224,7 @@ class _CountsBuffer:
 
 
 def _reporter(line: bytes) -> bytes:
-    """Return the number of the first rank or fetcher that an event names; b"" if it names none."""
+    """Return the number of the first rank or fetcher that an undecoded event names; b"" if none."""
     found = _REPORTER.search(line)
     return found[1] if found else b""
 
@@ -212,7 +234,8 @@ class _Block:
     """Consecutive journal lines with printed output of ranks, not decoded yet.
 
     Attributes:
-        number: Position among the blocks and events to show.
+        number: Position of the block in the sequence of all blocks and events to show.
+        raw: The lines of the journal.
         errs: Whether the lines may contain an error message.
     """
 
@@ -232,7 +255,10 @@ class _Block:
 
 
 class _PastOutput:
-    """Collector of a run's past output: displays, restarts, first and last printed lines."""
+    """Collector of a run's past output: displays, restarts, and the printed lines to show.
+
+    Of a long log, the collector keeps the first lines, the last lines, and lines with errors.
+    """
 
     def __init__(self, plan: Plan) -> None:
         self._plan, self._numbers = plan, 0
@@ -251,10 +277,9 @@ class _PastOutput:
     def add(self, raw: bytes, errs: bool) -> None:
         """Add the next lines of the journal that contain printed output of ranks.
 
-        Keep the first `END_LINES` lines, and a tail of at least the last `TAIL_BYTES`. Count the
-        bytes of all lines that leave the tail, including first lines. If a line
-        that leaves the tail may contain an error, keep the line, unless `ERRORS[1]` such lines are
-        kept already.
+        Keep the first `END_LINES` lines, and a tail with at least the last `TAIL_BYTES` bytes. When
+        lines leave the tail, count their bytes as left out. If a line that leaves the tail may
+        contain an error, keep the line, unless `ERRORS[1]` such lines are kept already.
 
         Args:
             raw: The lines, not decoded.
@@ -274,8 +299,9 @@ class _PastOutput:
     def add_event(self, event: Event) -> None:
         """Process an event that is not a printed line.
 
-        Keep restarts, and the displays that the run shows. A later event may update a display. A
-        `ClearOutput` of the first shown rank removes all earlier output. Ignore other events.
+        Keep restarts, and the displays of the ranks that the plan shows. If a later event updates a
+        display, change the kept display. If the first shown rank has cleared its output, remove all
+        earlier output. Ignore all events of further kinds.
         """
         self._numbers += 1
         match event:
@@ -294,10 +320,11 @@ class _PastOutput:
                 self._kept.append((self._numbers, event))
 
     def pieces(self, state: RunState) -> list[OutputPiece]:
-        """Return the past output. Shorten a log of more than `TAIL_BYTES`, and add a note on that.
+        """Return the past output; shorten a log of more than `TAIL_BYTES`, and add a note on this.
 
-        An active run loses the first lines of a long log. An ended run loses the middle lines,
-        except for lines that look like errors. Displays and restarts are always included.
+        If the run is active, leave out the first lines of the log. If the run has ended, leave out
+        the middle lines, except for lines that look like errors. Always include displays and
+        restarts.
 
         Args:
             state: The run's state after the whole journal.
@@ -326,14 +353,21 @@ class _PastOutput:
         return [*pieces, f"the last {END_LINES} lines:", *(event for _, event in last)]
 
     def _leave_out(self, block: _Block) -> None:
-        """Leave out a block of lines, but keep its lines that may contain an error."""
+        """Count a block of lines as left out, but keep its lines that may contain an error.
+
+        Keep no more such lines if `ERRORS[1]` lines are kept already.
+        """
         self._tail_bytes -= len(block.raw)
         self._left_out_bytes += len(block.raw)
         if len(self._errors) < ERRORS[1]:
             self._errors += block.erring()
 
     def _shorten(self, block: _Block) -> None:
-        """Leave out the first lines of a block, so that the rest fits into `TAIL_BYTES`."""
+        """Leave out the first lines of the tail, so that the tail has at most `TAIL_BYTES`.
+
+        Args:
+            block: The first block of the tail.
+        """
         end = block.raw.find(b"\n", self._tail_bytes - TAIL_BYTES - 1) + 1
         self._tail.popleft()
         self._tail.appendleft(_Block(block.number, block.raw[end:], block.errs))
@@ -355,8 +389,9 @@ def _printed_lines(lines: Iterable[bytes], from_end: bool = False) -> list[tuple
         from_end: Whether `lines` are in reverse order.
 
     Returns:
-        Pairs of a line of the journal and its decoded event, in the order of the journal. If an
-        event has too many printed lines, the surplus lines are removed from the event.
+        Pairs of a line of the journal and the decoded event of this line, in the order of the
+        journal. If an event has more printed lines than are left to return, remove the surplus lines
+        from the event.
     """
     left, found = END_LINES, list[tuple[bytes, Lines]]()
     for line in lines:
@@ -379,8 +414,8 @@ def _errors_of(
 
     Args:
         lines: Lines of the journal that may contain errors.
-        first: The log's first lines, from `_printed_lines`. The result leaves them out, because
-            they are shown anyway.
+        first: The log's first lines, from `_printed_lines`. The view shows these lines anyway, so
+            the result leaves them out.
         last: The log's last lines, from `_printed_lines`. The result leaves them out, too.
     """
     budget = LogBudget(

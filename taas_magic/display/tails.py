@@ -8,7 +8,7 @@ from taas_magic.journal.folder import RunFolder
 from taas_magic.messages import without_controls
 
 TAIL_LINES = 15
-"""Number of last lines of each rank."""
+"""Maximum number of last lines that the status header shows of each rank."""
 
 MOST_RANKS = 32
 """Maximum number of ranks whose last lines the status header shows."""
@@ -17,7 +17,12 @@ _READ_BYTES = 1 << 14
 
 
 def last_lines(run_dir: Path, world_size: int, failed_rank: int | None) -> dict[int, list[str]]:
-    """Return the last lines of the failed rank and of the ranks with the lowest numbers.
+    """Return the last log lines of the failed rank and of the ranks with the lowest numbers.
+
+    Args:
+        run_dir: The run folder, which has the log files.
+        world_size: Number of ranks of the run.
+        failed_rank: Number of the rank that failed first; None if no rank failed.
 
     Returns:
         Up to `TAIL_LINES` lines of each rank, for at most `MOST_RANKS` ranks. The failed rank comes
@@ -39,7 +44,8 @@ def last_lines(run_dir: Path, world_size: int, failed_rank: int | None) -> dict[
 def lines_at_end(path: Path, n_bytes: int) -> tuple[list[str], int]:
     """Return the lines in the last `n_bytes` bytes of a log, and the size of the log in bytes.
 
-    The lines are as a terminal would show them. The first line may be incomplete.
+    The lines are as a terminal would show them, for example without earlier states of a progress
+    bar. The first line may be incomplete.
     """
     with path.open("rb") as file:
         size = file.seek(0, os.SEEK_END)

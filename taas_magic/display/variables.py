@@ -16,10 +16,11 @@ Row = tuple[str, ...]
 
 
 def variable_rows(ranks: "Sequence[Mapping[str, Variable]]") -> list[Row]:
-    """Return the rows of the table; the first row has the column titles.
+    """Return the rows of the table of variables; the first row has the column titles.
 
-    The other rows are sorted by variable name. Each has the variable's type, shape, dtype, device
-    and size on the first rank that has the variable, and the result of `agreement`.
+    All further rows are sorted by the variable's name. Each row has the name, and type, shape,
+    dtype, device and size of the variable on the first rank that has it. The last text of a row
+    says whether all ranks have the same value.
 
     Args:
         ranks: The variables of each rank, by name.
@@ -35,15 +36,16 @@ def variable_rows(ranks: "Sequence[Mapping[str, Variable]]") -> list[Row]:
 
 
 def agreement(found: "Mapping[int, Variable]", world_size: int) -> str:
-    """Return a short text on whether the ranks have the same value.
+    """Return a short text that says whether all ranks have the same value of a variable.
 
-    The first case that applies decides:
+    The first of these cases that applies decides:
 
     - Some ranks lack the variable: the text names the ranks that have it, as in "only on rank 0".
     - Type, shape or dtype differ: the text names the ranks that differ from the most frequent
-      value, as in "rank 2 differs". If no value is the most frequent, it is "values differ".
+      value, as in "rank 2 differs". If no value is the most frequent, the text is "values differ".
     - A rank has no digest of its value: "equal shapes" for arrays, else "not compared".
-    - The digests differ: a text as for different types; for arrays, after "equal shapes, ".
+    - The digests differ: the text names the ranks that differ, as in "rank 2 differs". For arrays,
+      the text begins with "equal shapes, ".
     - All digests are equal: "equal".
 
     Args:
@@ -68,7 +70,10 @@ def agreement(found: "Mapping[int, Variable]", world_size: int) -> str:
 def _describe_odd_ranks(texts: Mapping[int, str]) -> str:
     """Return text that names the ranks whose value differs from the most frequent value.
 
-    Returns "" if all values are equal, and "values differ" if no value is the most frequent one.
+    Return "" if all values are equal, and "values differ" if no value is the most frequent.
+
+    Args:
+        texts: Description or digest of the value on each rank, by rank.
     """
     counts = Counter(texts.values()).most_common(2)
     if len(counts) == 1:

@@ -34,12 +34,13 @@ class NotebookScreen:
 
     Args:
         run_id: Id of the run.
-        session: Name of the session whose ranks execute the run, so that a cell of a session can
-            update a display of an earlier cell.
+        session: Name of the session whose ranks execute the run; "" without a session. All cells of
+            a session use the same ids of displays, so that a cell can update displays of earlier
+            cells.
 
     Attributes:
-        limit_bytes: Maximum bytes of text that the view passes to `write`. After that, the view
-            passes a summary to `show_rest`.
+        limit_bytes: Maximum bytes of log text that the view passes to `write`. If the log is
+            longer, the view passes a summary of the further lines to `show_rest`.
     """
 
     limit_bytes = CELL_BYTES
@@ -66,7 +67,7 @@ class NotebookScreen:
             self._shows_ranks = True
 
     def make_room(self) -> None:
-        """Do nothing, because a notebook shows the user's input below the output."""
+        """Do nothing before a prompt, because a notebook shows the prompt below the output."""
 
     def write(self, text: str) -> None:
         """Write whole lines below the status header, and flush standard output."""
@@ -75,14 +76,18 @@ class NotebookScreen:
         sys.stdout.flush()
 
     def show_rest(self, text: str) -> None:
-        """Show or update the summary of the lines beyond `limit_bytes`."""
+        """Show or update the summary `text` of the log's lines beyond `limit_bytes`."""
         self._clear_now()
         transient = {"display_id": f"{self._run_id}:rest"}
         publish_display_data({"text/plain": text}, transient=transient, update=self._shows_rest)
         self._shows_rest = True
 
     def display(self, event: Display) -> None:
-        """Show a display of a rank, under an id that is unique to its run or session, and rank."""
+        """Show or update a display of a rank in the cell.
+
+        Make the id of the display unique, so that ranks and runs cannot change displays of each
+        other. The new id has the name of the session or the id of the run, and the rank's number.
+        """
         if not event.update:
             self._clear_now()
         named = {}
@@ -94,25 +99,26 @@ class NotebookScreen:
         """Clear the cell's output except the status header.
 
         Args:
-            wait: Whether to keep the output until the next output comes, as in `clear_output`.
+            wait: Whether to keep the old output until the next output comes, as the argument `wait`
+                of IPython's `clear_output` does.
         """
         self._clears_first = True
         if not wait:
             self._clear_now()
 
     def close(self, state: RunState, now: float) -> None:
-        """Remove the table of ranks, and update the status header for the last time.
+        """Remove the table of ranks below the status header, and update the header a last time.
 
-        The status header of an ended run has a table of its own.
+        The status header of an ended run contains a table of ranks itself.
         """
         if self._shows_ranks:
             self._publish_ranks("", update=True)
         self.show(state, now)
 
     def _clear_now(self) -> None:
-        """If `clear` was called, clear the output and show the status header again.
+        """If `clear` was called since the last output, clear the cell, and show the header again.
 
-        The frontend replaces the old output at once, so the cell's output does not flicker.
+        The frontend replaces the old output in one step, so the cell does not flicker.
         """
         if self._clears_first:
             self._clears_first = False
@@ -133,7 +139,7 @@ class NotebookScreen:
 
 
 STATUS_GAP_S = 1.0
-"""Shortest time in seconds between two changes of a terminal's status line."""
+"""Minimum seconds between two changes of the status line, the last line of a terminal."""
 
 
 class UrgentLines:
@@ -146,7 +152,10 @@ class UrgentLines:
         self._notes, self._hangs = 0, False
 
     def lines(self, state: RunState, now: float) -> str:
-        """Return the notes since the last call, one per line, and the report of a new hang."""
+        """Return the run's notes since the last call, one per line, and the report of a new hang.
+
+        After the first call for a hang, leave its report out until the hang has ended.
+        """
         notes = head.shown_notes(state)
         lines = [f"note: {note}" for note in notes[self._notes :]]
         if state.hang and not self._hangs:
@@ -169,12 +178,12 @@ class ConsoleScreen(NotebookScreen):
         self._urgent = UrgentLines()
 
     def open(self, state: RunState, now: float) -> None:
-        """Show the status header."""
+        """Show the status header. Its notes are not written again as urgent lines."""
         super().show(state, now)
         self._urgent.lines(state, now)
 
     def show(self, state: RunState, now: float) -> None:
-        """Update the status header if the console supports that, and write the urgent lines."""
+        """Update the status header if the console can do so; write new notes or a hang report."""
         super().show(state, now)
         if news := self._urgent.lines(state, now):
             self.write(news)
@@ -204,13 +213,13 @@ class TerminalScreen:
         self._urgent = UrgentLines()
 
     def open(self, state: RunState, now: float) -> None:
-        """Write the status header, unless the run has ended: `close` then writes it."""
+        """Write the status header. For an ended run, leave this to `close`."""
         if not state.has_ended:
             self.write(head.text(state, now) + "\n")
         self._urgent.lines(state, now)
 
     def show(self, state: RunState, now: float) -> None:
-        """Redraw the status line in place if that is due, and write the urgent lines."""
+        """Redraw the status line in place if a change is due; write new notes or a hang report."""
         if now - self._status_at >= STATUS_GAP_S and sys.stdout.isatty():
             removal, before, self._status_at = self._removal(), self._status, now
             self._status = head.status_line(state, now)
@@ -225,7 +234,7 @@ class TerminalScreen:
         self._print(removal)
 
     def write(self, text: str) -> None:
-        """Write lines above the status line."""
+        """Write whole lines, and keep the status line below them as the last line."""
         self._print(f"{self._removal()}{text}")
 
     def show_rest(self, text: str) -> None:
@@ -244,7 +253,7 @@ class TerminalScreen:
         self._print(f"{head.text(state, now)}\n")
 
     def _removal(self) -> str:
-        """Return the characters that remove the status line; "" if there is none."""
+        """Return the control characters that remove the status line; "" if no line is shown."""
         return "\r\x1b[K" if self._status else ""
 
     def _print(self, text: str) -> None:
@@ -260,9 +269,14 @@ Screen = NotebookScreen | TerminalScreen
 def screen_for(shell: "InteractiveShell | None", plan: Plan) -> Screen:
     """Return the screen for a run: for a notebook, a console or a terminal.
 
-    A shell without a kernel writes to a terminal. A kernel's frontend is a notebook if its request
-    names the cell (JupyterLab, Notebook 7, VS Code) or allows no input (nbclient). Any other
+    A shell without a kernel writes to a terminal. For a kernel, the request to run the cell shows
+    the kind of frontend. The frontend is a notebook if the request has the id of a cell
+    (JupyterLab, Notebook 7, VS Code), or allows no input by the user (nbclient). Otherwise, the
     frontend is a console, which cannot update displays.
+
+    Args:
+        shell: The IPython shell of this process; None outside of IPython.
+        plan: Plan of the run.
     """
     if not hasattr(shell, "kernel"):
         return TerminalScreen()
@@ -274,29 +288,30 @@ def screen_for(shell: "InteractiveShell | None", plan: Plan) -> Screen:
 
 
 HEAD_GAP_S = 0.1
-"""Shortest time in seconds between two updates of the status header."""
+"""Minimum seconds between two updates of the status header."""
 
 HEAD_TICK_S = 1.0
 """Seconds between updates of an active run's header while no events arrive."""
 
 DATA_TYPES = frozenset({"text/plain", "image/png", "image/jpeg"})
-"""Media types that a browser shows without running code from them."""
+"""Media types of displays that may come from an untrusted pool: a browser runs no code in them."""
 
 WRITE_GAP_S = 0.003
-"""Shortest time in seconds between two writes.
+"""Minimum seconds between two writes of log text to a cell.
 
 Jupyter's server stops the output of a kernel that sends 1,000 messages a second.
 """
 
 FULL_CELL_GAP_S = 1.0
-"""Shortest time in seconds between two writes to a cell whose output has reached its limit.
+"""Minimum seconds between two writes to a cell whose output has reached the limit.
 
-The time is proportionally shorter for a cell with less output, to which a browser adds text faster.
+If a cell has less output, a browser adds text faster. So the minimum is proportional to the amount
+of output in the cell.
 """
 
 
 def _without_active_content(event: Display) -> Display:
-    """Return a display without content that a browser would run."""
+    """Return a copy of a display with only text and pictures, in which a browser runs no code."""
     kept = {kind: held for kind, held in event.data.items() if kind in DATA_TYPES}
     data = kept or {"text/plain": "(a display of an untrusted pool, without a text or picture)"}
     return structs.replace(event, data=data, metadata=None)
@@ -313,7 +328,7 @@ class SilentView:
         self._state.apply(event, time.monotonic())
 
     def tick(self, now: float) -> None:
-        """Do nothing. `View.tick` writes output, but this view has none to write."""
+        """Do nothing, because this view has no output. `View.tick` writes output that is due."""
 
     def next_due(self) -> float:
         """Return infinity, because `tick` is never needed."""
@@ -326,14 +341,16 @@ class SilentView:
 class View:
     """The view of one run in the notebook's kernel; used only in the cell's thread.
 
-    `feed` receives events, and `tick` writes the resulting output in one message. Call `tick` after
-    every batch of events, and no later than `next_due` returns.
+    `feed` receives the run's events, and buffers their output. `tick` writes the buffered output in
+    one message. Call `tick` after every group of events, and at the latest at the time that
+    `next_due` returns.
 
     Args:
         state: The state of the run, which `feed` updates. If the state has no start time, the run
             starts now.
         clock: Monotonic clock in seconds, used by `tick` and `next_due`.
-        past: The output of the events that `state` already includes.
+        past: Output of events that came before the view was created, in their order. `state`
+            already includes these events.
     """
 
     def __init__(
@@ -364,7 +381,9 @@ class View:
             self._write(now)
 
     def feed(self, event: Event, now: float | None = None) -> None:
-        """Process the next event. A display is shown at once, after the lines that came before it.
+        """Update the run's state by the next event, and buffer the event's output.
+
+        If the event is a display, show it at once, after all lines that the ranks printed before.
 
         Args:
             event: The event.
@@ -377,9 +396,9 @@ class View:
     def _show(self, event: Event, now: float) -> None:
         """Add an event's text to the log: printed or dropped lines, or a line about a restart.
 
-        Before a display is shown or the cell is cleared, all waiting lines are written. Displays of
-        ranks that the plan does not show are ignored. All events except lines make the status
-        header stale.
+        First write all waiting lines, then show a display or clear the cell at once. Ignore displays
+        of ranks that the plan does not show. After any event except lines, mark the status header
+        as stale, so that `tick` updates it.
         """
         plan = self._state.plan
         match event:
@@ -406,7 +425,7 @@ class View:
         self._head_is_stale = True
 
     def tick(self, now: float) -> None:
-        """Write the output that is due."""
+        """Write log text, and update the status header, if they are due at the time `now`."""
         self._log.due(now)
         if self._write_due() <= now:
             self._write(now)
@@ -415,7 +434,7 @@ class View:
             self._screen.show(self._state, now)
 
     def flush(self) -> None:
-        """Write all output and the status header now, because a prompt for the user follows."""
+        """Write all buffered output and the status header now. Call this before a prompt."""
         self._log.flush()
         self._write(now := self._clock())
         self._head_at, self._head_is_stale = now, False
@@ -428,7 +447,7 @@ class View:
         return type(self._screen) is NotebookScreen
 
     def next_due(self) -> float:
-        """Return the time of the next `tick` if no event arrives; infinity if none is needed."""
+        """Return the latest time for the next call of `tick` if no event arrives, or infinity."""
         return min(self._log.next_due(), self._head_due(), self._write_due())
 
     def close(self) -> None:

@@ -22,24 +22,24 @@ from taas_magic.notebook.run import Interrupts
 from taas_magic.notebook.runs import Run, still_active_message
 
 POLL_S = 0.1
-"""Seconds between reads of the journal."""
+"""Seconds between two reads of the journal of the run that the view shows."""
 
 CHECK_S = 1.0
 """Minimum seconds between checks whether the process that owns a silent run is alive."""
 
 NOT_ATTACHED = "NOT ATTACHED"
-"""Title of a run's status header after the user stopped watching. The run may still be active."""
+"""Title of the status header after the user has stopped watching the run, which may continue."""
 
 
 def attach(run: Run) -> None:
     """Show a run, as recorded in its folder, until the run has ended.
 
-    Then print the details of the run's first failure, such as the traceback. After a timeout, print
-    no details.
+    At the end, close the view. If the run failed, print the details of its first failure, such as
+    the traceback. If `--timeout` ended the run, print no details.
 
     Raises:
-        KeyboardInterrupt: The user interrupted the view. The run continues, as the error's message
-            says.
+        KeyboardInterrupt: The user interrupted the view. The run continues, and the error's message
+            says how to show the run again or end it.
     """
     with Interrupts() as interrupts:
         state = _show(run, interrupts)
@@ -54,8 +54,9 @@ def attach(run: Run) -> None:
 def _show(run: Run, interrupts: Interrupts) -> RunState:
     """Show the past and new events of a run until the run has ended or the user interrupts.
 
-    While the journal has no new event, check whether the run was lost. A lost run counts as ended.
-    If the user interrupts, the closed view has the title `NOT_ATTACHED`.
+    Read the events from the journal. While the journal has no new event, check whether the run's
+    owner still exists. If not, show the run as LOST, and stop. At the end, close the view. If the
+    user interrupts, the last status header has the title `NOT_ATTACHED`.
 
     Returns:
         The state that the view showed last.

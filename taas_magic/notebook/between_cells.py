@@ -1,7 +1,7 @@
 """Functions and names that other modules register here, and that the magics read at each cell.
 
-A background thread imports those other modules. Their import may not be complete while the first
-cells run, so the magics read only this small module.
+A background thread imports the other modules after `%load_ext`. The first cells may run before this
+import is complete. So the magics read only this small module, and need not wait for the import.
 """
 
 from collections.abc import Callable

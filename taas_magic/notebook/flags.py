@@ -56,7 +56,11 @@ def parse_top_comments(lines: list[str]) -> tuple[str, int] | None:
 
 
 def transform_pragma(lines: list[str]) -> list[str]:
-    """Replace the taas comments at the top of a cell by a `%%taas` line (an input transformer)."""
+    """Replace the taas comments at the top of a cell by a `%%taas` line with the same flags.
+
+    IPython calls this function, an input transformer, with the lines of each cell. A cell without
+    taas comments stays unchanged.
+    """
     found = parse_top_comments(lines)
     if found is None:
         return lines
@@ -65,7 +69,7 @@ def transform_pragma(lines: list[str]) -> list[str]:
 
 
 def empty_cell_message(raw_cell: str) -> str:
-    """Return the error message for a cell without code below its `%%taas` line or comments."""
+    """Return the error message for a cell without code below its `%%taas` line or taas comments."""
     found = parse_top_comments(raw_cell.splitlines())
     pool = re.search(r"--pool (\S+)", found[0]) if found else None
     if pool is None:
@@ -98,12 +102,12 @@ def misplaced_pragma(raw_cell: str) -> Iterator[str]:
 
 
 MAX_RANKS = 1_000_000
-"""Maximum number of ranks that flags accept. The plan checks the pool's own limit."""
+"""Maximum value of `--gpus`, the number of ranks. A pool may have a lower limit of its own."""
 
 MAX_COUNT = 1 << 60
 
 REHEARSED_BATCHES = 3
-"""Default value of `--rehearse`: number of batches in each pass over a registered loader."""
+"""Value of `--rehearse` without a number: batches after which a rehearsal ends a loader's pass."""
 
 _NOT_REHEARSED = (
     *("--session", "--ranks", "--send"),
@@ -123,7 +127,10 @@ _SECONDS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
 def whole(least: int, most: int = MAX_RANKS) -> Callable[[str], int]:
-    """Return a function that parses a whole number from `least` to `most`."""
+    """Return a function that parses a whole number from `least` to `most`, both included.
+
+    The returned function raises ValueError for any other text.
+    """
 
     def read(text: str) -> int:
         if not re.fullmatch(r"\d+", text, re.ASCII) or not least <= int(text) <= most:
@@ -134,11 +141,13 @@ def whole(least: int, most: int = MAX_RANKS) -> Callable[[str], int]:
 
 
 def count(text: str) -> int:
-    """Parse `20480000`, `20_480_000`, `20M` or `1.5G` (K, M, G, T are powers of 1000).
+    """Parse a count such as `20480000`, `20_480_000`, `20M` or `1.5G`.
+
+    The suffixes K, M, G and T are powers of 1000.
 
     Raises:
-        ValueError: The text has none of these forms, the number is not whole, or it is outside the
-            range from 1 to `MAX_COUNT`.
+        ValueError: The text has none of these forms, the number is not whole, or the number is not
+            between 1 and `MAX_COUNT`.
     """
     match = _COUNT.fullmatch(re.sub(r"(?<=\d)_(?=\d)", "", text))
     if match is None:
@@ -150,7 +159,13 @@ def count(text: str) -> int:
 
 
 def prefill(text: str) -> Prefill:
-    """Parse `all`, a size that ends in `B` such as `500MB`, or a number of batches: `200`, `2K`."""
+    """Parse the value of `--prefill`, such as `all`, `500MB` or `200`.
+
+    A text that ends in `B` is a size in bytes. Any other number, such as `2K`, counts batches.
+
+    Raises:
+        ValueError: The text has none of these forms.
+    """
     if text == "all":
         return Prefill(0, "all")
     if text.upper().endswith("B"):
@@ -159,7 +174,11 @@ def prefill(text: str) -> Prefill:
 
 
 def duration_s(text: str) -> float:
-    """Parse `90`, `90s`, `5m`, `2h` or `1d` into seconds."""
+    """Parse a duration such as `90`, `90s`, `5m`, `2h` or `1d`, and return it in seconds.
+
+    Raises:
+        ValueError: The text has none of these forms, or the duration is 0.
+    """
     match = _DURATION.fullmatch(text)
     seconds = float(match[1]) * _SECONDS[match[2]] if match else 0.0
     if not 0 < seconds < math.inf:
@@ -168,12 +187,20 @@ def duration_s(text: str) -> float:
 
 
 def hang_s(text: str) -> float:
-    """Parse the value of `--hang`: a duration as in `duration_s`, or `0` to disable the check."""
+    """Parse the value of `--hang`: a duration such as `90s`, or `0`, which disables the check.
+
+    Raises:
+        ValueError: The text is no duration.
+    """
     return 0.0 if text == "0" else duration_s(text)
 
 
 def parse_out(text: str) -> tuple[str, ...]:
-    """Parse the value of `--out`, such as `a,b@last,c@all`. Each variable may occur only once."""
+    """Parse the value of `--out`, such as `a,b@last,c@all`, into its names.
+
+    Raises:
+        ValueError: A name is not valid, or two names stand for the same variable.
+    """
     listed = tuple(name.strip() for name in text.split(","))
     variables = {variable_name(name) for name in listed}
     if len(variables) < len(listed) or VALUE in variables:
@@ -207,12 +234,19 @@ def parse_sorted_ranks(text: str) -> tuple[int, ...]:
 
     Returns:
         The numbers of the ranks in ascending order; the empty tuple stands for all ranks.
+
+    Raises:
+        ValueError: A part is not a number or an ascending range.
     """
     return tuple(sorted(parse_ranks(text)))
 
 
 def parse_send(text: str) -> tuple[str, ...]:
-    """Parse the value of `--send`: names of variables such as `x,y`, without duplicates."""
+    """Parse the value of `--send`, such as `x,y`, into names of variables; remove duplicates.
+
+    Raises:
+        ValueError: A part is not a name.
+    """
     listed = tuple(dict.fromkeys(name.strip() for name in text.split(",")))
     if not all(name.isidentifier() for name in listed):
         raise ValueError(text)
@@ -220,7 +254,11 @@ def parse_send(text: str) -> tuple[str, ...]:
 
 
 def variable(text: str) -> tuple[str, str]:
-    """Parse the value of `--env`, such as `KEY=VALUE`, into the name and the value."""
+    """Parse the value of `--env`, such as `KEY=VALUE`, into the variable's name and its value.
+
+    Raises:
+        ValueError: The text has no `=`, or the name or the value is not valid.
+    """
     key, equals, value = text.partition("=")
     if not equals or not re.fullmatch(r"[A-Za-z_]\w*", key, re.ASCII) or "\0" in value:
         raise ValueError(text)
@@ -228,14 +266,15 @@ def variable(text: str) -> tuple[str, str]:
 
 
 def store_writes(text: str) -> str:
-    """Parse the value of `--store-writes`: one of `WRITES`."""
+    """Return the value of `--store-writes`; raise ValueError if it is not in `WRITES`."""
     return WRITES[WRITES.index(text)]
 
 
 class Spelling(Enum):
     """The form in which the user writes options. Error messages name options in the same form.
 
-    The value of each member is an example of the option that is always required.
+    The value of each member shows how to write the number of ranks in this form. The error message
+    for a missing `--gpus` quotes it.
     """
 
     CELL = "--gpus 2 (as a comment: #pragma taas --gpus 2)"
@@ -243,7 +282,7 @@ class Spelling(Enum):
     CALL = "gpus=2"
 
     def spell(self, flag: str) -> str:
-        """Return an option's name as the user writes it, given the name of its flag."""
+        """Return a flag's name in this form: `--max-restarts`, or `max_restarts` in a call."""
         return flag.removeprefix("--").replace("-", "_") if self is Spelling.CALL else flag
 
 
@@ -256,8 +295,8 @@ class Flag:
         metavar: Placeholder for the value in the help; "" for a flag without a value.
         read: Function that parses the value's text, and raises ValueError for a wrong value.
         possible: Description of allowed values, for the error message "the flag needs …".
-
-        examples: Values that Tab completion offers. The help shows the first one.
+        help: Description of the flag in the help text.
+        examples: Values that Tab completion offers. The help text shows the first example.
         if_alone: Value of the flag if no value follows it; None if a value must follow.
     """
 
@@ -275,7 +314,7 @@ class Flag:
         return _FIELDS.get(self.name, self.name.removeprefix("--").replace("-", "_"))
 
     def add_to(self, parser: MagicArgumentParser, spelling: Spelling) -> None:
-        """Add the flag to a parser, with its help and its function for parsing the value."""
+        """Add the flag, with its help text and its `read` function, to an argparse parser."""
         example = f" Example: {self.name} {self.examples[0]}" if self.examples else ""
         settings: dict[str, Any] = {"help": (self.help + example).replace("%", "%%")}
         if self.metavar:
@@ -597,7 +636,10 @@ def _check_rehearsal(flags: Flags) -> None:
 
 
 def check_ranks(flags: Flags, spelling: Spelling = Spelling.CELL) -> None:
-    """Raise UsageError if `--out`, `--logs` or `--ranks` names a rank that the run lacks."""
+    """Raise UsageError if `--out`, `--logs` or `--ranks` names a rank number that is too large.
+
+    The ranks of the run have the numbers 0 to `flags.gpus - 1`.
+    """
     gpus, spell = flags.gpus, spelling.spell
     run = f"{spell('--gpus')} {gpus}"
     nobody = [name for name in flags.out if split_name(name)[1] >= gpus]
@@ -615,6 +657,12 @@ def _check_prefill(prefill: Prefill, flags: Flags, memory: DataConfig, spelling:
 
     `--prefill` needs `--cpus`, and `--prefill all` also needs `--units`. An amount in bytes must
     fit into the prefetch buffers of all fetchers together.
+
+    Args:
+        prefill: The amount of `--prefill`.
+        flags: All flags of the cell.
+        memory: Settings of `[data]` in taas.toml, which contain the size of a prefetch buffer.
+        spelling: Form in which the error message names the options.
     """
     name, cpus, units = (spelling.spell(flag) for flag in ("--prefill", "--cpus", "--units"))
     if prefill.unit == "all" and flags.units is None:
@@ -640,7 +688,7 @@ def _words(line: str) -> list[str]:
 
 
 def _uncommented(line: str) -> str:
-    """Return `line` up to the first word that begins with `#`.
+    """Remove the comment at the end of `line`: the first word that begins with `#`, and the rest.
 
     A `#` in quotes begins no comment. If a quote is not closed, return all of `line`.
     """
@@ -656,7 +704,9 @@ def _uncommented(line: str) -> str:
 
 
 def _parse_words(words: list[str], spelling: Spelling) -> dict[str, Any]:
-    """Return the values of the given flags by field, with `env` and `shared_writes` always present.
+    """Parse flags into a dict from the fields of `Flags` to the values that the user gave.
+
+    The dict has only the given flags, and always the fields `env` and `shared_writes`.
 
     Raises:
         UsageError: A flag is unknown, has a wrong value, or was given twice although it is not in

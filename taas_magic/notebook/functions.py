@@ -1,7 +1,7 @@
 """Run a function (`taas.run`) or a script (`python -m taas_magic run`) on ranks.
 
-Ranks receive the variables of an IPython shell. In a script, this module creates a shell whose
-variables are those of the script's `__main__` module.
+A run sends variables of an IPython shell to its ranks. A script has no shell, so this module
+creates a shell for the script. The new shell has the variables of the module `__main__`.
 """
 
 import shlex
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from taas_magic.notebook.runs import Run
 
 _of_script: InteractiveShell | None = None
-"""The shell that `_shell` has created for a script; None in a notebook."""
+"""The IPython shell that this module has created for a script; None in a notebook."""
 
 
 def run(
@@ -150,7 +150,10 @@ def run_script(words: Sequence[str]) -> None:
     Raises:
         UsageError: No word ends with `.py`, or the first such word is not the path of a file. Or a
             flag is wrong.
-        Exception: All errors of `run`.
+        CaptureError: The ranks need an object that cannot be pickled.
+        PoolError: The pool could not be started.
+        RunError: The script failed on a rank.
+        KeyboardInterrupt: The user interrupted the run.
     """
     shell, settings = _shell(), load_config(working_folder())
     given, script = _split_words(words)
@@ -170,7 +173,10 @@ def run_script(words: Sequence[str]) -> None:
 
 
 def _split_words(words: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
-    """Return the flags, and the script with its own arguments.
+    """Split the words after `python -m taas_magic run` into flags and script.
+
+    Returns:
+        The flags of `%%taas`; and a list of the script's path and the script's own arguments.
 
     Raises:
         UsageError: No word ends with `.py`, or the first such word is not the path of a file.
@@ -188,8 +194,8 @@ def _split_words(words: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
 def _execute(asked: Flags, work: Work, shell: InteractiveShell, settings: Config) -> "Run":
     """Run a function or a script on ranks, or rehearse it (`--rehearse`).
 
-    If a rank of a script's run fails, print that rank's traceback. In a notebook, the exception
-    shows the traceback itself (`RunError._render_traceback_`).
+    If the run of a script fails on a rank, print the details of the failure, such as the rank's
+    traceback, to stderr. In a notebook, IPython shows these details with the RunError.
     """
     begin = rehearsal.rehearse if asked.rehearse else launch.execute
     try:

@@ -14,14 +14,14 @@ from taas_magic.notebook import between_cells
 from taas_magic.notebook.runs import Run
 
 _left: dict[str, Run] = {}
-"""Active runs with a closed view and a status header that can still be updated, by run id."""
+"""Active runs whose views are closed and whose status headers can still be updated, by run id."""
 
 
 def close_view(run: Run, view: View, state: RunState, title: str) -> None:
     """Close the view of an active run.
 
-    The view's last status header says how to show the run again. If this header can be updated
-    later, `update_ended_headers` writes the run's end into it.
+    The last status header of the view says how to show the run again. If the frontend can update
+    this header later, a cell after the run's end does so (`update_ended_headers`).
 
     Args:
         run: The run.
@@ -36,12 +36,18 @@ def close_view(run: Run, view: View, state: RunState, title: str) -> None:
 
 
 def forget(run: Run) -> None:
-    """Do not update a run's status header again, because the header already shows the run's end."""
+    """Remove a run from the runs whose status headers must be updated after their end.
+
+    The caller has already shown the run's end.
+    """
     _left.pop(run.id, None)
 
 
 def update_ended_headers() -> None:
-    """Update the status headers of runs that have ended since their views were closed."""
+    """Update the status headers of runs that have ended since their views were closed.
+
+    The magics call this function before each cell of the notebook.
+    """
     for run in [run for run in _left.values() if not run.is_active]:
         forget(run)
         name = {"display_id": f"{run.id}:head"}

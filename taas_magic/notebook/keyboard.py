@@ -1,7 +1,7 @@
 """Lines of input that the user types for the ranks of a run (`input()`, `breakpoint()`).
 
-The kernel asks the user in the notebook's input box, or in the terminal. One rank at a time has the
-keyboard.
+The kernel asks the user in the notebook's input box, or in the terminal. If several ranks wait for
+a line, the user answers one rank after the other.
 """
 
 import builtins
@@ -19,16 +19,16 @@ if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
 SAME_RANK_S = 1.0
-"""Seconds after an answer in which only the answered rank's next request is shown.
+"""Seconds after a rank has got a line, in which requests for input of all other ranks must wait.
 
-A debugger, for example, requests the next line soon after each answer.
+During this time, the same rank may request its next line. A debugger, for example, does so.
 """
 
 ANSWER_LIMIT_BYTES = 4000
-"""Maximum size of an encoded answer.
+"""Maximum size of the encoded message with the line that the user typed.
 
-The agent writes the answer to the rank's pipe in one call. Linux guarantees an undivided write only
-for up to PIPE_BUF (4096) bytes.
+The agent writes the answer to the rank's pipe in one call. Linux guarantees that a
+write stays in one piece only up to PIPE_BUF (4096) bytes.
 """
 
 _TOO_LONG = "(the line is too long; at most about 3,900 characters) "
@@ -45,21 +45,22 @@ class InputQueue:
         self._answered_at = float("-inf")
 
     def add(self, request: InputRequested) -> None:
-        """Add a request, in place of an older request of the same rank.
+        """Add a rank's request, and remove an older request of the same rank.
 
-        The older request needs no answer, because an interrupt has ended the rank's wait for it.
+        The older request needs no answer: an interrupt has ended the wait of the rank for its line.
         """
         self._waiting[request.rank] = request
 
     def clear(self) -> None:
-        """Remove all requests, because the ranks that sent them are gone."""
+        """Remove all requests. Call this after a restart, which ends the ranks that wait."""
         self._waiting.clear()
 
     def pop_next(self, now: float) -> InputRequested | None:
         """Remove and return the request to answer now; None if no request is due.
 
-        A request of the rank that was answered last is due immediately. Requests of other ranks are
-        due `SAME_RANK_S` after the last answer, so that they do not interrupt one rank's dialog.
+        A request of the rank that got the last answer is due immediately. The requests of all other
+        ranks are due `SAME_RANK_S` after that answer. So they do not interrupt a dialog with one
+        rank, such as a debugger's. The rank with the lowest number comes first.
 
         Args:
             now: Current time, from the same clock as in `record_answer`.
@@ -75,12 +76,15 @@ class InputQueue:
         self._last_rank, self._answered_at = rank, now
 
     def next_due(self) -> float:
-        """Return the time from which requests of all ranks are due; infinity for an empty queue."""
+        """Return the time at which the requests of all ranks are due; infinity for an empty queue.
+
+        The time is from the same clock as the argument `now` of `record_answer`.
+        """
         return self._answered_at + SAME_RANK_S if self._waiting else float("inf")
 
 
 def prompt_of(request: InputRequested, plan: Plan) -> str:
-    """Return the text of the input box: the rank's prompt, and the number of the rank.
+    """Return the prompt that the user sees: the rank's prompt, and the number of the rank.
 
     The hosts of an untrusted pool could send a misleading prompt, such as a request for a password.
     So for such a pool, the text is a single line that begins with the pool's name.
@@ -96,7 +100,7 @@ def prompt_of(request: InputRequested, plan: Plan) -> str:
 def can_type(shell: "InteractiveShell | None") -> bool:
     """Return whether a person can type here: in a frontend with an input box, or in a terminal.
 
-    The result is False outside the main thread, because no other thread can show an input box.
+    The result is False in all threads except the main thread, which alone can show an input box.
     """
     if threading.current_thread() is not threading.main_thread():
         return False
@@ -156,5 +160,5 @@ def ask(request: InputRequested, plan: Plan, is_void: Callable[[], bool]) -> Ans
 
 
 def refuse(request: InputRequested, plan: Plan) -> AnswerInput:
-    """Return an answer that refuses a rank's request, because nobody can type a line."""
+    """Return an answer that tells a rank that nobody can type the requested line."""
     return AnswerInput(plan.run_id, request.rank, request.number, is_refused=True)

@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 
 
 last_run: Run | None = None
-"""The run that this kernel started or attached last; None before the first one."""
+"""The run that this kernel has started or shown by `%taas attach` last; None before any run."""
 
 NO_LOADER = (
     "no effect, because the cell uses no registered loader; write taas.register(loader) in an "
@@ -67,28 +67,32 @@ NO_LOADER_SENT = (
 )
 
 PRUNE_S = 60.0
-"""Minimum seconds between searches for old runs to remove, in cells of sessions.
+"""Minimum seconds from the last removal of old run folders to a removal by a cell of a session.
 
-A run outside a session always searches for old runs.
+A session may have many short cells. A run without a session always removes old run folders.
 """
 
 _pruned_at = float("-inf")
-"""Monotonic time of the last search for old runs to remove."""
+"""Monotonic time at which this kernel last removed old run folders."""
 
 _LISTED = 4
-"""Maximum number of ranks that the message about a rank without an exception lists."""
+"""Maximum number of ranks that the error message of `debug` proposes instead of the given rank."""
 
 _told: set[str] = set()
-"""Notes that hold for many runs and that this kernel has already shown (`_notes_to_show`)."""
+"""Notes that hold for many runs. This kernel has shown them, and does not show them again."""
 
 
 def execute(flags: Flags, work: Work, shell: "InteractiveShell", config: Config) -> Run:
     """Run a cell or a function on the ranks of a pool, and store the variables of `--out`.
 
-    Block until the view shows the end of the run, or until the run is detached. All checks come
-    before the start of any process of the run. At the end, record the names that the cell assigned
-    on its ranks. If a later cell of the notebook fails because it lacks such a name, the user gets
-    a hint.
+    Check flags, project store and cell before the start of any process of the run. Then block until
+    the view shows the end of the run, or until the run is detached. Show a failure as an exception.
+
+    At the end, record the names that a cell without a session assigned on its ranks. If a later
+    cell of the notebook fails because the notebook lacks such a name, the user gets a hint.
+
+    Returns:
+        The run, also after the kernel has detached it.
 
     Raises:
         UsageError: The flags are impossible, or `--out` names a variable that no rank will have.
@@ -96,7 +100,7 @@ def execute(flags: Flags, work: Work, shell: "InteractiveShell", config: Config)
         CellSyntaxError: The cell is not valid Python.
         CaptureError: The work uses an object that cannot be pickled for the ranks.
         ResultError: The run succeeded, but not all variables of `--out` could be returned.
-        PoolError: The pool could not be started.
+        PoolError: The pool could not be started, or the run was lost.
         RunError: The work failed on a rank.
         KeyboardInterrupt: The user interrupted the run.
     """
@@ -145,7 +149,10 @@ def capture_work(work: Work, shell: "InteractiveShell", config: Config, **option
     """Find and pickle the notebook objects that a cell or a function uses.
 
     Args:
-        options: Further arguments of `payload.capture`.
+        work: The cell or function.
+        shell: IPython shell with the notebook's variables.
+        config: Settings of taas.toml.
+        options: Further keyword arguments of `payload.capture`, such as `problems`.
 
     Raises:
         CaptureError: The work uses an object that cannot be pickled for the ranks.
@@ -170,16 +177,23 @@ def prepare_run(
     session: Session | None = None,
     reads_only: bool = False,
 ) -> tuple[RunDriver, RunSpec]:
-    """Write the folder of a new run. Start nothing.
+    """Create the folder of a new run with all its files, and the objects to start the run.
+
+    Start no process.
 
     Args:
-        session: The session whose ranks run the cell. None for a run with ranks of its own.
-        reads_only: Whether to leave the project store unlocked, so that another run may write to
-            it.
+        plan: Plan of the run.
+        captured: The pickled objects for the ranks.
+        pool: Pool that runs the ranks.
+        shell: The notebook's IPython shell.
+        config: Settings of taas.toml.
+        session: The session whose ranks run the cell. None for a run that starts its own ranks.
+        reads_only: Whether the run leaves the project store unlocked, so that at the same time a
+            second run may write to the store.
 
     Returns:
-        The `RunDriver` with which the kernel starts and follows the run, and the description of the
-        run for its pools.
+        The `RunDriver` with which the kernel starts and follows the run. And the `RunSpec` that
+        describes the run to the pools' processes.
 
     Raises:
         PoolError: The state folder is not writable.
@@ -211,11 +225,11 @@ def _run_in_session(
     session: Session,
     captured: Payload,
 ) -> None:
-    """Run a cell on a session's ranks. For the session's first cell, start the ranks.
+    """Run a cell on a session's ranks. If the session has no ranks yet, start them first.
 
-    First, the view shows the lines that threads of the ranks printed since the last cell.
-    Afterwards, even after an error, update the session's names of variables and its failed rank. If
-    the session has ended, print why.
+    The view first shows the lines that threads of the ranks printed since the last cell. After the
+    cell, also after an error, record in `session` which variables the ranks have, and which rank
+    failed first. If the session has ended, print the reason.
     """
     driver.listener = session.record_event
     for event in session.pop_output():
@@ -233,7 +247,7 @@ def _run_in_session(
 
 
 def _context(plan: Plan, pool: Pool, config: Config) -> RunContext:
-    """Return the content of the file `run.json`, except for the labels of the cells."""
+    """Return the facts for a run's file `run.json`, without the labels of the notebook's cells."""
     data_pool = pools.named(plan.data.pool, config) if plan.data else None
     return RunContext(
         project=str(working_folder()),
@@ -246,8 +260,9 @@ def _context(plan: Plan, pool: Pool, config: Config) -> RunContext:
 def _written(plan: Plan, captured: Payload, config: Config) -> RunFolder:
     """Create the folder of a new run, and write all files that its ranks and fetchers read.
 
-    If a file cannot be written, remove the folder. Batches get TLS if they cross between hosts and
-    the network of a pool is not private.
+    If a file cannot be written, remove the folder. If batches may travel between hosts, and the
+    network of the ranks' or the fetchers' pool is not private, one of the files requires TLS for
+    batches.
     """
     folder = RunFolder.create(plan.run_id, plan, captured.work.raw)
     # Batches need TLS if they cross between hosts on a network that is not private.
@@ -264,10 +279,10 @@ def _written(plan: Plan, captured: Payload, config: Config) -> RunFolder:
 
 
 def _notes_to_show(notes: Sequence[str], differences: Sequence[str]) -> tuple[str, ...]:
-    """Return the notes to show in the status header of a run.
+    """Return the notes for the status header of a run, without the notes that were shown before.
 
-    Some notes hold for many runs: notes on a missing GPU, and `differences`. A kernel shows each of
-    them only once.
+    Notes on a missing GPU and `differences` hold for many runs. A kernel shows each of these notes
+    only once, so record in `_told` that they are shown. All other notes are always returned.
 
     Args:
         notes: Notes of the plan.
@@ -281,7 +296,10 @@ def _notes_to_show(notes: Sequence[str], differences: Sequence[str]) -> tuple[st
 
 
 def _cell_syntax_error(error: SyntaxError, cell: CellWork) -> CellSyntaxError:
-    """Return a syntax error with the line number counted from the top of the notebook's cell."""
+    """Convert a SyntaxError of the compiled code to a CellSyntaxError of the notebook's cell.
+
+    Count the line number from the top of the cell, which includes its `%%taas` line or comments.
+    """
     error.filename = cell.label
     error.lineno = (error.lineno or 1) + cell.lines_above
     error.end_lineno = error.end_lineno and error.end_lineno + cell.lines_above
@@ -299,11 +317,12 @@ def carry_out(
     *,
     is_shown: bool = True,
 ) -> None:
-    """Get fetchers and hosts, start the ranks, and show the run until it has ended.
+    """Start the fetchers and ranks of a run, show the run until it has ended, and end the fetchers.
 
     With `--prefill`, request the ranks' hosts only after the fetchers have prepared the data. If
-    the run gets no hosts, remove its folder. At the end, end the fetchers, but leave a session's
-    fetchers to the session. Then remove the folders of the oldest runs if `[runs]` requires it.
+    the run gets no hosts before its view opens, remove its folder. After the cell of a session, the
+    session keeps the fetchers. Also remove the folders of the oldest runs if all run folders
+    together exceed a limit in `[runs]` of taas.toml.
 
     Args:
         driver: The kernel's side of the run.
@@ -311,8 +330,8 @@ def carry_out(
         pool: Pool that runs the ranks.
         config: Settings of taas.toml.
         detaches: Whether to detach the run as soon as all ranks have started.
-        session: The session whose ranks run the cell. None starts new ranks.
-        is_shown: Whether the notebook shows the run.
+        session: The session whose ranks run the cell. None for a run that starts its own ranks.
+        is_shown: Whether the notebook shows the run, and keeps it as `last_run`.
     """
     global last_run
     plan = driver.plan
@@ -379,7 +398,20 @@ def start_session(
     config: Config,
     interrupts: Interrupts,
 ) -> None:
-    """Start a session's ranks if they were not started yet. `Session.start` lists the errors."""
+    """Start the ranks of a session, and wait for the start; do nothing if they were started before.
+
+    Args:
+        session: The session, which has a plan.
+        connection: Connection to the pool that runs the ranks.
+        origin: The notebook's settings that the ranks inherit.
+        cell: Text of the cell, or of the command, that starts the session.
+        config: Settings of taas.toml.
+        interrupts: The user's interrupts.
+
+    Raises:
+        PoolError: The pool has no hosts for the ranks.
+        KeyboardInterrupt: The user interrupted the wait twice.
+    """
     if session.is_started:
         return
     assert session.plan is not None
@@ -397,8 +429,8 @@ def call_on_ranks(
 ) -> list[Any]:
     """Call `function(*args)` on each rank of a session, and return the results by rank.
 
-    The call runs like a cell of the session, but the notebook does not show it, and it does not
-    lock the project store. Its run folder is removed at the end.
+    The call is a run of its own, like a cell of the session. But the notebook does not show this
+    run, the run does not lock the project store, and its folder is removed at the end.
 
     Raises:
         PoolError: The session has ended, or is running a cell.
@@ -435,8 +467,9 @@ def debug(session: Session, rank: int | None, shell: "InteractiveShell", config:
 
     Raises:
         UsageError: No cell of the session has failed, the session has no such rank, or the rank has
-            raised no exception. The text names the ranks that have.
-        PoolError: The session has ended.
+            raised no exception. In the last case, the message names ranks that have raised an
+            exception.
+        PoolError: The session has ended, or is running a cell.
         RunError: The debugger failed.
         KeyboardInterrupt: The user interrupted the debugger.
     """
@@ -467,9 +500,14 @@ def debug(session: Session, rank: int | None, shell: "InteractiveShell", config:
 
 
 def learn_names(session: Session, shell: "InteractiveShell", config: Config) -> None:
-    """Ask the ranks for the names of their variables, and record the names in `session`.
+    """Ask the ranks of a session for the names of their variables, and record them in `session`.
 
-    Do nothing unless `session.has_unknown_names`. The errors are those of `call_on_ranks`.
+    Only a session that this kernel has taken over needs this. If the names are known, do nothing.
+
+    Raises:
+        PoolError: The session has ended, or is running a cell.
+        RunError: The call failed on a rank.
+        KeyboardInterrupt: The user interrupted the call.
     """
     from taas_magic.host.variables import names
 
@@ -492,7 +530,12 @@ def take_session(run: Run, shell: "InteractiveShell", config: Config) -> Session
     of the shown cell becomes `last_run`.
 
     Args:
-        run: The session's own run.
+        run: The session's own run, which started the ranks.
+        shell: The notebook's IPython shell.
+        config: Settings of taas.toml.
+
+    Returns:
+        The session, which now belongs to this kernel.
 
     Raises:
         PoolError: The session has ended or is not detached, or the pool does not respond.
@@ -510,8 +553,8 @@ def take_session(run: Run, shell: "InteractiveShell", config: Config) -> Session
 def restart(name: str, shell: "InteractiveShell", config: Config) -> Session:
     """End a session's ranks, and start new ranks in the same pool with the session's flags.
 
-    The new session has no variables and replaces the old one under its name. Show the progress
-    while the pool gets the hosts.
+    The new session has no variables, and replaces the old session under the same name. While the
+    pool gets hosts for the new ranks, print its progress.
 
     Raises:
         UsageError: There is no such session.
@@ -530,7 +573,9 @@ def restart(name: str, shell: "InteractiveShell", config: Config) -> Session:
 
 
 def plan_of(flags: Flags, pool: Pool, config: Config) -> Plan:
-    """Assign the ranks to the pool's hosts and choose the project store; allocate no hosts.
+    """Plan a run: assign its ranks to the pool's hosts, and choose the project store.
+
+    Allocate no hosts, and start nothing.
 
     Raises:
         UsageError: The pool has no room for so many ranks.
@@ -552,10 +597,15 @@ def plan_of(flags: Flags, pool: Pool, config: Config) -> Plan:
 
 
 def plan_of_cell(flags: Flags, session: Session | None, pool: Pool, config: Config) -> Plan:
-    """Return the plan of a cell, and prepare its session, if any, for the cell (`begin_cell`).
+    """Return the plan of a cell. If the cell runs in a session, prepare the session for the cell.
 
-    The plan of a session's later cell has the ranks and hosts of the session's first cell, but the
-    options of the later cell, and a new run id. The errors are those of `plan_of`.
+    The plan of a session's first cell also becomes the plan of the session. The plan of a later
+    cell has the ranks and hosts of the first cell, the options of the later cell, and a new run id.
+
+    Raises:
+        UsageError: The pool has no room for so many ranks.
+        StoreError: The project store, or a folder of `--shared-writes`, is not usable.
+        PoolError: The session is running a cell.
     """
     if session is None:
         return plan_of(flags, pool, config)
@@ -577,19 +627,20 @@ def with_fetchers(
     config: Config,
     cpus: int | None = None,
 ) -> Plan:
-    """Add the fetchers of registered loaders to a plan, with their pool and hosts.
+    """Add to a run's plan the fetchers of its registered loaders, and the fetchers' pool and hosts.
 
-    If several data pools are possible, or hosts or fetchers are shared, add notes that say so. No
-    hosts are allocated. Without registered loaders or without `--cpus`, add no fetchers and remove
-    `prefill` from the plan. Without registered loaders, also add a note that lists the given flags
-    that have no effect, such as `--units`.
+    Allocate no hosts. If several data pools are possible, or if the pool has too few hosts for
+    separate fetchers, add notes on this to the plan. Without registered loaders or without
+    `--cpus`, add no fetchers and remove `prefill`. Without registered loaders, also add a note that
+    lists the given flags without effect, such as `--units`.
 
     Args:
         flags: Flags of the cell, completed by `Session.with_session_flags` for a session.
         loaders: Names of the registered loaders that the cell sends to the ranks.
         config: Settings of taas.toml.
-        cpus: Value of `--cpus` in the cell's own line, without the session's default. It decides
-            whether the note lists `--cpus`. None for the value in `flags`.
+        cpus: Value of `--cpus` in the cell's own line, without the session's default. The note on
+            flags without effect lists `--cpus` only if this value is not 0. None stands for the
+            value in `flags`.
 
     Raises:
         UsageError: taas.toml has no such pool.
@@ -617,12 +668,16 @@ def out_problem(
     shell: "InteractiveShell",
     known: RankVariables | None = None,
 ) -> str | None:
-    """Return a message if `--out` names a variable that no rank will have when the cell ends.
+    """Return an error message if `--out` names a variable that no rank will have, else None.
 
-    The result is None if the cell's text and variables show no such problem.
+    The cell's text and the variables that the ranks get show which variables the ranks will have
+    when the cell ends.
 
     Args:
-        known: Names that the ranks of the cell's session have. None without a session.
+        flags: Flags of the cell.
+        captured: The objects that the cell uses, and its text.
+        shell: The notebook's IPython shell.
+        known: Variables that the ranks of the cell's session already have. None without a session.
     """
     if not flags.out:
         return None
@@ -632,7 +687,10 @@ def out_problem(
 
 
 def capture_settings(shell: "InteractiveShell", config: Config) -> dict[str, Any]:
-    """Return the keyword arguments of `capture` for a notebook's cell or job."""
+    """Return the keyword arguments of `payload.capture` that are the same for all cells and jobs.
+
+    They are: the project folder, the size limit, and a function that finds the text of a cell.
+    """
     return {
         "project": working_folder(),
         "limit_bytes": config.capture.limit_bytes,
@@ -641,7 +699,10 @@ def capture_settings(shell: "InteractiveShell", config: Config) -> dict[str, Any
 
 
 def _source_of(shell: "InteractiveShell", filename: str) -> CellSource | None:
-    """Return the cell that the kernel compiled under `filename`; None for any other code."""
+    """Return text and label of the cell that the kernel compiled under the file name `filename`.
+
+    Return None if `filename` is not the file name of a cell.
+    """
     number = payload.cell_number(shell, filename)
     cells = shell.history_manager.input_hist_raw
     if number is None or not 0 < number < len(cells):
@@ -652,16 +713,20 @@ def _source_of(shell: "InteractiveShell", filename: str) -> CellSource | None:
 
 
 def labels_of_cells(shell: "InteractiveShell") -> dict[str, str]:
-    """Return labels such as `Cell In[3]` for tracebacks, by the file name of the compiled cell."""
+    """Return the labels of the notebook's cells for tracebacks, such as `Cell In[3]`.
+
+    The keys are the file names under which the kernel compiled the cells.
+    """
     numbers = {name: payload.cell_number(shell, name) for name in list(linecache.cache)}
     return {name: f"Cell In[{number}]" for name, number in numbers.items() if number is not None}
 
 
 def origin(shell: "InteractiveShell", folder: str) -> Origin:
-    """Return the notebook's settings that ranks and jobs inherit.
+    """Return the notebook's settings that ranks and jobs inherit, such as environment variables.
 
     Args:
-        folder: Project store, the working directory of the ranks.
+        shell: The notebook's IPython shell.
+        folder: Path of the project store, which is the working directory of the ranks.
     """
     return Origin(
         cwd=folder,
@@ -675,15 +740,18 @@ def origin(shell: "InteractiveShell", folder: str) -> Origin:
 
 @cache
 def _environ_at_start() -> dict[str, str]:
-    """Return the environment with which this kernel was started."""
+    """Return the environment variables with which this kernel's process was started.
+
+    The notebook may have changed `os.environ` since then.
+    """
     return psutil.Process().environ()
 
 
 def dry_run_text(flags: Flags, work: Work, shell: "InteractiveShell", config: Config) -> str:
     """Return the text of `--dry-run`: the plan, the values that would be sent, and the problems.
 
-    Start nothing, and register no new session. An object that cannot be pickled becomes a problem
-    in the text, not an error; so does a name of `--out` that no rank will have.
+    Start nothing, and register no new session. Two errors of a real run become problems in the
+    text: an object that cannot be pickled, and a name of `--out` that no rank will have.
     """
     session, asked = sessions.for_cell(flags, registers=False), flags
     if session is not None:

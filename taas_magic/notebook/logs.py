@@ -16,15 +16,18 @@ READ_BYTES = 4_000_000
 """Maximum number of bytes that `end_of_log` reads from the end of a log."""
 
 SHOWN_CHARS = 500_000
-"""Maximum number of characters of a log to show in a cell. More make a browser slow."""
+"""Maximum number of characters of a log to show in a cell. A longer text makes a browser slow."""
 
 _CHUNK_BYTES = 1 << 20
 
 
 def log_text(path: Path, tail: int | None = None, grep: str = "") -> str:
-    """Return the text of a rank's log, or its last `tail` lines; "" if there is no file.
+    """Return the text of a rank's log file, or only some lines of it; "" if there is no such file.
 
     Args:
+        path: Path of the log file.
+        tail: Number of lines to return from the end, of the lines that match `grep`. None returns
+            all of these lines.
         grep: Regular expression. Lines without a match are left out. "" keeps all lines.
 
     Raises:
@@ -42,10 +45,10 @@ def log_text(path: Path, tail: int | None = None, grep: str = "") -> str:
 
 
 def end_of_log(path: Path) -> str:
-    """Return the last lines of a log as a terminal would show them; "" if there is no file.
+    """Return the last lines of a log as a terminal would show them; "" if there is no log file.
 
-    At most `READ_BYTES` are read, and at most `SHOWN_CHARS` are returned. If earlier lines are left
-    out, the first line says so.
+    Read at most `READ_BYTES`, and return at most `SHOWN_CHARS` characters of the log. If earlier
+    lines are left out, the first line of the result says so and names the file.
     """
     if not path.exists():
         return ""
@@ -61,9 +64,11 @@ def end_of_log(path: Path) -> str:
 def end_of_text(text: str, path: Path) -> str:
     """Return at most `SHOWN_CHARS` characters from the end of a text, without control sequences.
 
+    If earlier lines are left out, the first line of the result names the file with all lines.
+
     Args:
-        text: The text.
-        path: File with the complete text, to name if lines are left out.
+        text: Text from a rank's log.
+        path: Path of the log file.
     """
     if len(text) > SHOWN_CHARS:
         text = text[-SHOWN_CHARS:].partition("\n")[2]

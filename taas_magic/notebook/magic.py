@@ -66,11 +66,13 @@ class TaasMagics(Magics):
         self._raw_cell = ""
 
     def settings(self) -> Config:
-        """Read taas.toml anew, so that an edit takes effect with the next cell."""
+        """Read taas.toml and return its settings. So an edit takes effect with the next cell."""
         return load_config(self._folder)
 
     def on_cell_start(self, info: Any) -> None:
-        """Store the cell's text, call `between_cells.before_cell`, and warn of misplaced pragmas.
+        """Store the cell's text, call the registered functions, and warn of misplaced pragmas.
+
+        Other modules register their functions in `between_cells.before_cell`.
 
         IPython calls this method for its event `pre_run_cell`.
         """
@@ -83,8 +85,8 @@ class TaasMagics(Magics):
     def on_cell_end(self, result: Any) -> None:
         """Print a hint after a cell that installs PyPI's `taas` or lacks a variable of the ranks.
 
-        A cell lacks such a variable if it raises NameError for a name that an earlier cell assigned
-        only on its ranks.
+        A cell lacks a variable of the ranks if the cell raises NameError for a name that an earlier
+        `%%taas` cell assigned only on its ranks.
 
         IPython calls this method for its event `post_run_cell`.
         """
@@ -116,13 +118,13 @@ class TaasMagics(Magics):
             return []
 
     def sessions(self) -> list[str]:
-        """Return the names of sessions with running ranks, for Tab completion."""
+        """Return the names of this kernel's sessions with running ranks, for Tab completion."""
         # If the module was not imported, there is no session.
         found = sys.modules.get("taas_magic.notebook.sessions")
         return [session.name for session in found.live()] if found is not None else []
 
     def detached_sessions(self) -> list[str]:
-        """Return the names of detached sessions outside this kernel, for Tab completion."""
+        """Return the names of detached sessions that this kernel can take over, for completion."""
         from taas_magic.notebook import sessions
 
         return [flags.session for _, flags in sessions.detached_sessions()]
@@ -135,9 +137,15 @@ class TaasMagics(Magics):
     def run_cell(self, line: str, body: str) -> None:
         """Run a cell, rehearse it (`--rehearse`), or print what would run (`--dry-run`).
 
-        An interrupt before the ranks start shows one line, not a traceback. An empty cell raises a
-        UsageError; the other errors are those of `launch.execute`. `flags.HELP` replaces this
-        docstring.
+        If the user interrupts before the ranks start, the notebook shows one line instead of a
+        traceback. For users, the help text `flags.HELP` replaces this docstring.
+
+        Raises:
+            UsageError: The cell is empty, or its flags are wrong.
+            CaptureError: The cell uses an object that cannot be pickled for the ranks.
+            PoolError: The pool could not be started, or the run was lost.
+            RunError: The cell failed on a rank.
+            KeyboardInterrupt: The user interrupted the run.
         """
         settings = self.settings()
         if not body.strip():
@@ -162,9 +170,13 @@ class TaasMagics(Magics):
 
     @line_magic("taas")
     def run_line(self, line: str) -> None:
-        """Run `%taas LINE` and show its result. The list of all commands replaces this docstring.
+        """Run the command of the line magic `%taas`, and show its result.
 
-        The errors are those of `run_command`.
+        For users, the list of all commands replaces this docstring.
+
+        Raises:
+            UsageError: The command does not exist, or does not accept these words.
+            PoolError: The pool is not reachable.
         """
         with _show_interrupt_as("Stopped by you."):
             shown = run_command(line, self.settings())
@@ -191,8 +203,8 @@ class TaasMagics(Magics):
     def _compile_name(self, raw: str) -> str:
         """Return the file name under which the kernel compiled the cell that called the magic.
 
-        Find the name in the cell's stack frame. If `raw` is not the cell that the user sees,
-        compute the name from `raw`.
+        Find the name in the stack frame of the cell. If code has called the magic, so that `raw` is
+        not the cell that the user sees, compute the name from `raw`.
         """
         frame = sys._getframe()
         while frame.f_back is not None and raw == self._raw_cell:
@@ -204,7 +216,7 @@ class TaasMagics(Magics):
 
 
 def _missing_name(error: BaseException | None) -> str | None:
-    """Return the undefined name of a NameError in a cell or on a rank; None for other errors."""
+    """Return the name that a NameError of a cell or of a rank calls undefined; else None."""
     if error is None or "NameError" not in (type(error).__name__, getattr(error, "etype", "")):
         return None
     found = re.search(r"name '(\w+)' is not defined", str(error))
@@ -215,7 +227,7 @@ def _missing_name(error: BaseException | None) -> str | None:
 def _show_interrupt_as(text: str) -> Iterator[None]:
     """If the block raises KeyboardInterrupt, make IPython show `text` instead of a traceback.
 
-    An interrupt that already has a text of its own keeps this text.
+    If the exception already has a text that replaces its traceback, keep this text.
     """
     try:
         yield
@@ -226,10 +238,15 @@ def _show_interrupt_as(text: str) -> Iterator[None]:
 
 
 def locate(raw_cell: str, line: str, body: str) -> tuple[str, int]:
-    """Find the magic's body in the cell that the user sees.
+    """Find the body of a `%%taas` magic in the cell that the user sees.
+
+    Args:
+        raw_cell: The cell that the user sees.
+        line: The flags after `%%taas`.
+        body: The lines below the `%%taas` line, as IPython passes them to the magic.
 
     Returns:
-        The whole cell, and the number of lines in it before the body. If code called the magic by
+        The whole cell, and the number of its lines before the body. If code called the magic by
         `get_ipython().run_cell_magic`, the body is not the end of a visible cell. In this case, the
         returned cell is made of `line` and `body`.
     """
@@ -258,8 +275,9 @@ The percent sign is optional, because of IPython's automagic and `%%bash` cells.
 def load(shell: "InteractiveShell") -> None:
     """Register the magics, `#pragma taas` and Tab completion in a shell; warm the local pool.
 
-    If the shell has the extension already, do nothing. Make `import taas` mean taas-magic, and
-    print a message if another `taas` was imported. With `TAAS_WARM=0`, do not warm the pool.
+    If the shell has the extension already, do nothing. Make `import taas` import taas-magic, and
+    print a message if a different package named `taas` was imported before. Warm the pool in a
+    thread, unless the environment has `TAAS_WARM=0`.
     """
     if shell in _loaded:
         return
@@ -300,7 +318,7 @@ _loaded: dict["InteractiveShell", Callable[[], None]] = {}
 class _WarmUp:
     """The warm-up of the local pool, which `%load_ext` starts.
 
-    It runs in a thread, because the import of Dask would delay `%load_ext`.
+    The warm-up runs in a thread, because its imports would delay `%load_ext`.
     """
 
     def __init__(self, settings: Config) -> None:
@@ -308,7 +326,7 @@ class _WarmUp:
         self._lock = threading.Lock()
 
     def start(self) -> None:
-        """Start the thread that warms the pool."""
+        """Start a thread that warms the local pool and then imports modules for the first cell."""
         context = contextvars.copy_context()
         threading.Thread(
             target=context.run, args=(self._run,), name="taas-load", daemon=True
@@ -330,7 +348,7 @@ class _WarmUp:
 
 
 _warm_ups: list[_WarmUp] = []
-"""Warm-ups that `%taas down` cancels."""
+"""All warm-ups of the local pool; `%taas down` cancels each one that has not begun."""
 
 
 def _warm_local(magics: TaasMagics) -> None:
@@ -352,7 +370,11 @@ _SHOWN_RUNS = 10
 
 
 def run_command(line: str, settings: Config) -> str:
-    """Run the command `%taas LINE`, and return the text to show. An empty line means `status`.
+    """Run a command of `%taas`, and return the text to show.
+
+    Args:
+        line: The command and its words, such as "logs --rank 3". An empty line means "status".
+        settings: Settings of taas.toml.
 
     Raises:
         UsageError: The command does not exist, or does not accept these words.
@@ -415,8 +437,11 @@ def _logs(words: Sequence[str], settings: Config) -> str:
 def _attach(words: Sequence[str], settings: Config) -> str:
     """Show a run for `%taas attach`, or take over a running session.
 
-    Without a name, choose the newest suitable run of this project. In a terminal, do not take over
-    a session; show the session's running cell instead.
+    Without a name, choose the newest active run of this project, or its newest run. In a terminal,
+    do not take over a session; show the session's running cell instead.
+
+    Returns:
+        The text to show after the run has ended, or after the session has been taken over.
 
     Raises:
         UsageError: The session is in this kernel already or has ended, or there is no such run.
@@ -461,12 +486,12 @@ def _take_session(run: "Run", shell: "InteractiveShell", settings: Config) -> st
 
 
 def _cell_to_watch(session: "Run") -> "Run":
-    """Return the run of a session's current cell, for `attach` in a terminal to show.
+    """Return the run of the cell that a session runs, so that `attach` in a terminal shows it.
 
     Also print how the user can take over or end the session.
 
     Args:
-        session: The session's own run.
+        session: The session's own run, which started the ranks.
 
     Raises:
         UsageError: The session runs no cell.
@@ -527,9 +552,10 @@ def _ranks(words: Sequence[str], settings: Config) -> str:
 
 
 def _pools(words: Sequence[str], settings: Config) -> str:
-    """Return a table of pools and hosts, with each pool's GPU-hours and refused connections.
+    """Return the text of `%taas pools`: a table of all pools and their hosts.
 
-    With `--check`, return a report on the hosts' fitness instead.
+    Lines below the table show the pools' GPU-hours and refused connections. With `--check`, return
+    a report on whether the hosts can run cells instead.
     """
     from taas_magic.notebook import pools, sessions
 
@@ -584,9 +610,9 @@ def _warm(words: Sequence[str], settings: Config) -> str:
 def _sessions(words: Sequence[str], settings: Config) -> str:
     """Return a table of sessions for `%taas sessions`, with the memory that their ranks use.
 
-    Ask the ranks of this kernel's sessions for their memory. "?" stands for a session that cannot
-    answer because it runs a cell. Detached sessions of other kernels, which this kernel can take
-    over, come last.
+    Ask the ranks of this kernel's sessions for their memory. "?" stands for the memory of a session
+    that cannot answer, because it runs a cell or ends. Detached sessions of other kernels, which
+    this kernel can take over, come last; this kernel cannot ask their ranks.
     """
     from msgspec import convert
 
@@ -628,7 +654,10 @@ def _vars(words: Sequence[str], settings: Config) -> str:
 
 
 def _end(words: Sequence[str], settings: Config) -> str:
-    """End a session for `%taas end`. Take over a detached session of another kernel first."""
+    """End a session for `%taas end`, and wait until its ranks have ended.
+
+    If the session is a detached session of another kernel, take it over first.
+    """
     from taas_magic.notebook import pools, sessions
     from taas_magic.notebook.run import Interrupts
 
@@ -766,7 +795,7 @@ TaasMagics.run_line.__doc__ = "\n".join(
 
 
 def _optional_word(name: str, words: Sequence[str], most: int = 1) -> str | None:
-    """Return the word after a command of `%taas`; None if there is no word.
+    """Return the only word after a command of `%taas`; None if there is no word.
 
     Args:
         name: Name of the command, for the error message.

@@ -11,9 +11,9 @@ from taas_magic.errors import UsageError
 def refuse_shared_names(what: str, function: Callable[..., Any], given: Collection[str]) -> None:
     """Check that the given options and the function's parameters share no name.
 
-    If a name were shared, the call would use the user's keyword argument as an option, even if the
-    user meant it for the function. Parameters that `functools.partial` has set do not count. A
-    function without a known signature is not checked.
+    If an option and a parameter had the same name, the call would use the user's keyword argument
+    as the option, although the user may have meant the parameter. Parameters that
+    `functools.partial` has set do not count. If the function's signature is unknown, check nothing.
 
     Args:
         what: The call that has the options, such as "taas.run".

@@ -52,8 +52,8 @@ _lock = threading.Lock()
 def named(name: str, config: Config) -> Pool:
     """Return this kernel's pool with the given name, without opening it.
 
-    Create the object on the first call. If the settings in taas.toml have changed, retire the old
-    object and create a new one.
+    Create the `Pool` object on the first call for this name. If the pool's settings in taas.toml
+    have changed since then, create a new object. Then the old pool ends when no kernel uses it.
 
     Raises:
         UsageError: taas.toml has no such pool.
@@ -72,7 +72,8 @@ def named(name: str, config: Config) -> Pool:
 def wait_for_pool(pool: Pool, interrupts: Interrupts, hosts: int = 1) -> PoolConnection:
     """Wait until a pool has `hosts` hosts, and return the connection to the pool.
 
-    If the hosts are not available at once, open the pool in a thread and print the progress.
+    If the hosts are not available at once, start the pool's process if needed, request the hosts,
+    and print the progress below the cell.
 
     Raises:
         ConnectionEnded: The pool's process ended before it got the hosts.
@@ -97,15 +98,15 @@ def wait_for_pool(pool: Pool, interrupts: Interrupts, hosts: int = 1) -> PoolCon
 
 
 def print_line(line: str) -> None:
-    """Print a line below the waiting cell at once."""
+    """Print a line below the running cell, and flush stdout, so that the user sees it at once."""
     sys.stdout.write(f"{line}\n")
     sys.stdout.flush()
 
 
 def warm(config: Config, name: str = "local") -> threading.Thread:
-    """Open a pool in a background thread, and return the thread.
+    """Start a pool's process and one host in a background thread, and return the thread.
 
-    If the pool does not open, the next cell that needs the pool reports the failure.
+    If this fails, show nothing. The next cell that needs the pool reports the failure.
     """
     pool = named(name, config)
     wait = PoolWait(pool)  # created before the thread starts, so that `down` can cancel it
@@ -113,7 +114,9 @@ def warm(config: Config, name: str = "local") -> threading.Thread:
 
 
 def stop(run: Run, config: Config) -> None:
-    """End an active run of any of the user's kernels.
+    """Ask the pool's process to end an active run, which any kernel of the user may have started.
+
+    Return before the run has ended.
 
     Raises:
         PoolError: The pool's process has ended, or does not answer.
@@ -124,6 +127,8 @@ def stop(run: Run, config: Config) -> None:
 def detach(run: Run, config: Config) -> None:
     """Make the pool's process the owner of an active run, in place of the run's kernel.
 
+    So the run continues when the kernel ends.
+
     Raises:
         PoolError: The pool's process has ended, does not answer, or cannot take the run over.
     """
@@ -132,7 +137,9 @@ def detach(run: Run, config: Config) -> None:
 
 
 def stacks(run: Run, config: Config) -> RunStacks:
-    """Return the stacks of the ranks and fetchers of a run of any of the user's kernels.
+    """Ask the processes of a run's pools for the stacks of the run's ranks and fetchers.
+
+    Any kernel of the user may have started the run.
 
     Raises:
         PoolError: The pool's process has ended, or does not answer.
@@ -146,12 +153,14 @@ def stacks(run: Run, config: Config) -> RunStacks:
 
 
 def _send_request(folder: str, name: str, config: Config, request: Request[_T]) -> _T:
-    """Send a request to the process of a run's pool and return the answer; never start a process.
+    """Send a request to the process of a run's pool, and return the answer.
 
-    Use this kernel's own connection to the pool if it is ready, else a short-lived connection.
+    Never start a process. If this kernel has a ready connection to the pool, use this connection;
+    else open a connection for this request.
 
     Args:
-        folder: Folder of the pool. If "" (a run of an older taas-magic), `name` selects the pool.
+        folder: Folder of the pool. If the folder is "" (a run of an older taas-magic), the pool
+            with the name `name` is used.
 
     Raises:
         PoolError: The process has ended, or does not answer.
@@ -176,7 +185,13 @@ def _process_of(pool: Pool) -> PoolConnection:
 
 @dataclass(frozen=True)
 class PoolRow:
-    """A pool of taas.toml and its status, which is empty for a pool that does not answer."""
+    """A pool of taas.toml, and whether its process runs, and what its hosts do.
+
+    Attributes:
+        state: "ready", "silent", "starting", "running" or "down"; `rows` explains these words.
+        status: The hosts of the pool and their costs. Empty if this kernel has no ready connection
+            to the pool's process, or if the process does not answer.
+    """
 
     name: str
     engine: str
@@ -188,7 +203,7 @@ def pool_of_session(run: Run, config: Config) -> PoolConnection:
     """Return a connection to the pool's process that runs a session; never start a process.
 
     Args:
-        run: The session's own run.
+        run: The session's own run, which started the ranks.
 
     Raises:
         UsageError: taas.toml has no such pool any more.
@@ -209,7 +224,7 @@ def pool_of_session(run: Run, config: Config) -> PoolConnection:
 def rows(config: Config) -> list[PoolRow]:
     """Return the state and status of each pool of taas.toml.
 
-    Only pools with a ready connection of this kernel are asked for their status. The state is:
+    Ask only the pools to which this kernel has a ready connection for their status. The state is:
 
     - "ready": this kernel is connected, and the pool's process sends beats.
     - "silent": this kernel is connected, but the process sends no beats.
@@ -234,12 +249,17 @@ def rows(config: Config) -> list[PoolRow]:
 
 
 def check(config: Config, names: Sequence[str] = ()) -> "CheckReport":
-    """Check whether the hosts of the named pools, or of all pools, can run cells; allocate no host.
+    """Check whether the hosts of pools can run cells; allocate no host.
 
-    Put a temporary file into the project store, to find out which hosts share the store.
+    During the check, the project store has a temporary file: a host that sees this file shares the
+    store with the notebook.
+
+    Args:
+        config: Settings of taas.toml.
+        names: Names of the pools to check; without names, check all pools.
 
     Returns:
-        The report, a text with a table.
+        The report of `%taas pools --check`, a text with a table.
 
     Raises:
         UsageError: taas.toml has no such pool.
@@ -277,8 +297,9 @@ def ask_hosts(
 ) -> list[HostCheck]:
     """Ask the hosts of pools whether they can run cells; allocate no host.
 
-    Reach the hosts in parallel as the engine does, for example by ssh. If the engine reaches only
-    allocated hosts, ask the agents of these hosts through the pool's process.
+    Run a probe on the hosts in parallel, by the same way as the pool's engine, for example by ssh.
+    If the engine can reach only allocated hosts, ask the agents of these hosts through the pool's
+    process.
 
     Args:
         asked: The pools.
@@ -290,7 +311,8 @@ def ask_hosts(
             "", do not check whether hosts share the store.
 
     Returns:
-        One row for each host. A pool without a host to ask has one row, with an empty host name.
+        The result of each host. For a pool without a host to ask, one result with an empty host
+        name.
 
     Raises:
         PoolError: A pool that is up does not answer.
@@ -320,7 +342,10 @@ _MARKS = {ERROR: "✗", WARNING: "!", REMARK: "·"}
 
 
 class CheckReport(str):
-    """A table of the pools' hosts, with all findings and the advice for each finding."""
+    """Text of `%taas pools --check`: a table of hosts, with findings and advice on each finding.
+
+    A notebook shows the text as a table.
+    """
 
     __repr__ = str.__str__
 
@@ -333,14 +358,14 @@ def report(
 ) -> CheckReport:
     """Return the report of `%taas pools --check`.
 
-    Below each host's table row are its findings, with advice. The last line counts the fit hosts
-    and names the unfit hosts.
+    Below the table row of each host are the findings about this host, with advice. The last line
+    counts the hosts that can run cells, and names the other hosts.
 
     Args:
-        rows: The checked hosts.
-        here: The kernel that checked the hosts.
-        protection: The mechanism that protects the project store, by (pool, host). Only allocated
-            hosts have an entry.
+        rows: Results of the check, one for each host.
+        here: Versions of the kernel that made the check.
+        protection: By pool name and host name: the mechanism by which an allocated host protects
+            the project store.
     """
     cells = (_cells(row, here, protection.get((row.pool, row.host), "")) for row in rows)
     head, *lines = columns([_HEAD, *cells])
@@ -359,10 +384,14 @@ def report(
 
 
 def _cells(row: HostCheck, here: KernelVersions, protection: str) -> tuple[str, ...]:
-    """Return the cells of a host's row in the table, in the order of `_HEAD`.
+    """Return the texts of a host's row in the table of hosts, in the order of `_HEAD`.
 
-    "?" stands for each fact that is unknown because the host did not answer. `protection` is "" if
-    the host is not allocated.
+    "?" stands for each fact that is unknown because the host did not answer.
+
+    Args:
+        row: Result of the host's check.
+        here: Versions of this kernel.
+        protection: Mechanism that protects the project store; "" if the host is not allocated.
     """
     seen = row.facts
     if seen is None or not seen.system:
@@ -386,9 +415,11 @@ def _cells(row: HostCheck, here: KernelVersions, protection: str) -> tuple[str, 
 
 
 def _taas_source(seen: HostFacts, here: KernelVersions) -> str:
-    """Return where a host gets taas-magic from, as text for the table.
+    """Return from where a host gets taas-magic, as text for the table of hosts.
 
-    The text "in its cache" means that the host has a copy of taas-magic from an earlier use.
+    - "installed": the host's Python has taas-magic.
+    - "in its cache": the host has a copy of taas-magic from an earlier use.
+    - "sent on first use": the notebook will send taas-magic to the host.
     """
     from taas_magic.setup.install import needed_package_folders
 

@@ -34,12 +34,15 @@ MAX_RANKS = 2
 """Maximum number of ranks of a rehearsal; `--gpus` may be larger."""
 
 BATCHES_VARIABLE = "TAAS_REHEARSE"
-"""Environment variable of a rehearsal's ranks: number of batches after which a pass ends."""
+"""Name of the environment variable that tells ranks of a rehearsal to end each pass early.
+
+The value is the number of batches after which a pass over a registered loader ends.
+"""
 
 _MAX_LISTED = 3
 _MAX_PROBLEMS = 5
 _MIN_STEP_S = 1e-3
-"""Minimum seconds, on average, that a rank must work on a batch.
+"""Minimum mean seconds for which a rank must work on a batch so that `--cpus` can be estimated.
 
 If ranks need less time for a batch, the report has no estimate of `--cpus`.
 """
@@ -52,11 +55,12 @@ class RehearsalFindings:
     Attributes:
         plan: Plan of the run on the pool; None if the pool cannot run it.
         problems: Reasons why the run would fail on the pool.
-        host_rows: Result of the check of each host. A pool without a running host has one row, with
-            an empty host name.
-        travels_bytes: Size of everything that is sent to the ranks.
-        loader_bytes: Size of each registered loader that is sent to the fetchers, by name.
-        reports: Report of each rank, in the order of arrival.
+        host_rows: Results of the check of the hosts. A pool without a running host has one result,
+            with an empty host name.
+        travels_bytes: Size of the pickled objects that a run sends to each host of the ranks.
+        loader_bytes: Size of the pickle that each fetcher gets of a registered loader, by the name
+            of the loader.
+        reports: Reports of the ranks by rank, in the order in which they arrived.
         state: State in which the rehearsed run ended; "" if the cell was not run.
     """
 
@@ -74,9 +78,9 @@ class RehearsalFindings:
 
     @property
     def all_problems(self) -> list[str]:
-        """All problems of the run, and all errors of hosts; warnings of hosts do not count.
+        """All reasons why the run would fail on the pool, including errors that the hosts have.
 
-        Hosts with the same error share one entry.
+        Warnings about hosts are not included. Hosts with the same error share one entry.
         """
         hosts: defaultdict[str, list[str]] = defaultdict(list)
         for row in self.host_rows:
@@ -133,11 +137,12 @@ def rehearse(flags: Flags, work: Work, shell: "InteractiveShell", config: Config
 def _examine_pool(found: RehearsalFindings, captured: Payload, config: Config) -> None:
     """Plan the run on its pool, check hosts and project store, and record the results in `found`.
 
-    Ask the hosts of the ranks' pool and of the fetchers' pool whether they can run cells and have
-    the modules that this cell uses. Print a line for the user before asking. Do not check the hosts
+    Check whether the hosts of the ranks' pool and of the fetchers' pool can run cells, and have the
+    modules that this cell uses. Print a line before the check of the hosts. Do not check the hosts
     of pools with the engine `local`. Allocate no host.
 
-    Errors of the plan, the store and the pools become entries of `found.problems`.
+    If the plan cannot be made, or the store or a pool cannot be used, add the reason to
+    `found.problems`.
     """
     flags = structs.replace(found.flags, rehearse=0)
     pool = config.pool(flags.pool)
@@ -159,9 +164,10 @@ def _examine_pool(found: RehearsalFindings, captured: Payload, config: Config) -
 def _ask_hosts(
     asked: Sequence[PoolConfig], captured: Payload, config: Config, found: RehearsalFindings
 ) -> list[HostCheck]:
-    """Check the hosts of pools for the cell's modules, and print a line while the user waits.
+    """Check whether the hosts of pools can run cells, and have the modules that the cell uses.
 
-    If a pool does not answer, add the error to `found.problems`, and return no rows.
+    Print a line before the check, because the user must wait. If a pool does not answer, add the
+    error to `found.problems`, and return no results.
     """
     if not asked:
         return []
@@ -178,10 +184,13 @@ def _ask_hosts(
 def _run_here(
     found: RehearsalFindings, captured: Payload, shell: "InteractiveShell", config: Config
 ) -> "Run":
-    """Run the cell on the local pool with `flags_here`, and return the run even if it failed.
+    """Run the cell on the local pool with few ranks and batches, and wait until the run has ended.
 
     Record in `found` the run's state and duration, the counts of its loaders, and the ranks'
     reports.
+
+    Returns:
+        The run, also if it failed.
     """
     flags, pool = flags_here(found.flags, len(captured.loaders)), pools.named(LOCAL, config)
     plan = launch.plan_of(flags, pool, config)
@@ -203,8 +212,8 @@ def _run_here(
 def flags_here(flags: Flags, loaders: int) -> Flags:
     """Return the flags of the rehearsed run: the cell's flags, changed for the local pool.
 
-    The run has at most `MAX_RANKS` ranks, without GPUs. One fetcher prepares all batches before the
-    ranks start, because fetcher and ranks would slow each other down.
+    The run has at most `MAX_RANKS` ranks, without GPUs. The batches are prepared before the ranks
+    start, because a fetcher and ranks that work at the same time would slow each other down.
 
     Args:
         flags: Flags of the cell.
@@ -290,14 +299,14 @@ def _travels(found: RehearsalFindings) -> str:
 
 
 def _loader_rows(found: RehearsalFindings) -> Iterable[tuple[str, str]]:
-    """Yield the rows of the report about data, each as a label and a text.
+    """Yield the rows of the report about data loaders, each as a label and a text.
 
-    Each registered loader has a row. It has the number of bytes that would be sent to each fetcher,
-    the measured speeds, and the estimated `--cpus`.
+    Each registered loader has a row with the size of its pickle, the measured speeds, and the
+    estimated `--cpus`.
 
-    A rehearsal does not shorten loops over other data. So if the cell uses DataLoaders that are not
-    registered, a last row names these DataLoaders. If the kernel captured no DataLoader at all, the
-    last row says that the loops of the cell are not shortened.
+    A rehearsal shortens only loops over registered loaders. So if the cell uses other DataLoaders,
+    a last row names these DataLoaders. If the cell uses no DataLoader at all, the last row says
+    that the rehearsal does not shorten the cell's loops.
     """
     for name, size in found.loader_bytes.items():
         loader_counts = found.counts_by_loader.get(name)
@@ -320,13 +329,14 @@ def _loader_rows(found: RehearsalFindings) -> Iterable[tuple[str, str]]:
 
 
 def estimate(loader_counts: LoaderCounts, ranks: int) -> str:
-    """Return text with the measured speeds of a fetcher and a rank, and the estimated `--cpus`.
+    """Return text with the speeds of a fetcher and a rank, and the estimated value of `--cpus`.
 
-    If the run gave too little data for a speed or for the estimate, the text says so instead.
+    The speeds are in batches per second, as measured in the rehearsed run. If the run had too few
+    batches for a speed or for the estimate, the text says so instead.
 
     Args:
         loader_counts: Counts of the loader in the rehearsed run.
-        ranks: Number of ranks on the pool.
+        ranks: Number of ranks of the real run, for which `--cpus` is estimated.
     """
     work_s, prepared = (
         loader_counts.fetcher_total("fetch_s"),
@@ -377,7 +387,7 @@ def _rank_rows(found: RehearsalFindings) -> Iterable[tuple[str, str]]:
 
 
 def _merged(reports: Iterable[Iterable[WrittenFile]]) -> dict[str, int]:
-    """Return the largest size in bytes that any report has for each path."""
+    """Merge reports about written files: return the largest reported size in bytes, by path."""
     sizes: dict[str, int] = {}
     for files in reports:
         for file in files:

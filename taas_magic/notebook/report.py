@@ -29,16 +29,19 @@ PACKAGES = (
 """Packages whose versions the report lists if they are installed."""
 
 FIRST_EVENTS = 200
-"""Maximum number of journal events in the report. Events with output of ranks are left out."""
+"""Maximum number of journal events in the report, without the events with the ranks' output."""
 
 _HIDDEN = "…"
-"""Text in place of a setting that may contain a secret."""
+"""Text that replaces the value of a setting that may be a secret."""
 
 _OUTPUT = (messages.Lines, messages.Display, messages.Progress, messages.ClearOutput)
 
 
 def write_report(config: Config, run: Path | None, target: Path) -> Path:
-    """Write the report to `target` and return its path. Send no requests to other processes.
+    """Write the report for `%taas report` to `target`, and return the path `target`.
+
+    Read only files, and send no requests to other processes. So the call works even if no pool
+    answers.
 
     The report has versions, settings without secrets, the run's journal without the ranks' output,
     and the ends of the pools' logs.

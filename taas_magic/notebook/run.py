@@ -1,7 +1,8 @@
 """Start a run from the notebook, follow it to its end, and handle its fetchers and interrupts.
 
-The kernel's main thread counts the user's interrupts instead of raising KeyboardInterrupt, and
-waits for other processes in separate threads. So an interrupt can end every wait.
+In the kernel's main thread, an interrupt by the user is counted, and raises no KeyboardInterrupt at
+once. Calls that may wait for other processes run in separate threads. So the main thread can stop
+waiting after an interrupt.
 """
 
 import contextvars
@@ -51,19 +52,23 @@ from taas_magic.plan import Plan
 from taas_magic.pool.client import ConnectionEnded, Pool, PoolConnection, PoolWait
 
 LEAVE_S = 1.2
-"""Seconds that the cell still waits for a background call after the user's interrupt.
+"""Seconds that a cell still waits after the interrupt by which the user ends the cell.
 
-After this time, the cell ends, and the call continues in its thread.
+During this time, a call in the background, or the run itself, may end. After this time, the cell
+ends although the call or the run continues.
 """
 
 MEANWHILE_S = 0.25
-"""Seconds between updates of the view while the user waits."""
+"""Seconds between updates of the view while a cell waits for a call in the background."""
 
 CHECK_S = 1.0
-"""Seconds between checks whether a silent run's pool is alive."""
+"""Minimum seconds between checks whether the process of a run's pool is alive."""
 
 KILL_WAIT_S = 15.0
-"""Seconds that the cell waits for a run to end after the first interrupt."""
+"""Seconds that a cell waits for its run to end after the user's first interrupt.
+
+Then the cell ends, although its ranks may still be stopping.
+"""
 
 SILENT_NOTE_S = 5.0
 """Seconds without a heartbeat of the pool's process after which the status header shows a note."""
@@ -75,7 +80,7 @@ DETACHED = "DETACHED"
 """Title of the status header of a detached run."""
 
 _ENDS = ("signal", "exit", "end", "stopped", "host")
-"""Values of `Failure.how` for a process of the run that has ended or is about to end."""
+"""Values of `Failure.how` for a lost host, or for a rank whose process has ended or soon ends."""
 
 T = TypeVar("T")
 ShowLines = Callable[[list[str]], None]
@@ -84,13 +89,14 @@ ShowLines = Callable[[list[str]], None]
 class Interrupts:
     """A context manager that counts SIGINT instead of raising KeyboardInterrupt.
 
-    Python can raise a KeyboardInterrupt between any two instructions. That could lose an event, or
-    leave a process without an owner. In another thread than the main one, `count` stays 0.
+    Python can raise a KeyboardInterrupt between any two instructions. Such an exception could lose
+    an event, or leave a process without an owner. If the context is entered in
+    another thread than the main thread, `count` stays 0.
 
     Attributes:
-        count: Number of interrupts so far.
-        wake: Function called on every interrupt, to wake the waiting thread. It must be safe in a
-            signal handler.
+        count: Number of interrupts since the context was entered.
+        wake: Function that the signal handler calls after every interrupt, to wake the thread that
+            waits. The function must be safe in a signal handler.
     """
 
     def __init__(self) -> None:
@@ -120,10 +126,11 @@ class Interrupts:
         """Run `work` in a thread, wait for it, and return its result.
 
         Args:
-            work: Function that may wait for another process. It continues after an interrupt.
-            max_interrupts: Number of interrupts that end the wait. After the last of them, the work
-                still has LEAVE_S to finish.
-            meanwhile: Function called in this thread every MEANWHILE_S during the wait.
+            work: Function that may wait for another process. After the user has ended the wait,
+                the function continues in its thread.
+            max_interrupts: Number of interrupts that end the wait. After the last of these
+                interrupts, the work still has `LEAVE_S` seconds to finish.
+            meanwhile: Function called in this thread every `MEANWHILE_S` seconds during the wait.
 
         Raises:
             Exception: The exception that the work raised.
@@ -135,17 +142,22 @@ class Interrupts:
         )
 
     def raise_if_interrupted(self, max_interrupts: int = 1) -> None:
-        """Raise KeyboardInterrupt if there were `max_interrupts` or more interrupts."""
+        """Raise KeyboardInterrupt if the user has interrupted `max_interrupts` times or more.
+
+        Call this only before the ranks start, because the text of the exception says so.
+        """
         if self.count >= max_interrupts:
             raise interrupted("Stopped by you before the ranks started; nothing was returned.")
 
 
 class BackgroundCall(Generic[T]):
-    """A function call in a separate thread. If the user stops waiting, the call continues.
+    """A function call in a separate thread, which starts when the object is created.
+
+    If the user stops waiting for the result, the call continues in its thread.
 
     Args:
-        work: Function to run. Its argument is a function that shows lines of progress to the
-            waiting user.
+        work: Function to call. Its argument is a function that takes lines of progress; `wait`
+            shows these lines to the user.
 
     Attributes:
         outcome: Future of the work's result or exception.
@@ -169,15 +181,15 @@ class BackgroundCall(Generic[T]):
         max_interrupts: int = 1,
         leave_s: float = 0.0,
     ) -> T:
-        """Wait for the work and return its result.
+        """Wait until the function has returned, show its progress, and return its result.
 
         Args:
             interrupts: The user's interrupts.
-            show_line: Function called with each line of progress. Repeated lines are skipped.
-            meanwhile: Function called every MEANWHILE_S during the wait.
+            show_line: Function called with each line of progress, once for repeated lines.
+            meanwhile: Function called in this thread every `MEANWHILE_S` seconds during the wait.
             max_interrupts: Number of interrupts that end the wait.
-            leave_s: Seconds to wait for the work after the last of these interrupts. If the work
-                ends in this time, its result is returned.
+            leave_s: Seconds to wait for the function after the last of these interrupts. If the
+                function ends in this time, return its result.
 
         Raises:
             Exception: The exception that the work raised.
@@ -224,10 +236,10 @@ class RunFetchers:
     Args:
         pool: Pool that runs the fetchers.
         spec: The run.
-        listen: Function that receives each event until `forward_events` is called. It may be called
-            in any thread.
-        waits: Whether to wait for the pool's hosts. False if the ranks use the same pool, because
-            the caller waits for that pool's hosts.
+        listen: Function that receives each event of the fetchers until `forward_events` is called.
+            Any thread may call the function.
+        waits: Whether to wait for the hosts of the fetchers' pool. False if the ranks use the same
+            pool, because then the caller waits for the hosts of this pool.
     """
 
     def __init__(
@@ -258,12 +270,15 @@ class RunFetchers:
             self._connection.raise_if_over()
 
     def record_event(self, event: Event) -> None:
-        """Pass an event about a fetcher to `listen`, and queue it for the pool of the ranks."""
+        """Pass an event about a fetcher to `listen`, and queue the event for the ranks' pool.
+
+        `forward_events` or the caller of `pop_events` sends the queued events to that pool.
+        """
         self._listen(event)
         self._events.put(event)
 
     def pop_events(self) -> list[Event]:
-        """Return the queued events, and remove them from the queue."""
+        """Remove and return the fetchers' events that the ranks' pool has not received yet."""
         return drain(self._events)
 
     def forward_events(self, connection: PoolConnection, run_id: str = "") -> None:
@@ -293,7 +308,10 @@ class RunFetchers:
         return self._connection
 
     def detach(self) -> None:
-        """Leave the fetchers running, because another kernel has taken their session over."""
+        """Stop receiving the fetchers' events, and leave the fetchers running.
+
+        Call this after another kernel has taken over the session that uses the fetchers.
+        """
         self._closing = True
         self._close(is_detached=True)
 
@@ -301,7 +319,7 @@ class RunFetchers:
         """End the fetchers. Call when no rank of their session needs them any more.
 
         Returns:
-            An end event for each fetcher.
+            A `FetcherEnded` event for each fetcher.
         """
         self._closing = True
         self._close(is_detached=False)
@@ -311,20 +329,22 @@ class RunFetchers:
     def close(self, interrupts: Interrupts, is_detached: bool = False) -> None:
         """Request the end of the fetchers, and wait for the response of their pool's process.
 
-        Fetchers that are still starting end as soon as they have started. The user's second
-        interrupt ends the wait for the response.
+        Fetchers that are still starting end as soon as they have started. If the user interrupts
+        twice, do not wait for the response.
 
         Args:
-            is_detached: Whether the run was detached. The fetchers of a detached run continue.
+            interrupts: The user's interrupts.
+            is_detached: Whether the run was detached. If True, leave the fetchers running, and only
+                stop receiving their events.
         """
         self._closing = True
         with suppress(KeyboardInterrupt):
             interrupts.wait_for(lambda: self._close(is_detached), max_interrupts=2)
 
     def _close(self, is_detached: bool) -> None:
-        """End the fetchers, or only stop receiving their events if `is_detached`.
+        """End the fetchers. If `is_detached`, only stop receiving their events.
 
-        Also end the thread that forwards events, and wait for its end.
+        Also end the thread that forwards events to the ranks' pool, and wait for its end.
         """
         if not is_detached:
             self._kill()
@@ -335,10 +355,10 @@ class RunFetchers:
             self._relay.join()
 
     def _begin(self, show_lines: ShowLines) -> None:
-        """Get hosts for the fetchers and start them (runs in a thread).
+        """Get hosts for the fetchers, and start the fetchers there. Call this in a separate thread.
 
-        If `waits` is False, only connect to the pool, without waiting for hosts. If this object is
-        being closed already, end the fetchers.
+        If `waits` is False, connect to the pool, but do not wait for hosts. If `close` was called
+        meanwhile, kill the fetchers at once.
         """
 
         def listen(event: Event) -> None:
@@ -358,7 +378,7 @@ class RunFetchers:
             self._kill()
 
     def _kill(self) -> None:
-        """Stop waiting for hosts, and kill the fetchers."""
+        """Stop waiting for the fetchers' hosts, stop receiving events, and kill the fetchers."""
         self._wait.cancel()
         if self._connection is not None:
             with suppress(PoolError):  # the pool's process has ended, and so have the fetchers
@@ -378,10 +398,12 @@ class PrefillProgress:
     """The progress of `--prefill`: data that fetchers prepare before the ranks start.
 
     Args:
-        run_counts: Counts that the fetchers report, updated during the run.
+        plan: Plan of the run, with the amount of `--prefill`.
+        run_counts: Counts of prepared batches that the fetchers report. The caller updates this
+            object during the run.
 
     Attributes:
-        wanted: Amount to prepare, in batches or bytes.
+        wanted: Amount of data to prepare, in batches, or in bytes if `--prefill` is a size.
     """
 
     def __init__(self, plan: Plan, run_counts: RunCounts) -> None:
@@ -393,7 +415,7 @@ class PrefillProgress:
 
     @property
     def done(self) -> int:
-        """Amount that is ready, in batches or bytes."""
+        """Amount of data that fetchers have prepared, in the same unit as `wanted`."""
         return self._sum("ready_bytes" if self._unit == "bytes" else "ready")
 
     @property
@@ -411,10 +433,10 @@ class PrefillProgress:
         return len(said) >= self._fetchers and self._sum("idle") >= self._sum("workers")
 
     def event(self, host: str) -> Prefilling:
-        """Return an event with the current progress.
+        """Return an event with the amount of prepared data and the wanted amount.
 
         Args:
-            host: Name of the host whose fetcher reported the progress; "" for no host.
+            host: Name of the host whose fetcher reported the progress; "" if unknown.
         """
         unit = "bytes" if self._unit == "bytes" else "batches"
         return Prefilling(host=host, done=self.done, wanted=self.wanted, unit=unit)
@@ -436,7 +458,7 @@ def drain(events: "queue.SimpleQueue[Event | None]") -> list[Event]:
 
 
 class RunDriver:
-    """The kernel's side of a run: starts the run, shows the run, and fetches the results.
+    """The kernel's side of a run: starts the run, shows the run, and stores its results.
 
     Attributes:
         run: The `Run` object that users get as `taas.last_run`.
@@ -466,7 +488,7 @@ class RunDriver:
         self._folder.discard()
 
     def put(self, event: Event) -> None:
-        """Queue an event. Any thread may call this."""
+        """Queue an event of the run for the thread that runs the cell. Any thread may call this."""
         self._voids_input |= isinstance(event, RunEnded | Detached | Restart)
         self._events.put(event)
 
@@ -475,7 +497,8 @@ class RunDriver:
     ) -> None:
         """Wait until fetchers have prepared what `--prefill` asks for, or can prepare no more.
 
-        Show the progress, and queue it as events for the pool of the ranks.
+        Show the progress in the view. Also queue events with the progress for the ranks' pool,
+        which writes them to the run's journal.
 
         Raises:
             ConnectionEnded: The process of the fetchers' pool has ended.
@@ -501,9 +524,10 @@ class RunDriver:
     def ending_on_error(self, view: View | SilentView) -> Iterator[None]:
         """If the block fails, record and show the run's end, and raise the block's error.
 
-        The block is the part of the run before the ranks start. The end is recorded in the journal.
-        The run's last state is INTERRUPTED after a KeyboardInterrupt, LOST after a ConnectionEnded,
-        and FAILED after another PoolError or a StoreError. Other errors are only raised.
+        The block must be the part of the run before the ranks start. Record the end in the run's
+        journal, and close the view. The state is INTERRUPTED after a KeyboardInterrupt, LOST after
+        a ConnectionEnded, and FAILED after a StoreError or any other PoolError. After an error of
+        any other type, record nothing.
         """
         try:
             yield
@@ -527,9 +551,10 @@ class RunDriver:
         Until the ranks have started, show the run's events.
 
         Args:
-            connection: Connection to the pool.
-            spec: The run.
-            fetcher_events: Events of the run's fetchers so far, for the pool of the ranks.
+            connection: Connection to the pool's process.
+            spec: Description of the run for the pool's process.
+            fetcher_events: Events of the run's fetchers so far; the pool's process writes them to
+                the run's journal.
             view: View of the run.
             interrupts: The user's interrupts.
 
@@ -565,10 +590,12 @@ class RunDriver:
         """Show the run until it has ended or is detached, then close the view. This call blocks.
 
         Meanwhile, ask the user for the lines that ranks request, and check whether the pool's
-        process is alive. The user's first interrupt asks the ranks to end within a grace period.
-        The second interrupt kills the ranks. If the run does not end within `KILL_WAIT_S` of the
-        first interrupt, or within `LEAVE_S` of the second one, the cell ends nevertheless. The
-        cell's error then names the hosts on which ranks are still stopping.
+        process is alive. After the user's first interrupt, ask the ranks to end within a grace
+        period. After the second interrupt, kill the ranks.
+
+        If the run does not end within `KILL_WAIT_S` seconds after the first interrupt, or within
+        `LEAVE_S` seconds after the second interrupt, the cell ends nevertheless. Then the cell's
+        error names the hosts on which ranks are still stopping.
 
         Args:
             connection: Connection on which the run was started.
@@ -609,11 +636,18 @@ class RunDriver:
     def store_results(self, namespace: dict[str, Any]) -> None:
         """Store the results in the notebook and print notes; then raise the run's error, if any.
 
-        The results of a failed run are stored, too. For a detached run, do nothing. The errors are
-        those of `Run.raise_failure`.
+        The results are the variables of `--out`; a failed run may have some, too. If the run was
+        detached, do nothing.
 
         Args:
-            namespace: The notebook's variables, which receive the results.
+            namespace: The notebook's variables, by name. The results are added here.
+
+        Raises:
+            KeyboardInterrupt: The run was interrupted or stopped.
+            ResultError: The run succeeded, but not all variables of `--out` could be returned.
+            RunError: The work failed on a rank.
+            PoolError: The run was lost, or failed before a rank started.
+            StoreError: The project store could not be copied to a host.
         """
         if self.is_detached:
             return
@@ -640,8 +674,8 @@ class RunDriver:
     ) -> None:
         """Ask the user for the line that a rank waits for, if any, and send the line to the rank.
 
-        The request is refused if nobody can type, or if the run was interrupted. If the user
-        interrupts while typing, count an interrupt of the run and send no answer.
+        If nobody can type, or if the run was interrupted, refuse the rank's request. If the user
+        interrupts while typing, count this as an interrupt of the run, and send no answer.
 
         Args:
             view: View of the run; None if the run is about to be detached.
@@ -667,10 +701,10 @@ class RunDriver:
         self._send(connection, answer, "taas-answer")
 
     def _wait(self, view: View | SilentView, until: float = float("inf")) -> Iterable[Event]:
-        """Wait for an event, and return all queued events; [] if none has arrived.
+        """Wait for an event of the run, and return all queued events; [] if none has arrived.
 
-        The wait ends at the latest after `CHECK_S`, at the monotonic time `until`, or when the view
-        must write output, whichever comes first.
+        Wait at most `CHECK_S` seconds, at most until the monotonic time `until`, and at most until
+        the view must write output.
         """
         due = min(until, view.next_due())
         timeout_s = min(CHECK_S, max(0.0, due - time.monotonic()))
@@ -683,8 +717,8 @@ class RunDriver:
     def _show(self, view: View | SilentView, events: Iterable[Event]) -> None:
         """Pass events to `listener`, record them in this object, and show them in the view.
 
-        Requests for input are queued; a restart discards them. The end of the run is only recorded,
-        because the caller shows it last.
+        Queue the ranks' requests for input; a restart of the ranks discards these requests. Record
+        the end of the run, but do not show it: the caller shows the end after all other events.
         """
         for seen in events:
             self.listener(seen)
@@ -703,8 +737,8 @@ class RunDriver:
     def _detach(self, connection: PoolConnection) -> None:
         """Ask the pool's process to take the run over; do not wait for the answer.
 
-        The process confirms with a `Detached` event. If it refuses, a note in the view gives the
-        reason.
+        If the process agrees, it sends a `Detached` event. If the process refuses or does not
+        answer, a note in the view gives the reason, and the run still ends with this kernel.
         """
 
         def detach() -> None:
@@ -725,10 +759,15 @@ class RunDriver:
         self._send(connection, Halt(self.run_id, how), "taas-halt")
 
     def _send(self, connection: PoolConnection, request: Request[None], thread: str) -> None:
-        """Send a request to the pool's process in a new thread; do not wait.
+        """Send a request to the pool's process in a new thread; do not wait for the response.
 
         If the process does not respond, queue a note for the view. If the process has ended, do
-        nothing.
+        nothing, because then the run has ended, too.
+
+        Args:
+            connection: Connection to the pool's process.
+            request: The request.
+            thread: Name of the new thread.
         """
 
         def send() -> None:
@@ -742,10 +781,10 @@ class RunDriver:
         threading.Thread(target=send, name=thread, daemon=True).start()
 
     def _check(self, connection: PoolConnection, view: View | SilentView) -> None:
-        """Record the run's end as LOST if the pool's process is gone or silent.
+        """Record that the run has ended as LOST if the pool's process has ended or is silent.
 
-        The process counts as silent after `SILENT_LOST_S` without a heartbeat. After only
-        `SILENT_NOTE_S`, show a note once.
+        The process counts as silent after `SILENT_LOST_S` seconds without a heartbeat. After
+        `SILENT_NOTE_S` seconds without a heartbeat, show a note, but only once in the run.
         """
         if connection.is_over:
             # A pool's process that is alive writes the run's end to the journal itself.
@@ -776,13 +815,15 @@ class RunDriver:
         self._ended = self._finish("INTERRUPTED", why, in_journal=False)
 
     def _finish(self, state: str, why: str, in_journal: bool = True) -> RunEnded:
-        """Create and return a `RunEnded` event for a run whose end the pool does not report.
+        """Return a `RunEnded` event for a run whose end the pool's process does not report.
+
+        Also append the event to the run's journal, unless `in_journal` is False.
 
         Args:
             state: State in which the run ended.
             why: Reason for the end.
-            in_journal: Whether to write the event to the journal. False if the pool's process will
-                write the real end.
+            in_journal: False if the pool's process is alive and will itself write the run's end to
+                the journal.
         """
         elapsed_s = self.head.elapsed(time.monotonic())
         attempt = self.head.restarts

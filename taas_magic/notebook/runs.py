@@ -47,13 +47,13 @@ SESSION_FILE = "session.json"
 """File in the folder of a session's own run, which keeps the ranks. No other run has this file."""
 
 POLL_S = 0.2
-"""Seconds between checks whether a run has ended."""
+"""Seconds between two checks of `Run.wait` whether the run has ended."""
 
 
 class Run:
-    """One execution of a cell or function on ranks. The object only reads the run's folder.
+    """One execution of a cell or function on ranks, as users get it from `taas.runs()`.
 
-    Any kernel of the user may have started the run.
+    Any kernel of the user may have started the run. The object only reads the run's folder.
 
     Args:
         path: The run's folder.
@@ -109,7 +109,7 @@ class Run:
 
     @property
     def is_active(self) -> bool:
-        """Whether the run has not ended yet."""
+        """Whether the run has not ended yet; also True before its ranks have started."""
         return self.state not in ENDED_STATES
 
     @property
@@ -126,11 +126,11 @@ class Run:
 
     @property
     def head(self) -> RunState:
-        """The run's state, computed from all its events and shown by the run's status header.
+        """The state of the run, computed from all its events. The status header shows this state.
 
-        In the kernel that started the run, return the state that the kernel keeps for the view. If
-        the run is detached, or in any other process, first read the journal's new events. If the
-        run was lost, the state says so.
+        If this kernel follows the run, return the state that the view updates. Otherwise, first
+        read new events from the run's journal. If the run's owner has disappeared, the state is
+        LOST.
         """
         if self.live:
             return self.live
@@ -150,7 +150,10 @@ class Run:
 
     @property
     def failures(self) -> list[Failure]:
-        """Failures of ranks and hosts, earliest first. docs/events.md describes their fields."""
+        """Failures of ranks and hosts, earliest first; [] while the run is active.
+
+        docs/events.md describes the fields of a failure.
+        """
         head = self.head
         return list(head.failures) if head.has_ended else []
 
@@ -168,12 +171,18 @@ class Run:
 
     @property
     def receipt(self) -> Receipt:
-        """Files that rank 0 wrote to the project store, and files of other ranks kept out of it."""
+        """Files that rank 0 wrote to the project store, and writes of the other ranks.
+
+        By default, taas-magic keeps the writes of ranks other than 0 out of the project store.
+        """
         return self.head.receipt or Receipt()
 
     @property
     def out(self) -> dict[str, Any]:
-        """Variables returned by `--out`, also from a failed run; loaded at the first access."""
+        """Values of the variables of `--out`, by name; empty while the run is active.
+
+        A failed run may have returned some variables, too. The first access loads the values.
+        """
         values = self._results().values
         return {name: values[name] for name in values if name != VALUE}
 
@@ -186,9 +195,10 @@ class Run:
     def result(self) -> Any:
         """Value of the cell's last expression on rank 0.
 
-        None if the value could not be pickled, or if it is larger than 1 MB. `--out` has no limit.
+        None if the value could not be pickled, or if it is larger than 1 MB. Variables of `--out`
+        may be larger.
 
-        For a run that `taas.run` started, this is the value that the function returned on rank 0.
+        If `taas.run` started the run, the value that the function returned on rank 0.
         """
         if VALUES in self.plan.out:
             return self.results[0] if self.results else None
@@ -196,7 +206,10 @@ class Run:
 
     @property
     def results(self) -> list[Any]:
-        """Values that the function of `taas.run` returned, by rank; [] without `gather=True`."""
+        """Values that the function of `taas.run` returned on all ranks, in the order of the ranks.
+
+        Without `gather=True`, the list is empty.
+        """
         found: list[Any] = self._results().values.get(VALUE, []) if VALUES in self.plan.out else []
         return found
 
@@ -204,8 +217,9 @@ class Run:
     def result_notes(self) -> list[str]:
         """Notes for the user about functions that the run returned.
 
-        A returned function uses the notebook's variables, not those of the ranks. If a variable has
-        another value in the notebook than it had in the cell, a note names the variable.
+        In the notebook, a returned function uses the notebook's variables, not the variables of the
+        ranks. If such a variable has different values in the notebook and on the ranks, a note
+        names the variable.
         """
         return list(self._results().notes)
 
@@ -216,7 +230,7 @@ class Run:
 
     @property
     def waited(self) -> dict[str, float]:
-        """Fraction of time (0 to 1) that ranks waited for data of each loader, by loader name."""
+        """Fraction of time (0 to 1) that ranks waited for a loader's data, by the loader's name."""
         return {
             loader.name: loader.mean.waited_fraction
             for loader in self._run_counts().loaders.values()
@@ -226,8 +240,8 @@ class Run:
     def metrics(self) -> Any:
         """Values that ranks logged by `taas.log`, one row for each step and rank.
 
-        The type is a pandas DataFrame with the columns `step`, `rank`, `time` and one column for
-        each metric. If pandas is not installed, the type is a dict of lists.
+        The value is a pandas DataFrame with the columns `step`, `rank` and `time`, and one column
+        for each metric. If pandas is not installed, the value is a dict of lists, by column.
         """
         return metrics.read(self.path)
 
@@ -262,7 +276,7 @@ class Run:
         return log_text(self.log_path(rank), tail, grep)
 
     def log_path(self, rank: int | None = None) -> Path:
-        """Return the path of a rank's log. The file does not exist if the rank wrote nothing.
+        """Return the path of a rank's log file. If the rank wrote nothing, the file does not exist.
 
         Args:
             rank: Number of the rank. None for the rank that failed first, or rank 0.
@@ -288,7 +302,8 @@ class Run:
             TimeoutError: The run is still active after `timeout`.
             ResultError: The run succeeded, but not all variables of `--out` could be returned.
             RunError: The cell failed on a rank.
-            RunLost: The hosts, or the process that owned the run, are gone.
+            PoolError: The run failed before a rank started. Or hosts, or the process that owned
+                the run, are gone (`RunLost`).
             StoreError: The project store could not be copied to a host.
             KeyboardInterrupt: The user interrupted the wait, or the run was stopped.
         """
@@ -311,7 +326,8 @@ class Run:
             ResultError: The run succeeded, but not all variables of `--out` could be returned.
             RunError: The cell failed on a rank, or the run took longer than `--timeout`
                 (`RunTimeout`).
-            RunLost: The hosts, or the process that owned the run, are gone.
+            PoolError: The run failed before a rank started. Or hosts, or the process that owned
+                the run, are gone (`RunLost`).
             StoreError: The project store could not be copied to a host.
         """
         head, names = self.head, ", ".join(self.out)
@@ -336,7 +352,7 @@ class Run:
             raise ResultError(f"run {self.id} succeeded, but {what}{came}\n" + "\n".join(lines))
 
     def unrecorded_end(self) -> RunEnded | None:
-        """Return the end of a run whose owner disappeared without recording the end, else None."""
+        """Return an end event if the run's owner is gone without having recorded one, else None."""
         found = self._summary()
         if found.state != "LOST":
             return None
@@ -344,7 +360,7 @@ class Run:
         return RunEnded(state="LOST", elapsed_s=found.elapsed_s, why=found.why, time=at)
 
     def new_state(self) -> RunState:
-        """Return a new `RunState` of the run, before its first event."""
+        """Create the state that the run has before its first event. The caller applies events."""
         began = (self.path / "plan.json").stat().st_mtime
         return RunState(self.plan, self.path, began=began)
 
@@ -357,7 +373,7 @@ class Run:
         return f"<Run {self.id} {self.name}: {self.state}, {self.path}>"
 
     def _repr_html_(self) -> str:
-        """Return a table with this run."""
+        """Return an HTML table with one row, for this run."""
         return table_of([self])
 
     @cached_property
@@ -368,9 +384,10 @@ class Run:
         return journal.summary(self._folder)
 
     def _results(self) -> returned.ReceivedResults:
-        """Return the results of the run; empty while the run is active.
+        """Return the values that the run returned to the notebook; empty while the run is active.
 
-        The first call after the run's end reads the files. Later calls return the same object.
+        The first call after the run's end loads the values from the result files in the run
+        folder. Later calls return the same object.
         """
         if self._received is None:
             if self.is_active:
@@ -390,7 +407,7 @@ class Run:
 
 
 def compare(*runs: Run, metric: str | None = None) -> "Figure":
-    """Plot a metric of several runs over the steps, with one line for rank 0 of each run.
+    """Plot one metric of several runs over the steps, with one line for each run (its rank 0).
 
     Args:
         *runs: The runs, such as `*taas.runs()[:2]`.
@@ -414,7 +431,7 @@ def _names_of_notebook() -> dict[str, Any]:
 
 
 def still_active_message(run_id: str) -> str:
-    """Return the message for a user who stops watching an active run."""
+    """Return a message that a run continues, with the commands that show the run and end it."""
     return (
         f"Run {run_id} continues: `%taas attach {run_id}` shows it again, "
         f"`%taas stop {run_id}` ends it."
@@ -433,7 +450,7 @@ _ERROR_CHARS = 160
 
 
 def row_of(run: Run) -> tuple[str, ...]:
-    """Return the cells of a run's table row, in the order of TABLE_HEAD."""
+    """Return the texts of a run's row in the table of runs, in the order of `TABLE_HEAD`."""
     state, is_active = run.state, run.is_active
     started = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(run.started_at))
     took = duration(run.duration_s, decimals=int(not is_active))
@@ -443,7 +460,7 @@ def row_of(run: Run) -> tuple[str, ...]:
 
 
 def table_of(runs: Sequence[Run]) -> str:
-    """Return an HTML table with one row for each run and with coloured states; escape all texts."""
+    """Return an HTML table with one row for each run, with coloured states and escaped texts."""
     cell = "text-align:left;padding:2px 12px 2px 0px;white-space:nowrap"
     head = "".join(f"<th style='{cell};opacity:0.6'>{escape(name)}</th>" for name in TABLE_HEAD)
     rows = []
@@ -460,16 +477,16 @@ def table_of(runs: Sequence[Run]) -> str:
 def runs() -> RunList:
     """Return all runs that still have a readable folder, newest first.
 
-    Each cell of a session is a run of the list. A session's own run, which keeps the ranks, is not
-    in the list; `%taas sessions` lists the sessions.
+    Each cell of a session is a run in the list. A session's own run, which started the ranks, is
+    not in the list; `%taas sessions` lists the sessions.
     """
     return RunList(run for run in newest() if not (run.path / SESSION_FILE).exists())
 
 
 def newest() -> Iterator[Run]:
-    """Yield all runs, also sessions' own runs, newest first.
+    """Yield all runs with a readable folder, also sessions' own runs, newest first.
 
-    Each folder is read when its run is yielded.
+    Read the folder of a run just before the run is yielded. So it is cheap to take only a few runs.
     """
     return journal.read_each_run(_run_of)
 
@@ -515,12 +532,12 @@ def find_to_attach(
     """Find the run that `%taas attach` shows.
 
     Args:
-        asked: Id, beginning of an id, or name. None for the project's newest active run, or for
-            its newest run if none is active. If the project has no runs, None selects among the
-            runs of all projects.
+        asked: Id, beginning of an id, or name of the run. None for the project's newest active run.
+            If the project has no active run, None stands for its newest run. If the project has no
+            runs, the runs of all projects count.
         project: Folder of the project.
-        is_hidden: Function that returns whether a run is a session that no other kernel can take
-            over. If `asked` is None, such runs are not selected.
+        is_hidden: Function that returns whether a run must not be selected if `asked` is None, such
+            as a session that this kernel cannot take over.
 
     Raises:
         UsageError: There is no such run.

@@ -74,12 +74,13 @@ _sessions: dict[str, "Session"] = {}
 
 
 class Session:
-    """One session of this kernel.
+    """One session of this kernel: its flags, its ranks, and the variables of the ranks.
 
     Attributes:
-        flags: Flags of the session's first cell.
+        flags: Flags of the session's first cell. `%taas detach` later sets `detach`.
         names: Record of the variables that the session's ranks have.
-        failed_rank: The rank that failed first in the last failed cell; None if no cell has failed.
+        failed_rank: Number of the rank that failed first in the last failed cell; None if no cell
+            has failed.
         plan: Plan of the session's own run, which starts the ranks; None before the first cell.
         running_cell: Run id of the cell that this kernel runs in the session now; "" for none.
         has_unknown_names: Whether this kernel has taken the session over and does not know yet
@@ -112,7 +113,7 @@ class Session:
 
     @property
     def idle_s(self) -> float:
-        """Seconds since the session's last cell ended."""
+        """Seconds since the session's last cell ended, or since this kernel got the session."""
         return time.monotonic() - self._used_at
 
     @property
@@ -123,7 +124,7 @@ class Session:
 
     @property
     def connection(self) -> PoolConnection:
-        """The connection to the process of the ranks' pool. Use it only after `start`."""
+        """Connection to the process of the ranks' pool. It exists after `start` or `take_over`."""
         assert self._connection is not None
         return self._connection
 
@@ -139,7 +140,11 @@ class Session:
 
     @property
     def has_ended(self) -> bool:
-        """Whether the session's ranks were started and have ended since."""
+        """Whether the session has ended in this kernel: its ranks were started and are gone.
+
+        A session that another kernel has taken over has also ended in this kernel. If the pool's
+        process has ended, the ranks are gone, too; then also end the session's fetchers.
+        """
         connection = self._connection
         if self._ended is None and connection is not None and connection.is_over:
             self._ended = RunEnded(state="LOST", why=connection.why)
@@ -149,7 +154,8 @@ class Session:
     def why_ended(self) -> str:
         """Return one line with the reason why the session has ended.
 
-        The reason is the first failure, or a takeover, or what the pool's process reported, or the
+        Of these reasons, return the first one that is known: the first failure; that another kernel
+        or a terminal has taken the session over; the reason that the pool's process gave; the
         newest note.
         """
         ended = self._ended
@@ -162,19 +168,19 @@ class Session:
         return self._notes[-1] if self._notes else "it was ended"
 
     def lost_names(self) -> str:
-        """Return the names of the variables that the ended ranks had, as text for a message."""
+        """Return the names of the variables that are lost with the ended ranks, as text."""
         names = sorted(name for name in self.names.owned if not name.startswith("_"))
         return listed(names, _LISTED) or "none"
 
     def with_session_flags(self, flags: Flags) -> Flags:
-        """Add the session's flags to a cell's flags, and return the result.
+        """Complete a cell's flags by the flags of the session's first cell, and return the result.
 
-        The flags in `FIXED` always have the values of the session's first cell. `--cpus` and
-        `--data-pool` have the first cell's values by default. A cell may set other values of these
-        two flags for the loaders that the cell sends.
+        The flags in `FIXED`, such as `--gpus`, always have the values of the first cell. `--cpus`
+        and `--data-pool` have the first cell's values by default. A cell may give these two flags
+        new values, which apply to the loaders that this cell sends.
 
         Raises:
-            UsageError: The cell gives a flag in `FIXED` another value.
+            UsageError: The cell gives a flag in `FIXED` a value that differs from the first cell's.
         """
         mine, nothing = self.flags, Flags(gpus=0)
         for name, flag in FIXED.items():
@@ -193,8 +199,8 @@ class Session:
         """Prepare the session for a new cell, and return the cell's plan on the session's ranks.
 
         The first cell's plan also becomes the plan of the session's own run, without the options
-        that concern only the cell. For a later cell, this method also discards what the ranks
-        reported about the last cell, and allows the session's fetchers one restart.
+        that concern only the cell. Before a later cell, discard the ranks' reports on the last
+        cell, and allow the session's fetchers one restart.
 
         Raises:
             PoolError: The session is running a cell, which another thread of the kernel started.
@@ -238,10 +244,11 @@ class Session:
         """Start the session's ranks unless they were started already.
 
         First write the folder of the session's own run. With the flag `--detach`, detach this run
-        after its start. If the user interrupts the wait, ranks that start later are killed.
+        after its start. If the user ends the wait by two interrupts, the ranks that start later
+        are killed.
 
         Args:
-            connection: Connection to the pool.
+            connection: Connection to the process of the ranks' pool.
             origin: The notebook's settings that the ranks inherit.
             cell: Text of the cell, or of the command, that starts the session.
             context: Facts about the session's run that other processes need.
@@ -276,10 +283,10 @@ class Session:
         self._connection = connection
 
     def detach(self) -> None:
-        """Let the ranks stay when this kernel ends.
+        """Detach the session: its ranks stay when this kernel ends, and other kernels can get it.
 
-        Ask the pool's process to continue the session without this kernel. Then write the session's
-        changed flags to the folder of the session's own run.
+        Ask the pool's process to continue the session without this kernel. Then write the flag
+        `--detach` to the folder of the session's own run, where other kernels read it.
 
         Raises:
             UsageError: The session has fetchers in another pool. Such fetchers would end with this
@@ -301,14 +308,15 @@ class Session:
         )
 
     def take_over(self, run: Run, connection: PoolConnection) -> str:
-        """Take over the ranks of a detached session.
+        """Take over the ranks of a detached session into this new, empty session object.
 
         Args:
-            run: The session's own run.
+            run: The session's own run, which started the ranks.
             connection: Connection to the process of the ranks' pool.
 
         Returns:
-            Run id of the running cell, or of the newest cell that lost its kernel; "" for none.
+            Run id of the running cell. If no cell is running, run id of the newest cell that
+            continued after its kernel ended; "" if there is no such cell.
 
         Raises:
             PoolError: The session has ended or is not detached, or the pool does not respond.
@@ -319,7 +327,10 @@ class Session:
         return state.cell
 
     def pop_output(self) -> Iterator[Lines | LinesDropped]:
-        """Remove and yield what threads of the ranks printed between the last cell and now."""
+        """Remove and yield the output of the ranks' threads between the last cell and now.
+
+        If the threads printed much, only the last `_KEPT_OUTPUT` events with output are left.
+        """
         while self._output:
             yield self._output.popleft()
 
@@ -340,15 +351,18 @@ class Session:
         return structs.replace(data, fetchers=tuple(fetchers))
 
     def keep_fetchers(self, fetchers: RunFetchers) -> None:
-        """Keep the running cell's fetchers after the cell, until no rank needs their data."""
+        """Keep the running cell's fetchers after the cell, until no rank needs their data.
+
+        From now on, send events of the fetchers to the journal of the session's own run.
+        """
         self._fetchers[self._cells] = fetchers
         fetchers.forward_events(self.connection, self.run_id)
 
     def _allow_restarts(self) -> None:
         """Allow the fetchers of each earlier cell one restart during the cell that begins now.
 
-        Background threads send an `AllowRestarts` request to the process of the ranks' pool and of
-        each fetchers' pool. So the cell need not wait for the responses.
+        Send an `AllowRestarts` request to the process of the ranks' pool, and of each fetchers'
+        pool. Background threads send the requests, so the cell need not wait for responses.
         """
         of_fetchers = {fetchers.connection for fetchers in self._fetchers.values()}
         for connection in {self._connection, *of_fetchers} - {None}:
@@ -357,7 +371,7 @@ class Session:
             threading.Thread(target=request, name="taas-restarts", daemon=True).start()
 
     def count_cell(self) -> int:
-        """Count a new cell of the session, and return its number; the first cell has number 1."""
+        """Add 1 to the number of the session's cells, and return the number of the new cell."""
         self._cells += 1
         return self._cells
 
@@ -376,11 +390,11 @@ class Session:
     def end_cell(self, captured: Payload, *, counts: bool = True) -> None:
         """Record which names the ranks have after a cell; end fetchers that no rank needs any more.
 
-        Sent names are recorded if all ranks have loaded them. Fetchers end only if all ranks have
-        reported which fetchers they use.
+        Record the names that the cell sent only if all ranks have loaded them. End fetchers only if
+        all ranks have reported which fetchers they use.
 
         Args:
-            captured: Payload of the cell.
+            captured: The objects that the cell sent to the ranks.
             counts: Whether the cell resets the session's idle time. False for a cell of taas-magic
                 itself, such as the cell that `%taas vars` runs.
         """
@@ -395,10 +409,12 @@ class Session:
             self._close_fetchers({at for change in self._changes for at in change.fetched})
 
     def _close_fetchers(self, needed: Collection[int]) -> None:
-        """End the fetchers that are no longer needed, in a background thread.
+        """End the fetchers that no rank needs any more, in a background thread.
+
+        If another kernel has taken the session over, leave these fetchers running for that kernel.
 
         Args:
-            needed: Numbers of the cells whose fetchers must stay.
+            needed: Numbers of the cells whose loaders the ranks still use. Their fetchers stay.
         """
         ended = [self._fetchers.pop(at) for at in list(self._fetchers) if at not in needed]
         if ended:
@@ -424,9 +440,9 @@ class Session:
         """Return a message that the session has ended, with the reason; "" if it has not ended.
 
         Args:
-            may_have_died: Whether a rank may have died in a cell. If True, or if taas-magic has
-                killed ranks of the session, wait up to `DEATH_SEEN_S` for the report that the
-                session has ended.
+            may_have_died: Whether a rank may have died in the last cell. If True, or if taas-magic
+                has killed ranks of the session, wait up to `DEATH_SEEN_S` seconds for the report
+                that the session has ended.
         """
         until = time.monotonic() + DEATH_SEEN_S * (may_have_died or self._has_lost_ranks)
         while not self.has_ended and time.monotonic() < until:
@@ -450,7 +466,7 @@ class Session:
         Do nothing if the ranks were not started or have ended.
 
         Raises:
-            PoolError: The pool does not respond, or the ranks did not end within END_S.
+            PoolError: The pool does not respond, or the ranks did not end within `END_S` seconds.
             KeyboardInterrupt: The user interrupted the wait.
         """
         connection = self._connection
@@ -467,15 +483,15 @@ class Session:
             )
 
     def wait_for_end(self, timeout_s: float) -> bool:
-        """Wait up to `timeout_s` for the end of the ranks; return whether they have ended."""
+        """Wait up to `timeout_s` seconds for the end of the ranks; return whether it has come."""
         return self._over.wait(timeout_s)
 
     def _on_run_event(self, event: Event) -> None:
-        """Record output, notes and the end of the session's own run. Called in the client's thread.
+        """Record output, notes and the end of the session's own run.
 
-        If the run has ended, or if another kernel has taken the session over, end the session in
-        this kernel. If the run has ended, its fetchers end, too. Another kernel that has taken
-        the session over keeps the fetchers.
+        The thread of the connection to the pool's process calls this method. If the run has ended,
+        end the session in this kernel, and its fetchers. If another kernel has taken the session
+        over, end the session only in this kernel; the other kernel keeps the fetchers.
         """
         if isinstance(event, Note):
             self._notes.append(event.text)
@@ -491,10 +507,9 @@ class Session:
 
 
 def _call_if_alive(connection: PoolConnection, request: Request[None]) -> None:
-    """Send a request to a pool's process, and ignore a PoolError.
+    """Send a request to a pool's process. If the process has ended or does not respond, do nothing.
 
-    A PoolError means that the pool's process has ended or does not respond. If the process has
-    ended, the session has ended, too. The next cell reports this.
+    If the process has ended, the session has ended, too, and its next cell reports this.
     """
     with suppress(PoolError):
         connection.call(request)
@@ -577,7 +592,7 @@ def live() -> list[Session]:
 def flags_of(run: Run) -> Flags | None:
     """Return the flags of a session, given the session's own run; None for any other run.
 
-    The flags are stored in the folder of the session's own run, which starts the ranks.
+    The folder of the session's own run, which started the ranks, has a file with the flags.
     """
     with suppress(FileNotFoundError):
         return from_json((run.path / runs.SESSION_FILE).read_bytes(), Flags)
@@ -590,10 +605,10 @@ def _write_flags(folder: RunFolder, flags: Flags) -> None:
 
 
 def _sessions_of_others() -> Iterator[tuple[Run, Flags]]:
-    """Yield each running session that does not belong to this kernel, the newest first.
+    """Yield each running session that does not belong to this kernel, the newest session first.
 
     Yields:
-        The session's own run, and the flags of its first cell.
+        The session's own run, which started the ranks; and the flags of the session's first cell.
     """
     own = {session.run_id for session in live()}
     for run in runs.newest():
@@ -605,21 +620,23 @@ def _sessions_of_others() -> Iterator[tuple[Run, Flags]]:
 def detached_sessions() -> Iterator[tuple[Run, Flags]]:
     """Yield each running detached session that does not belong to this kernel.
 
+    The newest session comes first.
+
     Yields:
-        The session's own run, and the flags of its first cell.
+        The session's own run, which started the ranks; and the flags of the session's first cell.
     """
     return (found for found in _sessions_of_others() if found[1].detach)
 
 
 def detached_session(name: str, project: Path | None = None) -> Run | None:
-    """Find the newest detached session of another kernel that has the name `name`.
-
-    Returns:
-        The session's own run, which started its ranks; None if there is no such session.
+    """Find the newest running detached session with a name that does not belong to this kernel.
 
     Args:
         name: Name of the session.
         project: Search only sessions of notebooks in this folder. None to search all folders.
+
+    Returns:
+        The session's own run, which started the ranks; None if there is no such session.
     """
     for run, flags in detached_sessions():
         if flags.session == name and project in (None, Path(run.context.project)):
@@ -628,9 +645,13 @@ def detached_session(name: str, project: Path | None = None) -> Run | None:
 
 
 def running(name: str) -> Run | None:
-    """Return the own run of another kernel's running session with the name `name`, else None.
+    """Find a running session with the name `name` that does not belong to this kernel.
 
-    If there are several, prefer a detached session, because this kernel can take it over.
+    If there are several such sessions, prefer a detached session, because this kernel can take over
+    only detached sessions.
+
+    Returns:
+        The session's own run, which started the ranks; None if there is no such session.
     """
     if (left := detached_session(name)) is not None:
         return left
@@ -638,9 +659,11 @@ def running(name: str) -> Run | None:
 
 
 def ended_text(name: str) -> str:
-    """Return why the newest detached session with this name ended, and how to start it again.
+    """Return a message that a detached session has ended, why, and how to start it again.
 
-    The result is "" if there was no such session, or if the session is still running.
+    The message is about the newest detached session with the given name.
+
+    Return "" if there was no such session, or if the session is still running.
     """
     for run in runs.newest():
         flags = flags_of(run)
@@ -659,7 +682,7 @@ def running_cell(session: Run) -> Run | None:
     """Return the run of the cell that a session executes now; None if it executes no cell.
 
     Args:
-        session: The session's own run.
+        session: The session's own run, which started the ranks.
     """
     name, pool_folder = session.plan.session, session.context.pool_folder
     for run in runs.newest():
@@ -670,9 +693,10 @@ def running_cell(session: Run) -> Run | None:
 
 
 def is_hidden_from_attach(run: Run) -> bool:
-    """Return whether a run is a session that `%taas attach` without an argument must not select.
+    """Return whether a run is a session that `%taas attach` without a name must not select.
 
-    The result is True for sessions that are not detached, and for sessions of this kernel.
+    This kernel cannot take over a session that is not detached, and has its own sessions already.
+    For all runs that are not a session's own run, the result is False.
     """
     flags = flags_of(run)
     if flags is None:
@@ -683,11 +707,15 @@ def is_hidden_from_attach(run: Run) -> bool:
 def take_over(run: Run, connection: PoolConnection) -> tuple[Session, str]:
     """Take over a detached session of another kernel, and keep it under its name for later cells.
 
-    The other kernel may have ended.
+    The other kernel may be gone already.
+
+    Args:
+        run: The session's own run, which started the ranks.
+        connection: Connection to the process of the ranks' pool.
 
     Returns:
-        The session, and the run id of a cell to show: of the running cell, or of the newest cell
-        that lost its kernel; "" for none.
+        The session, and the run id of the cell to show. This is the running cell; or else the
+        newest cell that continued after its kernel ended. The id is "" if there is no such cell.
 
     Raises:
         PoolError: The session has ended or is not detached, or the pool does not respond.
@@ -704,7 +732,7 @@ def take_over(run: Run, connection: PoolConnection) -> tuple[Session, str]:
 
 
 def named(name: str | None) -> Session:
-    """Find a session with running ranks.
+    """Find a session of this kernel whose ranks are running.
 
     Args:
         name: Name of the session. None for the only running session.

@@ -19,8 +19,9 @@ if TYPE_CHECKING:
 def attach_debugpy(session: Session, rank: int, shell: "InteractiveShell", config: Config) -> str:
     """Make debugpy listen in one rank of a session, and return text for the user.
 
-    The text has the port, the command that forwards the port of another host, and a configuration
-    for VS Code's launch.json. A second call for the same rank returns the same text.
+    The text has the port at which debugpy listens, and a configuration for VS Code's launch.json.
+    If the rank is on another machine, the text also has a command that forwards this port. A second
+    call for the same rank returns the same text.
 
     Raises:
         UsageError: The session has no such rank, or the rank's host lacks debugpy.
