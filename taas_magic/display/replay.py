@@ -390,8 +390,8 @@ def _printed_lines(lines: Iterable[bytes], from_end: bool = False) -> list[tuple
 
     Returns:
         Pairs of a line of the journal and the decoded event of this line, in the order of the
-        journal. If an event has more printed lines than are left to return, remove the surplus lines
-        from the event.
+        journal. If an event has more printed lines than are left to return, the surplus lines are
+        removed from the event.
     """
     left, found = END_LINES, list[tuple[bytes, Lines]]()
     for line in lines:

@@ -396,9 +396,9 @@ class View:
     def _show(self, event: Event, now: float) -> None:
         """Add an event's text to the log: printed or dropped lines, or a line about a restart.
 
-        First write all waiting lines, then show a display or clear the cell at once. Ignore displays
-        of ranks that the plan does not show. After any event except lines, mark the status header
-        as stale, so that `tick` updates it.
+        Show a display, or clear the cell, at once, but first write all waiting lines. Ignore
+        displays of ranks that the plan does not show. After any event except lines, mark the status
+        header as stale, so that `tick` updates it.
         """
         plan = self._state.plan
         match event:
