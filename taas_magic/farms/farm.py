@@ -1,7 +1,7 @@
 """The kernel's side of a farm: submits jobs and receives their results as they become ready.
 
-A thread stores the result of each job in the kernel as soon as the job has ended. So the result is
-kept if the node is lost later.
+A thread of the kernel stores the result of each job as soon as the job has ended. So the result is
+not lost if the job's node is lost later.
 """
 
 import asyncio
@@ -70,20 +70,27 @@ if TYPE_CHECKING:
 LOG = "farm.log"
 
 START_TIMEOUT_S = leases.START_TIMEOUT_S
-"""Seconds without any activity after which the start of the farm's process fails."""
+"""Seconds for which the starting farm's process may do nothing; then its start has failed."""
 
 END_S = 30.0
-"""Seconds to wait for the farm's process to end before it is killed."""
+"""Maximum seconds for the farm's process to end by itself when the farm is closed.
+
+After this time, the kernel kills the process.
+"""
 
 EXIT_CODE_S = 10.0
-"""Seconds to wait for the exit code of the farm's process after the connection to it broke."""
+"""Seconds that the kernel waits for the exit code of the farm's process.
+
+The wait begins when the connection to the process has broken. If the process does not end in this
+time, the error reports only the broken connection.
+"""
 
 WATCH_S = 0.5
 """Seconds between refreshes of the table, and between checks that the farm's process still runs."""
 
 
 class Job(JobState):
-    """A call of a function in a farm, with the methods of a `concurrent.futures.Future`.
+    """A submitted call of a function on a farm, like a `concurrent.futures.Future`.
 
     Attributes:
         args: Positional arguments of the call.
@@ -108,17 +115,20 @@ class Job(JobState):
         return self.outcome.done()
 
     def result(self, timeout: float | None = None) -> Any:
-        """Wait for the job and return the function's result. An interrupt cancels the job.
+        """Wait until the job has ended, and return the function's result.
+
+        If the user interrupts this call, the job is cancelled.
 
         Args:
-            timeout: Seconds to wait; default is no limit.
+            timeout: Maximum seconds to wait for the job's end; default is no limit.
 
         Raises:
-            JobFailed: The job raised, died or was cancelled. The message has the job's traceback,
-                with the notebook's line numbers.
-            PoolError: The farm has ended.
-            TimeoutError: The job has not ended within `timeout` seconds.
-            KeyboardInterrupt: The user interrupted the wait.
+            JobFailed: The function raised an exception, the job's process died, or the job was
+                cancelled. The message has the job's traceback, with the notebook's line numbers.
+            PoolError: The farm's process has ended, or no node could be started.
+            TimeoutError: The job has not ended within `timeout` seconds. The job continues.
+            KeyboardInterrupt: The user interrupted this call.
+            Exception: The kernel could not unpickle the result or write the job's files.
         """
         error = self.exception(timeout)
         if error is not None:
@@ -126,17 +136,19 @@ class Job(JobState):
         return self.outcome.result()
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """Wait for the job and return the exception that `result` would raise.
+        """Wait until the job has ended, and return the exception with which it ended.
+
+        If the user interrupts this call, the job is cancelled.
 
         Args:
-            timeout: Seconds to wait; default is no limit.
+            timeout: Maximum seconds to wait for the job's end; default is no limit.
 
         Returns:
-            The exception, or None if the function returned.
+            The exception, such as a `JobFailed`; None if the function returned.
 
         Raises:
-            TimeoutError: The job has not ended within `timeout` seconds.
-            KeyboardInterrupt: The user interrupted the wait.
+            TimeoutError: The job has not ended within `timeout` seconds. The job continues.
+            KeyboardInterrupt: The user interrupted this call.
         """
         with self._farm.cancelling([self]):
             try:
@@ -154,20 +166,21 @@ class Job(JobState):
         return self.state == "cancelled"
 
     def add_done_callback(self, function: Callable[["Job"], object]) -> None:
-        """Call a function with this job when the job ends, or now if the job has already ended.
+        """Call `function` with this job when the job ends, or now if the job has already ended.
 
-        The thread that ends the job makes the call. An exception of the function is logged.
+        A thread of the farm calls `function`; if the job has already ended, this thread does. If
+        `function` raises an exception, the exception is only logged.
         """
         self.outcome.add_done_callback(lambda outcome: function(self))
 
     def cancel(self) -> bool:
         """Cancel the job, unless the job has ended.
 
-        A running job gets SIGINT. If the job has not ended `node.GRACE_S` later, its process is
-        killed.
+        The job counts as cancelled at once. If the job is running, its node sends SIGINT to its
+        process, and kills the process if it has not ended 5 s later (`node.GRACE_S`).
 
         Returns:
-             False if the job had already ended.
+            True if this call cancelled the job; False if the job had already ended.
         """
         had_ended = self.done()
         self.set_outcome(
@@ -178,17 +191,26 @@ class Job(JobState):
         return not had_ended
 
     def set_outcome(self, error: BaseException | None, result: Any = None) -> None:
-        """Set the outcome of the job, unless the job already has one. Then refresh the table."""
+        """Set the outcome of the job, unless the job already has one.
+
+        Also count a change, so that the table of the farm is refreshed.
+
+        Args:
+            error: The exception of a job that did not return, else None.
+            result: The function's result.
+        """
         super().set_outcome(error, result)
         self._farm.state.changes += 1
 
 
 class Farm:
-    """A farm: runs jobs on the hosts of pools. The function `farm` creates it.
+    """A farm, which runs calls of functions as jobs on the hosts of pools. Made by `taas.farm`.
+
+    At the end of a `with` block, the farm is closed.
 
     Attributes:
         folder: The folder with the farm's log and the folders of its jobs.
-        state: The state of the farm and its jobs.
+        state: The state of the farm and its jobs, which the notebook shows as a table.
     """
 
     def __init__(self, settings: FarmSettings, config: Config, shell: Any) -> None:
@@ -232,16 +254,20 @@ class Farm:
         fresh: bool = False,
         **kwargs: Any,
     ) -> Job:
-        """Submit a call of a function; a process on a host of the farm will make the call.
+        """Submit a job: a process on a host of the farm will call `function` with the arguments.
 
-        Blocks until the farm's process has received the large arguments.
+        This method returns when the farm's process has received the large arguments.
 
         Args:
-            function: Any callable; it is captured like the objects that a `%%taas` cell uses.
+            function: Any callable. It is sent with the notebook objects that it uses, like the
+                objects that a `%%taas` cell uses.
             args: Positional arguments of the call.
             retries: Number of further calls if the function raises or its process dies.
             fresh: Whether the job needs a process in which no other job has run.
             kwargs: Keyword arguments of the call.
+
+        Returns:
+            The job, which gives the result or exception when the call has ended.
 
         Raises:
             CaptureError: An object cannot be pickled. The message says where the object is, such as
@@ -263,30 +289,36 @@ class Farm:
         """Submit one job for each call that the built-in `map` would make.
 
         Args:
-            function: As in `submit`.
-            iterables: Sources of the positional arguments: the n-th job receives the n-th element
-                of each. There are as many jobs as the shortest iterable has elements.
-            retries: As in `submit`.
-            fresh: As in `submit`.
+            function: Any callable.
+            iterables: Sources of the positional arguments. The n-th job receives the n-th element
+                of each iterable. The shortest iterable determines the number of jobs.
+            retries: Number of further calls of a job if the function raises or its process dies.
+            fresh: Whether each job needs a process in which no other job has run.
             kwargs: Keyword arguments, the same for all jobs.
 
+        Returns:
+            The jobs, in the order of the iterables' elements.
+
         Raises:
-            CaptureError: As in `submit`.
-            PoolError: As in `submit`.
+            CaptureError: An object cannot be pickled. The message says where the object is, such as
+                `config['a'][3].db`.
+            PoolError: The farm is closed, or its process has ended.
+            UsageError: `retries` or `fresh` was given, but the function has a parameter of the same
+                name.
         """
         calls = [(args, kwargs) for args in zip(*iterables, strict=False)]
         return self._submit(calls, function, retries, fresh)
 
     def as_completed(self, jobs: Iterable[Job] | None = None) -> Iterator[Job]:
-        """Yield each job when it ends, also if it failed or was cancelled.
+        """Yield each job when it has ended: returned, failed or cancelled.
 
-        An interrupt cancels the jobs that have not ended.
+        If the user interrupts the iteration, all `jobs` that have not ended are cancelled.
 
         Args:
             jobs: The jobs to wait for; default is all jobs of the farm that have not ended.
 
         Raises:
-            KeyboardInterrupt: The user interrupted the wait.
+            KeyboardInterrupt: The user interrupted the iteration.
         """
         waiting = list(self._unfinished() if jobs is None else jobs)
         with self.cancelling(waiting):
@@ -298,10 +330,10 @@ class Farm:
                 yield jobs_of[ended.get()]
 
     def on_solution(self, listener: Callable[[Job], None]) -> None:
-        """Register a function to be called with each job whose function returned.
+        """Call `listener` with each job whose function returns from now on.
 
-        A thread of the farm makes the calls. There is no call for jobs that failed or were
-        cancelled.
+        A thread of the farm calls `listener`. Jobs that fail or are cancelled cause no call. An
+        exception of `listener` is only logged.
         """
         self._on_solution.append(listener)
 
@@ -310,13 +342,13 @@ class Farm:
         return self.state
 
     def cancel(self, jobs: Iterable[Job]) -> None:
-        """Cancel jobs; see `Job.cancel`."""
+        """Cancel all `jobs` that have not ended. Running jobs get SIGINT, and SIGKILL 5 s later."""
         for job in jobs:
             job.cancel()
 
     @contextmanager
     def cancelling(self, jobs: Sequence[Job]) -> Iterator[None]:
-        """Run the block. If the user interrupts the block, cancel all `jobs` that have not ended.
+        """Return a context manager that cancels unfinished `jobs` if the user interrupts its block.
 
         Raises:
             KeyboardInterrupt: The user interrupted the block.
@@ -332,7 +364,7 @@ class Farm:
     def close(self) -> None:
         """Cancel the jobs that have not ended, release the hosts and end the farm's process.
 
-        If the process has not ended after `END_S`, it is killed.
+        If the process has not ended after `END_S`, kill it. Then show the farm as closed.
         """
         if self._closed.is_set():
             return
@@ -367,12 +399,12 @@ class Farm:
         retries: int,
         fresh: bool,
     ) -> list[Job]:
-        """Submit one job for each pair of positional and keyword arguments; see `submit`.
+        """Submit one job for each item of `calls`, a pair of positional and keyword arguments.
 
-        First store the large parts of payloads and arguments in the farm's process. Then send all
-        jobs in one message. If the arguments of several jobs use the same notebook variables and
-        modules, the function is captured once for these jobs. If an exception such as an interrupt
-        ends the call, none of the jobs stays in the farm.
+        First pickle the function and all arguments, and store the large parts in the farm's
+        process. Then send all jobs in one message. If the arguments of several jobs use the same
+        notebook variables and modules, capture the function once for these jobs. If an exception
+        (or an interrupt) ends this method, cancel all of these jobs.
         """
         if self._why_over:
             raise PoolError(f"{self.name} accepts no jobs: {self._why_over}; create another farm")
@@ -418,7 +450,7 @@ class Farm:
     def _send_jobs(
         self, jobs: list[Job], calls: list[JobCall], parts: list[list[Part]], retries: int
     ) -> None:
-        """Send all jobs to Dask in one message: to submit one costs as much as to run it."""
+        """Submit all jobs to Dask in one message, because a message for each job would be slow."""
         from taas_magic.farms.worker import run_job
 
         names = [job.name for job in jobs]
@@ -457,10 +489,11 @@ class Farm:
             path.unlink(missing_ok=True)
 
     def _watch(self) -> None:
-        """Refresh the table, and end jobs for which no message will arrive. Runs in a thread.
+        """Refresh the table, and end jobs whose end no message reports, until the farm is closed.
 
-        If the farm's process has ended, all jobs end. Jobs that Dask counts as failed or cancelled
-        are passed to the thread of `_end_jobs`. The table is shown only if the state has changed.
+        This method runs in a thread and repeats its checks every `WATCH_S`. If the farm's process
+        has ended, end all jobs with an error. Pass jobs that Dask counts as failed or cancelled to
+        the thread of `_end_jobs`. Show the table only if the state has changed.
         """
         shown = 0
         while not self._closed.wait(WATCH_S):
@@ -476,9 +509,9 @@ class Farm:
                 self._show()
 
     def _handle_lost_process(self) -> None:
-        """End all jobs with an error, because the farm's process has ended or is out of reach.
+        """End all jobs with an error, because the farm's process has ended or cannot be reached.
 
-        The farm accepts no more jobs. If the user has closed the farm, do nothing.
+        From now on, the farm accepts no jobs. If the user has closed the farm, do nothing.
         """
         if self._closed.is_set():
             return
@@ -496,10 +529,11 @@ class Farm:
             self._forget(job.name)
 
     def _end_jobs(self) -> None:
-        """End each job when its outcome or error arrives. Runs in a thread until `close`.
+        """End each job when its outcome or error arrives from the farm's process or a node.
 
-        For each ended job, remove the job's Dask future and stored arguments. If the farm gives up
-        starting nodes, end all jobs with an error.
+        This method runs in a thread until the farm is closed. It removes the Dask future and the
+        stored arguments of each ended job. If the farm's process gives up starting nodes, end all
+        jobs with an error.
         """
         while (message := self._ended.get()) is not None:
             if isinstance(message, NodeUpdate):
@@ -520,8 +554,13 @@ class Farm:
     def _forget(self, name: str) -> "Future | None":
         """Remove and return an ended job's Dask future, and remove its stored arguments.
 
-        Dask forgets the job when no reference to the future is left. Returns None if the farm has
-        no future of this job.
+        Dask forgets the job when no reference to the future is left.
+
+        Args:
+            name: Name of the job.
+
+        Returns:
+            The future, or None if the farm has no future of this job.
         """
         with self._lock:
             _, future, parts = self._jobs.pop(name, (None, None, ()))
@@ -531,8 +570,8 @@ class Farm:
     def _store_failure(self, job: Job, future: "Future") -> None:
         """End a job with the error of its Dask future.
 
-        If the future has no error to report, the connection to the farm's process has broken. In
-        this case, all jobs end.
+        If the future has no error, the connection to the farm's process has broken. In this case,
+        end all jobs with an error.
         """
         from distributed.client import FutureCancelledError
 
@@ -545,8 +584,9 @@ class Farm:
     def _store_outcome(self, job: Job, message: JobOutcome) -> None:
         """Write the job's saved files to its folder, unpickle its result, and end the job.
 
-        Another thread then calls the listeners of `on_solution` with the job (`_call_listeners`).
-        If a step raises an exception, the job ends with this exception, and no listener is called.
+        Another thread (`_call_listeners`) then passes the job to the listeners of `on_solution`. If
+        writing or unpickling raises an exception, the job ends with this exception, and the
+        listeners do not get the job.
         """
         job.host, job.took_s = self.state.host_of(message.node), message.took_s
         try:
@@ -567,9 +607,9 @@ class Farm:
         self._solved.put(job)
 
     def _call_listeners(self) -> None:
-        """Call the listeners of `on_solution` with each job that returned, until `close`.
+        """Call the listeners of `on_solution` with each job that returned, until the farm closes.
 
-        Runs in a thread of its own, because a listener may itself wait for other jobs.
+        This method runs in a thread of its own, because a listener may wait for further jobs.
         """
         while (job := self._solved.get()) is not None:
             for listener in self._on_solution:
@@ -579,9 +619,9 @@ class Farm:
                     logging.getLogger("taas").exception("on_solution of job %s", job.name)
 
     def _make_exception(self, job: Job, error: BaseException) -> JobFailed:
-        """Return the exception of a job that failed, with its host, traceback and log path.
+        """Return the exception for a job that failed; its message has host, traceback and log path.
 
-        If Dask gave the job up because each node that ran the job was lost, the exception says so.
+        If the job failed because each node that ran it was lost, the message says so.
 
         Args:
             error: Exception of the job's Dask future.
@@ -604,9 +644,9 @@ class Farm:
         """Handle a message from a node or the farm's process. Runs in the Dask client's thread.
 
         Append a job's output to `output.log` in the job's folder, and apply each change of a job or
-        node to the table's state. Ignore updates of unknown jobs. The thread of `_end_jobs` handles
-        two messages: the outcome or failure of a job, and, if no node is ready, the message that
-        the farm gives up starting nodes.
+        node to the state that the table shows. Ignore updates of unknown jobs. Pass the outcome or
+        failure of a job to the thread of `_end_jobs`. If the farm gives up starting nodes and no
+        node is ready, pass this message to `_end_jobs`, too.
         """
         message: FarmUpdate = msgspec.convert(pair[1], FarmUpdate)
         if isinstance(message, JobOutcome) or (
@@ -629,9 +669,10 @@ class Farm:
 
 
 class _StoredParts:
-    """The large parts of jobs' arguments and payloads. The farm's process stores each part once.
+    """Registry of large parts of jobs' arguments and payloads, which the farm's process stores.
 
-    Any thread may call the methods.
+    The farm's process stores equal parts of several jobs once. When no job needs a part any more,
+    the part is removed. Any thread may call the methods.
     """
 
     def __init__(self, client: "Client") -> None:
@@ -641,9 +682,10 @@ class _StoredParts:
         self._users: Counter[str] = Counter()
 
     def store_part(self, part: Any, is_shared: bool = False) -> Part:
-        """Store a part in the farm's process if it is large or shared.
+        """Store a part in the farm's process if it is shared or larger than `INLINE_BYTES`.
 
         Args:
+            part: Bytes, or memory of an array or tensor.
             is_shared: Whether several jobs use the part. A shared part is always stored.
 
         Returns:
@@ -672,7 +714,7 @@ class _StoredParts:
             return self._known[mark]
 
     def drop(self, parts: Collection[Part]) -> None:
-        """Release the parts of one job; remove each stored part that no other job needs."""
+        """Release the parts of an ended job; remove stored parts that no other job needs."""
         with self._lock:
             for name in parts:
                 if isinstance(name, str):
@@ -689,10 +731,11 @@ class _StoredParts:
 
 @dataclass(frozen=True)
 class _PackedCall:
-    """A job's function call, with its pickled arguments.
+    """The function call of a job, with the arguments as a pickle.
 
     Attributes:
-        parts: First the pickled arguments, then the memory of each array and tensor among them.
+        work: The function with its arguments.
+        parts: First the pickle of the arguments, then the memory of each array and tensor in it.
         needs: Names of notebook variables that functions among the arguments use.
         modules: Names of modules that the arguments refer to.
     """
@@ -718,10 +761,10 @@ def _pack_arguments(work: FunctionWork, namespace: dict[str, Any]) -> _PackedCal
 
 
 def _path_in_job_folder(folder: Path, name: str) -> Path:
-    """Return the path in a job's folder for a file name that a node sent.
+    """Return the path in a job's folder for the relative path `name` that a node sent.
 
     Raises:
-        ProtocolError: The path may be outside the job's folder.
+        ProtocolError: `name` is invalid, for example because it contains "..".
     """
     if why := why_invalid(name):
         raise ProtocolError(f"a farm's node sent {name!r} for a job's folder: {why}")
@@ -737,16 +780,19 @@ def farm(
 ) -> Farm:
     """Start a farm of jobs on the hosts of one or several pools.
 
-    Returns when the farm's process has started, which takes about a second. The notebook shows a
-    table of the farm's nodes and jobs. Nodes start when jobs need them.
+    This function returns when the farm's process has started, which takes about a second. The
+    notebook shows a table of the farm's nodes and jobs. Nodes start when jobs need them.
 
     Args:
         pool: Name of the pool, or names of several pools.
-        gpus: CUDA devices that each job has for itself.
-        cpus: Processors of each job. A host runs several jobs at a time, if it has enough
+        gpus: Number of CUDA devices that each job has for itself.
+        cpus: Number of processors of each job. A host runs several jobs at a time if it has enough
             processors and devices for them.
         nodes: Number of hosts: a fixed number, or a tuple with the smallest and the largest number.
-            None: as many as the jobs need, up to all hosts of the pools.
+            By default, the farm uses as many hosts as its jobs need, up to all hosts of the pools.
+
+    Returns:
+        The farm, with methods to submit jobs and to wait for their results.
 
     Raises:
         UsageError: `gpus`, `cpus` or `nodes` does not fit the hosts of the pools, an argument has a
@@ -795,8 +841,12 @@ def farm(
 def _node_limits(nodes: tuple[int, int] | int | None, hosts: int) -> tuple[int, int]:
     """Return the smallest and the largest number of nodes for the argument `nodes` of `farm`.
 
+    Args:
+        hosts: Number of all hosts of the farm's pools.
+
     Raises:
-        UsageError: The numbers contradict each other, or exceed `hosts`.
+        UsageError: `nodes` has a wrong type, the smallest number is larger than the largest, or a
+            number is negative or exceeds `hosts`.
     """
     match nodes:
         case None:
@@ -816,7 +866,10 @@ def _node_limits(nodes: tuple[int, int] | int | None, hosts: int) -> tuple[int, 
 
 
 def _remove_ended(folder: Path, keep: int) -> None:
-    """Remove the folders of farms that have ended, except those of the newest `keep` farms."""
+    """Remove the folders of ended farms from `folder`. Keep the folders of the newest `keep` farms.
+
+    A farm has ended if no process holds the lock on its log.
+    """
     farms = sorted(folder.glob("farm-*"))  # oldest first, because the names contain the time
     for old in farms[: max(0, len(farms) - keep)]:
         # A farm's process locks the log while it lives. Another kernel may remove the same folder.
@@ -828,10 +881,17 @@ def _remove_ended(folder: Path, keep: int) -> None:
 def _start_process(
     settings: FarmSettings, folder: Path
 ) -> tuple[subprocess.Popen[bytes], FarmAddress]:
-    """Start the farm's process, wait until it reports its address, and return both.
+    """Start the farm's process, send it the settings, and wait until it reports its address.
+
+    Args:
+        folder: The farm's folder, in which the process writes its log.
+
+    Returns:
+        The process, and the address and key for connecting to it.
 
     Raises:
-        PoolError: The process did not start; the message has the last lines of its log.
+        PoolError: The process ended, or did nothing for `START_TIMEOUT_S`. The message has the last
+            lines of its log.
     """
     path = folder / LOG
     with path.open("ab") as log:

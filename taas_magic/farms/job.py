@@ -1,7 +1,7 @@
 """The job process: a fork of the node's forkserver. It runs one job, or several short jobs in turn.
 
-A process runs another job only if the last job returned quickly and left the process unchanged. So
-each job starts in a process that is as clean as a new one.
+A process runs a further job only if the previous job returned quickly and left the process
+unchanged. So each job starts in a process that is as clean as a new process.
 """
 
 import contextlib
@@ -42,26 +42,29 @@ from taas_magic.store.guard import StoreProtection, apply_rule
 from taas_magic.store.publish import SAVES_FOLDER_VARIABLE
 
 SHORT_S = 0.05
-"""Maximum seconds that a job may take if its process is to run another job afterwards.
+"""Maximum seconds that a job may take so that its process may run a further job.
 
-After a longer job, the start of a new process costs little in comparison.
+After a longer job, the node starts a new process, which takes little time in comparison.
 """
 
 
 _JOB_VARIABLES = (SAVES_FOLDER_VARIABLE, cell_main.PAYLOAD)
-"""Environment variables that are set anew for each job, so `_state` ignores them."""
+"""Environment variables that this process sets for each job, so `_state` ignores them."""
 
 
 def job_main(process_state: JobProcessState, control: Connection, output: Connection) -> None:
     """Run jobs until the node closes `control`, or until a job makes this process unusable.
 
-    A job makes the process unusable if the job failed, is `fresh`, took longer than `SHORT_S`,
-    changed the process (`_state`), or tried to write to the project store.
+    First become the leader of a POSIX session, redirect stdout and stderr to `output`, and apply
+    the settings. A job makes the process unusable if the job failed, is `fresh`, took longer than
+    `SHORT_S`, changed the process (for example its environment, see `_state`), or tried to write to
+    the project store.
 
     Args:
-        control: A pipe to the node. The process receives a `JobAssignment` for each job and sends a
-            `JobOutcome`, followed by the `JobOutcome.n_parts_following` parts of the result.
-        output: The pipe that receives what jobs print.
+        process_state: Settings that this process applies to itself.
+        control: A pipe to the node. The process receives a `JobAssignment` for each job. It answers
+            with a `JobOutcome` and then `JobOutcome.n_parts_following` parts of the result.
+        output: The pipe to the node for everything that jobs print.
     """
     os.setsid()
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -102,12 +105,13 @@ def job_main(process_state: JobProcessState, control: Connection, output: Connec
 
 
 def _apply_settings(process_state: JobProcessState, note: Callable[[str], None]) -> None:
-    """Apply `process_state` to this process and keep its writes out of the project store.
+    """Apply `process_state` to this process, and keep this process's writes out of the store.
 
-    Set the environment, `sys.path`, the working directory and torch's number of threads.
+    Set the environment, `sys.path`, the working directory and torch's number of threads. Redirect
+    writes to the project store into the scratch folder.
 
     Args:
-        note: Called with each path that is kept out of the store.
+        note: Called with each path of the project store to which this process tries to write.
     """
     set_start_method(None, force=True)
     os.environ.clear()
@@ -129,7 +133,11 @@ def _apply_settings(process_state: JobProcessState, note: Callable[[str], None])
 
 
 def _state() -> tuple[Any, ...]:
-    """Return the state of this process. If a job changes this state, the process ends."""
+    """Return the state of this process that a job must not change if the process is to be reused.
+
+    The state is: number of threads, whether there are child processes, environment, working
+    directory, stdout and stderr, and whether CUDA is initialized.
+    """
     threads = len(os.listdir("/proc/self/task"))
     environ = {name: value for name, value in os.environ.items() if name not in _JOB_VARIABLES}
     streams = [(it, getattr(it, "closed", True)) for it in (sys.stdout, sys.stderr)]
@@ -138,7 +146,10 @@ def _state() -> tuple[Any, ...]:
 
 
 def _has_later() -> bool:
-    """Return whether this process has imported `forkserver.DEFERRED_MODULES`."""
+    """Return whether this process has imported all modules of `forkserver.DEFERRED_MODULES`.
+
+    The forkserver imports these modules only when a job has needed them.
+    """
     return all(name in sys.modules for name in DEFERRED_MODULES)
 
 
@@ -151,9 +162,9 @@ def _has_children() -> bool:
 
 
 def _end_children() -> None:
-    """Kill the job's children that have left this process's POSIX session (`os.setsid`).
+    """Kill descendants of this process that have left its POSIX session by `os.setsid`.
 
-    The node kills all processes that are still in this session.
+    The node kills all processes that are still in the session.
     """
     for child in psutil.Process().children(recursive=True) if _has_children() else ():
         with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
@@ -162,11 +173,11 @@ def _end_children() -> None:
 
 
 def _run(assignment: JobAssignment) -> tuple[JobOutcome, list[memoryview]]:
-    """Make the job's call, and pickle the function's result.
+    """Call the job's function, and pickle its result or describe its exception.
 
     Returns:
-        The outcome, and the parts of the result: its pickle, then the buffers of this pickle. If
-        the call raised an exception, there are no parts.
+        The outcome, and a list of the result's parts: its pickle, then the buffers of this pickle.
+        If the function raised an exception, the list is empty.
     """
     os.environ[SAVES_FOLDER_VARIABLE] = assignment.saves
     process = os.getpid()
@@ -181,11 +192,11 @@ def _run(assignment: JobAssignment) -> tuple[JobOutcome, list[memoryview]]:
 
 
 def _pickle_result_of(assignment: JobAssignment) -> pickling.Pickled:
-    """Make the job's call, and return the function's result as a pickle.
+    """Call the job's function, and return its result as a pickle.
 
-    In the notebook, a function in the result uses the notebook's variables. If the function reads a
-    variable that the job has set, the job's value is pickled with the function. The function uses
-    this value if the notebook has no such variable.
+    The result may contain functions of `__main__`. In the notebook, such a function uses the
+    notebook's variables. If it reads a variable that the job has set, the pickle also contains the
+    job's value. The function uses this value if the notebook has no such variable.
     """
     result, namespace, names = _make_call(assignment)
     pickler = pickling.ValuePickler(namespace, "notebook")
@@ -195,12 +206,14 @@ def _pickle_result_of(assignment: JobAssignment) -> pickling.Pickled:
 
 
 def _make_call(assignment: JobAssignment) -> tuple[Any, dict[str, Any], list[str]]:
-    """Make the job's call in a fresh `__main__`.
+    """Call the job's function in a new `__main__` module, which contains the captured objects.
 
-    First seed the random generators of Python, torch and numpy anew, because forks inherit them.
+    First give the random generators of Python, torch and numpy new seeds, because all job processes
+    inherit the same generators from the forkserver.
 
     Returns:
-        The function's result, the namespace of `__main__`, and the names that the job has set.
+        The function's result, the namespace of `__main__`, and the names in this namespace that the
+        job has set.
     """
     main = sys.modules["__main__"] = sys.modules["__mp_main__"] = ModuleType("__main__")
     main.__spec__ = ModuleSpec(cell_main.__name__, None)  # spawned children import it
@@ -227,7 +240,12 @@ def _make_call(assignment: JobAssignment) -> tuple[Any, dict[str, Any], list[str
 
 
 def _open_part(part: bytes | str) -> memoryview | bytearray:
-    """Return a part of the arguments as writable memory; map it copy-on-write if it is a path."""
+    """Return a part of the arguments as writable memory.
+
+    Args:
+        part: The bytes of the part, or a path of a file with the bytes. The file is mapped
+            copy-on-write, so that writes do not change it.
+    """
     if not isinstance(part, str):
         return bytearray(part)
     with open(part, "rb") as file:

@@ -13,30 +13,38 @@ TOPIC = "taas-farm"
 """The Dask topic on which nodes and the farm's process send messages to the kernel."""
 
 INLINE_BYTES = 64 << 10
-"""Size in bytes above which a job's payload or a part of its arguments is sent separately.
+"""Maximum bytes of a payload, argument or result that a message about a job contains itself.
 
-Each host receives these bytes once. The jobs on the host map the bytes into their memory.
+Larger parts are sent separately. Each host receives a large argument only once. The jobs on the
+host map this argument into their memory.
 """
 
 PUT_PART, GET_PART, DROP_PART = "taas_put_part", "taas_get_part", "taas_drop_part"
 """Names of the Dask messages that store, fetch and remove large parts of arguments.
 
-The parts are stored in the farm's process, because no process can connect to a node: the node may
-be behind an SSH server or in a batch system's network.
+The parts are stored in the farm's process, from which nodes fetch them. The kernel cannot send them
+to a node, because no process can connect to a node. For example, the node may be behind an SSH
+server or in a batch system's network.
 """
 
 LOST_NODES = 3
-"""Number of times that a job runs again after its node was lost. The next loss fails the job."""
+"""Maximum number of times that a job runs again because its node was lost.
+
+If a node is lost once more while it runs the job, the job fails.
+"""
 
 Security = dict[str, str | bool]
-"""Keyword arguments of dask's `Security`."""
+"""Keyword arguments for Dask's class `Security`: certificates and a private key."""
 
 Part = bytes | str
-"""A part of a job's payload or arguments: its bytes, or the name of a large part."""
+"""A part of a job's payload or arguments.
+
+Either the bytes of the part, or the name under which the farm's process has stored a large part.
+"""
 
 
 class SharedBytes:
-    """Bytes in memory that other processes of this host can map by a path."""
+    """Copy of bytes in a memory file (memfd), which other processes of this host can map."""
 
     def __init__(self, data: Any) -> None:
         view = memoryview(data).cast("B")
@@ -45,12 +53,12 @@ class SharedBytes:
             view = view[os.write(self._descriptor, view) :]
 
     def __del__(self) -> None:
-        """Release the memory. Existing mappings stay valid until they are unmapped."""
+        """Close the memory file. Mappings in other processes stay valid until they are unmapped."""
         os.close(self._descriptor)
 
     @property
     def path(self) -> str:
-        """Path of the bytes; valid while this object exists."""
+        """Path by which processes of this host open the memory file, while this object exists."""
         return f"/proc/{os.getpid()}/fd/{self._descriptor}"
 
 
@@ -58,8 +66,14 @@ class FarmSettings(Struct, frozen=True):
     """The settings of a farm, which the kernel sends to the farm's process.
 
     Attributes:
-        gpus: CUDA devices of each job.
-        cpus: Processors of each job.
+        name: Name of the farm.
+        pools: Names of the pools whose hosts the farm uses.
+        least: Minimum number of nodes.
+        most: Maximum number of nodes.
+        gpus: Number of CUDA devices of each job.
+        cpus: Number of processors of each job.
+        store: Rule for the project store, to which jobs cannot write.
+        origin: Settings that the nodes inherit from the notebook, such as environment variables.
     """
 
     name: str
@@ -73,7 +87,13 @@ class FarmSettings(Struct, frozen=True):
 
 
 class FarmAddress(Struct, frozen=True):
-    """The address and key by which the kernel connects to the farm's process."""
+    """The address and key by which the kernel connects to the farm's process.
+
+    Attributes:
+        address: Address of the Dask scheduler in the farm's process, as "tls://host:port".
+        security: Certificates and private key.
+        slots: Number of jobs that the smallest node runs at a time.
+    """
 
     address: str
     security: Security
@@ -81,13 +101,19 @@ class FarmAddress(Struct, frozen=True):
 
 
 class NodeSettings(Struct, frozen=True):
-    """The settings of a node, which the farm's process sends.
+    """The settings of a node, which the farm's process passes to the rank that starts the node.
 
     Attributes:
+        name: Name of the node, as "node-3".
         unique_address: An address that is different for each node, because Dask identifies workers
-            by their address. Nothing listens there.
-        store: The rule of the project store, with the path on the notebook's machine.
-        start_timeout_s: Seconds without any activity after which the start of the node fails.
+            by their address. No process listens on this address.
+        security: Certificates and private key for connecting to the farm's scheduler.
+        slots: Number of jobs that the node runs at a time.
+        gpus: Number of CUDA devices of each job.
+        cpus: Number of processors of each job.
+        store: Rule for the project store, with the store's path on the notebook's machine.
+        start_timeout_s: Seconds for which the starting node may do nothing; then its start has
+            failed.
     """
 
     name: str
@@ -101,19 +127,23 @@ class NodeSettings(Struct, frozen=True):
 
 
 class JobProcessState(Struct, frozen=True):
-    """The settings of a job process.
+    """The settings that a job process applies to itself at its start.
 
-    The rank that starts the node (`run_node`) sets the fields without a default. The node sets the
-    other fields.
+    The rank that starts the node (`run_node`) sets the fields without a default. The node sets all
+    fields with a default.
 
     Attributes:
-        store: The rule of the project store, with this host's path.
-        protection: The mechanism that keeps the process's writes out of the store (value of
-            `store.guard.StoreProtection`).
-        files: The folder below which jobs save files.
-        scratch: Path of the scratch folder for writes that are kept out of the store; the process
-            creates the folder. The node sets one path for each slot. Each time the slot starts a
-            process, it adds another suffix to this path.
+        environ: All environment variables of the process.
+        cwd: Working directory.
+        sys_path: The import path.
+        cpus: Number of threads that torch uses.
+        store: Rule for the project store, with the store's path on this host.
+        protection: Mechanism that keeps the process's writes out of the store, such as "Landlock"
+            (a value of `store.guard.StoreProtection`).
+        files: Folder that contains one folder for the saved files of each job.
+        scratch: Path of the scratch folder, which receives the writes that are kept out of the
+            store. The process creates this folder. The node sets one path for each slot. For each
+            process, the slot adds a new suffix to this path.
     """
 
     environ: dict[str, str]
@@ -127,12 +157,14 @@ class JobProcessState(Struct, frozen=True):
 
 
 class NodeProcessState(Struct, frozen=True):
-    """The settings of a node's process. Job processes receive only `jobs`, not the node's keys.
+    """The settings of a node's process, which its parent (a rank) writes to its standard input.
 
     Attributes:
+        settings: Settings of the node, including its private key. Job processes do not get them.
         scheduler: The address at which this host reaches the farm's scheduler.
-        folder: Folder in which the node creates its own folder. The host's agent removes the
-            outer folder with all its content after the run, even if the node was killed.
+        jobs: Settings for each job process of the node.
+        folder: Folder in which the node creates its temporary folder. After the run, the host's
+            agent removes `folder` with all its contents, even if the node was killed.
     """
 
     settings: NodeSettings
@@ -142,11 +174,13 @@ class NodeProcessState(Struct, frozen=True):
 
 
 class JobCall(Struct, frozen=True):
-    """The function call that a job makes.
+    """The function call that a job makes, without the function and the arguments.
 
     Attributes:
-        shape: Description of the call, without the function and the arguments. The node receives
-            these separately: the function in the payload, and the arguments in parts.
+        name: Name of the job.
+        shape: Description of the call. The node receives the function and the arguments separately:
+            the function in the payload, and the arguments in parts.
+        fresh: Whether the job needs a process in which no other job has run.
         settings_hash: A hash of the project's modules and of the settings that the notebook has
             made in its process. Only jobs with the same hash may share a process, because a process
             cannot undo imports and settings.
@@ -159,12 +193,13 @@ class JobCall(Struct, frozen=True):
 
 
 class JobAssignment(Struct, frozen=True):
-    """A job as the node sends it to the job's process.
+    """The message by which a node gives a job to a job process.
 
     Attributes:
-        saves: The folder that `taas.save` writes to.
-        payload: The payload, or a path to it.
-        arguments: Parts of the arguments, each as bytes or a path.
+        call: The function call that the job makes.
+        saves: Folder to which `taas.save` writes the job's files.
+        payload: The payload with the function, or the path of a file with the payload.
+        arguments: Parts of the pickled arguments, each as bytes or as the path of a file.
     """
 
     call: JobCall
@@ -174,24 +209,29 @@ class JobAssignment(Struct, frozen=True):
 
 
 CANCELLED = "Cancelled"
-"""The `etype` of a job that was cancelled."""
+"""Value of `JobOutcome.etype` for a job that was cancelled."""
 
 
 class JobOutcome(Struct, tag="outcome", kw_only=True):
     """The outcome of a job: its error or its result, and the files that it saved.
 
     Attributes:
-        job: The job's name. The job's process leaves `job` and `node` empty; the node sets them.
-        etype: The type of the exception, `CANCELLED`, or "JobDied" if the job's process ended; ""
-            if the job returned.
+        job: The job's name. The job's process leaves this field empty; the node sets it.
+        node: Name of the node that ran the job. The job's process leaves this field empty.
+        etype: Class name of the exception, `CANCELLED`, or "JobDied" if the job's process ended; ""
+            if the function returned.
+        message: Text of the exception, or how the job's process ended.
+        traceback: Lines of the exception's traceback.
+        took_s: Seconds from the receipt of the job to the pickled result.
         parts: A pickle of the result, and the buffers of this pickle. Empty if the job's process
             sends the parts after this message (`n_parts_following`).
-        files: Path and content of each saved file. The path is relative to the job's folder, and
-            need not be UTF-8.
-        process_is_reusable: Whether the job's process may run another job.
-        n_parts_following: Number of large parts of the result that the process sends after this
+        files: Path and content of each file that the job saved. The path is relative to the job's
+            folder, and need not be valid UTF-8.
+        process_is_reusable: Whether the job's process may run a further job.
+        n_parts_following: Number of parts of a large result that the job's process sends after this
             message, on the same pipe.
-        imported_later: Whether the job has imported `forkserver.DEFERRED_MODULES`.
+        imported_later: Whether the job has imported all modules of `forkserver.DEFERRED_MODULES`.
+            If so, the node imports them for later jobs.
     """
 
     job: str = ""
@@ -208,13 +248,23 @@ class JobOutcome(Struct, tag="outcome", kw_only=True):
 
 
 NODE_STATES = ("requested", "starting", "ready", "left", "lost", "given up")
-"""The states of a node, in their order. After "ready", a node gets at most one more state."""
+"""The states of a node, in their order. After "ready", at most one further state follows.
+
+"left": the farm has ended the node, because no job needed it. "lost": the node ended by itself or
+did not start. "given up": the farm's process did not start the node, because earlier starts failed.
+"""
 
 
 class NodeUpdate(Struct, tag="node"):
-    """A change of a node's state.
+    """Message to the kernel about a change of a node's state.
 
-    Several threads send these messages, so an earlier state may arrive after a later one.
+    Several threads send these messages, so an earlier state may arrive after a later state.
+
+    Attributes:
+        node: Name of the node.
+        state: The new state, one of `NODE_STATES`.
+        why: Reason for the state, or what the starting node does now; "" if there is none.
+        host: Name of the node's host; "" if it is unknown or has not changed.
     """
 
     node: str
@@ -224,10 +274,14 @@ class NodeUpdate(Struct, tag="node"):
 
 
 class JobUpdate(Struct, tag="job"):
-    """A change of a job: the job runs, has failed, or has printed something.
+    """Message to the kernel: a job runs, has failed, or has printed something.
 
     Attributes:
-        state: "running", "erred" (the job's Dask future has the error), or "" for output only.
+        job: Name of the job.
+        node: Name of the node that runs the job; "" for a failure.
+        state: "running"; "erred" if the job has failed (its Dask future has the error); "" if only
+            `lines` is new.
+        lines: New output of the job.
     """
 
     job: str
@@ -240,9 +294,12 @@ FarmUpdate = NodeUpdate | JobUpdate | JobOutcome
 
 
 class JobEnded(Exception):
-    """Error by which a job's Dask task reports that the job did not return.
+    """Error of a job's Dask task: the function raised, its process died, or the job was cancelled.
 
-    If the job has retries left, Dask then runs the job again.
+    If the job failed and has retries left, Dask runs the job again.
+
+    Args:
+        outcome: Outcome of the job, with the exception's class name, message and traceback.
     """
 
     def __init__(self, outcome: JobOutcome) -> None:

@@ -1,11 +1,11 @@
-"""The node: a process on one host of a farm. It has a Dask worker, and starts the jobs' processes.
+"""The node: a farm's process on one host. It contains a Dask worker, and starts job processes.
 
 To start a node, the farm starts a run with one rank. The rank (`run_node`) starts the node as a
 child process and waits until the node ends. So when the pool ends the run, the node ends, too.
 
 The node starts a forkserver before it imports Dask, and joins the farm when the forkserver has
-imported torch and IPython. The imports have no time limit, but they must show activity
-(`start_timeout_s`).
+imported torch and IPython. The imports have no time limit. But if the forkserver uses no processor
+time and reads nothing for `start_timeout_s`, the start of the node fails.
 """
 
 import asyncio
@@ -62,7 +62,7 @@ if TYPE_CHECKING:
     from distributed import Security
 
 GRACE_S = 5.0
-"""Seconds between SIGINT and SIGKILL for a job that was cancelled."""
+"""Seconds from SIGINT to SIGKILL for the process of a cancelled job that does not end."""
 
 DASK_SETTINGS = {
     **CALM_DASK,
@@ -71,30 +71,30 @@ DASK_SETTINGS = {
 }
 
 LINES_BYTES = 256 << 10
-"""Maximum bytes of a job's output that wait in the node to be sent.
+"""Maximum bytes of a job's output that the node holds in memory before it sends them.
 
-The node drops further output, and sends the number of dropped bytes instead.
+If a job prints more in this time, the node drops the rest, and sends the number of dropped bytes.
 """
 
 IMPORT_REPORT_S = 2.0
 """Seconds between two reports of a starting node about the module that is being imported."""
 
 _END_S = 3.0
-"""Seconds to wait for a job's process to end before it is killed."""
+"""Seconds that a node waits for a job process to end by itself. Then the node kills the process."""
 
 _FLUSH_S = 0.2
-"""Maximum seconds that a node waits for a job's output before it sends the buffered output."""
+"""Seconds between two times at which a node sends a running job's buffered output."""
 
 
 def run_node(settings: NodeSettings) -> None:
-    """Run a node until the pool ends the node's run. Called in the rank of this run.
+    """Start a node's process, and wait until it ends. The only rank of a node's run calls this.
 
-    Start the node's own process (`main`), send it the settings, and wait until the process ends.
-    Usually, the host's agent ends the run by SIGINT to this rank. The rank then kills the node's
-    process.
+    Write the settings to the standard input of the process. Usually, the host's agent ends the run
+    by SIGINT to this rank. The rank then kills the node's process and returns.
 
     Raises:
-        RuntimeError: The node's process ended by itself, or its start showed no activity.
+        RuntimeError: The node's process ended by itself with an exit code other than 0, or did
+            nothing for `settings.start_timeout_s` at its start.
     """
     from taas_magic.host import rank  # imports torch, which the node's own process does later
 
@@ -134,13 +134,14 @@ def run_node(settings: NodeSettings) -> None:
 
 
 def main() -> int:
-    """Run a node until its parent or the farm ends; return the exit code.
+    """Run a node until its parent (a rank) or the farm ends; return the exit code.
 
-    First make a temporary folder, which is removed at the end, and start the forkserver.
+    Create a temporary folder, start the forkserver, and run the Dask worker. At the end, remove the
+    temporary folder.
 
     The program has two arguments: the pid of its parent, and a file descriptor. The node closes the
-    descriptor when it has joined the farm. Standard input has one line, a packed
-    `NodeProcessState`.
+    descriptor when it has joined the farm. Standard input has one line: a `NodeProcessState` as
+    JSON.
     """
     die_with_parent(int(sys.argv[1]))
     starting = int(sys.argv[2])
@@ -160,8 +161,9 @@ def main() -> int:
 async def _run_worker(process_state: NodeProcessState, folder: Path, starting: int) -> None:
     """Join the farm when the forkserver is ready, and run jobs until the farm ends the node.
 
-    While the forkserver imports modules, report the name of each module. The node joins as a Dask
-    worker. When the farm has ended the node, end the processes of all slots.
+    While the forkserver imports modules, report their names to the kernel. Then join the farm's
+    Dask scheduler as a worker. When the farm has ended the node, end the job processes of all
+    slots.
 
     Args:
         starting: The descriptor to close when the node has joined the farm.
@@ -205,7 +207,12 @@ async def _run_worker(process_state: NodeProcessState, folder: Path, starting: i
 async def _report_imports(
     warming: "asyncio.Future[list[str]]", process_state: NodeProcessState, security: "Security"
 ) -> None:
-    """Report the module that the forkserver imports, until the forkserver has imported all."""
+    """Report to the kernel, every `IMPORT_REPORT_S`, which module the forkserver is importing.
+
+    Args:
+        warming: Future that is done when the forkserver has imported all modules. Then this
+            function returns.
+    """
     from distributed.core import rpc
 
     options = security.get_connection_args("worker")
@@ -219,9 +226,14 @@ async def _report_imports(
 
 
 class Slots:
-    """The slots of a node, each with one job process.
+    """The slots of a node. Each slot runs one job at a time in a process of its own.
 
-    The node's event loop calls the methods. Only `close` blocks.
+    Each slot has its own CUDA devices. Call the methods only in the thread of the node's event
+    loop. Only `close` blocks this thread.
+
+    Args:
+        folder: The node's temporary folder.
+        protection: Mechanism that keeps the jobs' writes out of the project store.
     """
 
     def __init__(self, process_state: NodeProcessState, folder: Path, protection: str) -> None:
@@ -243,7 +255,7 @@ class Slots:
             self._free.append(Slot(job))
 
     def cancel(self, name: str) -> None:
-        """Interrupt the job with this name if it runs on this node."""
+        """Interrupt the job with this name, and kill it 5 s later, if it runs on this node."""
         if (slot := self._running.get(name)) is not None:
             slot.cancel()
 
@@ -253,15 +265,15 @@ class Slots:
         parts: Awaitable[list[bytes | SharedBytes]],
         report: Callable[[JobUpdate], None],
     ) -> JobOutcome:
-        """Run a job in a free slot. Dask never runs more jobs at a time than there are slots.
+        """Run a job in a free slot, and return its outcome with the files that it saved.
 
-        The outcome includes the files that the job saved; the node's copy of the files is removed.
-        After the job, the slot is free. If its process must not run another job, the process is
-        ended.
+        A slot is always free, because Dask never runs more jobs at a time than there are slots.
+        After the job, remove the node's copy of the saved files, and free the slot. If the slot's
+        process must not run a further job, end the process.
 
         Args:
             parts: Awaitable whose result is a list: the payload, then the job's pickled arguments
-                and their buffers.
+                and the buffers of this pickle.
             report: Called with each piece of the job's output. Also called once with the state
                 "running" if the job does not end immediately.
 
@@ -294,7 +306,7 @@ class Slots:
         return outcome
 
     def close(self) -> None:
-        """End the processes of all slots."""
+        """End the job processes of all slots. Call when no job runs. Blocks."""
         for slot in self._free:
             slot.close()
 
@@ -312,13 +324,19 @@ def _collect_files(folder: Path) -> list[tuple[bytes, bytes]]:
 
 
 ReportOutput = Callable[[str, str], None]
-"""Callback for a job's state (first argument) or its output (second argument); the other is ""."""
+"""Callback for news about a job.
+
+The first argument is the job's new state, or "". The second argument is new output, or "".
+"""
 
 
 class Slot:
     """A slot of a node: runs one job at a time, in a process of its own.
 
-    Each job gets a new process, or a process that is as clean as a new one (`job.job_main`).
+    A job gets a new process, or a process that earlier jobs have left unchanged.
+
+    Args:
+        process_state: Settings of the slot's job processes.
     """
 
     def __init__(self, process_state: JobProcessState) -> None:
@@ -333,12 +351,12 @@ class Slot:
         self._settings_hash = ""
 
     async def run(self, assignment: JobAssignment, report: ReportOutput) -> JobOutcome:
-        """Run a job and return its outcome.
+        """Run a job in this slot, if necessary in a new process; return the job's outcome.
 
-        The process of the slot's last job runs this job only in one case: the process is clean, the
-        last job and this job have the same `JobCall.settings_hash`, and this job is not `fresh`. If
-        the process ends during the job, the outcome says how the process ended, or that the job was
-        cancelled.
+        The process of the previous job runs this job if three conditions hold: the previous job
+        left the process unchanged; both jobs have the same `JobCall.settings_hash`; this job is not
+        `fresh`. If the process ends during the job, the outcome says how the process ended, or that
+        the job was cancelled.
         """
         is_other = assignment.call.fresh or assignment.call.settings_hash != self._settings_hash
         # An idle process must send nothing. If it has sent something or has ended, replace it.
@@ -364,7 +382,7 @@ class Slot:
         return outcome
 
     async def prepare_next(self) -> None:
-        """End the slot's process if it must not run the next job. Call after each job."""
+        """End the slot's process if it must not run a further job. Call this after each job."""
         if self._late is not None:
             self._late.cancel()
         if self._is_cancelled or not self._again:
@@ -372,7 +390,10 @@ class Slot:
         self._is_cancelled = self._again = False
 
     def cancel(self) -> None:
-        """Interrupt the job, and kill its process if it has not ended after `GRACE_S`."""
+        """Send SIGINT to the process of the slot's job, and SIGKILL if it runs `GRACE_S` later.
+
+        If the process is still starting, the job will not run.
+        """
         if not self._is_cancelled:
             self._is_cancelled = True
             if (process := self._process) is not None:
@@ -381,7 +402,11 @@ class Slot:
                 self._late = loop.call_later(GRACE_S, _signal, process.pid, 9)
 
     def close(self) -> None:
-        """End the process and its children, and remove its scratch folder. Blocks."""
+        """End the slot's process and its children, and remove its scratch folder. Blocks.
+
+        If the process does not end within `_END_S`, kill it. If the slot has no process, do
+        nothing.
+        """
         process, self._process = self._process, None
         if process is None:
             return
@@ -398,7 +423,8 @@ class Slot:
     def _replace_process(self) -> None:
         """End the slot's process, and start a new process with a new scratch folder. Blocks.
 
-        If the forkserver has ended, exit this node.
+        If the forkserver has ended, exit this node's process, because no job process can be
+        started.
         """
         self.close()
         self._scratch = f"{self._process_state.scratch}-{time.monotonic_ns()}"
@@ -420,7 +446,10 @@ class Slot:
         self._process = process
 
     async def _wait(self, lines: "_OutputBuffer", report: ReportOutput) -> JobOutcome:
-        """Pass the job's state and output to `report` until the outcome arrives; return it.
+        """Pass the job's state and output to `report` until the job ends; return its outcome.
+
+        Args:
+            lines: Buffer for the output, which passes it to `report`.
 
         Raises:
             EOFError: The job's process has ended without an outcome.
@@ -443,10 +472,10 @@ class Slot:
             lines.flush()
 
     async def _wait_for_output(self) -> set[Any]:
-        """Wait until the process has sent something or has ended, at most `_FLUSH_S`.
+        """Wait until the job process has sent something or has ended, at most `_FLUSH_S`.
 
         Returns:
-            The process's pipes that have data, and its sentinel if it has ended.
+            Those of the process's pipes that have data, and its sentinel if it has ended.
         """
         loop, stirred = asyncio.get_running_loop(), asyncio.Event()
         timer = loop.call_later(_FLUSH_S, stirred.set)
@@ -467,8 +496,8 @@ class Slot:
     def _outcome_of_ended_process(self) -> JobOutcome:
         """Return the outcome of a job whose process ended without sending an outcome.
 
-        The outcome says that the job was cancelled, or by which exit code or signal its process
-        ended. If the forkserver has ended, exit this node. Blocks.
+        The outcome says that the job was cancelled, or which exit code or signal its process had.
+        If the process died because the forkserver has ended, exit this node's process. Blocks.
         """
         if self._is_cancelled:
             return JobOutcome(etype=CANCELLED)
@@ -481,7 +510,10 @@ class Slot:
 
 
 def _exit_node() -> NoReturn:
-    """End this node's process because its forkserver has ended. Other nodes run its jobs again."""
+    """Write the reason to stderr, and exit this node's process, because its forkserver has ended.
+
+    Other nodes then run the jobs of this node again.
+    """
     sys.stderr.write(f"{forkserver.why_ended()}\n")
     sys.stderr.flush()
     os._exit(1)
@@ -493,9 +525,9 @@ def _signal(group: int, number: int) -> None:
 
 
 def _kill_session(session: int) -> None:
-    """Kill the processes of a POSIX session, including orphans and other process groups.
+    """Kill all processes of a POSIX session: also orphans, and processes in other process groups.
 
-    Search again after each kill, because a process may have forked during the search.
+    Repeat the search until it finds no new process, because a process may have forked meanwhile.
     """
     killed: set[int] = set()
     while found := {pid for pid in psutil.pids() if _session_of(pid) == session} - killed:
@@ -513,14 +545,20 @@ def _session_of(pid: int) -> int | None:
 
 
 class _OutputBuffer:
-    """Buffer for a job's output. Holds at most `LINES_BYTES`."""
+    """Buffer that collects a job's output and passes it to `report` every `_FLUSH_S`.
+
+    It holds at most `LINES_BYTES`.
+    """
 
     def __init__(self, report: ReportOutput) -> None:
         self._report, self._waiting = report, b""
         self._left_out, self._flushed_at = 0, time.monotonic()
 
     def add(self, data: bytes) -> None:
-        """Add output of the job. Drop and count the bytes that exceed `LINES_BYTES`."""
+        """Add output of the job. Drop the bytes that exceed `LINES_BYTES`, and count them.
+
+        If the last flush was more than `_FLUSH_S` ago, flush the buffer.
+        """
         room = LINES_BYTES - len(self._waiting)
         self._left_out += max(0, len(data) - room)
         self._waiting += data[:room]
@@ -528,11 +566,11 @@ class _OutputBuffer:
             self.flush()
 
     def flush(self, whole: bool = True) -> None:
-        """Pass on the buffered output. If bytes were dropped, add a line with their number.
+        """Pass the buffered output to `report`, with a line about dropped bytes if there are any.
 
         Args:
-            whole: Whether to keep an incomplete last line in the buffer. If the buffer is full, the
-                incomplete line is passed on in any case.
+            whole: Whether to pass only whole lines, and keep an incomplete last line in the buffer.
+                If the buffer is full, the incomplete line is passed, too.
         """
         self._flushed_at = time.monotonic()
         end = 1 + max(self._waiting.rfind(b"\n"), self._waiting.rfind(b"\r"))

@@ -1,8 +1,8 @@
 """The farm's process: a Dask scheduler for jobs, with a manager that starts and ends nodes.
 
 The kernel starts this process. When the kernel closes the standard input of this process, the farm
-ends. Each node is a run of one rank in a pool, which handles the node's host, lease, processes and
-journal as for any run. The pool has a Dask scheduler of its own, which never receives jobs.
+ends. Each node is a run of one rank in a pool. The pool handles the host, lease, processes and
+journal of this run as for any run. The pool has its own Dask scheduler, which never receives jobs.
 """
 
 import asyncio
@@ -61,26 +61,30 @@ DASK_SETTINGS = {
 }
 
 INTERVAL_S = 0.5
-"""Seconds between checks of the number of nodes."""
+"""Seconds between two checks whether the farm needs more or fewer nodes."""
 
 IDLE_CHECKS = 20
-"""Number of checks in a row that must find more nodes than needed before nodes are ended."""
+"""Number of checks in a row that must find too many nodes before the farm ends a node."""
 
 LOST_RUN_END_S = 2.0
-"""Seconds to wait until the run of a lost node ends by itself.
+"""Seconds that the farm waits for the run of a lost node to end by itself.
 
-The last event of the run has the reason for the loss.
+The wait is useful because the last event of the run has the reason for the loss. After the wait,
+the farm ends the run.
 """
 
 FAILED_STARTS = 3
-"""Number of nodes in a row that may fail to start before the farm gives up."""
+"""Number of failed starts of nodes in a row after which the farm starts no more nodes."""
 
 
 def main() -> int:
     """Run a farm until the kernel writes a second line to standard input or closes the input.
 
-    The first line of standard input is a packed `FarmSettings`. Once the scheduler listens, the
-    process writes a packed `FarmAddress` to standard output.
+    The first line of standard input is a `FarmSettings` as JSON. When the scheduler listens, the
+    process writes a `FarmAddress` as JSON to standard output.
+
+    Returns:
+        The exit code of the process: 0.
     """
     settings = messages.from_json(sys.stdin.buffer.readline(), FarmSettings)
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(name)s: %(message)s")
@@ -115,7 +119,7 @@ async def _run_farm(settings: FarmSettings) -> None:
 
 
 class FarmScheduler(Scheduler):
-    """The farm's Dask scheduler, which also stores large arguments and payloads of jobs."""
+    """The farm's Dask scheduler, with a store of large arguments and payloads for the nodes."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -124,15 +128,22 @@ class FarmScheduler(Scheduler):
         self.handlers |= {PUT_PART: self._put, GET_PART: self._get_part, DROP_PART: self._drop}
 
     def start_http_server(self, *args: Any, **kwargs: Any) -> None:
-        """Do nothing. Dask would serve web pages here, and they require no key."""
+        """Start no web server, because Dask's web pages require no key. Called by Dask."""
 
     def publish_state(self, update: NodeUpdate) -> None:
-        """Send the state of a node to the kernel; store it for a kernel that subscribes later."""
+        """Send a change of a node's state to the kernel, and store this message.
+
+        The kernel may subscribe only after the first messages. Then `subscribe_topic` sends the
+        stored messages again.
+        """
         self._sent_updates.append(message := msgspec.to_builtins(update))
         self.log_event(TOPIC, message)
 
     def subscribe_topic(self, topic: str, client: str) -> None:
-        """Subscribe the kernel to a topic, and send it all earlier node states. Called by Dask."""
+        """Subscribe the kernel to a topic, and send it all earlier changes of node states.
+
+        Called by Dask.
+        """
         super().subscribe_topic(topic, client)
         for message in list(self._sent_updates) if topic == TOPIC else ():
             self.log_event(TOPIC, message)
@@ -151,15 +162,16 @@ class FarmScheduler(Scheduler):
 
 @dataclass
 class _NodeRun:
-    """The record of a node. The farm keeps the record after the node has ended.
+    """The record of a node and its run in a pool. It remains when the node has ended.
 
     Attributes:
-        state: "coming" at first, "ready" once the node accepts jobs. At the end "left" if the farm
-            ended the node because no job needed it, else "lost".
+        state: "coming" at first; "ready" when the node accepts jobs. At the end, "left" if the farm
+            ended the node, else "lost".
         pool: The pool that provides the node's host; None until the farm has chosen a pool.
-        connection: The connection to the pool's process that launched the node's run; None before
-            the launch.
-        wait: The pending wait for a host; None if the node does not wait.
+        connection: The connection to the pool's process by which the farm launched the node's run;
+            None before the launch.
+        run_id: Id of the node's run; "" before the launch.
+        wait: The node's pending wait for a host; None if the node does not wait for a host.
     """
 
     state: str = "coming"
@@ -170,13 +182,14 @@ class _NodeRun:
 
 
 class NodeManager(SchedulerPlugin):
-    """Scheduler plugin that starts and ends nodes, so that the farm has as many nodes as it needs.
+    """Dask scheduler plugin that starts and ends nodes, so that the farm has as many as it needs.
 
-    Node states change on the scheduler's event loop. Calls that wait for a pool run in threads.
+    The states of nodes change only on the scheduler's event loop. Calls that wait for a pool run in
+    threads.
 
     Attributes:
-        slots: Number of jobs that a node runs at a time. All nodes have the same number, so the
-            pool with the smallest hosts decides.
+        slots: Number of jobs that the smallest node runs at a time. The farm plans the number of
+            nodes with this value.
     """
 
     name = "taas-nodes"
@@ -202,10 +215,11 @@ class NodeManager(SchedulerPlugin):
         return min(by_cores, offers.gpus // settings.gpus) if settings.gpus else by_cores
 
     async def maintain(self) -> None:
-        """Start nodes when jobs need them, and end nodes that are not needed, until cancelled.
+        """Start nodes that the jobs need, and end nodes that no job needs.
 
-        Check the number of nodes every `INTERVAL_S`, and start missing nodes in threads. End spare
-        nodes only if `IDLE_CHECKS` checks in a row have found more nodes than needed.
+        Check the number of nodes every `INTERVAL_S`, and start missing nodes in threads. End
+        unneeded nodes only if `IDLE_CHECKS` checks in a row have found too many nodes. This
+        coroutine runs until its task is cancelled.
         """
         looks = 0
         while True:
@@ -224,10 +238,10 @@ class NodeManager(SchedulerPlugin):
         return [name for name, node in list(self._nodes.items()) if node.state in states]
 
     def _needed_nodes(self) -> int:
-        """Return the number of nodes with which all unfinished jobs would run at the same time.
+        """Return the number of nodes that the farm should have now.
 
-        The result is at least the number of nodes that run jobs now, and stays within the farm's
-        limits (`least` to `most`).
+        With this number, all unfinished jobs can run at the same time, and no node that runs a job
+        must end. But the result is always within the farm's limits (`least` to `most`).
         """
         waiting = ("queued", "no-worker", "processing", "waiting")
         jobs = sum(task.state in waiting for task in self._scheduler.tasks.values())
@@ -236,9 +250,9 @@ class NodeManager(SchedulerPlugin):
         return min(wanted, self._settings.most)
 
     async def _end_unneeded_nodes(self, count: int) -> None:
-        """End nodes that are not needed, so that their hosts return to the pools.
+        """End up to `count` nodes that run no job, so that their pools can use the hosts.
 
-        Nodes that have not started yet are ended first, then idle ones. Nodes that run a job stay.
+        End nodes that have not joined yet first, then idle nodes.
         """
         here, workers = self._living(["ready"]), self._scheduler.workers
         places = {name: place for place, name in self._names.items() if name in here}
@@ -249,17 +263,18 @@ class NodeManager(SchedulerPlugin):
                 await self._scheduler.remove_worker(places[name], stimulus_id=self.name)
 
     def _end_node(self, name: str) -> None:
-        """End a node that is not needed. A thread then ends the node's run."""
+        """Record and report a node as "left", and end the node's run in a thread."""
         self._nodes[name].state = "left"
         self._report_node_state(name, "left")
         self._threads.submit(self._end_run, name)
 
     def _start_node(self, name: str) -> None:
-        """Choose a pool for a node, wait for a host, and start the node. Runs in a thread.
+        """Choose a pool for a node, wait for a host, and launch the node's run. Runs in a thread.
 
-        If some pools have a free host, consider only these pools. Choose the pool with the fewest
-        recent failures. If the node cannot be started, record the node as lost. If the last
-        `FAILED_STARTS` nodes did not start, do not start this node, but report it as given up.
+        If some pools have a free host, consider only these pools. Of the considered pools, choose
+        the pool with the fewest recent failures. If the launch fails, record the node as lost. If
+        the last `FAILED_STARTS` nodes did not start, do not start this node, but report it as
+        "given up".
         """
         node = self._nodes[name]
         with self._lock:
@@ -291,8 +306,8 @@ class NodeManager(SchedulerPlugin):
     def _launch(self, name: str, pool: Pool, connection: PoolConnection) -> None:
         """Launch a node's run in the pool's process, without waiting for the run's end.
 
-        Report the node as starting on its host. When the run ends, the node is recorded as lost,
-        unless the farm has ended it.
+        Write the run folder, and report the node as starting on its host. When the run ends later,
+        the node is recorded as lost, unless the farm has ended the node.
         """
         spec = self._make_spec(name, pool, self._scheduler_address(connection))
         node = self._nodes[name]
@@ -312,8 +327,8 @@ class NodeManager(SchedulerPlugin):
     def _scheduler_address(self, connection: PoolConnection) -> str:
         """Return the address at which the hosts of a pool can connect to the farm's scheduler.
 
-        The hosts can reach the IP address on which the pool's process listens. So the scheduler
-        also listens on this address.
+        The hosts can reach the IP address on which the pool's process listens. If the farm's
+        scheduler does not listen on this address yet, make it listen there.
         """
         host = get_address_host(connection.address)
         if host == get_address_host(self._scheduler.address):
@@ -324,7 +339,11 @@ class NodeManager(SchedulerPlugin):
         return self._addresses[host]
 
     async def _listen(self, host: str) -> str:
-        """Make the scheduler listen on one more IP address of this machine; return the address."""
+        """Make the farm's scheduler also listen on the IP address `host`, on a free port.
+
+        Returns:
+            The address with the port, as "tls://host:port".
+        """
         scheduler = self._scheduler
         await scheduler.listen(
             f"tls://{host}:0",
@@ -338,6 +357,10 @@ class NodeManager(SchedulerPlugin):
         """Write the run folder for a node's run; return the description of the run.
 
         The run has one rank, which calls `node.run_node`.
+
+        Args:
+            name: Name of the node.
+            scheduler: Address at which the pool's hosts can reach the farm's scheduler.
         """
         settings, config = self._settings, pool.config
         flags = Flags(gpus=1, pool=pool.name, name=f"{settings.name} {name}", hang_s=0)
@@ -374,10 +397,13 @@ class NodeManager(SchedulerPlugin):
         )
 
     def _record_lost_node(self, name: str, why: str) -> None:
-        """Mark a node as lost because it ended by itself or did not start.
+        """Record and report that a node is lost, because it ended by itself or did not start.
 
-        Report the node's state and `why`, and end the node's run in a thread. If the node never
-        accepted jobs, count a failed start. If the farm itself has ended the node, do nothing.
+        End the node's run in a thread. If the node never accepted jobs, count a failed start. If
+        the farm itself has ended the node, do nothing.
+
+        Args:
+            why: The reason, for the user.
         """
         node = self._nodes[name]
         if node.state == "left":
@@ -394,9 +420,9 @@ class NodeManager(SchedulerPlugin):
             node.state = "lost"
 
     def add_worker(self, scheduler: Scheduler, worker: str) -> None:
-        """Record and report that a node accepts jobs, and reset the counts of failed starts.
+        """Record and report that a node accepts jobs. Called by Dask when the node has joined.
 
-        Called by Dask.
+        Also set the counts of failed starts to 0: the farm's count, and the count of the pool.
         """
         name = self._names[worker] = str(scheduler.workers[worker].name)
         node = self._nodes[name]
@@ -407,27 +433,36 @@ class NodeManager(SchedulerPlugin):
             self._report_node_state(name, "ready")
 
     def remove_worker(self, scheduler: Scheduler, worker: str, **kwargs: Any) -> None:
-        """Record that a node has ended. Called by Dask before other nodes get the node's jobs.
+        """Record a node as lost when its Dask worker has left. Called by Dask.
 
-        The last event of the node's run has the reason, and arrives later.
+        If the farm has ended the node itself, do nothing. The last event of the node's run, which
+        arrives later, has the reason for the loss.
         """
         name = self._names.pop(worker)
         if self._nodes[name].state == "ready":
             self._record_lost_node(name, "its process ended, or its connection broke")
 
     def transition(self, key: Any, start: str, finish: str, *args: Any, **kwargs: Any) -> None:
-        """Tell the kernel when a job has failed and Dask will not retry it. Called by Dask."""
+        """If a job has failed and Dask will not retry it, report the failure to the kernel.
+
+        Dask calls this method when the state of a job's task changes.
+
+        Args:
+            key: Name of the job.
+            finish: Dask's new state of the task.
+        """
         if finish == "erred":
             self._scheduler.log_event(TOPIC, msgspec.to_builtins(JobUpdate(key, "", "erred")))
 
     def _end_run(self, name: str, wait_s: float = 0.0) -> None:
-        """Request the end of a node's run, or cancel the node's wait for a host.
+        """Interrupt a node's run, and cancel the node's wait for a host. Blocks.
 
-        No events of the run are received afterwards. If the node has no run and does not wait, do
+        Stop receiving events of the run. If the node neither has a run nor waits for a host, do
         nothing.
 
         Args:
-            wait_s: Seconds to wait before the request. The run may end by itself in this time.
+            wait_s: Seconds to wait first. In this time, the run may end by itself and send its last
+                event.
         """
         time.sleep(wait_s)
         node = self._nodes[name]
@@ -447,7 +482,10 @@ class NodeManager(SchedulerPlugin):
         self._on_loop(self._scheduler.publish_state, NodeUpdate(name, state, why, host))
 
     async def close(self) -> None:
-        """Ask the pools to end all nodes, and close the connections to the pools."""
+        """End the runs of all nodes, wait for this object's threads, and disconnect from the pools.
+
+        This method does not wait until the nodes have ended.
+        """
         for name in self._living():
             self._end_node(name)
         await asyncio.to_thread(self._threads.shutdown)

@@ -1,4 +1,4 @@
-"""The state of a farm, its updates by messages, and its table as text and HTML."""
+"""The state of a farm: how messages change it, and how it is shown as a table (text and HTML)."""
 
 import itertools
 from collections import Counter, defaultdict
@@ -12,13 +12,16 @@ from taas_magic.display.head import FRAME, as_html, columns
 from taas_magic.farms.messages import CANCELLED, NODE_STATES, JobUpdate, NodeUpdate
 
 SHOWN_JOBS = 12
-"""Maximum number of jobs, and of nodes, in the table."""
+"""Maximum number of jobs that the table shows, and maximum number of nodes that it shows."""
 
 LINE_CHARS = 100
-"""Maximum length of a job's last line in the table."""
+"""Maximum number of characters of a job's last line in the table."""
 
 WHY_CHARS = 300
-"""Maximum length of the reason why a node has ended, which names a log file."""
+"""Maximum number of characters of the reason why a node has ended, in the table.
+
+The reason is long because it names a log file.
+"""
 
 STATES = ("queued", "running", "done", "failed", "cancelled")
 
@@ -30,11 +33,13 @@ class JobState:
     Attributes:
         name: The function's name and a number.
         host: Name of the host that runs the job or ran it last; "" before the job first runs.
-        runs: Whether a node runs the job; meaningful only until the job has ended.
-        took_s: Seconds that the call took; 0 until it has returned.
-        outcome: The result or the exception. If several threads set the outcome, the first counts.
+        node: Name of the node that runs the job or ran it last; "" before the job first runs.
+        last_line: The last line that the job has printed.
+        runs: Whether a node runs the job. Not updated when the job has ended.
+        took_s: Seconds that the function took; 0 until the function has returned.
+        outcome: Future of the result or the exception. If several threads set it, the first wins.
         ended: Cache of the final value of `state`, because a table of many jobs reads `state`
-            often. None until the job has ended; then "" until `state` is first read.
+            often. None until the job has ended; then "" until `state` is read for the first time.
     """
 
     name: str
@@ -48,7 +53,7 @@ class JobState:
 
     @property
     def state(self) -> str:
-        """The state: "queued", "running", "done", "failed" or "cancelled"."""
+        """State of the job: "queued", "running", "done", "failed" or "cancelled"."""
         if self.ended is None:
             return "running" if self.runs else "queued"
         if not self.ended and self.outcome.done():
@@ -58,7 +63,12 @@ class JobState:
         return self.ended or "running"
 
     def set_outcome(self, error: BaseException | None, result: Any = None) -> None:
-        """Set the outcome of the job, unless it already has one."""
+        """Set the outcome of the job, unless the job already has an outcome.
+
+        Args:
+            error: The exception of a job that did not return, else None.
+            result: The function's result.
+        """
         self.ended = self.ended or ""
         with suppress(InvalidStateError):
             if error is None:
@@ -69,13 +79,21 @@ class JobState:
 
 @dataclass
 class FarmState:
-    """The state of a farm.
+    """The state of a farm, its nodes and its jobs, which the notebook shows as a table.
 
-    Some threads change the state while others read it. So readers iterate over copies of the dicts.
+    One thread may change the state while a second thread reads it. So readers iterate over copies
+    of the dicts.
 
     Attributes:
-        nodes: The state of each node, by name: its messages merged into one.
-        changes: Number of changes so far. If the number has grown, the farm refreshes its table.
+        name: Name of the farm.
+        pools: Names of the farm's pools, as text.
+        least: Minimum number of nodes.
+        most: Maximum number of nodes.
+        slots: Number of jobs that the smallest node runs at a time.
+        jobs: The state of each job, by the job's name.
+        nodes: The state of each node, by the node's name: all its messages merged into one.
+        is_closed: Whether the farm is closed.
+        changes: Number of changes so far. If it has grown, the farm shows its table again.
     """
 
     name: str
@@ -94,10 +112,10 @@ class FarmState:
         self.changes += 1
 
     def apply(self, update: NodeUpdate | JobUpdate) -> None:
-        """Change the state as a message from a node or from the farm's process says.
+        """Apply a message from a node or from the farm's process to this state.
 
         For a job, record its node and host, whether it runs, and its last line of output. Ignore
-        messages of jobs that have ended or are unknown.
+        messages about jobs that have ended or are unknown.
         """
         self.changes += 1
         if isinstance(update, NodeUpdate):
@@ -109,31 +127,31 @@ class FarmState:
             job.last_line = lines[-1] if lines else job.last_line
 
     def close(self) -> None:
-        """Mark the farm as closed."""
+        """Mark the farm as closed, so that the table no longer shows its nodes."""
         self.is_closed = True
         self.changes += 1
 
     def host_of(self, node: str) -> str:
-        """Return the host of a node, or "" if the node is unknown."""
+        """Return the name of a node's host; "" if the node or its host is unknown."""
         return self.nodes[node].host if node in self.nodes else ""
 
     def counts(self) -> dict[str, int]:
-        """Return the number of jobs in each state."""
+        """Return the number of jobs in each state, by the state's name in the order of `STATES`."""
         found = Counter(job.state for job in list(self.jobs.values()))
         return {state: found[state] for state in STATES}
 
     @property
     def ready(self) -> list[NodeUpdate]:
-        """The nodes that accept jobs."""
+        """The last state of each node that accepts jobs."""
         return [node for node in list(self.nodes.values()) if node.state == "ready"]
 
     def eta_s(self) -> float | None:
-        """Estimate the seconds until all jobs have ended, from the mean time of finished jobs.
+        """Estimate the seconds until all jobs have ended, from the mean time of jobs that returned.
 
-        The estimate assumes that all slots of the present nodes run jobs.
+        The estimate assumes that the present nodes always run jobs in all their slots.
 
         Returns:
-            The estimate, or None if no job has finished or no job is left.
+            The estimate. None if no job has returned yet, or if no job is queued or running.
         """
         jobs = list(self.jobs.values())
         took = [job.took_s for job in jobs if job.state == "done" and job.took_s]
@@ -144,9 +162,9 @@ class FarmState:
         return sum(took) / len(took) * left / max(1, len(self.ready) * self.slots)
 
     def _apply_node_update(self, update: NodeUpdate) -> None:
-        """Apply a change of a node's state; ignore an earlier state that arrives late.
+        """Apply a change of a node's state. Ignore an earlier state that arrives late.
 
-        The jobs of a node that is lost or has left are queued again.
+        If the node is lost or has left, mark its running jobs as queued again.
         """
         node = self.nodes.setdefault(update.node, update)
         node.host = update.host or node.host
@@ -164,7 +182,7 @@ class FarmState:
 
 
 def head(state: FarmState) -> str:
-    """Return one line with the nodes, the jobs by state, and the estimated time left."""
+    """Return one line: the number of nodes, of jobs in each state, and the estimated time left."""
     counts = ", ".join(f"{number} {name}" for name, number in state.counts().items() if number)
     eta_s = state.eta_s()
     eta = f" · about {eta_s:.0f} s left" if eta_s is not None else ""
@@ -182,9 +200,10 @@ def _nodes_text(state: FarmState) -> str:
 def rows(state: FarmState) -> list[tuple[str, str, str, str]]:
     """Return the rows of the table: up to `SHOWN_JOBS` nodes, then up to `SHOWN_JOBS` jobs.
 
-    A closed farm shows no nodes. Jobs are sorted by state: running, failed, cancelled, done,
-    queued. Within a state, the newest job is first. But of the queued jobs, the oldest is first,
-    because this job starts next.
+    The columns are name, state, host, and the last line or reason. The rows of a closed farm
+    contain no nodes. Jobs are sorted by state: running, failed, cancelled, done, queued. Within a
+    state, the newest job is first. But of the queued jobs, the oldest is first, because it starts
+    next.
     """
     there = [] if state.is_closed else list(state.nodes.values())
     nodes = [n for n in there if n.state != "left"]
@@ -201,7 +220,10 @@ def rows(state: FarmState) -> list[tuple[str, str, str, str]]:
 
 
 def mime_bundle(state: FarmState) -> dict[str, str]:
-    """Return the table as text and as HTML, by MIME type. The HTML escapes all text from hosts."""
+    """Return the head line and the table as text and as HTML, by MIME type.
+
+    The HTML escapes all text, because hosts that run jobs can send any text.
+    """
     cells = rows(state)
     table = columns([("name", "state", "host", "last line"), *cells]) if cells else []
     title, text = head(state), "\n".join(table)

@@ -29,11 +29,12 @@ if TYPE_CHECKING:
 
 
 class NodeWorker(ClosedWorker):
-    """The Dask worker of a node.
+    """The Dask worker of a node, which runs jobs in the node's slots and fetches large arguments.
 
     Attributes:
+        slots: The node's slots, in which the jobs run.
         results: Outcome of each job whose Dask task is about to end, by the job's name.
-            `_JobEndPlugin` sends the outcome when the task ends.
+            `_JobEndPlugin` sends the outcome to the kernel when the task has ended.
     """
 
     def __init__(self, *args: Any, slots: "Slots", **kwargs: Any) -> None:
@@ -47,8 +48,9 @@ class NodeWorker(ClosedWorker):
         """Return the content of one part of a job's payload or arguments.
 
         Args:
-            part: The bytes, or the name of a part that is stored in the farm's process. A stored
-                part is fetched once and then kept for the other jobs of this node.
+            part: The bytes of the part, or the name of a part that is stored in the farm's process.
+                The node fetches a stored part once, and keeps it for later jobs until the farm's
+                process removes the part.
         """
         if isinstance(part, bytes):
             return part
@@ -78,7 +80,14 @@ class _JobEndPlugin(WorkerPlugin):
         self._worker = worker
 
     def transition(self, key: Any, start: str, finish: str, **kwargs: Any) -> None:
-        """Send the result of an ended job, or interrupt a cancelled job. Called by Dask."""
+        """Send the outcome of a job that returned to the kernel, or interrupt a cancelled job.
+
+        Dask calls this method when the state of a job's task changes.
+
+        Args:
+            key: Name of the job.
+            finish: Dask's new state of the task.
+        """
         result = self._worker.results.pop(key, None)
         if finish == "memory" and result is not None:  # this message also reports the job's end
             self._worker.log_event(TOPIC, result)
@@ -87,16 +96,17 @@ class _JobEndPlugin(WorkerPlugin):
 
 
 async def run_job(call: JobCall, parts: list[Part]) -> None:
-    """Run a job in a process of this node. This is the function of the job's Dask task.
+    """Run a job in a job process of this node. Dask calls this function as the job's task.
 
-    Fetch the parts that are stored in the farm's process, and send the job's state and output to
-    the kernel. The outcome is put into `NodeWorker.results`.
+    Fetch the parts that are stored in the farm's process, run the job in a slot, and send its state
+    and output to the kernel. Store its outcome in `NodeWorker.results`, from which the outcome goes
+    to the kernel when the task has ended.
 
     Args:
-        parts: The payload, then the job's pickled arguments and their buffers.
+        parts: The payload, then the job's pickled arguments and the buffers of this pickle.
 
     Raises:
-        JobEnded: The job did not return.
+        JobEnded: The function raised, its process died, or the job was cancelled.
     """
     worker = get_worker()
     assert isinstance(worker, NodeWorker)
@@ -112,5 +122,9 @@ async def run_job(call: JobCall, parts: list[Part]) -> None:
 
 
 def _wrap_if_large(data: bytes) -> Any:
-    """Return `data` for a Dask message; wrap large data, so that Dask sends them separately."""
+    """Return `data` for a Dask message.
+
+    If `data` is larger than `INLINE_BYTES`, wrap it so that Dask sends it separately, without
+    copying it.
+    """
     return data if len(data) <= INLINE_BYTES else to_serialize(data)

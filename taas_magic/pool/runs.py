@@ -966,7 +966,7 @@ class PoolRun(Share):
         """Pause the clocks of `--timeout` and `--hang` if a rank waits for the user; else resume.
 
         A rank waits for the user if it has requested input, or if a client of debugpy is attached
-        to it. The clock of `--timeout` is in this process; each host has its clocks of both.
+        to it. Also send the hosts a request to pause or resume their clocks.
         """
         is_paused = bool(self._open_requests or self._debugged)
         self._clock.set_paused(is_paused, time.monotonic())
