@@ -39,7 +39,7 @@ LOG = "pool.log"
 """Name of the log of the pool's process, in the pool's folder."""
 
 LOG_LINES = 15
-"""Number of a log's last lines that messages show."""
+"""Number of lines from the end of a log that error messages show."""
 
 
 class Engine(ABC):
@@ -48,7 +48,9 @@ class Engine(ABC):
     A kernel calls `capacity`, `shells` and `notes`. The pool's process calls the other methods.
 
     Attributes:
-        ready: Names of the agents whose hosts can start ranks. The pool's process adds the names.
+        pool: The pool's settings.
+        ready: Names of the agents of all hosts that can start ranks. The pool's process adds the
+            names.
     """
 
     def __init__(self, pool: PoolConfig) -> None:
@@ -58,41 +60,48 @@ class Engine(ABC):
 
     @abstractmethod
     def capacity(self) -> HostCapacity:
-        """Return the GPUs and cores of one host, without allocating a host."""
+        """Return the numbers of GPUs and cores of one host of the pool. Allocates no host."""
 
     @abstractmethod
     def open(
         self, scheduler: type, keys: "Keys", folder: str
     ) -> AbstractAsyncContextManager["Scheduler"]:
-        """Run the pool's scheduler until the block ends; then end all hosts.
+        """Run the pool's Dask scheduler until the `with` block ends; then end all hosts.
 
-        This method starts no hosts; `request_hosts` starts them.
+        This method starts no hosts; later calls of `request_hosts` start them.
 
         Args:
+            scheduler: Class of the scheduler.
+            keys: Certificates and keys of the pool.
             folder: The pool's private folder on this machine.
+
+        Returns:
+            A context manager whose value is the running scheduler.
         """
 
     def prepare(self) -> None:
-        """Start processes that do not need Dask, before the pool's process imports Dask.
+        """Start processes that will be needed soon, while the pool's process imports Dask.
 
-        This method does not block.
+        The pool's process calls this method before the import. The method must not import Dask or
+        block. The default does nothing.
         """
         return
 
     def shells(self, stop: threading.Event) -> Mapping[str, AbstractContextManager[Shell]]:
-        """Return shells that run commands on the pool's hosts, even on hosts that no run uses.
+        """Return a shell for each host of the pool, to run commands on hosts that may have no run.
 
         Args:
-            stop: Event that the caller sets to end attempts to connect.
+            stop: Event that the caller sets to cancel connecting.
 
         Returns:
-            For each host name, a context manager. Entering the manager connects to the host. Empty
-            if the hosts do not exist before they are requested.
+            A context manager for each host, by the host's name. At the start of its block, it
+            connects to the host and yields the shell. The result is empty if the engine's hosts do
+            not exist before they are requested.
         """
         return {}
 
     def notes(self) -> tuple[str, ...]:
-        """Return lines about the pool's settings for the status header of each run."""
+        """Return notes for the user about the pool's settings, which the status header shows."""
         return ()
 
     @abstractmethod
@@ -103,7 +112,7 @@ class Engine(ABC):
         pool calls this method repeatedly until `count` hosts can start ranks.
 
         Returns:
-            One line for the user for each host that has not joined yet.
+            Lines for the user about hosts that have not joined yet.
 
         Raises:
             PoolError: A requested host could not be started or will not join.
@@ -111,7 +120,9 @@ class Engine(ABC):
 
     @abstractmethod
     async def release_hosts(self, keep: Collection[str]) -> None:
-        """End or return all hosts except those in `keep`, even hosts that have not joined yet.
+        """End all hosts that the pool does not keep, or give them back to their provider.
+
+        Also cancel requests for hosts that have not joined yet.
 
         Args:
             keep: Names of the agents whose hosts the pool keeps.
@@ -120,21 +131,22 @@ class Engine(ABC):
     def is_starting(self) -> bool:
         """Return whether a host is starting and makes progress, as far as the engine can see.
 
-        The pool waits at most `start_timeout_s` for hosts. Whenever this method returns True, this
-        time starts again from zero.
+        The pool waits at most `start_timeout_s` for hosts. Each time this method returns True, the
+        pool begins to count this time again from zero.
         """
         return False
 
     @asynccontextmanager
     async def tunnel(self, agent: str, address: str) -> AsyncIterator[str]:
-        """Let a host connect to a port of this machine until the block ends.
-
-        Yields the address to which the host must connect; it may differ from `address`.
+        """Let a host connect to a port of this machine until the `with` block ends.
 
         Args:
             agent: Name of the host's agent.
             address: Address of the port on this machine, as "tls://host:port". The server on this
                 port must authenticate its clients.
+
+        Yields:
+            The address to which the host must connect. It may differ from `address`.
 
         Raises:
             PoolError: The host cannot reach the port.
@@ -142,7 +154,11 @@ class Engine(ABC):
         yield address
 
     async def why_lost(self, agent: str) -> str:
-        """Return one line that says why a host was lost; "" if the reason is unknown."""
+        """Return one line that says why a host was lost; "" if the engine does not know the reason.
+
+        Args:
+            agent: Name of the host's agent.
+        """
         return ""
 
     def new_name(self) -> str:
@@ -151,10 +167,11 @@ class Engine(ABC):
 
 
 class Host(ABC):
-    """One host of a `HostsEngine`, with the methods that start and end it.
+    """One host of an engine that starts its hosts itself, with methods to start and end the host.
 
     Attributes:
-        name: Dask's name for the host's agent.
+        name: Name of the host's agent, by which Dask and the engine identify the host.
+        start_task: The task that runs `start`.
     """
 
     start_task: "asyncio.Task[None]"
@@ -164,7 +181,9 @@ class Host(ABC):
 
     @abstractmethod
     async def start(self) -> None:
-        """Start the host; return when the host can start ranks (see `Engine.ready`).
+        """Start the host; return when the host can start ranks.
+
+        That is the case when the pool's process has added the host's name to `Engine.ready`.
 
         Raises:
             PoolError: The host could not be started.
@@ -172,11 +191,14 @@ class Host(ABC):
 
     @abstractmethod
     async def end(self) -> None:
-        """End the host. If `start` is still running, cancel it."""
+        """End the host's processes, and wait for their end. If `start` still runs, cancel it."""
 
     @abstractmethod
     async def why_lost(self) -> str:
-        """See `Engine.why_lost`. The engine ends the host after this call."""
+        """Return one line that says why this host was lost; "" if the reason is unknown.
+
+        After this call, the engine ends the host.
+        """
 
     def slow_start_note(self) -> str:
         """Return one line for the user if the host's start takes unusually long, else ""."""
@@ -184,10 +206,13 @@ class Host(ABC):
 
 
 class HostsEngine(Engine):
-    """Base class of engines that start each of their hosts themselves.
+    """Base class of engines that start and end each of their hosts themselves.
 
     Attributes:
-        hosts: Hosts that have joined or are starting, by name.
+        keys: Certificates and keys of the pool.
+        folder: The pool's private folder on this machine.
+        scheduler: The pool's Dask scheduler.
+        hosts: Hosts that have joined or are starting, by the names of their agents.
         ending: Unfinished tasks, each of which ends a host that was returned or lost.
     """
 
@@ -203,14 +228,26 @@ class HostsEngine(Engine):
 
     @abstractmethod
     def make_host(self, name: str) -> Host:
-        """Return a new host that has not been started."""
+        """Return an object for a new host, without starting the host.
+
+        Args:
+            name: Name of the host's agent.
+        """
 
     @asynccontextmanager
     async def open(self, scheduler: type, keys: "Keys", folder: str) -> AsyncIterator["Scheduler"]:
-        """Run the pool's scheduler until the block ends; then end all hosts. See `Engine.open`.
+        """Run the pool's Dask scheduler until the `with` block ends; then end all hosts.
 
-        The scheduler listens on the loopback interface, and uses TLS. At the end, waits until all
-        hosts have ended.
+        The scheduler listens on the loopback interface, and uses TLS. At the end of the block, wait
+        until all hosts have ended.
+
+        Args:
+            scheduler: Class of the scheduler.
+            keys: Certificates and keys of the pool.
+            folder: The pool's private folder on this machine.
+
+        Yields:
+            The running scheduler.
         """
         from distributed import Security
 
@@ -225,11 +262,14 @@ class HostsEngine(Engine):
                 await asyncio.gather(*self.ending)
 
     async def request_hosts(self, count: int) -> list[str]:
-        """See `Engine.request_hosts`.
+        """Start as many hosts as are missing from a total of `count`, in background tasks.
 
-        Starts the missing hosts in background tasks. If hosts of earlier calls failed to start,
-        raises one PoolError with all failures; the next call replaces the failed hosts. Returns a
-        note for each host whose start takes unusually long.
+        Returns:
+            One line for the user about each host whose start takes unusually long.
+
+        Raises:
+            PoolError: Hosts of earlier calls failed to start. The message has all failures. The
+                next call starts new hosts in place of the failed hosts.
         """
         while len(self.hosts) < count and not self._is_over:
             host = self.make_host(self.new_name())
@@ -246,7 +286,7 @@ class HostsEngine(Engine):
         return sorted(filter(None, (host.slow_start_note() for host in self.hosts.values())))
 
     def is_starting(self) -> bool:
-        """Return whether any host is starting; see `Engine.is_starting`.
+        """Return whether any host is starting, so that the pool waits longer for hosts.
 
         Every starting host counts as making progress, because no start can hang: the supervisor or
         the agent ends a host that is stuck.
@@ -254,13 +294,22 @@ class HostsEngine(Engine):
         return any(not host.start_task.done() for host in self.hosts.values())
 
     async def release_hosts(self, keep: Collection[str]) -> None:
-        """See `Engine.release_hosts`."""
+        """End all hosts except those whose agents are in `keep`; wait until these hosts have ended.
+
+        This includes hosts that are still starting.
+        """
         left = [host for name, host in self.hosts.items() if name not in keep]
         await asyncio.gather(*map(self._end, left))
         await asyncio.gather(*(host.start_task for host in left), return_exceptions=True)
 
     async def why_lost(self, agent: str) -> str:
-        """See `Engine.why_lost`. Also ends the host's remaining processes, in the background."""
+        """Return one line that says why a host was lost; "" if the reason is unknown.
+
+        Also start a task that ends the host's remaining processes.
+
+        Args:
+            agent: Name of the host's agent.
+        """
         if (host := self.hosts.get(agent)) is None:
             return ""
         why = await host.why_lost()
@@ -278,10 +327,11 @@ class HostsEngine(Engine):
 def find_engine(pool: PoolConfig) -> Engine:
     """Return a new engine for a pool, of the class that the pool's setting `engine` names.
 
-    A name with a dot is the import path of a Dask cluster class.
+    A value with a dot is the import path of a Dask cluster class, which a `DaskClassEngine` uses.
 
     Raises:
-        UsageError: No engine has that name.
+        UsageError: There is no engine with this name, or the package of the Dask cluster class is
+            not installed.
     """
     place = _DASK_CLASS if "." in pool.engine else _ENGINES.get(pool.engine)
     if place is None:

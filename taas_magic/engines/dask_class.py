@@ -1,11 +1,11 @@
 """The engine for pools whose hosts come from a Dask cluster class: batch systems, clouds, others.
 
 The class starts plain Dask workers, the vehicles. The only task of a vehicle is to start an agent
-of this package on its host (`host/vehicle.py`). This package's scheduler replaces the scheduler
-that the class would start.
+of taas-magic on its host (`host/vehicle.py`). The pool's scheduler replaces the Dask scheduler that
+the class would start.
 
-For Slurm and PBS, the engine asks the batch system about jobs whose hosts have not joined or are
-lost.
+For Slurm and PBS, the engine queries the batch system for the state of jobs whose hosts have not
+joined or are lost. Messages to the user contain these states.
 """
 
 import asyncio
@@ -36,8 +36,7 @@ if TYPE_CHECKING:
 
 _BATCH_PACKAGE = "dask_jobqueue"
 _NO_REQUEUE = {"slurm": "--no-requeue", "pbs": "-r n"}
-"""Directives that forbid a batch system to requeue a job. The keys are dask-jobqueue's names of the
-batch systems."""
+"""Directive that forbids a batch system to requeue a job, by dask-jobqueue's name of the system."""
 
 
 class DaskClassEngine(Engine):
@@ -50,7 +49,7 @@ class DaskClassEngine(Engine):
         super().__init__(pool)
         self._vehicles = Vehicles(None, None)
         self._turn = asyncio.Lock()
-        """Lock of `request_hosts` and `release_hosts`: both change Dask's table of workers."""
+        """Lock for `request_hosts` and `release_hosts`, which both change Dask's worker table."""
         package = pool.engine.partition(".")[0]
         if importlib.util.find_spec(package) is None:
             extra = "taas-magic[jobqueue]" if package == _BATCH_PACKAGE else package
@@ -67,23 +66,31 @@ class DaskClassEngine(Engine):
             )
 
     def capacity(self) -> HostCapacity:
-        """Return the GPUs and cores of one host, as taas.toml specifies them.
+        """Return the numbers of GPUs and cores of one host, as taas.toml specifies them.
 
-        The default is 0 GPUs and the number of cores of this machine.
+        The defaults are 0 GPUs and the number of cores of this machine.
         """
         cores = self.pool.cores or self.pool.options.get("cores") or probe.cores()
         return HostCapacity(self.pool.gpus or 0, int(cores))
 
     @asynccontextmanager
     async def open(self, scheduler: type, keys: "Keys", folder: str) -> AsyncIterator["Scheduler"]:
-        """Create and run the cluster until the block ends; then end all workers. See `Engine.open`.
+        """Create and run the Dask cluster until the `with` block ends; then end all its workers.
 
-        The cluster uses this package's scheduler, with TLS, instead of Dask's, and starts without
-        workers. For a class of dask-jobqueue, adds defaults to the options, and prepares queries of
-        the batch system.
+        The cluster starts without workers. With TLS, it runs a scheduler of the class `scheduler`
+        instead of Dask's scheduler. For a class of dask-jobqueue, add defaults to its options, and
+        prepare queries of the batch system.
+
+        Args:
+            scheduler: Class of the scheduler.
+            keys: Certificates and keys of the pool.
+            folder: The pool's private folder, which the hosts of a batch system must share.
+
+        Yields:
+            The running scheduler.
 
         Raises:
-            UsageError: The class does not exist, is no Dask cluster, or refuses its options.
+            UsageError: The class does not exist, is no Dask cluster class, or refuses its options.
         """
         from distributed import Security
 
@@ -118,20 +125,29 @@ class DaskClassEngine(Engine):
                 await self._end_workers_except(())
 
     async def request_hosts(self, count: int) -> list[str]:
-        """See `Engine.request_hosts`. Also queries the batch system about missing hosts.
+        """Request as many hosts as are missing from a total of `count`; do not wait for hosts.
 
-        If the caller is cancelled, the request continues, so that no requested host is forgotten.
+        Also query the batch system for the jobs of hosts that have not joined. If the calling task
+        is cancelled, the request still continues, so that no requested host is forgotten.
+
+        Returns:
+            One line for the user about each requested host that cannot start ranks yet.
+
+        Raises:
+            PoolError: A host could not be started, or its batch job ended before it was ready.
         """
         return await asyncio.shield(self._request_hosts(count))
 
     async def _request_hosts(self, count: int) -> list[str]:
-        """Let the cluster start Dask workers until `count` workers have been requested.
+        """Query the state of requested Dask workers, then request missing workers up to `count`.
 
-        Returns the lines of `Vehicles.describe_awaited`, which is called first.
+        Returns:
+            One line for the user about each worker that had been requested before this call and
+            whose agent is not ready.
 
         Raises:
             PoolError: A worker could not be started, and was removed. Or a batch job ended before
-                its agent joined.
+                its agent was ready.
         """
         from distributed import Status
 
@@ -159,16 +175,20 @@ class DaskClassEngine(Engine):
             return lines
 
     def is_starting(self) -> bool:
-        """Return whether any host's Dask worker has joined, but the host cannot start ranks yet.
+        """Return whether a host's Dask worker has joined, but the host cannot start ranks yet.
 
-        Such a host counts as making progress, because a stuck agent makes the host end.
+        Such a host counts as making progress, because a stuck agent ends its host. A worker that
+        waits in the batch system does not count.
         """
         requested = set(map(str, self._cluster.worker_spec))
         joined = {str(worker.name) for worker in self._cluster.scheduler.workers.values()}
         return bool(requested & joined - {vehicle_of(agent) for agent in self.ready})
 
     async def release_hosts(self, keep: Collection[str]) -> None:
-        """See `Engine.release_hosts`. Ends the Dask workers of all hosts except those in `keep`."""
+        """End the Dask workers of all hosts whose agents are not in `keep`.
+
+        This includes workers that were requested and have not joined.
+        """
         async with self._turn:
             await self._end_workers_except(keep)
 
@@ -179,12 +199,16 @@ class DaskClassEngine(Engine):
         self._vehicles.forget(kept)
 
     async def why_lost(self, agent: str) -> str:
-        """See `Engine.why_lost`. Asks the batch system about the host's job."""
+        """Return the state of a lost host's batch job in words; "" if there is no batch job.
+
+        Args:
+            agent: Name of the host's agent.
+        """
         return await self._vehicles.why_lost(vehicle_of(agent))
 
 
 def _find_class(pool: PoolConfig) -> Any:
-    """Return the class that a pool's `engine` names.
+    """Import and return the Dask cluster class that a pool's setting `engine` names.
 
     Raises:
         UsageError: The class does not exist, or is no Dask cluster class.
@@ -213,11 +237,12 @@ def batch_options(
 ) -> dict[str, Any]:
     """Return keyword arguments for a dask-jobqueue class: our defaults and the user's options.
 
-    Creates the folder for the output of jobs. A directive forbids the batch system to requeue jobs;
-    the user's own directives come after it.
+    Also create the folder for the output of batch jobs. The first directive forbids the batch
+    system to requeue jobs; the user's own directives follow.
 
     Args:
-        options: The user's own keyword arguments; they replace the defaults.
+        pool: The pool's settings, which determine some defaults.
+        options: The user's own keyword arguments, which replace the defaults.
         system: dask-jobqueue's name of the batch system.
         folder: The pool's private folder, with keys and the output of jobs. The hosts must share
             this folder with this machine.
@@ -243,10 +268,10 @@ def batch_options(
 def _make_cluster(
     pool: PoolConfig, cluster_class: Any, options: Mapping[str, Any]
 ) -> "SpecCluster":
-    """Return a new cluster object that has not been started.
+    """Return a new object of a Dask cluster class, without starting the cluster.
 
     Raises:
-        UsageError: The class refuses its options, or does not describe how to start a worker.
+        UsageError: The class refuses its options, or has no description of a further worker.
     """
     try:
         cluster = cluster_class(**options)
@@ -262,10 +287,11 @@ def _make_cluster(
 
 
 def _scheduler_place(cluster: "SpecCluster") -> dict[str, Any]:
-    """Return options that give this package's scheduler an address that hosts can reach.
+    """Return options with which the pool's scheduler listens on an address that hosts can reach.
 
-    The options are `host`, `interface` and `port`, if the cluster class sets them for Dask's own
-    scheduler. By default, `host` is this machine's IP address.
+    They are copied from the options `host`, `interface` and `port` that the cluster class sets for
+    Dask's own scheduler. If it sets neither `host` nor `interface`, `host` is this machine's IP
+    address.
     """
     from distributed import Scheduler
     from distributed.utils import get_ip
@@ -281,7 +307,8 @@ def _scheduler_place(cluster: "SpecCluster") -> dict[str, Any]:
 def _make_workers_start_agents(scheduler: Any, pool: PoolConfig, keys: "Keys") -> Any:
     """Make every vehicle (plain Dask worker) of `scheduler` start an agent; return the scheduler.
 
-    Adds a handler to the scheduler, from which each vehicle requests the agent's name and keys.
+    Register a worker plugin that starts the agent, and a handler by which the scheduler sends the
+    agent's name and keys to the vehicle.
     """
     from distributed.protocol.pickle import dumps
 
@@ -300,12 +327,12 @@ def _make_workers_start_agents(scheduler: Any, pool: PoolConfig, keys: "Keys") -
 
 
 QUERY_LIMIT_S = 10.0
-"""Seconds that a batch system may take to answer."""
+"""Maximum seconds for a command that queries a batch system, such as `squeue`."""
 
 _HISTORY_HINT = "use -x"  # in an error text of OpenPBS; in Torque, -x has another meaning
 
 _UNKNOWN = ("invalid job id", "unknown job id", "has finished")
-"""Error texts of commands that fail only because the batch system has forgotten an ended job."""
+"""Parts of error texts by which a batch system says that it has forgotten an ended job."""
 
 _SLURM_LIVES = ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "SUSPENDED", "STAGE_OUT")
 _PBS_STATES = {
@@ -324,11 +351,13 @@ _PBS_STATES = {
 
 @dataclass(frozen=True)
 class BatchJob:
-    """One job of a batch system.
+    """The state of one job of a batch system.
 
     Attributes:
-        reason: Why the job is in this state; "" if the system does not say.
-        ended: Whether the job has ended for good.
+        job_id: The batch system's id of the job.
+        state: State in words of the batch system, such as "PENDING".
+        reason: Reason for the state, or exit status; "" if the batch system gives none.
+        ended: Whether the job has ended and will not run again.
     """
 
     job_id: str
@@ -341,7 +370,7 @@ class BatchJob:
 
 
 def parse_squeue(text: str) -> dict[str, BatchJob]:
-    """Return the jobs in the output of `squeue --format=%i|%T|%r`."""
+    """Return the jobs in the output of `squeue --format=%i|%T|%r`, by job id."""
     jobs = {}
     for line in text.splitlines():
         words = line.strip().split("|", 2)
@@ -353,7 +382,7 @@ def parse_squeue(text: str) -> dict[str, BatchJob]:
 
 
 def parse_qstat(text: str) -> dict[str, BatchJob]:
-    """Return the jobs in the output of `qstat -f`, of OpenPBS, PBS Pro or Torque."""
+    """Return the jobs in the output of `qstat -f` (OpenPBS, PBS Pro or Torque), by job number."""
     jobs = {}
     for block in re.split(r"^Job Id: ", text.replace("\n\t", ""), flags=re.MULTILINE)[1:]:
         first, _, rest = block.partition("\n")
@@ -373,9 +402,11 @@ class BatchSystem:
     """Commands and parser for querying one kind of batch system.
 
     Attributes:
-        command: Returns the command that lists jobs with the given ids.
-        parse: Returns the jobs in that command's output, by id.
-        history: Returns the command that lists ended jobs; None if `command` lists them too.
+        title: Name of the batch system for the user.
+        command: Function that returns the command line that lists the jobs with the given ids.
+        parse: Function that returns the jobs in the output of such a command line, by id.
+        history: Function that returns the command line that lists ended jobs; None if the command
+            line of `command` lists them, too.
     """
 
     title: str
@@ -386,13 +417,13 @@ class BatchSystem:
     async def query(self, job_ids: Collection[str]) -> dict[str, BatchJob]:
         """Return the jobs that the batch system knows, by id.
 
-        A job that is missing from the result has ended, and the batch system has forgotten it.
-        OpenPBS needs another command to list ended jobs. If the error text of the first command
-        says so, also runs the command `history`.
+        A job that is missing from the result has ended, and the batch system has forgotten it. If
+        the error text of `command` says that only `history` lists ended jobs (OpenPBS), also run
+        `history`.
 
         Raises:
-            OSError: The command cannot be run, fails, or does not answer in time. An error
-                that only says that jobs are unknown is not raised.
+            OSError: The command cannot be run, fails, or does not end within `QUERY_LIMIT_S`. An
+                error text that only says that jobs are unknown is no failure.
         """
         if not job_ids:
             return {}
@@ -406,12 +437,13 @@ class BatchSystem:
         return found
 
     async def _run_command(self, command: list[str]) -> tuple[dict[str, BatchJob], str]:
-        """Run a command; return the jobs in its output, and its error text ("" if it succeeds).
+        """Run a command that queries jobs. If it does not end within `QUERY_LIMIT_S`, kill it.
 
-        If the command does not end within `QUERY_LIMIT_S`, kill it.
+        Returns:
+            The jobs in the command's output, by id, and its error text ("" if it succeeds).
 
         Raises:
-            OSError: The command cannot be run, or did not end in time.
+            OSError: The command cannot be run, or did not end within `QUERY_LIMIT_S`.
         """
         process = await asyncio.create_subprocess_exec(
             *command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
@@ -437,20 +469,24 @@ SYSTEMS: Mapping[str, BatchSystem] = {
         history=lambda ids: ["qstat", "-x", "-f", *ids],
     ),
 }
-"""The batch systems that can be queried, by dask-jobqueue's name."""
+"""The batch systems that taas-magic can query, by dask-jobqueue's name of the system."""
 
 
 def find_system(name: str) -> BatchSystem | None:
-    """Return the batch system that dask-jobqueue calls `name`.
+    """Return the description of the batch system that dask-jobqueue calls `name`.
 
-    The result is None if `SYSTEMS` has no such system, or if the system's command is not installed.
+    Return None if taas-magic cannot query this system, or if the system's command (such as
+    `squeue`) is not installed on this machine.
     """
     system = SYSTEMS.get(name)
     return system if system and shutil.which(system.command([])[0]) else None
 
 
 def output_tail(folder: Path, job_id: str) -> str:
-    """Return the end and the path of a batch job's newest output file; "" if there is none."""
+    """Return the last lines of a batch job's newest output file, and the file's path.
+
+    Return "" if `folder` has no output file of the job.
+    """
     number = job_id.partition(".")[0]
     named = re.compile(rf"(?<!\d){re.escape(number)}(?!\d)")
     files = [file for file in folder.glob("*") if named.search(file.name) and file.stat().st_size]
@@ -458,30 +494,35 @@ def output_tail(folder: Path, job_id: str) -> str:
 
 
 QUERY_GAP_S = 2.0
-"""Minimum seconds between two queries of a batch system."""
+"""Minimum seconds between two queries of a batch system for the jobs of missing hosts."""
 
 JOB_END_WAIT_S = 2.0
-"""Seconds to wait until a batch system shows the end of a job whose host is lost."""
+"""Maximum seconds that the pool waits until a batch system reports the end of a lost host's job."""
 
 
 class Vehicles:
-    """The vehicles of a pool, which are Dask workers that start agents, and their batch jobs.
+    """Registry of a pool's vehicles (Dask workers that start agents) and of their batch jobs.
+
+    It queries the batch system, so that messages to the user contain the states of the jobs.
 
     Args:
-        system: The batch system; None if it cannot be queried.
-        output: Folder with the output of jobs; None if there is no such folder.
+        system: The batch system that runs the vehicles; None if taas-magic cannot query it.
+        output: Folder with the output of batch jobs; None if there is no such folder.
     """
 
     def __init__(self, system: BatchSystem | None, output: Path | None) -> None:
         self._system, self._output = system, output
         self._jobs: dict[str, str] = {}
         self._served: set[str] = set()
-        """Workers whose jobs are not queried: their agents have joined, or they were returned."""
+        """Names of workers whose jobs need no more queries.
+
+        Their agents are ready, their jobs have ended, or the pool has returned their hosts.
+        """
         self._looked = float("-inf")
         self._lines: list[str] = []
 
     def record_jobs(self, workers: Iterable[tuple[object, Any]]) -> None:
-        """Record the id of the batch job behind each of a cluster's workers.
+        """Record for each of a cluster's workers the id of the batch job that runs the worker.
 
         Args:
             workers: Pairs of a worker's name and dask-jobqueue's worker object.
@@ -498,15 +539,16 @@ class Vehicles:
     ) -> list[str]:
         """Return one line for the user about each requested worker whose agent is not ready.
 
-        The batch system is queried at most every `QUERY_GAP_S`. Between two queries, the lines of
-        the last query are returned.
+        Query the batch system at most every `QUERY_GAP_S`. Between two queries, return the lines of
+        the last query.
 
         Args:
+            requested: Names of all requested Dask workers.
             up: Names of the Dask workers that have joined the pool's scheduler.
             agents: Names of the Dask workers whose agents are ready: their hosts can start ranks.
 
         Raises:
-            PoolError: A job ended before its agent was ready.
+            PoolError: A worker's batch job ended before its agent was ready.
         """
         self._served |= set(agents)
         if time.monotonic() - self._looked < QUERY_GAP_S:
@@ -522,13 +564,13 @@ class Vehicles:
         return self._lines
 
     def forget(self, kept: Collection[str]) -> None:
-        """Stop querying the jobs of all workers except those in `kept`."""
+        """Stop querying the batch jobs of all workers whose names are not in `kept`."""
         self._served |= self._jobs.keys() - set(kept)
 
     async def why_lost(self, name: str) -> str:
         """Return the state of a lost host's batch job in words; "" if no batch job is known.
 
-        Waits up to `JOB_END_WAIT_S` seconds for the batch system to show that the job has ended.
+        Wait up to `JOB_END_WAIT_S` seconds until the batch system reports that the job has ended.
 
         Args:
             name: Name of the host's Dask worker.
@@ -548,16 +590,16 @@ class Vehicles:
         return f"{self._system.title} job {job_id} is {job or 'no longer known'}"
 
     async def _query_jobs(self, awaited: dict[str, str]) -> dict[str, BatchJob]:
-        """Query the jobs of workers whose agents have not joined yet; return them by worker name.
+        """Query the batch jobs of workers whose agents are not ready; return them by worker name.
 
-        If the query fails, each job in the result has an unknown state, with the error as the
-        reason. If there is no batch system to query, return an empty dict.
+        If the query fails, each job in the result has the state "in an unknown state", with the
+        error as the reason. If there is no batch system to query, return an empty dict.
 
         Args:
             awaited: Job id of each worker, by worker name.
 
         Raises:
-            PoolError: A job has ended. The text has the end of the job's output.
+            PoolError: A job has ended. The message has the last lines of the job's output.
         """
         if self._system is None or not awaited:
             return {}

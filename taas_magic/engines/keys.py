@@ -15,7 +15,7 @@ from taas_magic import certificate
 _SCHEME = "taas"
 
 SecurityOptions = dict[str, str | bool]
-"""Type of the keyword arguments of dask's `Security`, which hold certificates and keys."""
+"""Keyword arguments for Dask's class `Security`: certificates and private keys, as PEM."""
 
 
 class PeerRole(str, Enum):
@@ -34,10 +34,11 @@ class PeerRole(str, Enum):
 
 
 class Peer(NamedTuple):
-    """The process at the other end of a connection, as its verified certificate describes it.
+    """The owner of a certificate, for example the process at the other end of a connection.
 
     Attributes:
-        name: For a host, Dask's name of its agent; otherwise "".
+        role: The role of the process.
+        name: For the role `HOST`, the name of the host's agent; "" for any other role.
     """
 
     role: PeerRole
@@ -48,18 +49,17 @@ class Peer(NamedTuple):
 
     @property
     def identity(self) -> str:
-        """The role and name as a URI, which is the form in the certificate."""
+        """The role and name as a URI, as they stand in a certificate, such as "taas:host:gpu-1"."""
         return f"{_SCHEME}:{self.role.value}:{quote(self.name, safe='')}"
 
     @classmethod
     def of(cls, peercert: Mapping[str, Any]) -> "Peer":
-        """Return the peer that a certificate describes.
+        """Return the role and name of a certificate's owner.
 
-        The role and name come from the first URI of this package in the certificate's
-        subjectAltName.
+        They come from the first URI of the form `identity` in the certificate's subjectAltName.
 
         Args:
-            peercert: The result of `ssl.SSLSocket.getpeercert`.
+            peercert: A verified certificate, as `ssl.SSLSocket.getpeercert` returns it.
 
         Raises:
             ValueError: The certificate contains no role and name in the form of `identity`.
@@ -75,9 +75,9 @@ class Peer(NamedTuple):
 class Keys:
     """The keys and certificates of one pool, which the pool's process creates when it starts.
 
-    Every method returns keyword arguments for dask's `Security`. The arguments contain private
-    keys: store them only in files that the user alone can read (0600), and send them only over
-    standard input or TLS.
+    Every method returns keyword arguments for Dask's class `Security`. These arguments contain
+    private keys. Store them only in files that the user alone can read (mode 0600), and send them
+    only over standard input or TLS.
     """
 
     def __init__(self) -> None:
@@ -89,37 +89,45 @@ class Keys:
         self._kernel = self._peers.issue("kernel", Peer(PeerRole.KERNEL).identity)
 
     def scheduler(self) -> SecurityOptions:
-        """Return the options with which the pool's scheduler opens its port."""
+        """Return the `Security` options with which the pool's scheduler opens its port."""
         trusted = self._peers.certificate + self._carriers.certificate
         return security(trusted, scheduler=self._pool)
 
     def kernel(self) -> SecurityOptions:
-        """Return the options with which a kernel, or the pool's process itself, connects."""
+        """Return the `Security` options with which a kernel connects to the pool's scheduler."""
         return security(self._pool[0], client=self._kernel)
 
     def host(self, name: str) -> SecurityOptions:
-        """Create a key for one host; return the options with which the host's agent connects."""
+        """Create a key and certificate for one host.
+
+        Args:
+            name: Name of the host's agent.
+
+        Returns:
+            The `Security` options with which the agent connects to the pool's scheduler.
+        """
         issued = self._peers.issue("host", Peer(PeerRole.HOST, name).identity)
         return security(self._pool[0], worker=issued)
 
     def cluster(self, workers_connect: bool) -> SecurityOptions:
-        """Return the options for a Dask cluster class and its workers.
+        """Return the `Security` options for a Dask cluster class and its workers.
 
         Args:
-            workers_connect: Whether processes of a worker connect to each other, as with Dask's
-                nannies. If so, any worker can also connect to any other worker, because all
-                workers share one certificate.
+            workers_connect: Whether a worker consists of several processes that connect to each
+                other, for example a Dask nanny and its child. If so, all workers can connect to
+                each other, because they share one certificate.
         """
         trusted = self._pool[0] + (self._carriers.certificate if workers_connect else "")
         return security(trusted, client=self._kernel, worker=self._vehicle)
 
 
 def security(trusted: str, **pairs: tuple[str, str]) -> SecurityOptions:
-    """Return arguments for dask's `Security`.
+    """Return keyword arguments for Dask's class `Security`, which requires encryption.
 
     Args:
         trusted: The certificates, as PEM, that this side of a connection trusts.
-        pairs: Certificate and private key for each Dask role, such as `client`.
+        pairs: Certificate and private key (PEM) for each Dask role: `client`, `scheduler`,
+            `worker`.
     """
     values: SecurityOptions = {"require_encryption": True, "tls_ca_file": trusted}
     for role, (shown, key) in pairs.items():

@@ -1,4 +1,7 @@
-"""The engine `local`: this machine as one host, or as several hosts to try a run on many hosts."""
+"""The engine `local`, which uses this machine as one host.
+
+For tests of runs on many hosts, it can use this machine as several hosts.
+"""
 
 import asyncio
 import contextlib
@@ -22,39 +25,54 @@ from taas_magic.messages import AgentSettings, to_json
 from taas_magic.plan import HostCapacity
 
 START_FAILED_S = 1.5
-"""Maximum seconds for which a starting host may have a problem, such as a stopped process."""
+"""Seconds for which a starting host may have a problem, such as a stopped process.
+
+If the problem lasts longer, the start of the host has failed.
+"""
 
 _LOOK_S = 0.5
 
 
 def host_name(pool: PoolConfig, number: int) -> str:
-    """Return the name of a local pool's host for the user.
+    """Return the name that the notebook shows for a host of a local pool.
+
+    This is the name of the machine; if the pool has several hosts, with the pool's name and
+    `number`.
 
     Args:
-        number: Number of the host in its pool.
+        number: Number of the host in its pool, from 0.
     """
     own = socket.gethostname()
     return f"{own}-{pool.name}-{number}" if pool.max_hosts > 1 else own
 
 
 class LocalEngine(HostsEngine):
-    """Engine whose hosts are on this machine. It starts a supervisor for each host."""
+    """Engine whose hosts are on this machine. It starts one supervisor process for each host."""
 
     def __init__(self, pool: PoolConfig) -> None:
         super().__init__(pool)
         self._started: list[subprocess.Popen[bytes]] = []
 
     def capacity(self) -> HostCapacity:
-        """Return the GPUs and cores that taas.toml specifies, else those of this machine."""
+        """Return the numbers of GPUs and cores of one host.
+
+        A number that taas.toml does not specify is the number of this machine.
+        """
         gpus = self.pool.gpus if self.pool.gpus is not None else probe.count_gpus()
         return HostCapacity(gpus, self.pool.cores or probe.cores())
 
     def prepare(self) -> None:
-        """Start the first host's supervisor early, while this process imports Dask."""
+        """Start the first host's supervisor before this process imports Dask.
+
+        The supervisor then starts during the import, which saves time.
+        """
         self._started.append(self.take_supervisor())
 
     def take_supervisor(self) -> subprocess.Popen[bytes]:
-        """Return a supervisor that waits for its agent's settings on standard input."""
+        """Return a supervisor process that waits for its agent's settings on standard input.
+
+        Return the supervisor that `prepare` has started, or start a new one.
+        """
         if self._started:
             return self._started.pop()
         command = spawn_command("taas_magic.host.supervisor")
@@ -62,20 +80,24 @@ class LocalEngine(HostsEngine):
         return subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
 
     def make_host(self, name: str) -> Host:
-        """See `HostsEngine.make_host`.
+        """Return an object for a new host, without starting the host.
 
-        The host gets the lowest free number, which is part of its name for the user. So a new host
-        has the same name as the host that it replaces, and the settings in `per_host` for this name
-        still apply.
+        The host gets the lowest free number, which is part of its name in the notebook. So a new
+        host has the same name as the host that it replaces. If a federation has settings for this
+        name in `per_host`, they still apply.
+
+        Args:
+            name: Name of the host's agent.
         """
         used = {host.number for host in self.hosts.values() if isinstance(host, _LocalHost)}
         return _LocalHost(self, name, next(n for n in itertools.count() if n not in used))
 
 
 class _LocalHost(Host):
-    """A host on this machine: a supervisor process and its agent.
+    """A host on this machine: a supervisor process, which starts an agent.
 
     Args:
+        name: Name of the host's agent.
         number: Number of the host in its pool, unique among the hosts that run.
     """
 
@@ -93,8 +115,8 @@ class _LocalHost(Host):
         supervisor has done nothing for `start_timeout_s` before the agent joined.
 
         Raises:
-            PoolError: The start has failed, and the host was ended. The text has the last lines of
-                the log.
+            PoolError: The start has failed, and this method has ended the host. The message has the
+                last lines of the pool's log.
         """
         engine, pool = self._engine, self._engine.pool
         settings = AgentSettings(
@@ -136,11 +158,12 @@ class _LocalHost(Host):
             await asyncio.sleep(_LOOK_S)
 
     async def end(self) -> None:
-        """Close the supervisor's standard input, and wait until the supervisor has ended the host.
+        """Make the supervisor end the host, and wait until the supervisor has ended.
 
-        Cancels a running `start`, and sends SIGCONT to the supervisor, which may be suspended.
-        After `HOST_END_S` seconds, kill the supervisor. Linux then also kills the agent
-        (`die_with_parent`).
+        First cancel `start` if it still runs. Then close the supervisor's standard input, which
+        tells the supervisor to end the host, and send SIGCONT, because the supervisor may be
+        suspended. If it has not ended after `HOST_END_S` seconds, kill it. Linux then also kills
+        the agent (`die_with_parent`).
         """
         if asyncio.current_task() is not self.start_task:
             self.start_task.cancel()
@@ -154,7 +177,7 @@ class _LocalHost(Host):
         await asyncio.to_thread(wait_or_kill, supervisor, HOST_END_S)
 
     async def why_lost(self) -> str:
-        """End the host and return "", because the reason is unknown; see `Host.why_lost`.
+        """End the host, and return "", because this engine does not know why the host was lost.
 
         When this method returns, the host's rank 0 can no longer write to the project store.
         """
@@ -163,7 +186,10 @@ class _LocalHost(Host):
 
 
 def _start_failure(supervisor: subprocess.Popen[bytes]) -> str:
-    """Return, in words, which process of a starting host has ended or is stopped; "" for none."""
+    """Return a text if a starting host's supervisor has ended or one of its processes is stopped.
+
+    Return "" if there is no such problem. A process is stopped by SIGSTOP.
+    """
     code = supervisor.poll()
     if code is not None:
         return f"ended (exit code {code})"

@@ -1,7 +1,7 @@
 """The engine `ssh`: existing hosts that the user can log in to.
 
-The pool's process opens a connection to each host's sshd. The host's agent reaches the pool's port
-through that connection, so this machine needs no address that hosts can reach.
+The pool's process opens an SSH connection to each host. The host's agent reaches the port of the
+pool's scheduler through this connection. So this machine needs no address that hosts can reach.
 """
 
 import asyncio
@@ -36,7 +36,7 @@ _POLL_S = 0.05
 _END_S = 1.0
 
 _SLOW_S = 10.0
-"""Seconds after which a message tells the user which step of a host's start is slow."""
+"""Seconds that one step of a host's start may take before the user gets a message about it."""
 
 _capacities: dict[str, HostCapacity] = {}
 _log = logging.getLogger("taas.ssh")
@@ -47,7 +47,8 @@ class SshEngine(HostsEngine):
     """Engine that reaches its hosts over SSH, and starts a supervisor on each host.
 
     Attributes:
-        config_file: SSH configuration file that the pool names; None for ssh's usual files.
+        config_file: SSH configuration file that the pool's options name; None for ssh's usual
+            files.
     """
 
     def __init__(self, pool: PoolConfig) -> None:
@@ -58,12 +59,13 @@ class SshEngine(HostsEngine):
         self._threads = ThreadPoolExecutor(2 * len(pool.hosts) or 1, "taas-ssh")
 
     def capacity(self) -> HostCapacity:
-        """Return the GPUs and cores of one host, as taas.toml specifies them.
+        """Return the numbers of GPUs and cores of one host, as taas.toml specifies them.
 
-        If taas.toml lacks a value, this method asks all hosts, and remembers the first response.
+        If taas.toml lacks a number, connect to all hosts, and use the response of the first host
+        that responds. Later calls in this process use the same response.
 
         Raises:
-            PoolError: No host could be asked.
+            PoolError: No host has responded.
         """
         if self.pool.gpus is not None and self.pool.cores:
             return HostCapacity(self.pool.gpus, self.pool.cores)
@@ -75,21 +77,29 @@ class SshEngine(HostsEngine):
         return HostCapacity(gpus, self.pool.cores or found.cores)
 
     def shells(self, stop: threading.Event) -> Mapping[str, AbstractContextManager[Shell]]:
-        """See `Engine.shells`. Each shell is an SSH connection."""
+        """Return a context manager for each host, by the host's name in taas.toml.
+
+        At the start of its block, a context manager opens an SSH connection, and yields it as a
+        shell that runs commands on the host.
+
+        Args:
+            stop: Event that the caller sets to cancel connecting.
+        """
         return {host: _shell(host, self.config_file, stop) for host in self.pool.hosts}
 
     def notes(self) -> tuple[str, ...]:
-        """See `Engine.notes`. There is one note if the SSH configuration is ignored."""
+        """Return a note for the status header if the SSH configuration is ignored, else none."""
         note = unread_config(self.config_file)
         return (note,) if note else ()
 
     def _query_capacity(self) -> HostCapacity:
-        """Ask all hosts; return the first response, because the hosts of a pool are alike.
+        """Connect to all hosts; return the GPUs and cores of the host that responds first.
 
-        An interrupt ends the wait at once, because the connections run in other threads.
+        One response is enough, because the hosts of a pool are alike. If the user interrupts this
+        call, it ends at once, because the connections run in threads.
 
         Raises:
-            PoolError: No host could be asked. The text has the failure of each host.
+            PoolError: No host has responded. The message has the failure of each host.
         """
         stop = threading.Event()
 
@@ -112,17 +122,28 @@ class SshEngine(HostsEngine):
             executor.shutdown(wait=False, cancel_futures=True)
 
     def make_host(self, name: str) -> Host:
-        """See `HostsEngine.make_host`."""
+        """Return an object for a new host, without starting the host.
+
+        Args:
+            name: Name of the host's agent.
+        """
         return _SshHost(self, name)
 
     @asynccontextmanager
     async def tunnel(self, agent: str, address: str) -> AsyncIterator[str]:
-        """See `Engine.tunnel`. The host reaches this machine through the SSH connection.
+        """Forward a loopback port of a host to a port of this machine, until the `with` block ends.
 
-        Forwards a loopback port of the host, yields its address, and closes the tunnel at the end.
+        The forwarded connections use the host's SSH connection.
+
+        Args:
+            agent: Name of the host's agent.
+            address: Address of the port on this machine, as "tls://host:port".
+
+        Yields:
+            The address on the host to which the host must connect.
 
         Raises:
-            PoolError: The host is gone, or the port cannot be forwarded.
+            PoolError: The host is gone, or its port cannot be forwarded.
         """
         host = self.hosts.get(agent)
         connection = host.connection if isinstance(host, _SshHost) else None
@@ -135,7 +156,11 @@ class SshEngine(HostsEngine):
             await self.in_thread(close_tunnel, connection, port)
 
     async def acquire_host(self, excluded: Collection[str], stop: threading.Event) -> str | None:
-        """Take a free host. If none is free, wait for hosts that are being returned.
+        """Reserve a free host. If none is free, wait for hosts that are being returned.
+
+        Args:
+            excluded: Names of hosts that must not be reserved, because their starts have failed.
+            stop: Event that the caller sets to cancel this call.
 
         Returns:
             The host as taas.toml names it; None if all hosts are in use or `stop` is set.
@@ -150,10 +175,11 @@ class SshEngine(HostsEngine):
         return None
 
     async def return_host(self, host: str, end: Callable[[], None]) -> None:
-        """Call `end` in a thread; then append `host` to the list of free hosts.
+        """Call `end` in a thread, wait until it returns, and mark the host as free.
 
         Args:
-            end: Ends everything that runs on the host; may block.
+            host: Name of the host in taas.toml.
+            end: Function that ends all processes of the pool on the host. It may block.
         """
         self._leaving += 1
         try:
@@ -163,9 +189,10 @@ class SshEngine(HostsEngine):
             self._free.append(host)
 
     async def in_thread(self, work: Callable[..., _T], *arguments: Any) -> _T:
-        """Run a blocking call in a thread of this engine's `ThreadPoolExecutor`.
+        """Call `work` in a thread of this engine's `ThreadPoolExecutor`; return its result.
 
-        The default thread pools of Dask and asyncio have too few threads for all hosts at once.
+        This executor has two threads for each host. The default executors of Dask and asyncio have
+        too few threads.
         """
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._threads, work, *arguments)
@@ -175,7 +202,14 @@ class SshEngine(HostsEngine):
 def _shell(host: str, config_file: str | None, stop: threading.Event) -> Iterator[Shell]:
     """Connect to a host, yield the connection as a shell, and close the connection at the end.
 
-    If the connection fails, and the SSH configuration is ignored, the error mentions both.
+    Args:
+        host: Name of the host in taas.toml.
+        config_file: SSH configuration file; None for ssh's usual files.
+        stop: Event that the caller sets to cancel connecting.
+
+    Raises:
+        PoolError: The connection failed. If the SSH configuration is ignored, the message says so,
+            because this may be the cause.
     """
     try:
         connection = connect(find_target(host, config_file, stop), stop)
@@ -188,13 +222,17 @@ def _shell(host: str, config_file: str | None, stop: threading.Event) -> Iterato
 
 
 class _SshHost(Host):
-    """A host that is reached over SSH."""
+    """A host that runs a supervisor and an agent, started over an SSH connection.
+
+    Attributes:
+        connection: The SSH connection to the host; None before it is open and after it is closed.
+    """
 
     def __init__(self, engine: SshEngine, name: str) -> None:
         super().__init__(name)
         self._engine = engine
         self._host: str | None = None
-        """Name of the host in taas.toml; None while no host is taken."""
+        """Name of the reserved host in taas.toml; None while no host is reserved."""
         self.connection: Connection | None = None
         self._command: HeartbeatCommand | None = None
         self._stop = threading.Event()
@@ -203,8 +241,8 @@ class _SshHost(Host):
     async def start(self) -> None:
         """Start an agent on a free host of the pool; return when the host can start ranks.
 
-        If a host fails, log the failure, end what runs there, return the host to the pool, and try
-        the next free host.
+        If the start on a host fails, log the failure, end what runs on this host, mark it as free,
+        and try the next free host.
 
         Raises:
             PoolError: No free host could be started, or `end` was called.
@@ -238,7 +276,7 @@ class _SshHost(Host):
         raise PoolError("\n".join([*failures.values(), *self._engine.notes()]))
 
     async def end(self) -> None:
-        """See `Host.end`."""
+        """Cancel a running `start`, end what runs on the host, and close the SSH connection."""
         self._stop.set()
         if not self.start_task.done():
             if self.connection is not None:
@@ -247,15 +285,18 @@ class _SshHost(Host):
         await self._release_host()
 
     def slow_start_note(self) -> str:
-        """See `Host.slow_start_note`."""
+        """Return a line for the user if a step of the start takes over `_SLOW_S`, else "".
+
+        The line names the host and the step.
+        """
         slow = self._doing and time.monotonic() - self._since > _SLOW_S
         return f"host {self._host}: {self._doing}" if slow and self._host else ""
 
     async def why_lost(self) -> str:
         """Return, in words, whether the SSH connection broke or the agent ended; "" if unknown.
 
-        Waits up to `_END_S` seconds for the end of the supervisor's command. If the agent ended,
-        the text has the command's last line of output.
+        Wait up to `_END_S` seconds until the command that runs the supervisor has ended. If the
+        agent ended, the text has the last line of the command's output.
         """
         command, connection = self._command, self.connection
         if command is None or connection is None:
@@ -275,11 +316,14 @@ class _SshHost(Host):
     def _start_host(self, host: str) -> None:
         """Connect to the host, install packages there if needed, and start an agent's supervisor.
 
-        Also opens a tunnel through which the agent reaches the pool's scheduler. Each step is
-        recorded for `slow_start_note`. The supervisor gets the agent's settings, and then an empty
-        line at regular intervals. The supervisor's output is logged.
+        Also open a tunnel through which the agent reaches the pool's scheduler, and record each
+        step for `slow_start_note`. Send the agent's settings to the supervisor, and then an empty
+        line at regular intervals, which shows that the pool lives. Log the supervisor's output.
 
-        Runs in a thread.
+        This method runs in a thread.
+
+        Args:
+            host: Name of the host in taas.toml.
         """
         pool, name = self._engine.pool, self.name
         self._begin_step("`ssh -G` is still reading its settings")
@@ -315,8 +359,8 @@ class _SshHost(Host):
     async def _wait_until_ready(self, host: str) -> None:
         """Wait until the host's agent has joined the pool and the host can start ranks.
 
-        `start_timeout_s` limits only the wait for the supervisor's first line of output. After this
-        line, the supervisor ends the host if the agent is stuck.
+        The supervisor must print its first line of output within `start_timeout_s`. From then on,
+        this method has no time limit, because the supervisor ends the host if the agent is stuck.
 
         Raises:
             PoolError: The supervisor did not start in time, or the agent ended or left the pool.
@@ -346,7 +390,10 @@ class _SshHost(Host):
             await asyncio.sleep(_POLL_S)
 
     async def _release_host(self) -> None:
-        """End everything that runs on the host, close the connection, and mark the host as free."""
+        """End what runs on the host, close the SSH connection, and mark the host as free.
+
+        Do nothing if no host is reserved.
+        """
         host, self._host = self._host, None
         if host is not None:
             await self._engine.return_host(host, self._close)

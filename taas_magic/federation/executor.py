@@ -1,8 +1,8 @@
-"""Flower's SuperExec, which starts apps as forks of itself.
+"""A replacement of Flower's SuperExec, which starts apps as forks of itself.
 
-Flower's own SuperExec starts a new Python process for each task. The process imports the app's
-modules, and Flower cancels the task if these imports take more than 30 s. This program imports the
-modules once, and then forks for each task.
+Flower's own SuperExec starts a new Python process for each task (one run of an app). This process
+imports the app's modules, and Flower cancels the task if the imports take more than 30 s. The
+program here imports the modules once, and then forks for each task.
 """
 
 import importlib
@@ -29,10 +29,13 @@ from flwr.supercore.superexec.executor import ExecutionSpec, LaunchResult, Subpr
 from taas_magic.errors import signal_name
 
 IMPORTS = "TAAS_FEDERATION_IMPORTS"
-"""Environment variable with the modules that the apps need, separated by commas."""
+"""Name of the environment variable with the modules that the apps need, separated by commas."""
 
 STARTS = 3
-"""Maximum number of starts of one task; Flower restarts an app that does not answer."""
+"""Maximum number of times that this program starts one task (one run of an app).
+
+Flower starts a task again if the app does not answer.
+"""
 
 LOG_IMPORT_AFTER_S = 5.0
 """Seconds that an import may take before the log names the module."""
@@ -41,12 +44,13 @@ _FORKED = (TaskType.CLIENT_APP, TaskType.SERVER_APP)
 
 
 def needed_modules(payload: Path, modules: Iterable[str]) -> list[str]:
-    """Guess which modules the apps will import: each module whose name is in the run's payload.
+    """Return the modules that Flower's apps will probably import, in alphabetical order.
 
-    Python's own modules, this package, and submodules whose name begins with `_` are left out.
+    These are the modules whose names appear in the run's payload. Omit modules of Python's standard
+    library, taas-magic, and submodules whose names begin with `_`.
 
     Args:
-        payload: The payload file of the run.
+        payload: Path of the run's payload file.
         modules: Names of the modules to choose from.
     """
     data = payload.read_bytes()
@@ -56,11 +60,11 @@ def needed_modules(payload: Path, modules: Iterable[str]) -> list[str]:
 
 
 def main() -> None:
-    """Run Flower's SuperExec until a signal ends it. Flower reads the command line.
+    """Run Flower's SuperExec, changed so that it forks for each app, until a signal ends it.
 
-    First import the modules that the apps will probably need. Then make Flower start each app as a
-    fork of this process, and log which apps a signal has killed. Flower itself would start a new
-    Python process for each app.
+    First import the modules that the apps will probably need. Then replace two methods of Flower:
+    one now starts each app as a fork of this process, and one logs which apps a signal has killed.
+    Flower's own code reads the command line.
     """
     for name in filter(None, os.environ.get(IMPORTS, "").split(",")):
         _import(name)
@@ -74,9 +78,9 @@ def main() -> None:
 
 
 def _import(name: str) -> None:
-    """Import a module; log the module's name while the import takes long (`LOG_IMPORT_AFTER_S`).
+    """Import a module. If the import takes longer than `LOG_IMPORT_AFTER_S`, log the module's name.
 
-    Errors are ignored here. The app that imports the module raises the error again.
+    Ignore errors, because an app that imports the module raises the error again.
     """
 
     def log_import() -> None:
@@ -101,17 +105,18 @@ def _load_main(kind: TaskType) -> Any:
 
 
 class _AppForks:
-    """The app processes that this SuperExec has started."""
+    """The processes of Flower apps that this SuperExec has forked."""
 
     def __init__(self) -> None:
         self._running: list[Any] = []
         self._starts: Counter[int] = Counter()
 
     def launch(self, spec: ExecutionSpec) -> LaunchResult:
-        """Start an app in a fork; called by Flower. Refuse a task that is not an app.
+        """Start an app in a fork of this process. Refuse a task of another kind. Called by Flower.
 
         Raises:
-            SystemExit: Flower has already started this task `STARTS` times.
+            SystemExit: Flower has already started this task `STARTS` times. The exception ends this
+                program.
         """
         if spec.task_type not in _FORKED:
             return LaunchResult.failed(f"this host runs no {spec.task_type}")
@@ -127,7 +132,10 @@ class _AppForks:
         return LaunchResult.accepted()
 
     def report_killed(self) -> None:
-        """Log which apps were killed by a signal; called by Flower ten times a second."""
+        """Log which app processes were killed by a signal, and forget all ended processes.
+
+        Flower calls this method ten times a second.
+        """
         for process in [it for it in self._running if it.exitcode is not None]:
             self._running.remove(process)
             if process.exitcode < 0:
@@ -137,9 +145,10 @@ class _AppForks:
 
 
 def _run_app(spec: ExecutionSpec) -> None:
-    """Run the command that Flower's own SuperExec would have started. Runs in a fork.
+    """Run an app in this fork, by the command that Flower's own SuperExec would have started.
 
-    Signals get their default handlers again. If `spec.suppress_output` is set, discard all output.
+    First set SIGTERM and SIGINT to their default handlers. If `spec.suppress_output` is set,
+    discard all output.
     """
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)

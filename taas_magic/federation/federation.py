@@ -1,6 +1,6 @@
 """`taas.federation`: run Flower on a pool's hosts, with one rank on each host.
 
-Runs in the notebook's kernel.
+The code of this module runs in the notebook's kernel.
 """
 
 import contextlib
@@ -31,16 +31,22 @@ def federation(
     hosts: int = 0,
     store: str = "",
 ) -> "Federation":
-    """Return a federation of a pool's hosts. Start nothing; `Federation.run` starts a run.
+    """Return a federation: hosts of a pool that train a model together by Flower.
+
+    This function starts nothing. `Federation.run` starts the training.
 
     Args:
         pool: Name of the pool whose hosts take part.
-        per_host: The `context.node_config` of the ClientApp on each host, by the host's name.
-            Values are strings, numbers and booleans, such as the path of the host's data.
+        per_host: Settings for the ClientApp on each host, by the host's name. The ClientApp gets
+            them as `context.node_config`. The settings of a host are a dict with strings, numbers
+            and booleans, such as the path of the host's data.
         hosts: Number of hosts; 0 for all hosts of the pool.
         store: Path of the run's project store: the folder to which the ServerApp writes. A host
-            that does not share this folder receives a copy. "" for an empty temporary folder, which
-            is removed after the run.
+            that does not share this folder receives a copy. If `store` is "", the project store is
+            an empty temporary folder, which is removed after the run.
+
+    Returns:
+        The federation, whose method `run` runs Flower's apps.
 
     Raises:
         UsageError: An argument has a wrong type.
@@ -57,9 +63,13 @@ def federation(
 
 @dataclass(frozen=True)
 class Federation:
-    """Hosts that train a model together, each on its own data. `federation` creates the object.
+    """Hosts of a pool that train a model together by Flower. Created by `taas.federation`.
 
-    The function `federation` describes the attributes.
+    Attributes:
+        pool: Name of the pool.
+        per_host: Settings for the ClientApp on each host, by the host's name.
+        hosts: Number of hosts; 0 for all hosts of the pool.
+        store: Path of the run's project store; "" for a temporary folder.
     """
 
     pool: str
@@ -74,28 +84,32 @@ class Federation:
         config: Mapping[str, Any] | None = None,
         timeout: float | None = None,
     ) -> Any:
-        """Run a ServerApp and a ClientApp of the notebook, and show the run like a cell's run.
+        """Run a ServerApp and a ClientApp of the notebook on the hosts, and wait for the end.
 
-        Blocks until the run has ended. The run's project store is the federation's `store`, not the
-        notebook's folder.
+        The notebook shows the run like the run of a cell. The run's project store is the
+        federation's `store`, not the notebook's folder.
+
+        If the first host is lost, the run ends. If any other host is lost after all hosts have
+        taken part, Flower's settings, such as `min_available_nodes`, decide whether the training
+        continues.
 
         Args:
-            server_app: A Flower `ServerApp`, which runs on the first host. If another host is lost
-                after all hosts have started to take part, the run does not end: Flower's settings,
-                such as `min_available_nodes`, decide whether the training continues.
+            server_app: A Flower `ServerApp`, which runs on the first host.
             client_app: A Flower `ClientApp`, which runs on every host.
-            config: The `context.run_config` of both apps.
+            config: Settings for both apps: strings, numbers and booleans by name. The apps get them
+                as `context.run_config`.
             timeout: Seconds after which taas-magic ends the run; None for no limit.
 
         Returns:
             The return value of the ServerApp's main function, such as Flower's `Result`.
 
         Raises:
-            UsageError: The pool does not exist or has too few hosts. Or `per_host` names a host
-                that is not in the pool. Or `config` or `per_host` has a value that is not a string,
-                number or boolean. Or there is no notebook, or the extension is not loaded.
+            UsageError: An argument is wrong: the pool does not exist or has too few hosts,
+                `per_host` names a host that is not in the pool, or a value of `config` or
+                `per_host` is not a string, number or boolean. Also if no notebook has loaded the
+                extension.
             TaasError: The run failed, for example because flwr is not installed on a host. The
-                errors are those of a `%%taas` cell.
+                class is the same as for a failed `%%taas` cell.
         """
         _check_values(config or {}, *self.per_host.values())
         magics = _magics()
@@ -132,7 +146,14 @@ class Federation:
 
 
 def _check_values(*values: Mapping[str, Any]) -> None:
-    """Raise UsageError if Flower cannot transfer the values in `config` and `per_host`."""
+    """Check that Flower can transfer the values of `config` and `per_host`.
+
+    Args:
+        values: The dict `config`, and the dict of each host in `per_host`.
+
+    Raises:
+        UsageError: A value is not a string, number or boolean.
+    """
     for name, value in (item for each in values for item in each.items()):
         if not isinstance(value, str | bool | int | float):
             raise UsageError(
@@ -142,7 +163,11 @@ def _check_values(*values: Mapping[str, Any]) -> None:
 
 
 def _magics() -> TaasMagics:
-    """Return the notebook's magics. Raise UsageError unless a notebook has loaded the extension."""
+    """Return the object with taas-magic's magics, which the notebook has loaded.
+
+    Raises:
+        UsageError: There is no notebook, or it has not loaded the extension.
+    """
     shell = get_ipython()
     magics = shell and shell.magics_manager.registry.get("TaasMagics")
     if not magics:

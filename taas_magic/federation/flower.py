@@ -1,11 +1,11 @@
 """Our code in Flower's own processes: a SuperLink that requires a key, and the notebook's apps.
 
 `python -m taas_magic.federation.flower` is Flower's `flower-superlink` with a Control API that
-requires a key, because a client of this API can run code on all hosts. Flower's free edition
-accepts every client.
+requires a key. A client of this API can run code on all hosts, and Flower's free edition accepts
+every client.
 
 `flower:server_app` and `flower:client_app` are the notebook's apps. An app process is not a fork of
-a rank, so it loads the apps from the run's payload.
+a rank. So it loads the apps from the run's payload.
 """
 
 import functools
@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any
 
 KEY_FILE = "TAAS_FEDERATION_KEY"
-"""Environment variable with the path of the Control API's key file."""
+"""Name of the environment variable with the path of the file that holds the Control API's key."""
 
 RESULT = "TAAS_FEDERATION_RESULT"
-"""Environment variable with the path of the file with the ServerApp's result."""
+"""Name of the environment variable with the path to which the ServerApp's result is written."""
 
 
 @dataclass(frozen=True)
@@ -30,11 +30,12 @@ class FederationSettings:
     """The settings of a federation, which all its hosts receive.
 
     Attributes:
-        certificate: The certificate that signs the SuperLink's certificate, as PEM.
+        certificate: The federation's own CA certificate, as PEM. It signs the SuperLink's
+            certificate.
         signing_key: The private key of `certificate`, as PEM.
-        key: The key that the Control API requires.
-        per_host: The `context.node_config` of each SuperNode, by the host's name.
-        config: The `context.run_config` of the apps.
+        key: The secret that a client must send to the SuperLink's Control API.
+        per_host: Settings of each host's SuperNode (`context.node_config`), by the host's name.
+        config: Settings of the apps (`context.run_config`).
     """
 
     certificate: str
@@ -45,7 +46,11 @@ class FederationSettings:
 
 
 def __getattr__(name: str) -> Any:
-    """Return the module attribute `server_app` or `client_app`, loaded on first use (PEP 562)."""
+    """Return the module attribute `server_app` or `client_app`.
+
+    Python calls this function (PEP 562) when Flower looks for one of the apps. The first call loads
+    both apps.
+    """
     if name == "client_app":
         return _apps()[1]
     if name == "server_app":
@@ -66,9 +71,10 @@ def _apps() -> tuple[Any, Any]:
 
 
 def _with_saved_result(app: Any) -> Any:
-    """Make a ServerApp write the return value of its main function to a file. Return the app.
+    """Make a ServerApp write the return value of its main function to a file; return the app.
 
-    Flower itself discards the value. If the app has no main function, it is not changed.
+    The environment variable `RESULT` names the file. Flower itself discards the value. If the app
+    has no main function, do not change the app.
     """
     import cloudpickle
 
@@ -84,10 +90,10 @@ def _with_saved_result(app: Any) -> Any:
 
 
 def main() -> None:
-    """Run the SuperLink with the command line's arguments until a signal ends it.
+    """Run Flower's SuperLink until a signal ends it. Flower's own code reads the command line.
 
-    Replace Flower's authentication first: the Control API then accepts only clients with the run's
-    key.
+    First replace Flower's authentication, so that the Control API accepts only clients that send
+    the federation's key.
     """
     from flwr.common.constant import ACCESS_TOKEN_KEY
     from flwr.supercore.auth.typing import AccountInfo

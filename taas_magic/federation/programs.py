@@ -1,4 +1,4 @@
-"""Start and end Flower's programs on one host of a federation. Runs in the host's rank.
+"""Start and end Flower's programs on one host of a federation. The host's only rank runs this code.
 
 Rank 0's host runs the SuperLink and the ServerApp. Every host runs a SuperNode, and the ClientApp
 in one process for each message. All ports require a key:
@@ -60,44 +60,51 @@ from taas_magic.leases import START_TIMEOUT_S
 from taas_magic.messages import FederationStarted
 
 STORE_CONNECT_S = 120.0
-"""Maximum seconds to wait for a connection to the run's TCPStore."""
+"""Maximum seconds for a rank to connect to the run's TCPStore."""
 
 END_S = 3.0
-"""Seconds to wait for Flower's programs to end before they are killed.
+"""Seconds that a rank waits until Flower's programs end on SIGTERM. Then the rank kills them.
 
-Must be shorter than the 5 s that a rank has after an interrupt.
+Must be shorter than 5 s, because a rank is killed if it has not ended 5 s after an interrupt.
 """
 
 LOOK_S = 0.5
-"""Seconds between checks of Flower's programs and of the run's TCPStore."""
+"""Seconds between two checks of whether Flower's programs run and of keys in the run's TCPStore."""
 
 PORTS = range(20_000, 32_000)
-"""Ports for Flower's programs, below the range that systems use for outgoing connections."""
+"""Range of ports on which Flower's programs listen.
+
+It is below the range from which Linux takes ports for outgoing connections.
+"""
 
 _PORTS_TRIED = 100
 
 PORT_TRIES = 3
-"""Number of ports to try for a program before its start counts as failed."""
+"""Number of times that a program is started, each time with a new port, before its start fails."""
 
 _HOST, _SUPERLINK, _ENDED = "taas/host/", "taas/superlink", "taas/over"
-"""Keys in the run's TCPStore: each rank's host, the SuperLink's address, and the training's end."""
+"""Keys in the run's TCPStore, by which ranks exchange data.
+
+The value of the first key plus a rank is the name of the rank's host. The value of the second key
+is the SuperLink's address. The third key exists when the training has ended.
+"""
 
 
 def run_programs(settings: FederationSettings, server_app: Any, client_app: Any) -> Any:
-    """Run Flower's programs on this host until the ServerApp has ended. Blocks.
+    """Run Flower's programs on this host until the ServerApp has ended; then end the programs.
 
-    Rank 0 runs the SuperLink, the ServerApp and a SuperNode. The other ranks wait for the
-    SuperLink's address in the run's TCPStore, and then run only a SuperNode. At the end, all
-    programs of this host are ended.
+    Each rank of a federation calls this function. Rank 0 runs the SuperLink, the ServerApp and a
+    SuperNode. Each further rank waits for the SuperLink's address in the run's TCPStore, and then
+    runs only a SuperNode.
 
     Args:
         settings: The settings of the federation.
-        server_app: The notebook's ServerApp. Only its type is checked here; the app's process loads
-            the app again (`flower`).
-        client_app: The notebook's ClientApp. Only its type is checked here.
+        server_app: The notebook's ServerApp. This function only checks its type. The app's process
+            loads the app from the payload.
+        client_app: The notebook's ClientApp. This function only checks its type.
 
     Returns:
-        On rank 0, the return value of the ServerApp's main function; None on other ranks.
+        On rank 0, the return value of the ServerApp's main function. On any further rank, None.
 
     Raises:
         TypeError: An app has the wrong type.
@@ -126,9 +133,9 @@ def run_programs(settings: FederationSettings, server_app: Any, client_app: Any)
 def _run_first_host(host: "_HostPrograms", tcp_store: TCPStore) -> Any:
     """Start the SuperLink and this host's SuperNode, run the ServerApp, and return its result.
 
-    First wait, without a time limit, until all ranks have started, and check their host names
-    against `per_host`. Then send `FederationStarted` to the agent, and publish the SuperLink's
-    address to the other ranks.
+    First wait, without a time limit, until all ranks have started, and compare the names of their
+    hosts with `per_host`. Then report `FederationStarted` to the agent. When the SuperLink listens,
+    publish its address to all further ranks through the run's TCPStore.
     """
     ranks = range(int(os.environ["WORLD_SIZE"]))
     host.check_host_names([_wait_for_key(tcp_store, f"{_HOST}{rank}") for rank in ranks])
@@ -144,9 +151,8 @@ def _run_first_host(host: "_HostPrograms", tcp_store: TCPStore) -> Any:
 def _wait_for_key(tcp_store: TCPStore, key: str) -> str:
     """Wait until another rank has set `key` in the run's TCPStore, and return the value.
 
-    The wait has no time limit, because a host may copy a large store before its rank starts. If a
-    rank fails before it has set its key, the pool ends the run (`PoolRun._report`). The end of the
-    run also ends this wait.
+    There is no time limit, because a host may copy a large project store before its rank starts. If
+    a rank fails before it has set its key, the pool ends the run, and so also the calling process.
     """
     while not tcp_store.check([key]):
         time.sleep(LOOK_S)
@@ -155,10 +161,11 @@ def _wait_for_key(tcp_store: TCPStore, key: str) -> str:
 
 
 class _HostPrograms:
-    """Flower's programs on this host. The end of the `with` block ends them.
+    """Flower's programs on this host. At the end of a `with` block, the programs are ended.
 
     Args:
-        folder: A folder of this run that only this user can read.
+        folder: A temporary folder for keys and certificates, which only this user can read.
+        settings: The settings of the federation.
     """
 
     def __init__(self, folder: Path, settings: FederationSettings) -> None:
@@ -192,7 +199,11 @@ class _HostPrograms:
             wait_or_kill(program, max(0.0, until - time.monotonic()))
 
     def check_host_names(self, names: Sequence[str]) -> None:
-        """Raise UsageError unless `per_host` is empty or names exactly the hosts in `names`."""
+        """Check that `per_host`, if it is not empty, has settings for exactly the hosts in `names`.
+
+        Raises:
+            UsageError: A host that takes part has no settings, or a named host does not take part.
+        """
         if (expected := self._settings.per_host.keys()) and expected != set(names):
             raise UsageError(
                 f"per_host names {', '.join(sorted(expected))}; the hosts that take part are "
@@ -202,14 +213,14 @@ class _HostPrograms:
     def start_superlink(self, host: str) -> str:
         """Start the SuperLink and the SuperExec that starts the ServerApp.
 
-        The SuperLink gets a certificate for `host`, signed by the run's certificate. If another
-        program takes the SuperLink's port first, try another port.
+        The SuperLink gets a certificate for `host`, signed by the federation's certificate. If a
+        foreign program takes the SuperLink's port first, try a new port.
 
         Args:
-            host: Address at which other hosts reach this host.
+            host: Address at which all hosts reach this host.
 
         Returns:
-            The SuperLink's address, once it listens.
+            The address on which the SuperLink listens, as "host:port".
 
         Raises:
             RuntimeError: The SuperLink ended, did not listen in time, or accepts clients without a
@@ -231,13 +242,14 @@ class _HostPrograms:
         return address
 
     def start_supernode(self, superlink: str) -> None:
-        """Register a SuperNode for this host with the SuperLink, and start the SuperNode.
+        """Register this host's SuperNode with the SuperLink, and start the SuperNode.
 
-        The SuperNode gets a new key pair, and a configuration with the host's name, the rank and
-        the values of `per_host`. Also start the SuperExec, which starts the ClientApps.
+        The SuperNode gets a new key pair, and a configuration with the host's name, the rank, the
+        world size and the host's settings in `per_host`. Also start the SuperExec that starts the
+        ClientApp for each message.
 
         Args:
-            superlink: The SuperLink's address.
+            superlink: The SuperLink's address, as "host:port".
         """
         name = os.environ[HOST]
         config = {
@@ -265,10 +277,11 @@ class _HostPrograms:
     def run_server_app(self, superlink: str) -> Any:
         """Start the ServerApp, print its log until it has ended, and return its result.
 
-        While the ServerApp runs, a thread checks that Flower's programs are running.
+        While the ServerApp runs, a thread checks that Flower's programs run. If one of them has
+        ended, this method raises RuntimeError.
 
         Args:
-            superlink: The SuperLink's address.
+            superlink: The SuperLink's address, as "host:port".
 
         Raises:
             RuntimeError: The ServerApp failed, or one of Flower's programs has ended.
@@ -285,9 +298,10 @@ class _HostPrograms:
             watching.join()
 
     def _watch(self) -> None:
-        """Check all programs until `run_server_app` returns. Runs in a thread.
+        """Check repeatedly that Flower's programs run, until `run_server_app` returns.
 
-        If a program has ended, kill the SuperLink, because `run_server_app` then stops waiting.
+        This method runs in a thread. If a program has ended, it kills the SuperLink, so that
+        `run_server_app` stops waiting and raises an error.
         """
         while not self._is_over.wait(LOOK_S):
             try:
@@ -301,7 +315,8 @@ class _HostPrograms:
         """Start the ServerApp through the Control API, print its log, and return its result.
 
         Raises:
-            RuntimeError: The ServerApp did not complete.
+            RuntimeError: The ServerApp failed or was stopped.
+            httpx.HTTPError: The SuperLink does not answer.
         """
         fab, _ = build_fab_from_files({"pyproject.toml": _bundle(self._settings.config).encode()})
         with self._control(superlink) as control:
@@ -316,7 +331,7 @@ class _HostPrograms:
         return cloudpickle.loads(self._result.read_bytes()) if self._result.exists() else None
 
     def check_running(self) -> None:
-        """Raise RuntimeError if a program has ended."""
+        """Raise RuntimeError if one of Flower's programs on this host has ended."""
         for name, program in self._programs.items():
             if (code := program.poll()) is not None:
                 raise RuntimeError(f"Flower's {name} ended with exit code {code}; see above")
@@ -340,10 +355,15 @@ class _HostPrograms:
         self._start(name, *command, "--superexec-auth-secret-file", str(secret))
 
     def _start_listening(self, name: str, host: str, command: Sequence[str]) -> int:
-        """Start a program that listens on a free port; return the port when the program listens.
+        """Start a program with a free port; return the port when the program listens on it.
 
-        If the program ends first, for example because another program has taken the port, try
-        another port, with at most `PORT_TRIES` starts in all.
+        If the program ends before it listens, for example because its port is in use, start it
+        again with a new port. Start it at most `PORT_TRIES` times.
+
+        Args:
+            name: Name of the program for messages.
+            host: Address on which the program listens.
+            command: The command line, to which `--port` is added.
 
         Raises:
             RuntimeError: The program ended at each start, did not listen in time, or is not
@@ -357,7 +377,7 @@ class _HostPrograms:
         raise RuntimeError(f"Flower's {name} ended at each of {PORT_TRIES} starts; see above")
 
     def _wait_until_listening(self, name: str, port: int) -> bool:
-        """Wait until a program listens on a port. Return False if the program ends first.
+        """Wait until a program listens on its port. Return False if the program ends before.
 
         Raises:
             RuntimeError: The program was idle for `START_TIMEOUT_S` before it listened.
@@ -375,9 +395,12 @@ class _HostPrograms:
         return False
 
     def _check_key_required(self, superlink: str) -> None:
-        """Raise RuntimeError if the SuperLink's Control API accepts a wrong key.
+        """Check that the SuperLink's Control API refuses a wrong key.
 
-        Another version of flwr might ignore our authentication class and accept every client.
+        A different version of flwr might ignore our authentication class and accept every client.
+
+        Raises:
+            RuntimeError: The Control API accepts a wrong key.
         """
         try:
             with self._control(superlink, key="none") as control:
@@ -393,10 +416,11 @@ class _HostPrograms:
 
     @contextlib.contextmanager
     def _control(self, superlink: str, key: str = "") -> Iterator[ControlHttpClient]:
-        """Yield a client of the SuperLink's Control API.
+        """Yield a client of the SuperLink's Control API; close the client at the end.
 
         Args:
-            key: The key that the client sends; "" for the run's key.
+            superlink: The SuperLink's address, as "host:port".
+            key: The key that the client sends; "" for the federation's key.
         """
         client = ControlHttpClient.from_server_address(
             superlink,
@@ -415,7 +439,7 @@ class _HostPrograms:
 
 @dataclass(frozen=True)
 class _KeyInterceptor:
-    """HTTP interceptor that adds the run's key to each request to the Control API."""
+    """HTTP interceptor that adds `key` to each request to the SuperLink's Control API."""
 
     key: str
 
@@ -426,7 +450,11 @@ class _KeyInterceptor:
 
 
 def _bundle(config: Mapping[str, Any]) -> str:
-    """Return the text of a Flower app's pyproject.toml, which points to the two apps."""
+    """Return the text of a pyproject.toml that tells Flower where to find the two apps.
+
+    Args:
+        config: Settings of the apps (`context.run_config`).
+    """
     places = {
         "serverapp": "taas_magic.federation.flower:server_app",
         "clientapp": "taas_magic.federation.flower:client_app",
@@ -438,11 +466,13 @@ def _bundle(config: Mapping[str, Any]) -> str:
 
 
 def _free_port(host: str) -> int:
-    """Return a port that is free now. Flower's programs cannot choose a free port themselves.
+    """Return a port of `PORTS` that is free now on the address `host`.
+
+    Flower's programs cannot choose a free port themselves.
 
     Raises:
-        RuntimeError: No port of `host` can be used, for example because this machine lacks the
-            address.
+        RuntimeError: All tried ports failed, for example because this machine does not have the
+            address `host`.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     why: OSError | None = None

@@ -1,7 +1,7 @@
 """The function that a federation calls on each rank.
 
-The kernel pickles the function by its name, so this module must not import `programs`, which
-imports most of Flower.
+The kernel pickles this function by its name, so it imports this module. Therefore this module must
+not import `programs`, which imports most of Flower.
 """
 
 from typing import Any
@@ -10,7 +10,16 @@ from taas_magic.federation.flower import FederationSettings
 
 
 def run_on_rank(settings: FederationSettings, server_app: Any, client_app: Any) -> Any:
-    """Call `programs.run_programs`, which runs Flower's programs until the ServerApp has ended."""
+    """Run Flower's programs on this rank's host until the ServerApp has ended.
+
+    Args:
+        settings: The settings of the federation.
+        server_app: The notebook's ServerApp.
+        client_app: The notebook's ClientApp.
+
+    Returns:
+        On rank 0, the return value of the ServerApp's main function. On any further rank, None.
+    """
     from taas_magic.federation.programs import run_programs
 
     return run_programs(settings, server_app, client_app)
