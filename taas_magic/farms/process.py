@@ -291,7 +291,7 @@ class NodeManager(SchedulerPlugin):
         try:
             self._report_node_state(name, "requested")
             connection = pool.open(hosts, wait=wait)
-            with self._lock:  # one after another, so that each gets the least loaded host
+            with self._lock:  # one launch at a time, so that each node gets the least loaded host
                 if node.wait is None:
                     return
                 node.wait = None

@@ -75,7 +75,10 @@ _MAX_PROCESSES = 3  # an ending process, a process that does not respond, and a 
 
 
 class ConnectionEnded(RunLost):
-    """Error of a connection that has ended: all runs that were started on it are lost."""
+    """Error of a call that needs a connection to a pool's process which has ended.
+
+    All runs that were started on this connection are lost, except detached runs.
+    """
 
 
 class PoolWait:
@@ -231,44 +234,44 @@ class PoolConnection:
 
     @property
     def address(self) -> str:
-        """The address of the process, as "tls://host:port"."""
+        """The address of the pool's process, as "tls://host:port"."""
         return str(self._client.scheduler.address)
 
     @property
     def silent_s(self) -> float:
-        """Seconds since the last beat of the process."""
+        """Seconds since the last beat of the pool's process."""
         return time.monotonic() - self._last_beat_at
 
     @property
     def is_over(self) -> bool:
-        """Whether the connection has ended."""
+        """Whether this connection has ended, for example because the pool's process has ended."""
         if not self.why and not self.process.is_alive():
             self._mark_ended(self._ending or self._how_process_ended())
         return bool(self.why)
 
     @property
     def is_silent(self) -> bool:
-        """Whether the process runs but has sent no beat for `SILENT_S`: it is stopped or hangs."""
+        """Whether the pool's process is alive, but has sent no beat for `SILENT_S`."""
         return not self.is_over and self.silent_s >= SILENT_S
 
     @property
     def is_ready(self) -> bool:
-        """Whether the connection is open and the process has sent a beat within `SILENT_S`."""
+        """Whether this connection is open and the pool's process sent a beat within `SILENT_S`."""
         return not self.is_over and self.silent_s < SILENT_S
 
     def raise_if_over(self) -> None:
-        """Raise ConnectionEnded if the connection has ended."""
+        """Raise ConnectionEnded if this connection to the pool's process has ended."""
         if self.is_over:
             raise ConnectionEnded(self.why)
 
     def register(self) -> bool:
-        """Ask the process to accept this kernel; return False if the process has begun to end."""
+        """Ask the pool's process to accept this kernel; return False if it has begun to end."""
         return self.call(RegisterKernel(self.id))
 
     def wait_for_hosts(
         self, wait: PoolWait, hosts: int, has_run: bool, on_wait: Callable[[list[str]], None]
     ) -> StartResponse:
-        """Ask the process for `hosts` hosts, and wait until they can start ranks.
+        """Ask the pool's process for `hosts` hosts, and wait until they can start ranks.
 
         If `wait` is cancelled, ask the process to stop waiting. The response then has an error, as
         it has if the hosts are not available.
@@ -371,7 +374,7 @@ class PoolConnection:
         return state
 
     def raise_if_failed(self, answer: StartResponse) -> None:
-        """Raise PoolError if the response holds an error."""
+        """Raise PoolError if a response of the pool's process has an error message."""
         if answer.error:
             raise PoolError(f'pool "{self.config.name}": {answer.error}')
 
@@ -397,10 +400,10 @@ class PoolConnection:
         return self.call(GetStatus())
 
     def end_process(self) -> None:
-        """End the process with its runs and hosts, and wait until it has ended.
+        """Make the pool's process end its runs, its hosts and itself; wait until it has ended.
 
         Raises:
-            PoolError: The process does not end within `END_S`.
+            PoolError: The process sends no beats, or does not end within `END_S`.
         """
         self._ending = f'this kernel ended pool "{self.config.name}"'
         with suppress(ConnectionEnded):
@@ -426,7 +429,7 @@ class PoolConnection:
         self._watcher.join()
 
     def call(self, request: Request[_T], on_poll: Callable[[], None] = lambda: None) -> _T:
-        """Send a request to the process and return the response.
+        """Send a request to the pool's process and return the response.
 
         While the process sends beats, this method waits for the response without a time limit.
 
@@ -459,7 +462,7 @@ class PoolConnection:
             raise ConnectionEnded(self.why) from error
 
     def silence_message(self) -> str:
-        """Return a message for the user about a process that runs but sends no beats."""
+        """Return a message for the user: the pool's process runs, but sends no beats."""
         return (
             f"its process {self.process.pid} has been silent for {self.silent_s:.0f} s; it is "
             f"stopped or hangs: the next cell replaces it, and `%taas down {self.config.name}` "

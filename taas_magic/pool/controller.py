@@ -637,7 +637,10 @@ class Controller(SchedulerPlugin):
             await run.relay(request.events)
 
     async def halt(self, request: Halt) -> None:
-        """Interrupt or kill a run or its fetchers on all hosts, or cancel a wait for hosts."""
+        """Interrupt or kill a run or a run's fetchers on all hosts, or cancel a wait for hosts.
+
+        The id in the request decides which of the three is meant. Ignore an unknown id.
+        """
         self._kernels.cancel_wait(request.run_id)
         if run := self._runs.get(request.run_id):
             await run.halt(request.how)
@@ -742,7 +745,10 @@ class Controller(SchedulerPlugin):
         return lambda encoded: self._scheduler.log_event(topic(owner), (run_id, encoded))
 
     def _on_event(self, worker: str, run_id: str, event: bytes) -> None:
-        """Pass a host's event to its run. Ignore and count invalid or forbidden events."""
+        """Pass an event that a host has sent to the event's run.
+
+        Ignore events that are invalid or that the host may not send, and count them as refused.
+        """
         run = self._runs.get(run_id)
         try:
             is_taken = run is not None and run.on_event(worker, decode_event(event))

@@ -550,8 +550,10 @@ class PoolFetchers(Share):
     ) -> None:
         super().__init__(run, owner, pool_hosts, publish)
         self.lifecycle_events: list[Event] = []
-        """Start and end events of the fetchers so far. If a run is detached, the new owner of its
-        fetchers needs them."""
+        """All start and end events of the fetchers until now.
+
+        If the run is detached, the new owner of the fetchers receives these events.
+        """
 
         self._restarts = FetcherRestarts(run.plan, 1 if run.session else run.plan.max_restarts)
         self._pending_restarts = 0
