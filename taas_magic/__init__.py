@@ -25,7 +25,7 @@ def load_ipython_extension(shell: "InteractiveShell") -> None:
 
 
 def unload_ipython_extension(shell: "InteractiveShell") -> None:
-    """Remove what `load_ipython_extension` has registered. Running pools are not ended."""
+    """Remove the magics, `#pragma taas` and Tab completion from IPython. Running pools go on."""
     from taas_magic.notebook import magic
 
     magic.unload(shell)

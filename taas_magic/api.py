@@ -82,7 +82,7 @@ def get_registered_data_loaders_names() -> list[str]:
 
 
 def get_worker_info() -> Any:
-    """Return the result of torch's `get_worker_info()`, or a replacement if the result is None.
+    """Return the result of torch's `get_worker_info()`; instead of None, return a replacement.
 
     For code written for DataSphere's old package `taas`, whose function never returned None.
 
@@ -107,8 +107,8 @@ def get_worker_info() -> Any:
 def _device_type() -> str:
     """Return "cuda" if this process can use a GPU, else "cpu".
 
-    Only a rank asks torch. Other processes, such as the kernel, must not load torch and CUDA. They
-    count the GPUs by `probe.count_gpus` instead.
+    Only a rank asks torch. Other processes, such as the kernel, must not load torch and CUDA. For
+    these, `probe.count_gpus` counts the GPUs instead.
     """
     if "LOCAL_RANK" in os.environ and "torch" in sys.modules:
         import torch
@@ -130,15 +130,15 @@ _PLACES = {
     "save": "taas_magic.store.publish:save",
     "step": "taas_magic.host.profile:step",
 }
-"""Module and name of each object that `__getattr__` imports, by its public name."""
+"""For each object that `__getattr__` imports, by public name: its module and its name there."""
 
 
 def __getattr__(name: str) -> Any:
     """Return the object with a public name of `taas`; import its module on first use.
 
     `last_run` is the run that this kernel started or attached last; None if there is no such run.
-    After the first use, the other objects are attributes of this module, so that loops can call
-    `log` and `step` quickly.
+    `device_type` is "cuda" or "cpu". After its first use, any other object is an attribute of this
+    module, so that loops can call `log` and `step` quickly.
 
     Importing `taas` does not import the modules of these objects. During the import of `taas`, the
     notebook's folder comes before the standard library on the import path. If this folder has a

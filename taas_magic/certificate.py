@@ -24,10 +24,12 @@ def make(name: str) -> tuple[str, str]:
 
 
 def sign(certificate: str, key: str, address: str) -> tuple[str, str]:
-    """Make a certificate and a private key for the server at an IP address, both as PEM.
+    """Make and sign a certificate, with a private key, for the server at an IP address.
+
+    The results are text in PEM format.
 
     Args:
-        certificate: The signer's certificate, as `make` returns it.
+        certificate: The signer's certificate, from `make`.
         key: The signer's private key.
     """
     issuer = x509.load_pem_x509_certificate(certificate.encode()).subject
@@ -49,8 +51,9 @@ class Authority:
         The holder cannot sign other certificates.
 
         Args:
+            name: Common name of the holder.
             identity: URI that identifies the holder.
-            serves: Whether the certificate is also valid for a server.
+            serves: Whether the holder may also use the certificate as a server.
         """
         names = x509.SubjectAlternativeName([x509.UniformResourceIdentifier(identity)])
         limits = x509.BasicConstraints(ca=False, path_length=None)
@@ -65,6 +68,8 @@ def _issue(
     """Make a certificate and its private key, both as PEM.
 
     Args:
+        name: Common name of the holder.
+        issuer: Common name of the issuer.
         signer: The issuer's private key; "" for a self-signed certificate.
         *extensions: Extensions, each with a flag that marks the extension as critical.
     """

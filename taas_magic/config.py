@@ -31,7 +31,7 @@ MOST_BYTES = 1 << 60
 
 _GPU_POOL = re.compile(r"g\d+\.\d+")
 _CLOSE = 0.7
-"""Minimum similarity, from 0 to 1, of a known name that a message suggests for an unknown one."""
+"""Minimum similarity, from 0 to 1, of an unknown name and the known name that a hint suggests."""
 
 _MODULE = r"^[^\W\d]\w*(\.\w+)*\Z"
 _T = TypeVar("_T", bound=Struct)
@@ -106,10 +106,11 @@ class DataConfig(
     """Settings of the data service: the table [data].
 
     Attributes:
-        buffer_bytes: Size of the prefetch buffer of one fetcher, for all its loaders.
-        rank_buffer_bytes: Size of a rank's memory for batches that it has received but not yet
+        buffer_bytes: Size of the prefetch buffer of one fetcher, for all loaders of the fetcher.
+        rank_buffer_bytes: Size of the memory for batches that a rank has received but not yet
             used.
-        fetch_s: Seconds that a rank waits without a response from any fetcher before the run fails.
+        fetch_s: Seconds for which a rank waits for batches. If no fetcher gives a response or a
+            sign of life in this time, the run fails.
     """
 
     buffer_bytes: _Size = 1024**3
@@ -124,8 +125,8 @@ class StoreConfig(Struct, frozen=True, rename={"limit_bytes": "limit"}):
         path: Folder of the project store; None for the notebook's folder.
         limit_bytes: Maximum total size of the files that are copied to a host that does not share
             the project store.
-        overwrite: Patterns of paths. A host that does not share the store may overwrite the user's
-            files at these paths, and no other files of the user.
+        overwrite: Patterns of paths in gitignore's syntax. A host that does not share the store may
+            overwrite only those files of the user that match a pattern.
     """
 
     path: _Text | None = None
@@ -240,7 +241,11 @@ def working_folder() -> Path:
 
 
 def find_config(folder: Path) -> Path | None:
-    """Return the path of the taas.toml for a notebook in `folder`, or None if there is none."""
+    """Return the path of the taas.toml for a notebook in `folder`, or None if there is none.
+
+    Search `folder` and its parent folders, up to the home folder or the root folder. Then search
+    the folder `taas` in the user's folder for settings (`$XDG_CONFIG_HOME` or `~/.config`).
+    """
     home, folder = Path(os.path.expanduser("~")).resolve(), folder.resolve()
     above = [folder, *folder.parents]
     places = above[: above.index(home) + 1] if home in above else above
@@ -250,9 +255,9 @@ def find_config(folder: Path) -> Path | None:
 
 
 def load_config(folder: Path) -> Config:
-    """Return the settings for a notebook in `folder`, from the file that `find_config` finds.
+    """Read and check the taas.toml for a notebook in `folder`, and return the settings.
 
-    Without a file, return the defaults.
+    If `find_config` finds no taas.toml, return the defaults.
 
     Raises:
         UsageError: The file cannot be read, is not TOML, has an unknown key or a wrong value, or
@@ -293,10 +298,10 @@ def _read_own(path: Path) -> str:
 
 
 def _why_untrusted(place: Path, status: os.stat_result) -> str:
-    """Return text that says which other users can change a file or folder, with a remedy.
+    """Return who else can change a file or folder, and a remedy, as text for a message.
 
-    Returns "" if only the current user and root can change it. The user's private group does not
-    count, and neither do writers of a folder with the sticky bit.
+    Return "" if only the current user and root can change the file or folder. Ignore write access
+    of the user's private group. If a folder has the sticky bit, ignore all users but its owner.
     """
     user, quoted = os.geteuid(), shlex.quote(str(place))
     if status.st_uid not in (user, 0):
@@ -394,6 +399,7 @@ def _convert_table(table: object, kind: type[_T], where: str, **given: str) -> _
     """Convert a table of the file to a settings struct. Sizes may be text such as "4GiB".
 
     Args:
+        where: File and table, for error messages.
         **given: Values of fields that the caller sets. The table must not contain these keys.
 
     Raises:
@@ -424,8 +430,8 @@ def _field_meta(kind: object) -> str:
 def _pool(name: str, table: object, source: Path) -> PoolConfig:
     """Check the table of one pool and convert it to a `PoolConfig`.
 
-    The default of `max_hosts` is the number of `hosts`, if given. The default of `idle_timeout_s`
-    is `IDLE_TIMEOUT_S`, except for the engine `local`.
+    If the table has `hosts`, the default of `max_hosts` is their number. The default of
+    `idle_timeout_s` is `IDLE_TIMEOUT_S`, except for the engine `local`.
 
     Raises:
         UsageError: The name is not allowed, or a value is wrong or does not fit the engine.
@@ -475,7 +481,7 @@ def _refuse_unknown(table: Mapping[str, Any], possible: Iterable[str], where: st
 
 
 def _right_table(name: str) -> str:
-    """Return a hint such as ` (it belongs below "[runs]")` for a key of another table, or ""."""
+    """Return a hint such as ` (it belongs below "[runs]")` if `name` is a key of a table, or ""."""
     tables = {key: getattr(Config(), key) for key in ("store", "capture", "runs", "data")}
     right = [key for key, table in tables.items() if name in table.__struct_fields__]
     return f' (it belongs below "[{right[0]}]")' if right else ""

@@ -96,11 +96,14 @@ class RunError(TaasError):
 
 
 class RankFailed(RunError):
-    """Raised if a rank raised, died, left early or stopped; describes the run's first failure."""
+    """Raised if a rank failed: it raised an exception, died, ended too early or was suspended.
+
+    The error describes the first failure of the run.
+    """
 
 
 class JobFailed(RunError):
-    """Raised if a job of a farm raised, died or was cancelled."""
+    """Raised if a job of a farm raised an exception, died or was cancelled."""
 
 
 class RunTimeout(RankFailed):
@@ -130,7 +133,7 @@ class ProtocolError(PoolError):
 
 
 def reason_of(error: OSError) -> str:
-    """Return the reason why the system refused to write a file, as text for an error message."""
+    """Return why the operating system refused to write a file, as text for an error message."""
     reasons = {
         errno.EROFS: "its file system is read-only",
         errno.ENOSPC: "its file system is full",
@@ -141,7 +144,7 @@ def reason_of(error: OSError) -> str:
 
 
 def listed(names: Sequence[str], most: int) -> str:
-    """Return the first names as text for a message, such as "a, b and 5 more"."""
+    """Return the first `most` names as text for a message, such as "a, b and 5 more"."""
     more = len(names) - most
     return ", ".join(names[:most]) + f" and {more:,} more" * (more > 0)
 

@@ -1,6 +1,7 @@
 """The Jupyter kernel "Python (TaaS)": an ipykernel that loads the `taas_magic` extension at start.
 
-kernels/taas/kernel.json starts it as `python -m taas_magic.kernel -f <connection file>`.
+Jupyter starts the kernel by kernels/taas/kernel.json, as `python -m taas_magic.kernel -f
+<connection file>`.
 """
 
 import os

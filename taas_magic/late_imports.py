@@ -21,11 +21,11 @@ def when_imported(name: str, then: Callable[[], None]) -> None:
 class _Finder(MetaPathFinder):
     """Finder that calls a function after the import of one module.
 
-    It must be the first finder in `sys.meta_path`. The later finders find the module's spec; this
-    finder then changes the spec's loader so that the loader calls the function after the import.
+    This finder must come first in `sys.meta_path`. The later finders find the module's spec. This
+    finder then changes the spec's loader, so that the loader calls the function after the import.
 
-    A search for the module does not remove this finder, because libraries may only check whether
-    the module is installed.
+    This finder stays in `sys.meta_path` until the module is imported. A mere search for the module
+    does not remove it, because libraries may only check whether the module is installed.
     """
 
     def __init__(self, name: str, then: Callable[[], None]) -> None:
@@ -36,10 +36,10 @@ class _Finder(MetaPathFinder):
     ) -> ModuleSpec | None:
         """Return the module's spec, with a changed loader, if `fullname` is this finder's module.
 
-        The spec comes from the later finders. After it has executed the module, the changed loader
-        removes this finder and calls the finder's function.
+        The spec comes from the later finders. The changed loader executes the module, then removes
+        this finder from `sys.meta_path` and calls the finder's function.
 
-        Returns None for any other module, so that the import system asks the later finders.
+        For any other module, return None, so that the import system asks the later finders.
         """
         if fullname != self._name or self not in sys.meta_path:
             return None

@@ -24,7 +24,8 @@ class FetcherPlan(Struct, frozen=True):
     """Plan of one fetcher.
 
     Attributes:
-        index: Index of the fetcher among those that run the same loaders, from 0.
+        number: Number of the fetcher in the run, from 0.
+        index: Index of the fetcher among the fetchers that run the same loaders, from 0.
         host: Index of the fetcher's host among the hosts for fetchers.
     """
 
@@ -41,7 +42,9 @@ class DataPlan(Struct, frozen=True):
         pool_hosts: Number of hosts to wait for before the fetchers' hosts are chosen. If the pool
             also runs the ranks, this number includes the hosts of the ranks. So ranks and fetchers
             get different hosts if the pool has enough.
-        crosses: Whether batches may be sent from host to host.
+        hosts: Number of hosts that run fetchers.
+        crosses: Whether batches may be sent from host to host. If so, fetchers listen on the
+            network, not only on their own host.
         cores: Number of processors that each fetcher may use. All fetchers have the same number,
             because the number of a loader's workers depends on it.
     """
@@ -64,11 +67,12 @@ class DataPlan(Struct, frozen=True):
 
 
 def choose_data_pool(ranks_pool: str, data_pool: str, config: Config) -> tuple[PoolConfig, str]:
-    """Choose the pool for the fetchers: the first with `role = "data"`, else the pool of the ranks.
+    """Choose the pool for the fetchers: `data_pool`, else a pool for data, else the ranks' pool.
+
+    A pool for data has `role = "data"` in taas.toml; the first one is chosen.
 
     Args:
-        data_pool: Value of `--data-pool`: name of the pool to choose in any case; "" without this
-            flag.
+        data_pool: Value of `--data-pool`: name of a pool; "" without this flag.
 
     Returns:
         The pool, and a note for the user if several pools have `role = "data"`, else "".
@@ -162,7 +166,7 @@ class RunOptions(Struct, frozen=True, kw_only=True):
             processes of the ranks.
         prefill: Amount of data that fetchers must prepare before ranks start; None starts ranks and
             fetchers together.
-        out: Variables to return to the notebook, in the form that `split_name` parses.
+        out: Variables to return to the notebook, such as `losses` (of rank 0) or `losses@3`.
         rehearse: In a rehearsal, the number of batches after which each pass over a registered
             loader ends; 0 if the run is no rehearsal.
         log_ranks: Ranks whose lines and displays the notebook shows; empty for all ranks. None
@@ -195,7 +199,8 @@ class Flags(RunOptions, frozen=True, kw_only=True):
 
     Attributes:
         gpus: Number of ranks (world size); 0 for the session's number.
-        data_pool: Name of the pool that runs the fetchers; "" lets `choose_data_pool` choose.
+        data_pool: Name of the pool that runs the fetchers; "" for the first pool with
+            `role = "data"` or, if there is none, the pool of the ranks.
         hang_s: Seconds without progress after which the status header shows where the ranks are; 0
             for never; None for the value in taas.toml.
         store: Folder of the project store; "" for the folder in taas.toml or, if taas.toml names
@@ -264,15 +269,15 @@ class Plan(RunOptions, frozen=True, kw_only=True):
 
     @property
     def untrusted_pool(self) -> str:
-        """Name of the pool if it is not trusted, else ""."""
+        """Name of the run's pool if taas.toml says that the pool is not trusted, else ""."""
         return "" if self.trusted else self.pool
 
     def shows_lines(self, rank: int) -> bool:
-        """Return whether the notebook shows the lines of a rank."""
+        """Return whether the notebook shows the lines that a rank prints."""
         return not self.log_ranks or rank in self.log_ranks
 
     def shows_displays(self, rank: int) -> bool:
-        """Return whether the notebook shows the displays of a rank."""
+        """Return whether the notebook shows a rank's displays, such as pictures and tables."""
         if self.log_ranks is None:
             return rank == min(self.ranks, default=0)
         return self.shows_lines(rank)
@@ -286,7 +291,7 @@ ALL = -2
 
 
 def split_name(text: str) -> tuple[str, int]:
-    """Parse a name of `--out` into the variable and the rank that returns its value.
+    """Parse an item of `--out` into a variable, and the rank that returns the variable's value.
 
     `losses` means rank 0, `losses@3` rank 3, `losses@last` the rank with the highest number, and
     `losses@all` a list of the values of all ranks. Instead of a variable, `VALUE` means the value
@@ -308,12 +313,12 @@ def split_name(text: str) -> tuple[str, int]:
 
 
 def variable_name(text: str) -> str:
-    """Return the variable of an entry of `--out`, without the rank: `losses` for `losses@3`."""
+    """Return the variable in an item of `--out`, without the rank: `losses` for `losses@3`."""
     return split_name(text)[0]
 
 
 def requests_value_of(text: str, rank: int, world_size: int) -> bool:
-    """Return whether a name of `--out`, such as `losses@3`, requests the value of this rank."""
+    """Return whether an item of `--out`, such as `losses@3`, requests the value of `rank`."""
     wanted = split_name(text)[1]
     return wanted == ALL or rank == (world_size - 1 if wanted == LAST else wanted)
 
@@ -356,15 +361,15 @@ def make_plan(
 ) -> Plan:
     """Make the plan of a run's ranks, for a pool whose hosts all have the same capacity.
 
-    The plan has no fetchers yet. Use as few hosts as possible: a host runs one rank for each GPU,
-    or up to `MAX_RANKS_PER_CPU_HOST` ranks if it has no GPU. But a federation has one rank on each
-    host. The ranks of a host share its cores equally.
+    The caller adds the fetchers to the plan later. Use as few hosts as possible: a host with GPUs
+    runs one rank for each GPU; a host without GPUs runs up to `MAX_RANKS_PER_CPU_HOST` ranks. But a
+    federation has one rank on each host. The ranks of a host share the host's cores equally.
 
     If `--env` sets CUDA_VISIBLE_DEVICES to an empty value, the hosts count as hosts without GPUs.
     If the hosts have no GPUs, the plan has a note for the user, except in a rehearsal.
 
     Args:
-        max_hosts: Number of hosts that the pool may have.
+        max_hosts: Maximum number of hosts of the pool.
         store: Rule for access to the project store; None for no restrictions.
 
     Raises:
@@ -391,7 +396,9 @@ def make_plan(
 def _check_fits(
     flags: Flags, host: HostCapacity, per_host: int, n_hosts: int, max_hosts: int
 ) -> None:
-    """Raise a UsageError if the ranks do not fit on the pool's hosts, or not evenly.
+    """Raise a UsageError if the pool has too few hosts, or if some hosts would get more ranks.
+
+    With `--uneven-hosts`, some hosts may get more ranks than others.
 
     Args:
         per_host: Maximum number of ranks on a host.

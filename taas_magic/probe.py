@@ -35,7 +35,7 @@ _TRIAL_BYTES = 1 << 20
 
 _CGROUPS = "/sys/fs/cgroup"
 _ABANDONED_AFTER_S = 24 * 3600
-"""Age in seconds above which an unfinished installation counts as interrupted."""
+"""Age in seconds above which an unfinished installation is removed, because it was interrupted."""
 
 _SAID_CHARS = 2000
 """Maximum number of characters, from the end of pip's output, that an error text contains."""
@@ -47,7 +47,9 @@ def main(
     mark: str = "",
     names: bool = True,
 ) -> dict[str, Any]:
-    """Return the facts of this host as plain values; `messages.HostFacts` describes each.
+    """Return the facts of this host, such as versions and free disk space, as plain values.
+
+    `messages.HostFacts` describes each fact.
 
     Args:
         modules: Top-level modules to check; the result has the missing ones.
@@ -114,7 +116,7 @@ def cores() -> int:
 
 
 def _cgroup_folders() -> list[str]:
-    """Return the folders of this process's cgroup and of all its parents, in cgroup v1 or v2.
+    """Return the folders of this process's cgroup and of all parent cgroups, for cgroup v1 or v2.
 
     In v1, only cgroups of the controller `cpu` count. The top folder is always included.
     """
@@ -205,7 +207,7 @@ def package_files(folder: str) -> list[tuple[str, bytes]]:
 
 
 def digest(files: Iterable[tuple[str, bytes]]) -> str:
-    """Return a digest of (path, content) pairs."""
+    """Return a digest of a package's files: pairs of path and content, sorted by path."""
     sums = [hashlib.sha256(content).hexdigest() + " " + path for path, content in files]
     return hashlib.sha256("\n".join(sums).encode()).hexdigest()[:16]
 
@@ -232,7 +234,7 @@ def free_bytes(folder: str) -> int:
 
 
 def sites(cache: str) -> list[str]:
-    """Return the names of the package folders that taas-magic has installed in the cache."""
+    """Return the names of the package folders in the cache that taas-magic has installed."""
     try:
         return sorted(n for n in os.listdir(os.path.join(cache, "site")) if not n.startswith("."))
     except OSError:
@@ -242,8 +244,8 @@ def sites(cache: str) -> list[str]:
 def count_gpus() -> int:
     """Count the CUDA devices that a process on this host would see, without using CUDA.
 
-    Count the entries of `CUDA_VISIBLE_DEVICES` if it is set, else the devices in `/dev`. Torch is
-    not asked, because it could create a CUDA context in this process, and then CUDA would not work
+    Count the entries of `CUDA_VISIBLE_DEVICES` if it is set, else the NVIDIA devices in `/dev`. Do
+    not ask torch: torch could create a CUDA context in this process, and then CUDA would not work
     in forks of the process.
     """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -278,8 +280,7 @@ def addresses_of(name: str) -> list[str]:
 def interfaces() -> dict[str, list[str]]:
     """Return the IP addresses of each network interface, by name of the interface.
 
-    Each interface has at most one IPv4 address in the result. Link-local IPv6 addresses do not
-    count.
+    The result has at most one IPv4 address of each interface, and no link-local IPv6 addresses.
     """
     found: dict[str, list[str]] = {}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
@@ -311,7 +312,7 @@ def install(
     If the folder exists already, install nothing. The folder is filled under a temporary name and
     then renamed, so a folder with the final name is always complete. If several hosts share a home
     folder and install the same packages at once, all use the folder of the first one that finishes.
-    Remove old temporary folders.
+    Also remove temporary folders that are older than a day.
 
     Args:
         folder: The folder to create; its name identifies the content.

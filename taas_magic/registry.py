@@ -1,7 +1,7 @@
 """Register loaders, so that fetchers run them if a cell uses them.
 
-The loader stays in the notebook as it is. If a cell uses it, ranks get a `RemoteLoader` in its
-place, and fetchers get the loader itself.
+A registered loader stays in the notebook as it is. If a cell uses the loader, each rank gets a
+`RemoteLoader` instead, and fetchers get copies of the loader's dataset and samplers.
 """
 
 import contextlib
@@ -32,9 +32,9 @@ if TYPE_CHECKING:
     from taas_magic.data.loader import LoaderShape
 
 _BUILT_IN = (list, tuple, dict, set, frozenset, str, bytes, bytearray)
-"""Types that cannot be registered.
+"""Types whose objects cannot be registered.
 
-pickle calls no reducer for them, so every rank would get all the data.
+pickle cannot replace objects of these types by descriptions, so every rank would get all the data.
 """
 
 _SMALL_ATTRIBUTE_BYTES = 64 << 10
@@ -53,8 +53,10 @@ class RegisteredLoader:
 
     Attributes:
         name: Name of the loader in runs; "" if the loader has no name yet.
-        held: Function that returns the loader, or None if the loader no longer exists.
+        held: Function that returns the loader; it returns None if the loader no longer exists.
         seed: Seed of the loader's random numbers; None for the run's seed.
+        uneven: Rule if the number of batches does not divide by the number of ranks: `pad`, `drop`
+            or `keep`.
         is_named: Whether the user gave the name. Otherwise, the loader is named after its variable.
         start: Pickled state that the loader's sampler and generator had at the registration; None
             for their current state.
@@ -73,7 +75,7 @@ class RegisteredLoader:
         return self.held()
 
     def pack(self) -> "PackedLoader":
-        """Pickle the parts of the loader that a run needs.
+        """Pickle the parts of the loader that fetchers need, and describe the loader for ranks.
 
         Raises:
             CaptureError: An object in the loader cannot be sent, or `load_state_dict` has set the
@@ -92,7 +94,9 @@ class PackedLoader(NamedTuple):
     """A registered loader, pickled for a run.
 
     Attributes:
-        shape: Description of the loader, without its data; ranks get it instead of the loader.
+        shape: Description of the loader, without its data. Ranks get this description instead of
+            the loader.
+        payload: The pickled dataset, samplers and functions of the loader, for fetchers.
         parts: The notebook's objects of which fetchers have copies: dataset, samplers, generator.
     """
 
@@ -102,7 +106,7 @@ class PackedLoader(NamedTuple):
 
 
 _registered: dict[int, RegisteredLoader] = {}
-"""Registrations by the loader's id."""
+"""Registration of each loader, by `id(loader)`."""
 
 
 def register(
@@ -173,11 +177,11 @@ def _is_short(name: str) -> bool:
 
 
 def _reference(loader: Any, is_named: bool) -> Callable[[], Any]:
-    """Return a function that returns the loader, or None if the loader no longer exists.
+    """Return a function that returns the loader, or that returns None after the loader's deletion.
 
-    A loader without a name from the user is held by a weak reference, if its type allows one. A
-    cell that registers a loader may run many times, and each loader's data may fill most of the
-    memory.
+    The function holds a loader without a name from the user by a weak reference, if the type of the
+    loader allows one. So the registration does not keep the loader's data in memory if a cell
+    replaces the loader by a new one.
     """
     if not is_named:
         with contextlib.suppress(TypeError):  # some types allow no weak references
@@ -223,7 +227,9 @@ def registered() -> dict[str, RegisteredLoader]:
 
 
 def reduce_loader(loader: Any, used: dict[str, PackedLoader]) -> Any:
-    """Reduce a registered loader to its description, from which a rank makes a remote loader.
+    """Make pickle replace a registered loader by a description of the loader.
+
+    From the description, a rank makes a remote loader.
 
     Args:
         used: Mapping to which this function adds the loader's `PackedLoader` under its name,
@@ -259,7 +265,8 @@ def write_files(
     certificate. Without loaders, do nothing.
 
     Args:
-        tls: Whether to encrypt batches. Must be True if other people use the network, too.
+        tls: Whether to encrypt batches on the network. Must be True if other people use the
+            network.
     """
     if not loaders:
         return
@@ -324,9 +331,9 @@ def _check_kind(loader: Any, uneven: str) -> None:
 
 
 def _iterated_by(kind: type) -> str | None:
-    """Return the module of the `__iter__` that a subclass of DataLoader defines.
+    """Return the name of the module that defines the `__iter__` of a subclass of DataLoader.
 
-    Returns None if the class is no DataLoader, or has the `__iter__` of torch or torchdata.
+    Return None if the class is no DataLoader, or uses the `__iter__` of torch or torchdata.
     """
     from torch.utils.data import DataLoader
 
@@ -336,7 +343,7 @@ def _iterated_by(kind: type) -> str | None:
 
 
 def _check_travels(name: str, loader: Any) -> bytes:
-    """Check that a loader can be sent to fetchers.
+    """Check that a loader can be sent to fetchers; pickle the state of its sampler and generator.
 
     Returns:
         The pickled state of the loader's sampler and generator.
@@ -415,7 +422,15 @@ def _variable_of(loader: Any, preferred: str = "") -> str | None:
 
 
 def _shape_of(entry: RegisteredLoader, loader: Any, parts: "LoaderParts") -> "LoaderShape":
-    """Return the description of a loader, from which ranks make a remote loader."""
+    """Return the description of a loader, from which ranks make a remote loader.
+
+    It has the loader's settings, its numbers of batches and samples, and the dataset's small
+    attributes, but no data.
+
+    Args:
+        entry: Registration of the loader.
+        loader: The loader, as a DataLoader.
+    """
     from torch.utils.data import IterableDataset
 
     from taas_magic.data.loader import SETTINGS, LoaderShape
@@ -447,7 +462,10 @@ def _shape_of(entry: RegisteredLoader, loader: Any, parts: "LoaderParts") -> "Lo
 
 
 def _mutable_parts(loader: Any) -> tuple[Any, ...]:
-    """Return the objects of a DataLoader that a program may change, and that fetchers copy."""
+    """Return the objects of a DataLoader that the notebook may change after fetchers copied them.
+
+    These are the dataset, the samplers and the generator.
+    """
     parts = loader.dataset, loader.sampler, loader.batch_sampler, loader.generator
     return tuple(part for part in parts if part is not None)
 
@@ -483,7 +501,7 @@ def _may_vary(parts: "LoaderParts") -> bool:
 def _has_own_sampler(parts: "LoaderParts") -> bool:
     """Return whether a sampler of the loader is of a class that is not torch's.
 
-    The loader's sampler, its batch sampler and any sampler inside these are checked. Built-in
+    Check the loader's sampler, its batch sampler, and any sampler inside these two. Built-in
     classes such as list count as torch's.
     """
     left = [parts.sampler, parts.batch_sampler]
@@ -501,7 +519,9 @@ def _has_method(dataset: Any, method: str) -> bool:
 
 
 def _small_attributes(dataset: Any) -> dict[str, Any]:
-    """Return the dataset's small attributes, such as `dataset.classes`, for the ranks' description.
+    """Return the dataset's small attributes, such as `dataset.classes`.
+
+    Ranks get these attributes in the description of the loader.
 
     An attribute is small if its pickle has at most `_SMALL_ATTRIBUTE_BYTES`, and if it is a number,
     a string or None, or a list or tuple of up to 1,000 such values.
@@ -518,11 +538,12 @@ def _small_attributes(dataset: Any) -> dict[str, Any]:
 
 
 def _warn_of_own_generators(loader: Any) -> None:
-    """Warn if the loader's dataset has a random generator of its own, because nothing seeds it.
+    """Warn if the loader's dataset has a random generator of its own, which nothing seeds.
 
-    In a run, each epoch of an iterable-style dataset begins with the same copy of the dataset, and
-    so with the same random numbers. There is no warning about this if the dataset has `set_epoch`.
-    Nor is there one if the epochs of a local loader would also have the same random numbers.
+    The numbers of such a generator depend on `--cpus` if the dataset is map-style. If the dataset
+    is iterable-style, each epoch of a run begins with the same copy of the dataset, and so with the
+    same random numbers. There is no warning about an iterable-style dataset in two cases: it has
+    `set_epoch`, or the epochs of a local loader would also have the same random numbers.
     """
     from torch.utils.data import IterableDataset
 

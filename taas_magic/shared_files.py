@@ -32,7 +32,9 @@ def lock(descriptor: int, *, shared: bool = False, wait: bool = False) -> bool:
 
 
 def take_lock(path: Path, flags: int = os.O_CREAT, *, wait: bool = False) -> int | None:
-    """Open a file, take its lock and return the descriptor; None if another process holds it.
+    """Open a file, lock it and return its descriptor; None if another process holds the lock.
+
+    By default, make the file if it is missing. If `wait` is True, wait until the lock is free.
 
     Raises:
         OSError: The file cannot be opened.
@@ -45,7 +47,7 @@ def take_lock(path: Path, flags: int = os.O_CREAT, *, wait: bool = False) -> int
 
 
 def is_unlocked(path: Path, flags: int = os.O_CREAT) -> bool:
-    """Return whether no process holds the lock of a file. Does not keep the lock."""
+    """Return whether no process holds the lock of a file; by default, make a missing file."""
     if (descriptor := take_lock(path, flags)) is not None:
         os.close(descriptor)
     return descriptor is not None
@@ -53,9 +55,10 @@ def is_unlocked(path: Path, flags: int = os.O_CREAT) -> bool:
 
 @contextlib.contextmanager
 def locked(path: Path, *, wait: bool) -> Iterator[bool]:
-    """Hold a file's lock within the block, and yield whether this succeeded.
+    """Hold a file's lock during the `with` block, and yield whether this process has the lock.
 
-    If another process holds the lock and `wait` is False, the block runs without the lock.
+    Make the file if it is missing. If another process holds the lock and `wait` is False, the block
+    runs without the lock.
     """
     descriptor = take_lock(path, wait=wait)
     try:
@@ -85,7 +88,7 @@ def replace_atomically(path: Path) -> Iterator[IO[bytes]]:
 
 
 def boot_id() -> str:
-    """Return the random id of this boot of this machine; "" if the system does not provide one."""
+    """Return a random id that this machine has until its next boot; "" if there is none."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:

@@ -79,7 +79,7 @@ class Shell(Protocol):
 
         Args:
             data: Standard input of the command.
-            timeout_s: Maximum seconds for the command.
+            timeout_s: Maximum seconds without output of the command.
         """
 
     def put(self, data: bytes, path: str) -> None:

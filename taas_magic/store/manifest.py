@@ -140,7 +140,7 @@ class Hashes:
         return list(self._known)
 
     def hash_of(self, tree: Tree, tree_entry: TreeEntry) -> str:
-        """Return the hash of a file, or `FOLDER` for a folder. Read a file only if it has changed.
+        """Return the hash of a file, or `FOLDER` for a folder. Read only changed files.
 
         A new hash is recorded only if the file did not change while it was read, and if the file's
         last change is older than `_FRESH_NS`.

@@ -118,7 +118,10 @@ class StoreView:
         return None
 
     def common_path(self, store_path: str) -> str:
-        """Return the path that a rank without its own version of `store_path` reads."""
+        """Return the path that a rank reads if it has no version of `store_path` of its own.
+
+        This is `store_path`, or the path that replaces it in a rehearsal.
+        """
         return self.replacement_path(store_path) or store_path
 
     def path_to_read(self, store_path: str) -> str | None:
