@@ -130,7 +130,7 @@ _PLACES = {
     "save": "taas_magic.store.publish:save",
     "step": "taas_magic.host.profile:step",
 }
-"""For each object that `__getattr__` imports, by public name: its module and its name there."""
+"""Import path `MODULE:NAME` of each object that `__getattr__` imports, by public name."""
 
 
 def __getattr__(name: str) -> Any:

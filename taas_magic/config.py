@@ -481,7 +481,7 @@ def _refuse_unknown(table: Mapping[str, Any], possible: Iterable[str], where: st
 
 
 def _right_table(name: str) -> str:
-    """Return a hint such as ` (it belongs below "[runs]")` if `name` is a key of a table, or ""."""
+    """Return a hint such as ` (it belongs below "[runs]")` if another table has the key `name`."""
     tables = {key: getattr(Config(), key) for key in ("store", "capture", "runs", "data")}
     right = [key for key, table in tables.items() if name in table.__struct_fields__]
     return f' (it belongs below "[{right[0]}]")' if right else ""

@@ -1,7 +1,7 @@
 """The Jupyter kernel "Python (TaaS)": an ipykernel that loads the `taas_magic` extension at start.
 
-Jupyter starts the kernel by kernels/taas/kernel.json, as `python -m taas_magic.kernel -f
-<connection file>`.
+By kernels/taas/kernel.json, Jupyter starts the kernel with this command:
+`python -m taas_magic.kernel -f <connection file>`.
 """
 
 import os

@@ -396,9 +396,9 @@ def make_plan(
 def _check_fits(
     flags: Flags, host: HostCapacity, per_host: int, n_hosts: int, max_hosts: int
 ) -> None:
-    """Raise a UsageError if the pool has too few hosts, or if some hosts would get more ranks.
+    """Raise a UsageError if the ranks do not fit on the hosts, or do not divide evenly over them.
 
-    With `--uneven-hosts`, some hosts may get more ranks than others.
+    With `--uneven-hosts`, the ranks need not divide evenly.
 
     Args:
         per_host: Maximum number of ranks on a host.

@@ -47,7 +47,10 @@ def take_lock(path: Path, flags: int = os.O_CREAT, *, wait: bool = False) -> int
 
 
 def is_unlocked(path: Path, flags: int = os.O_CREAT) -> bool:
-    """Return whether no process holds the lock of a file; by default, make a missing file."""
+    """Return whether no process holds the lock of a file, by a short attempt to lock the file.
+
+    By default, make the file if it is missing.
+    """
     if (descriptor := take_lock(path, flags)) is not None:
         os.close(descriptor)
     return descriptor is not None

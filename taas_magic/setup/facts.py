@@ -158,7 +158,7 @@ def _probe_program(function: str, arguments: Mapping[str, object]) -> bytes:
 
 
 class KernelVersions(Struct, frozen=True):
-    """Versions of Python, torch and taas-magic in this process, to compare with those of hosts.
+    """Versions of Python, torch and taas-magic in this process, to compare with a host's.
 
     Attributes:
         ours: Digest of taas-magic's own files.
@@ -238,12 +238,12 @@ class RequiredPackage:
     def pin(self) -> str:
         """Requirement for pip: this machine's version, such as `zict==3.0.0`.
 
-        If the package is not installed here, any version in `allowed`.
+        If the package is not installed here, the requirement is any version in `allowed`.
         """
         return f"{self.name}=={self.version}" if self.version else f"{self.name}{self.allowed}"
 
     def is_met_by(self, version: str) -> bool:
-        """Return whether a version is allowed. The version "" of a missing package never is."""
+        """Return whether a version is allowed; False for "", the version of a missing package."""
         try:
             return bool(version) and self.allowed.contains(Version(version), prereleases=True)
         except InvalidVersion:
@@ -358,7 +358,7 @@ def _python(facts: HostFacts, here: KernelVersions) -> Iterator[HostProblem]:
 
 
 def _disk(facts: HostFacts) -> Iterator[HostProblem]:
-    """Yield a problem if the disk of the cache folder is full, nearly full or not writable."""
+    """Yield a problem if the cache folder is not writable, or its disk is full or nearly full."""
     free = f"{facts.free_bytes / 1024**3:.1f} GiB free at {facts.cache}"
     move = "Free some, or set XDG_CACHE_HOME there to a folder on another disk"
     if facts.cache_error:
@@ -390,10 +390,11 @@ def _network(facts: HostFacts, interface: str | None) -> Iterator[HostProblem]:
 def _warnings(
     facts: HostFacts, promised: int | None, packages: Mapping[str, RequiredPackage]
 ) -> Iterator[HostProblem]:
-    """Yield problems that do not prevent a run: of GPUs, the clock and package versions.
+    """Yield problems that do not prevent a run, about GPUs, the clock and package versions.
 
     Args:
         promised: Number of CUDA devices in taas.toml; None if taas.toml has none.
+        packages: Packages that the host needs, by name.
     """
     if promised is not None and facts.gpus < promised:
         what = f"{facts.gpus} GPUs there, gpus = {promised} in taas.toml"

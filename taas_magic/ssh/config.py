@@ -545,7 +545,7 @@ class UserKeys(AuthStrategy):
     def get_sources(self) -> Iterator[AuthSource]:
         """Yield the keys in the order in which they are offered.
 
-        The order matters, because a host disconnects after a few refused keys. It is:
+        A host disconnects after a few refused keys, so the order matters:
 
         1. Keys of the ssh agent that are also in identity files.
         2. Other keys of the ssh agent, unless IdentitiesOnly is set.

@@ -36,7 +36,7 @@ from taas_magic.ssh.config import (
 )
 
 SILENCE_S = 8.0
-"""Default of `connect`: seconds without an answer from the host until a connection is closed."""
+"""Default seconds without an answer from the host, after which a connection is closed."""
 
 TAIL_LINES = 15
 """Number of lines at the end of a command's output that are kept for messages."""
@@ -455,7 +455,8 @@ class HeartbeatCommand:
     The empty lines are heartbeats. The constructor starts the command.
 
     Args:
-        first_line: First input of the command. Unlike a command line, it may contain secrets.
+        first_line: First input of the command. Unlike a command line, this input may
+            contain secrets.
         log: Function to call with each line of the command's output, except empty lines.
 
     Attributes:
@@ -610,7 +611,7 @@ def _pump(
     write: Callable[[bytes], Any],
     close: Callable[[], Any] = lambda: None,
 ) -> None:
-    """Copy bytes from `read` to `write` until either side ends; then call `close`."""
+    """Copy bytes from `read` to `write` until the data or connection ends; then call `close`."""
     with contextlib.suppress(*_ENDED):  # either side may close at any time, with any exception
         while data := read(_RELAY_CHUNK_BYTES):
             write(data)

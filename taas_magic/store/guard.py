@@ -61,7 +61,7 @@ class StoreProtection(str, Enum):
 
 @functools.cache
 def strongest_protection() -> StoreProtection:
-    """Return the strongest protection mechanism that works on this host, after trying each.
+    """Return the strongest protection mechanism that works on this host, found by trials.
 
     If no other mechanism works, the result is `PYTHON`. Each trial takes about 0.1 s, so the result
     is cached. Each trial runs in a process of its own, because a process that has entered a user
@@ -85,10 +85,10 @@ def strongest_protection() -> StoreProtection:
 
 
 def try_protection(protection: str, folder: str) -> None:
-    """Protect `folder` from this process by a mechanism; exit with an error if this has no effect.
+    """Make `folder` read-only for this process by one mechanism; exit if this has no effect.
 
-    `strongest_protection` calls this function in a process of its own. The trial is to make a
-    folder in `folder`.
+    To test the effect, this function tries to make a folder in `folder`. `strongest_protection`
+    runs this function in a process of its own.
 
     Args:
         protection: Name of the `StoreProtection` member to try.
@@ -205,9 +205,9 @@ _REHEARSES = (
     "redirected; docs/rehearse.md"
 )
 _refusal_reasons: list[str] = [_ONLY_RANK_0]
-"""Explanations for the user of a refused write; `{}` stands for the path of the store.
+"""Texts that explain a refused write to the user; `{}` stands for the path of the store.
 
-Users see only the last item. In a rehearsal, `apply_rule` appends the explanation for rehearsals.
+Only the last item is shown. In a rehearsal, `apply_rule` appends the explanation for rehearsals.
 """
 
 _NO_FILES = ("/dev", "/proc", "/sys", "/run")
@@ -242,7 +242,7 @@ def why_refused(error: BaseException) -> str:
 
 
 def _captured_stderr(error: BaseException) -> str:
-    """Return the captured stderr if `error` is about a failed subprocess and has it; else ""."""
+    """Return the captured stderr if `error` is a CalledProcessError that has one; else ""."""
     stderr = error.stderr if isinstance(error, subprocess.CalledProcessError) else None
     return stderr.decode(errors="replace") if isinstance(stderr, bytes) else str(stderr or "")
 
@@ -303,8 +303,8 @@ def writable_folders(store: str, writable: Iterable[str], protection: StoreProte
 def _move_temporary_folder(store: str, protection: StoreProtection, scratch: Path) -> None:
     """Set TMPDIR to a folder in `scratch` if this process cannot write the usual temporary folder.
 
-    This is so if the store is the usual temporary folder. Under Landlock, it is also so if the
-    store is inside the usual temporary folder.
+    The process cannot write this folder if the folder is the store. Under Landlock, the process
+    also cannot make files directly in the folder if the store is inside the folder.
     """
     usual = os.path.realpath(tempfile.gettempdir())
     if usual == store or (protection is StoreProtection.LANDLOCK and is_below(store, usual)):
@@ -472,7 +472,10 @@ def _mount(source: str | None, target: str, flags: int) -> None:
 
 
 def _drop_capabilities() -> None:
-    """Drop this process's capabilities in its user namespace, to protect the mounts."""
+    """Drop all capabilities of this process, so that the process cannot undo its mounts.
+
+    A process that has entered a user namespace has all capabilities in this namespace.
+    """
     header = (ctypes.c_uint32 * 2)(0x20080522, 0)  # _LINUX_CAPABILITY_VERSION_3, this thread
     nothing = (ctypes.c_uint32 * 6)()
     _raise_if_negative(_LIBC.capset(header, nothing), "capset")
@@ -493,8 +496,8 @@ _TRUNCATE = 1 << 14
 def _restrict_by_landlock(folder: str, writable: Sequence[str]) -> None:
     """Make Landlock refuse all changes below `folder`, for this process and its later children.
 
-    The effect is permanent. Changes stay possible in `writable`, and in the entries that
-    `_siblings` returns.
+    The effect is permanent. Changes stay possible in `writable`, in the entries beside `folder`,
+    and in the entries beside each folder that contains `folder`.
 
     Args:
         folder: Absolute path without symbolic links.

@@ -158,7 +158,7 @@ def _below(folder: str, name: str) -> str:
 
 
 def is_being_written(file: FileIO) -> bool:
-    """Return whether any process has the file open for writing; False if it cannot be determined.
+    """Return whether any process has the file open for writing; False if unknown.
 
     The system grants a read lease (F_SETLEASE in fcntl(2)) only if no process has the file open for
     writing. If another process opens the file during the lease, the caller's process gets SIGURG.

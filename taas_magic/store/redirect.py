@@ -2,7 +2,7 @@
 
 `install` replaces `open` and the functions of `os`, by which all Python code opens files.
 `libraries.py` redirects libraries that open files in C, C++ or Rust. `guard.py` stops writes that
-bypass both modules, such as those of subprocesses.
+bypass both modules, such as writes by subprocesses.
 
 A `StoreView` decides which path a call really uses. Rank 0 has a plain `StoreView`, which redirects
 no call and records each path that rank 0 writes. Another rank has a `DiscardingView` or a
@@ -416,7 +416,7 @@ class RehearsalView(DiscardingView):
 
         Raises:
             PermissionError: With `--store-writes refuse`, this rank could not write `store_path` in
-                a real run. Or `DiscardingView.path_to_write` has raised the error.
+                a real run. Or the file is a shard of a checkpoint, or is too large to be copied.
             FileNotFoundError: The parent folder does not exist.
         """
         if self._refuses and not self._writes_to_rehearsal(store_path):
@@ -816,7 +816,7 @@ def _write(
 
 
 def _path_to_find(view: StoreView, store_path: str) -> str:
-    """Return the path of the version of `store_path` that this rank sees; it may not exist."""
+    """Return the path at which this rank looks for `store_path`, even if no file is there."""
     return view.own_path(store_path) or view.common_path(store_path)
 
 

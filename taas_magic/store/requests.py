@@ -165,7 +165,7 @@ class SendRequest(Protocol):
 
 
 class MessageSizer:
-    """Counter that adapts the size of messages to the speed of the link after each message.
+    """Size of the next message, adapted to the speed of the link after each message.
 
     Logs and heartbeats use the same link, so no message may occupy a slow link for long.
 

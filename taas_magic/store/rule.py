@@ -191,7 +191,7 @@ def user_name() -> str:
 
 
 def store_state_folder(store: str) -> Path:
-    """Return the folder for data about a store that later runs need; it may not exist yet."""
+    """Return the folder for data about a store that later runs need. The folder may not exist."""
     return state_dir() / "stores" / hashlib.sha256(os.fsencode(store)).hexdigest()[:20]
 
 
@@ -278,7 +278,7 @@ def _refuse_overlap(store: str, path: Path) -> None:
 
 
 class FolderIdentity(Struct, frozen=True):
-    """Identity of a folder, by which a host finds out whether it shares the project store.
+    """Identity of the project store, by which a host finds out whether it has the same folder.
 
     On one machine, the numbers of the file system and the inode identify a folder. Between
     machines, these numbers prove nothing, because two clones of one disk have the same numbers. So

@@ -159,7 +159,7 @@ class StoreServer:
 
         The first call starts a search in a thread. A request with `fresh` starts another search, if
         none is running. Hosts may read the files that the newest returned manifest lists, and the
-        files that a host has sent in this run (`_part`).
+        files that a host has sent in this run.
         """
         if self._search is None or (request.fresh and self._search.done()):
             # The search runs in a thread. Meanwhile, no other thread may use the hashes.
@@ -266,9 +266,9 @@ class StoreServer:
     def _check_new(self, path: str) -> None:
         """Raise UnsafeError if a host may not make `path` or one of its missing parent folders.
 
-        The store refuses new files and folders that tools run by themselves
-        (`may_be_run_by_tools`). In folders that the user made, it refuses more names than in
-        folders of runs. A path that `[store] overwrite` names is never refused.
+        The store refuses new files and folders that tools may run unasked
+        (`may_be_run_by_tools`). In folders that the user made, the store refuses more names than
+        in folders of runs. A path that `[store] overwrite` names is never refused.
         """
         if self._overwrite_rules.has(path):
             return
@@ -358,10 +358,9 @@ class StoreServer:
     ) -> None:
         """Write one piece of a file to its temporary file, or make a folder.
 
-        With the first piece of a file, this method checks that the path may be made, and makes
-        missing parent folders. With the last piece, this method verifies the file's
-        size and hash. A new folder is recorded as a change for the
-        other hosts. If a write fails, or the file is damaged, discard the file.
+        With the first piece of a file, check that the path may be made, and make missing parent
+        folders. With the last piece, verify the size and hash of the file. If a write fails, or the
+        file is damaged, discard the file. Record a new folder as a change for the other hosts.
 
         Args:
             whole: List to which the file is added if this piece completes it.
@@ -410,7 +409,7 @@ class StoreServer:
         incoming: IncomingFile,
         flushed: Future[None],
     ) -> None:
-        """Move a complete file from its temporary name to its path; discard it on failure.
+        """Move a complete file from its temporary name to its path; discard the file on failure.
 
         Record the file as made by a run, and as a change for the other hosts. If the user has a
         file at `path`, move the new file beside the user's file (`a.txt.from-host`) instead.

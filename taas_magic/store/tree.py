@@ -212,10 +212,11 @@ class Tree:
             os.close(here)
 
     def open_file(self, path: str) -> FileIO:
-        """Open a regular file for reading.
+        """Open a regular file for reading. Follow no links.
 
         Raises:
             UnsafeError: The path is unsafe, or the entry is not a regular file.
+            OSError: The file does not exist, or cannot be read.
         """
         folder, name = split_path(path)
         with self.folder(folder) as here:
