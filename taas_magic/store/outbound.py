@@ -38,7 +38,7 @@ from taas_magic.store.rule import is_below
 from taas_magic.store.tree import TreeEntry, UnsafeError, folders_of, printable, why_unsafe
 
 BLIND_S = 0.5
-"""Seconds between two searches of the whole mirror for changes if inotify cannot watch it."""
+"""Seconds between two searches of the mirror for changes if inotify misses some folders."""
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
@@ -366,8 +366,7 @@ class _ChangeSender:
         An accepted file gets its new hash and an entry in the receipt. A refused path is recorded
         with the reason; the user gets one note for each reason. If the store has kept a file beside
         the user's file (`a.txt.from-host`), the path counts as refused, but its new hash is
-        recorded.
-        If nothing is queued, do nothing.
+        recorded. If nothing is queued, do nothing.
 
         Returns:
             The reason for each refused path.
@@ -413,8 +412,8 @@ class MirrorSender:
     Args:
         note: Function that shows the user which files could not be sent, and why.
         receipt_builder: Record of sent and refused files, which this class updates.
-        shared: Folders whose changes this host sends, relative to the mirror: the shared folders.
-            None to send all changes, on the host of rank 0.
+        shared: Shared folders, relative to the mirror. A host without rank 0 sends only changes in
+            these folders. None on the host of rank 0, which sends all changes.
     """
 
     def __init__(

@@ -118,7 +118,7 @@ class StoreView:
         return None
 
     def common_path(self, store_path: str) -> str:
-        """Return the path that a rank reads if it has no version of `store_path` of its own.
+        """Return the path that a rank reads if it has no own version of `store_path`.
 
         This is `store_path`, or the path that replaces it in a rehearsal.
         """
@@ -515,7 +515,7 @@ def begin_run() -> None:
 
 
 def install(view: StoreView) -> None:
-    """Permanently replace Python's file functions by ones that ask `view` for the path. Call once.
+    """Permanently replace Python's file functions by ones that use the path from `view`. Call once.
 
     Replace `open` and the functions of `os` that change files. Also redirect torch's file writer
     and the trace files of its profiler. For rank 0 of a real run, also make `torch.save` atomic.
