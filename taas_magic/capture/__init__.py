@@ -10,8 +10,8 @@ culprit.py            find the path to an object that cannot be pickled
 plain.py              convert plain data to bytes that can be read without running code
 changes.py            find the captured values that a cell changed in rank 0
 session_variables.py  choose the variables to send to the ranks of a session
-digest.py             digests that tell whether two plain values are equal
+digest.py             digests that tell whether two simple values are equal
 home.py               pickle results in a rank and load them in the notebook
 process_state.py      copy process settings: warning filters, loggers, torch's settings, ...
-payload.py            capture, write and read the work with everything it needs
+payload.py            capture the work and everything that the work needs; write and read a payload
 """

@@ -136,7 +136,7 @@ class ChangeDetector:
 
 
 def _is_array(value: Any) -> bool:
-    """Return whether a value is a plain tensor or a numpy array."""
+    """Return whether a value is exactly a `torch.Tensor` or a `numpy.ndarray`, no subclass."""
     return f"{type(value).__module__}.{type(value).__name__}" in ("torch.Tensor", "numpy.ndarray")
 
 
@@ -161,7 +161,7 @@ class _TooCostlyError(Exception):
 
 
 class _Budget:
-    """The part of the cost limit `_BUDGET` that is not spent yet."""
+    """Counter of the cost that digesting may still spend; starts at `_BUDGET`."""
 
     def __init__(self) -> None:
         self._left = _BUDGET
@@ -213,7 +213,7 @@ class _DescriptionPickler(pickle.Pickler):
         self._known, self._budget = known, budget
 
     def reducer_override(self, obj: Any) -> Any:
-        """Reduce an object to those of its parts that are compared. Called by pickle.
+        """Reduce an object to the parts that `_description` returns. Called by pickle.
 
         The parts are the arguments of `_placeholder`, which stands for the object's constructor. An
         object that `--out` returns to the notebook is reduced to a constant.

@@ -26,15 +26,15 @@ Registered loaders go to the `fetchers`.
 Advice = Mapping[str, tuple[str, ...]]
 """Texts of advice for the user, each with endings of class names.
 
-A text is for the classes whose names have one of these endings. If a class matches several texts,
-the first text is used.
+The user gets a text if the name of an object's class has one of the text's endings. If several
+texts match, the user gets the first of these texts.
 """
 
 _BUDGET_S = 5.0
-"""Maximum seconds for the search."""
+"""Maximum seconds that `culprit` searches for the part that cannot be pickled."""
 
 _DEPTH = 40
-"""Maximum number of steps in the path."""
+"""Maximum number of steps in the path that `culprit` returns, such as `[3]` or `.db`."""
 
 _NAME_CHARS = 40
 _ADVICE: Advice = {
@@ -333,7 +333,7 @@ _PROCESS_BOUND_CLASSES = {
 }
 """Classes whose instances work only in the process that made them, by top-level package.
 
-Libraries move these classes from module to module, so the modules are not given.
+The table has no module names, because libraries move these classes from module to module.
 """
 
 
@@ -363,7 +363,7 @@ _RUNNING_CLASSES = {
     "concurrent": {"Executor", "Future"},
     "asyncio": {"AbstractEventLoop", "Future"},
 }
-"""Classes such as threads, processes, locks, queues and widgets, by top-level package.
+"""Classes such as threads, processes, semaphores, queues and widgets, by top-level package.
 
 The error message names an instance of these classes as a whole, not the part of the instance that
 cannot be pickled.

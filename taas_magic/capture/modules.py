@@ -157,7 +157,7 @@ def differences(modules: Mapping[str, ModuleSource], cell: str) -> tuple[str, ..
 
     Ranks import the file. The notebook has another value if a cell has set the constant, or if the
     file was edited after the notebook imported the module. Only the first `_MOST_DIFFERENCES`
-    constants get their own note; one more note counts the others.
+    constants get their own note; one more note has the number of further constants.
 
     Args:
         cell: Text of the cell. There is no note on a constant that the cell sets.
@@ -188,10 +188,9 @@ def patches(
 ) -> Iterator[str]:
     """Yield notes on functions that the notebook has replaced in a module or class.
 
-    Ranks have the original functions. In a class, this function checks all members. In a module, it
-    checks only the members with a name in `attributes`. If such a member is itself a module or a
-    class, it checks the members of that module or class, too. Only the first `_MOST_DIFFERENCES`
-    functions get a note.
+    Ranks have the original functions. All members of a class are checked. Of a module, only the
+    members with a name in `attributes` are checked. If such a member is itself a module or a class,
+    its members are checked, too. Only the first `_MOST_DIFFERENCES` functions get a note.
 
     Args:
         modules: Modules that the cell uses.
@@ -238,10 +237,10 @@ def is_shipped(name: str) -> bool:
 
 
 def outdated(modules: Mapping[str, ModuleSource]) -> list[str]:
-    """Return the names of the modules that this process (a rank) has imported with another source.
+    """Return the names in `modules` that this process (a rank) has imported from other source.
 
     Args:
-        modules: The modules with their newest sources, by name.
+        modules: The newest sources of the project's modules, by name.
     """
     loaders = {name: _shipped_loader(name) for name in modules}
     return [
@@ -279,8 +278,8 @@ def claim_taas() -> bool:
     Ranks, fetchers and the kernel call this function before any of the user's code runs.
 
     Returns:
-        Whether another package had been imported as `taas`, which the program can no longer import
-        by this name.
+        Whether another package had been imported as `taas` before. After this call, `import taas`
+        no longer gives that package.
     """
     api = importlib.import_module("taas_magic.api")
     before = sys.modules.get("taas", api)

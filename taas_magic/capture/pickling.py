@@ -243,9 +243,9 @@ class ValuePickler(cloudpickle.Pickler):
 
     Attributes:
         memo: Objects pickled so far, by id (pickle's own attribute).
-        needs: Names in `namespace` that the receiver needs: those that the added functions read,
-            and those of the added functions and classes. For `fetchers`, only the names of the
-            added functions and classes of this process's `__main__`.
+        needs: Names in `namespace` that the receiver needs: the variables that the added functions
+            read, and the added functions and classes themselves. For `fetchers`, only the names of
+            the added functions and classes of this process's `__main__`.
         modules: Modules that the added values refer to or import.
         filenames: Files of the functions that were pickled by value.
         stores: Names that the added functions set by `global`.

@@ -2,7 +2,7 @@
 
 Settings are copied if the notebook's cells have changed them from their defaults. docs/capture.md
 lists these settings. All values are sent as plain data, so a rank need not import a library to load
-them. But if the notebook has changed rcParams of matplotlib, ranks import matplotlib.
+these values. Only if the notebook has changed rcParams of matplotlib, ranks import matplotlib.
 """
 
 import importlib

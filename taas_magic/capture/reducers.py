@@ -537,8 +537,8 @@ def _reduce_torch_name(value: Any) -> Reduced:
 def _reduce_script(script: Any) -> Reduced:
     """Reduce a module or function of `torch.jit` to the bytes that `torch.jit.save` writes.
 
-    The reduced object also has the type of the device on which to load: that of the first parameter
-    or buffer, or "cpu" if there is none.
+    The reduced object also has the type of the device on which to load it: the type of the first
+    parameter's or buffer's device, or "cpu" if there is no parameter or buffer.
     """
     import torch
 

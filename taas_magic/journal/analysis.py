@@ -3,7 +3,7 @@
 Ranks and fetchers send events with counts, such as batches received and seconds waited.
 
 The clocks of hosts may differ by days. So the caller passes the arrival time of each event, and
-ranks and workers measure only durations. The module does no I/O.
+ranks and workers measure only durations. This module reads and writes no files.
 """
 
 import math

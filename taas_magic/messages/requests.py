@@ -173,7 +173,7 @@ class HostStatus(Struct, kw_only=True):
         protection: Value of `store.guard.StoreProtection`, such as "Landlock".
         allocated_s: Seconds since the host was allocated.
         runs: Ids of the runs on the host.
-        idle_s: Seconds since the last run on the host ended; None if a run is on the host now.
+        idle_s: Seconds for which the host has been without a run; None if a run is on it now.
         gpu_hours: GPU hours since the host was allocated.
     """
 
@@ -264,7 +264,7 @@ class GetStacks(Request[RunStacks]):
     """A kernel requests the stack reports of a run's ranks or fetchers.
 
     Attributes:
-        run_id: Id of the run or of its fetchers.
+        run_id: Id of the run, or id of the run's fetchers.
     """
 
     run_id: str
