@@ -352,8 +352,8 @@ class Client:
 
     If a sampler draws from an unseeded generator, each worker computes a different order. In this
     case, the pass follows the order of the worker that opened the epoch. If a response has the hash
-    of another order, the client requests the batch's indices (ORDER) from the worker that opened
-    the epoch. Afterwards, the client requests the batch with these indices from any worker.
+    of a different order, the client requests the batch's indices (ORDER) from the worker that
+    opened the epoch. Afterwards, the client requests the batch with these indices from any worker.
 
     Args:
         keep_bytes: Maximum size in bytes of the memory that receives batches. Memory of batches

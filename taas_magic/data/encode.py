@@ -6,7 +6,7 @@ of each tensor, and this module decides which memory to send:
 * For a tensor that is a view, only the bytes of the view are sent, not the whole storage.
 * The memory of overlapping tensors is sent once, and the decoded tensors share memory again.
 * A tensor that is not a plain dense CPU tensor (for example sparse, or with requires_grad) is
-  encoded as a function call that rebuilds the tensor from plain ones.
+  encoded as a function call that rebuilds the tensor from plain tensors.
 
 The encoded batch is called a body: `[table of contents][buffer][buffer]…`. The table of contents
 (`Encoded.head`) includes the pickle. The table and each buffer are aligned to 64 bytes.

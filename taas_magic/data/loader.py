@@ -703,9 +703,9 @@ class RemoteDataset(Dataset[Any]):
 
     Args:
         path: Name of the dataset in messages.
-        copy: This rank's copy of the dataset, if the dataset is an attribute of another dataset.
-            None for the loader's own dataset; the length and small attributes of the loader's
-            dataset are known without a copy.
+        copy: This rank's copy of the dataset, if the dataset is an attribute of the loader's
+            dataset or of an inner dataset. None for the loader's dataset itself, whose length and
+            small attributes are known without a copy.
     """
 
     def __init__(self, loader: RemoteLoader, path: str, copy: Any = None) -> None:

@@ -308,7 +308,7 @@ def _pack_batches(drawn: Iterable[Any]) -> tuple[PackedBatches | list[Any], int]
 
 
 def _copied(indices: Any) -> Any:
-    """Copy indices that a sampler may change afterwards; return other indices as they are."""
+    """Copy `indices` if the sampler may change them afterwards; else return them as they are."""
     if isinstance(indices, torch.Tensor):
         return indices.clone()
     if type(indices) is list:

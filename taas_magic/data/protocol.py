@@ -214,7 +214,7 @@ class SharedBody(Struct, frozen=True, array_like=True, gc=False):
 
 
 class Response(Struct, frozen=True, array_like=True, tag=10):
-    """Response to one request, or to several consecutive ones.
+    """Response to one request, or to several consecutive requests.
 
     The bodies follow the message, unless the body is `shared`. Parentheses name the kinds of
     response that use an attribute. All kinds use the attributes without parentheses.

@@ -8,8 +8,8 @@ must restart a stream to go back. If no rank waits, workers *prepare ahead*: the
 this fetcher's part (`FetcherPart`) that no rank has requested yet.
 
 When the memory of prepared batches reaches its limit, workers prepare only batches that a
-connection must send next. So a slow rank, whose batches fill the memory, cannot starve another
-rank.
+connection must send next. So a slow rank, whose batches fill the memory, cannot starve the
+remaining ranks.
 
 When a rank begins a new epoch, the scheduler keeps the unrequested batches of the previous epoch,
 and drops the batches of all earlier epochs. If a rank still requests a dropped batch, a worker
@@ -685,8 +685,9 @@ class PrefetchBuffer:
     def _remove_waiter(self, who: Hashable, request: LoaderRequest) -> None:
         """Record that a connection no longer waits for a request.
 
-        If another connection waits, move a queued request to that connection's queue. If no other
-        connection waits, drop a queued request, or mark a prepared response as unrequested.
+        If a further connection waits, and the request is still queued, move the request to the
+        queue of this connection. If no connection waits any more, drop a queued request, or mark a
+        prepared response as unrequested.
         """
         entry = self._entries.get(request)
         if entry is None or who not in entry.waiting:

@@ -150,7 +150,7 @@ class WorkerHandle:
 
     @property
     def room(self) -> int:
-        """Number of commands that may be queued now.
+        """Number of commands that the server may queue for this worker now.
 
         0 while more than half of the worker's queue is unanswered, and after the worker has ended.
         """
