@@ -485,8 +485,8 @@ async def serve(packed_settings: bytes) -> None:
     )
     async with agent:
         report_joined()
-        # On the notebook's machine, the supervisor reads a pipe from the pool's process instead.
-        # The pipe closes when the pool's process ends, and no network failure can cut the pipe.
+        # On the notebook's machine, no lease is needed. The supervisor reads a pipe from the pool's
+        # process. This pipe closes when the pool's process ends, and no network failure can cut it.
         if host_address.is_foreign:
             lease.start()
         watching = asyncio.ensure_future(agent.watch_forkserver())

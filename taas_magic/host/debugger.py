@@ -110,7 +110,8 @@ class _CellDebugger(pdb.Pdb):
     """
 
     def __init__(self, hook: BreakpointHook) -> None:
-        # Without `nosigint`, an interrupt after `c` would open the debugger and not end the cell.
+        # Without `nosigint`, an interrupt after the debugger's command `c` would open the debugger
+        # again, and would not end the cell.
         super().__init__(nosigint=True)
         self._hook = hook
         self._is_in_work = self._has_stopped = False
@@ -224,7 +225,8 @@ def _start_debugpy() -> int:
     try:
         import debugpy
 
-        # A child process, such as a DataLoader worker, would wait for a client of its own.
+        # Without this setting, a child process, such as a DataLoader worker, would wait for a
+        # client of its own.
         debugpy.configure(subProcess=False)
         _, port = debugpy.listen(("127.0.0.1", 0))
     finally:
@@ -232,7 +234,8 @@ def _start_debugpy() -> int:
             del os.environ[_NO_WARNING]
     if isinstance(hook, BreakpointHook):
         _own_hook = hook
-        # debugpy stops in the innermost frame whose file is not one of debugpy's own files.
+        # debugpy stops in the innermost frame whose file is not one of debugpy's own files. With
+        # this file name, debugpy stops in the caller of `_stop_in_debugpy_or_here`.
         code = _stop_in_debugpy_or_here.__code__.replace(co_filename=debugpy.__file__)
         sys.breakpointhook = FunctionType(code, globals())
     return int(port)

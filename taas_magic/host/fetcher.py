@@ -133,7 +133,8 @@ def fetcher_main(spec: FetcherSpec, control: Connection) -> None:
     agent has ended, this function returns without a message.
 
     Args:
-        control: Duplex pipe to the agent. For the messages, see `messages.decode_fetcher_message`.
+        control: Pipe by which this process sends events and `FetcherFailed` to the agent. A message
+            from the agent, with any content, ends the fetcher.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.setsid()

@@ -316,7 +316,10 @@ class StoreCopy:
 
 
 def _report_skipped(manifest: Manifest, note: Callable[[str], None]) -> None:
-    """Send a note to the user if files of the project store were not copied to this host."""
+    """Send a note to the user if files of the project store were not copied to this host.
+
+    The note names the files and the reasons.
+    """
     if manifest.skipped:
         skipped = [f"{path} ({why})" for path, why in manifest.skipped.items()]
         note(f"not copied from the project store: {listed(skipped, _NAMED_AT_MOST)}")
@@ -326,8 +329,8 @@ def _folders_to_send(spec: ShareSpec) -> Sequence[str] | None:
     """Return the folders of the project store whose changed files this host sends to the store.
 
     Returns:
-        Paths relative to the store; empty if the host sends no files. None if the host sends the
-        changed files of all folders.
+        Paths relative to the store. Empty if the host sends no files, as for fetchers. None if the
+        host sends the changed files of all folders, as the host of rank 0 does.
     """
     rule = spec.plan.store
     if spec.run.reads_only or spec.is_fetchers:
@@ -366,7 +369,7 @@ class HostFiles:
         self._session = session
 
     def copy_in(self, is_wanted: Callable[[], bool]) -> LocalShare | None:
-        """Copy to this host all files that the share needs, and start to record what it writes.
+        """Copy the share's files to this host, and start the record of files that the share writes.
 
         If the host shares the notebook's run folder, that folder is not copied. If the host does
         not share the project store, this method reserves a mirror, or uses the session's mirror.

@@ -54,7 +54,7 @@ These modules are from the pool's settings, separated by commas.
 """
 
 _AGENT_PID = "TAAS_AGENT_PID"
-"""Environment variable with the agent's pid, by which the forkserver notices its agent's end."""
+"""Environment variable with the agent's pid. When the agent ends, the forkserver ends, too."""
 
 _IMPORTS = "TAAS_IMPORTS"
 """Environment variable with the path of the imports file.
@@ -78,7 +78,8 @@ _IMPORTS_LOOK_S = 0.1
 
 _context = multiprocessing.get_context("forkserver")
 # Process.start() reads the exit codes of all children, including children that other threads
-# started. If two threads read the exit code of the same child, only one thread gets the code.
+# started. If two threads read the exit code of the same child, only one thread gets the code. So a
+# thread must hold this lock while it starts a process or reads an exit code.
 _lock = threading.RLock()
 _server: psutil.Process | None = None
 _stand_in: "_StandIn | None" = None
@@ -110,7 +111,7 @@ imported."""
 
 
 def start_forkserver(modules: Sequence[str]) -> None:
-    """Start the forkserver, without waiting for its imports (see `warm_up` to wait for them).
+    """Start the forkserver, without waiting for its imports. `warm_up` waits for the imports.
 
     Sets environment variables that tell the forkserver what to import, and stores the forkserver's
     process in `_server`.

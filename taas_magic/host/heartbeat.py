@@ -49,10 +49,10 @@ def send_heartbeats(
 ) -> Iterator[ReportSender]:
     """Send a rank's heartbeats to the agent, in a new thread, until the `with` block ends.
 
-    A heartbeat contains the main thread's stack, the progress of collectives and the use of the
-    GPU. With each heartbeat, the thread also sends the counts of received batches, and the metrics
-    logged since the last heartbeat. The thread never waits for the GPU. At the end of the block,
-    counts and metrics are sent once more.
+    Every `RANK_BEAT_S` seconds, the thread sends a heartbeat: the main thread's stack, the progress
+    of collectives and the use of the GPU. With each heartbeat, the thread also sends the counts of
+    received batches, and the metrics logged since the last heartbeat. The thread never waits for
+    the GPU. At the end of the block, counts and metrics are sent once more.
 
     If the agent requests a stack report, the thread sends this report instead of the heartbeat: the
     stacks of all threads and the pending collectives. The thread then also sends a note if the cell
@@ -184,7 +184,8 @@ def collective_progress() -> tuple[list[tuple[int, int]], bool]:
 def _gpu_usage() -> GpuUsage | None:
     """Return the load of the GPU on which this process has reserved most memory, and this memory.
 
-    Return None if this process has not initialized CUDA. The load is None without NVML.
+    Return None if this process has not initialized CUDA. If the load cannot be read, for example
+    because nvidia-ml-py is not installed, the load is None.
     """
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return None

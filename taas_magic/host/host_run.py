@@ -1,4 +1,4 @@
-"""Run one share of a run, which is ranks or fetchers, on this host, from start to cleanup.
+"""Run one share of a run on this host, from start to cleanup. A share is ranks or fetchers.
 
 `HostShare` is the common part: it copies files to the host, runs processes, cleans up, sends files
 back, and reports the end to the pool. `HostRun` is for ranks. In `HostRun`, three threads of the
@@ -169,10 +169,10 @@ class HostShare(ABC):
     def _run(self) -> None:
         """Copy files to this host, run the share's processes, clean up, and send files back.
 
-        If the share must end while files are copied to this host, no processes start. This method
-        passes an error before the cleanup to `_fail`. If one step of the cleanup fails, a note
-        tells the user, and the other steps still happen. If files cannot be sent back, this method
-        passes the error to `_record_files_error`.
+        If the share must end while files are copied to this host, no processes start. If an error
+        occurs before the cleanup, this method passes the error to `_fail`. If one step of the
+        cleanup fails, a note tells the user, and the other steps still happen. If files cannot be
+        sent back, this method passes the error to `_record_files_error`.
         """
         try:
             self._local = self._files.copy_in(self._may_continue)
@@ -215,7 +215,7 @@ class HostShare(ABC):
 
     @abstractmethod
     def _fail(self, error: Exception) -> None:
-        """Record the error that stopped the share before the cleanup, or report it to the pool."""
+        """Record, or report to the pool, an error that stopped the share."""
 
     @abstractmethod
     def _end_steps(self) -> tuple[Callable[[], None], ...]:
@@ -235,7 +235,10 @@ class HostShare(ABC):
         return "SUCCEEDED", []
 
     def _path_prefix(self) -> Path:
-        """Return the path prefix of files that only this share's processes have open."""
+        """Return the path prefix of files that only this share's processes have open.
+
+        By this prefix, `leftovers` finds processes that remain after the share.
+        """
         return self.folder
 
     def _end_leftovers(self) -> None:
@@ -328,16 +331,18 @@ class Attempt:
 
     @property
     def sentinels(self) -> list[int]:
-        """One descriptor for each running rank; readable when this rank has ended."""
+        """One descriptor for each running rank; a descriptor becomes readable when its rank ends."""
         return [process.sentinel for process in self._running().values()]
 
     def check(self, deadline: float | None, interrupted_at: float | None) -> None:
-        """Update the ranks' states, and end the attempt on this host if `decide` says so.
+        """Update the ranks' states, and end the attempt on this host if the attempt is over.
 
-        First sends SIGINT to the ranks if the user has interrupted the run. If the attempt has
-        failed because the forkserver ended, the verdict gets the cause "host". If the attempt
-        continues, checks whether the ranks make progress, and reports their use of CPUs, GPUs and
-        memory.
+        `decide` says whether the attempt is over: after success, a failure, an interrupt by the
+        user, or the time of `--timeout`. If the attempt has failed because the forkserver ended,
+        the verdict gets the cause "host". If the attempt continues, this method checks whether the
+        ranks make progress, and reports their use of CPUs, GPUs and memory.
+
+        If the user has interrupted the run, this method first sends SIGINT to the ranks.
 
         All times are in seconds of the monotonic clock.
 
@@ -380,8 +385,8 @@ class Attempt:
         """Send SIGINT, once, to each rank that has reported that it accepts SIGINT.
 
         Args:
-            since: Time of the user's interrupt, in seconds of the monotonic clock. Not used here,
-                but in a cell of a session.
+            since: Time of the user's interrupt, in seconds of the monotonic clock. Only
+                `CellAttempt`, which overrides this method, uses the time.
         """
         self.ranks.interrupt()
 
@@ -473,7 +478,8 @@ class HostRun(HostShare):
     """
 
     def __init__(self, spec: ShareSpec, *about: Any) -> None:
-        # First, because this line may raise an exception, and there is nothing to clean up yet.
+        # This line is the first, because it may raise an exception. Before it, there is nothing to
+        # clean up.
         self._rendezvous = None if spec.run.session else _rendezvous_of(spec)
         super().__init__(spec, *about)
         self.port = self._rendezvous.port if self._rendezvous else 0
@@ -586,7 +592,7 @@ class HostRun(HostShare):
         )
 
     def _start_ranks(self) -> Attempt:
-        """Create an attempt and start its ranks; on the run's first host, also its rendezvous.
+        """Create an attempt, start its ranks and, on the run's first host, start its rendezvous.
 
         On any other host, first check that this host can connect to the rendezvous.
 
@@ -603,7 +609,8 @@ class HostRun(HostShare):
         else:
             port = own_rendezvous.port
         attempt.start(port)
-        # Started after the ranks, whose early connections wait in the kernel's backlog.
+        # Start the rendezvous after the ranks. If a rank connects earlier, its connection waits in
+        # the backlog of the listening socket.
         if own_rendezvous is not None:
             own_rendezvous.start()
         return attempt
@@ -611,8 +618,8 @@ class HostRun(HostShare):
     def _follow_attempt(self, attempt: Attempt) -> None:
         """Check the ranks regularly, until the next attempt is requested or the run ends.
 
-        Waits at most `POLL_S` seconds between checks. Each time, also kills the rendezvous if it
-        has been suspended for too long.
+        Waits at most `POLL_S` seconds between checks. Each time, also kills the process of the
+        rendezvous if SIGSTOP has suspended this process for too long.
         """
         while self._next is None and not self._is_over:
             connection.wait([*attempt.sentinels, self.wakeup.fileno()], POLL_S)
@@ -628,7 +635,7 @@ class HostRun(HostShare):
     def _checks_ranks(self) -> bool:
         """Return whether this object must check the ranks itself.
 
-        True for a run. In a session, a running cell may check them instead.
+        True for a run. In a session, usually False while a cell runs: `HostCell` checks the ranks.
         """
         return True
 
@@ -723,8 +730,8 @@ class _RunningFetcher:
 
     Attributes:
         why: Reason of the fetcher's failure; "" if there is no failure, or no known reason.
-        has_noted_writes: Whether a note has told the user that files that the fetcher writes to the
-            project store are not saved.
+        has_noted_writes: Whether a note has told the user that the fetcher's writes to the project
+            store are not saved.
         stopped_at: Time at which the process was first seen suspended by SIGSTOP, in seconds of the
             monotonic clock; None if the process is not suspended.
     """
@@ -802,7 +809,7 @@ class HostFetchers(HostShare):
                 share.folder.path,
                 data.cores,
                 host=self.host,
-                # open no unneeded port: ranks on the same host connect by Unix sockets
+                # "" opens no port. Ranks on the same host need none: they connect by Unix sockets.
                 listen=self.host_address.address if data.crosses else "",
                 fill_batches=fill_batches,
                 fill_bytes=fill_bytes,

@@ -35,8 +35,9 @@ from taas_magic.messages import (
 CUT_AFTER_S = 1.0
 """Seconds from an interrupt until the agent asks ranks to cut their connections to other ranks.
 
-The agent repeats the request every `CUT_AFTER_S` seconds. The reason: a collective of gloo waits in
-C++ code, which SIGINT does not interrupt. Without connections, the collective raises an exception.
+The agent repeats the request every `CUT_AFTER_S` seconds. Without the request, a collective of gloo
+would continue to wait, because it waits in C++ code, which SIGINT does not interrupt. Without
+connections, the collective raises an exception.
 """
 
 RETURN_S = 10.0
@@ -143,11 +144,14 @@ class CellAttempt(_AttemptOfSession):
         """Read the remaining output of ranks that are back at their prompt; then check all ranks.
 
         The output is read first, because the cell's log must be complete when the cell ends. The
-        check ends the cell on this host if all ranks are back, or after a failure or an interrupt.
+        check ends the cell on this host if all ranks are back at their prompt, or after a failure,
+        an interrupt, or the time of `--timeout`.
 
         Args:
-            deadline: Time at which `--timeout` ends the cell; None if there is no limit now.
-            interrupted_at: Time at which the user interrupted the cell; None without an interrupt.
+            deadline: Time at which `--timeout` ends the cell. None without `--timeout`, or while a
+                rank waits for the user's input.
+            interrupted_at: Time at which the user interrupted the cell. Minus infinity to kill the
+                ranks at once. None if there was no interrupt.
         """
         for state in self.ranks.states():
             if state.has_returned and state.rank not in self._drained:
@@ -188,7 +192,7 @@ class CellAttempt(_AttemptOfSession):
         """Send SIGINT, once, to the ranks that run the cell.
 
         Every `CUT_AFTER_S` seconds after the interrupt, also request that each rank that still runs
-        the cell cut its connections to other ranks (`CUT_CONNECTIONS`).
+        the cell cut the rank's own connections to other ranks (`CUT_CONNECTIONS`).
 
         Args:
             since: Time of the interrupt, in seconds of the monotonic clock.
@@ -267,7 +271,7 @@ class HostSession(HostRun):
 
     @property
     def files(self) -> HostFiles:
-        """The session's files on this host. The cells of the session use the same mirror."""
+        """The session's files on this host. The session's cells use the mirror of these files."""
         return self._files
 
     def begin_cell(self, cell: ShareSpec) -> None:
@@ -393,9 +397,9 @@ class HostCell(HostRun):
     def handle_message(self, rank: int, message: Any) -> None:
         """Record or forward a rank's message. Called by the thread of the `PipeReader`.
 
-        If an interrupted rank requests input, the agent answers at once with the end of the input,
-        and does not forward the request. The reason: an interrupt does not end `pdb`, which then
-        requests the next line.
+        If an interrupted rank requests input, this method answers at once with the end of the
+        input, and does not forward the request. Otherwise, an interrupted `pdb` would ask the user
+        for the next line instead of ending.
         """
         attempt = self._attempt
         if (

@@ -34,7 +34,7 @@ may be connecting to these sockets.
 SIGNAL = signal.SIGRTMAX - 3
 """Signal by which the agent makes a process write the stack of its main thread to a file.
 
-SIGUSR1 and SIGUSR2 are not used, so that the user's program may use them.
+The user's program may use SIGUSR1 and SIGUSR2, so this signal is neither of them.
 """
 
 _PIPE_BYTES = 1 << 20
@@ -83,7 +83,7 @@ SEND_STACKS, CUT_CONNECTIONS = b"?", b"!"
 
 
 def request_cut(folder: Path, rank: int, cell: int) -> None:
-    """Send a rank the request to cut its connections to other ranks if it still runs `cell`.
+    """Ask a rank to cut its connections to other ranks, if the rank still runs the cell.
 
     Do nothing if the rank does not read its pipe, or the pipe is full.
 
@@ -95,7 +95,7 @@ def request_cut(folder: Path, rank: int, cell: int) -> None:
 
 
 def request_stacks(folder: Path, rank: int) -> None:
-    """Send a rank the request for a stack report.
+    """Ask a rank to send a stack report to the agent.
 
     Do nothing if the rank does not read its pipe, or the pipe is full.
 
@@ -207,11 +207,12 @@ class AgentLink:
         self._asked = os.open(rank_file(folder, rank, "ask"), os.O_RDWR | os.O_NONBLOCK)
         self._others = os.open(folder / RUNNING, os.O_RDONLY | os.O_NONBLOCK)
         self._running = open(folder / RUNNING, "wb", buffering=0)  # noqa: SIM115
-        os.register_at_fork(after_in_child=self._running.close)  # ranks do not wait for children
+        # Ranks wait until no process has this pipe open, but not for children of ranks.
+        os.register_at_fork(after_in_child=self._running.close)
 
     @property
     def is_own(self) -> bool:
-        """Whether this process is the rank, and not a child that the rank forked."""
+        """Whether this process is the rank itself, and not a child that the rank forked."""
         return os.getpid() == self._pid
 
     def redirect_output(self) -> None:
