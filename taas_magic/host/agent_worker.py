@@ -138,8 +138,7 @@ class HostLease:
     def start(self) -> None:
         """Start the lease, and start the thread that calls `expire` when the lease ends.
 
-        The lease has a thread of its own, because it must end the host even if the event loop
-        hangs.
+        The lease has a thread of its own, so that it ends the host even if the event loop hangs.
         """
         self._good_until = time.monotonic() + self.lease_s
         threading.Thread(target=self._watch, name="taas-lease", daemon=True).start()

@@ -47,8 +47,8 @@ def run_feed(share: LocalShare, rank: int) -> Iterator[RankFeed | None]:
     process, which later starts the rank's data servers. So enter the block before the rank starts a
     thread or runs code of the user. The end of the block ends the data servers.
 
-    If the cell uses registered loaders, and later imports accelerate, accelerate is patched so that
-    it works with these loaders.
+    If the program uses registered loaders and imports accelerate, accelerate is patched for these
+    loaders.
 
     Yields:
         The rank's access to the run's data service; None if the cell uses no registered loader.

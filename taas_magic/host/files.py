@@ -297,7 +297,7 @@ class StoreCopy:
         """Start the transfer of changes between the mirror and the store, in background threads.
 
         One thread sends this host's changes to the store, unless `folders` is empty. If the run has
-        other hosts, another thread copies their changes from the store to the mirror.
+        other hosts, a second thread copies the changes of these hosts from the store to the mirror.
 
         Args:
             folders: Folders whose changes this host sends to the store. None for all folders; empty

@@ -24,7 +24,7 @@ from taas_magic.messages import GpuUsage, Metrics, Note, RankBeat, RankReport, R
 _POINTS = 2000
 """Maximum number of points in one `Metrics` event; more points are sent in several events.
 
-While the pool's process handles one event, it responds to no other message.
+The pool's process responds to no other message while it handles an event.
 """
 
 _SHOWN_COLLECTIVES = 3

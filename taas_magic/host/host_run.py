@@ -331,7 +331,7 @@ class Attempt:
 
     @property
     def sentinels(self) -> list[int]:
-        """One descriptor for each running rank; a descriptor becomes readable when its rank ends."""
+        """One descriptor for each running rank; readable when the rank has ended."""
         return [process.sentinel for process in self._running().values()]
 
     def check(self, deadline: float | None, interrupted_at: float | None) -> None:
