@@ -318,7 +318,10 @@ def _without_active_content(event: Display) -> Display:
 
 
 class SilentView:
-    """A view that updates the state of a run and shows nothing; has the methods of `View`."""
+    """A view that updates the state of a run, but shows nothing.
+
+    The class has those methods of `View` that `RunDriver` calls, so it can replace a `View`.
+    """
 
     def __init__(self, state: RunState) -> None:
         self._state, state.began = state, time.monotonic()

@@ -174,7 +174,7 @@ def prefill(text: str) -> Prefill:
 
 
 def duration_s(text: str) -> float:
-    """Parse a duration such as `90`, `90s`, `5m`, `2h` or `1d`, and return it in seconds.
+    """Parse a duration such as `90s`, `5m`, `2h`, `1d` or `90` (seconds), and return its seconds.
 
     Raises:
         ValueError: The text has none of these forms, or the duration is 0.
@@ -187,7 +187,9 @@ def duration_s(text: str) -> float:
 
 
 def hang_s(text: str) -> float:
-    """Parse the value of `--hang`: a duration such as `90s`, or `0`, which disables the check.
+    """Parse the value of `--hang` into seconds: a duration such as `90s`, or `0`.
+
+    The value `0` switches the detection of hangs off.
 
     Raises:
         ValueError: The text is no duration.
@@ -274,7 +276,7 @@ class Spelling(Enum):
     """The form in which the user writes options. Error messages name options in the same form.
 
     The value of each member shows how to write the number of ranks in this form. The error message
-    for a missing `--gpus` quotes it.
+    for a missing `--gpus` quotes the value.
     """
 
     CELL = "--gpus 2 (as a comment: #pragma taas --gpus 2)"

@@ -70,8 +70,8 @@ def run(
         profile: Number of steps that torch.profiler records on every rank, as `--profile`.
         env: Environment variables of the ranks, as `--env`.
         logs: Ranks whose lines are shown, as `--logs`.
-        gather: Whether to return the values of all ranks, in `run.results`. Without it, only rank
-            0's value is returned, in `run.result`.
+        gather: Whether to return the values of all ranks, in `run.results`. If False, return only
+            rank 0's value, in `run.result`.
         **kwargs: Keyword arguments of the function; the same for all ranks.
 
     Returns:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
 SAME_RANK_S = 1.0
-"""Seconds after a rank has got a line, in which requests for input of all other ranks must wait.
+"""Seconds for which other ranks' requests for input must wait after a rank has got its line.
 
 During this time, the same rank may request its next line. A debugger, for example, does so.
 """
@@ -27,13 +27,13 @@ During this time, the same rank may request its next line. A debugger, for examp
 ANSWER_LIMIT_BYTES = 4000
 """Maximum size of the encoded message with the line that the user typed.
 
-The agent writes the answer to the rank's pipe in one call. Linux guarantees that a
-write stays in one piece only up to PIPE_BUF (4096) bytes.
+The agent writes the answer to the rank's pipe in one call. Linux guarantees that a write stays in
+one piece only up to PIPE_BUF (4096) bytes.
 """
 
 _TOO_LONG = "(the line is too long; at most about 3,900 characters) "
 _CHECK_S = 0.25
-"""Seconds between calls of the argument `is_void` of `ask`."""
+"""Seconds between two checks whether the rank still needs the line that the user is typing."""
 
 
 class InputQueue:
@@ -59,8 +59,8 @@ class InputQueue:
         """Remove and return the request to answer now; None if no request is due.
 
         A request of the rank that got the last answer is due immediately. The requests of all other
-        ranks are due `SAME_RANK_S` after that answer. So they do not interrupt a dialog with one
-        rank, such as a debugger's. The rank with the lowest number comes first.
+        ranks are due `SAME_RANK_S` seconds after that answer. So these requests do not interrupt a
+        dialog with one rank, such as a debugger's. The rank with the lowest number comes first.
 
         Args:
             now: Current time, from the same clock as in `record_answer`.

@@ -430,7 +430,7 @@ def call_on_ranks(
     """Call `function(*args)` on each rank of a session, and return the results by rank.
 
     The call is a run of its own, like a cell of the session. But the notebook does not show this
-    run, the run does not lock the project store, and its folder is removed at the end.
+    run, and the run does not lock the project store. At the end, remove the run's folder.
 
     Raises:
         PoolError: The session has ended, or is running a cell.
@@ -500,9 +500,10 @@ def debug(session: Session, rank: int | None, shell: "InteractiveShell", config:
 
 
 def learn_names(session: Session, shell: "InteractiveShell", config: Config) -> None:
-    """Ask the ranks of a session for the names of their variables, and record them in `session`.
+    """Ask the ranks of a session for the names of their variables, and record these names.
 
-    Only a session that this kernel has taken over needs this. If the names are known, do nothing.
+    After this kernel has taken a session over, `session` lacks the names. If the names are known,
+    do nothing.
 
     Raises:
         PoolError: The session has ended, or is running a cell.

@@ -402,7 +402,7 @@ def _status(words: Sequence[str], settings: Config) -> str:
     _optional_word("status", words, most=0)
     rows = [("run", "state", "ranks", "pool", "elapsed", "name")]
     for run in islice(runs.newest(), _SHOWN_RUNS):
-        # The format is that of the run's status header.
+        # Use the same format as the run's status header.
         elapsed = duration(run.duration_s, decimals=int(not run.is_active))
         rows.append((run.id, run.state, str(run.world_size), run.pool, elapsed, run.name))
     return "\n".join(columns(rows)) if rows[1:] else "no runs"
@@ -890,8 +890,8 @@ def _beginning(word: str, possible: Iterable[str]) -> tuple[str, list[str]]:
 def _matcher(known: TaasMagics) -> Callable[[CompletionContext], SimpleMatcherResult]:
     """Return a matcher for `shell.Completer.custom_matchers` (version 2 of IPython's API).
 
-    In a taas magic or comment, the matcher's completions replace those of IPython. In other text,
-    the matcher returns no completions.
+    In a taas magic or comment, the matcher's completions replace IPython's own completions. In any
+    other text, the matcher returns no completions.
     """
 
     @context_matcher(identifier="taas_magic")

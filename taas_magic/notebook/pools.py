@@ -137,7 +137,7 @@ def detach(run: Run, config: Config) -> None:
 
 
 def stacks(run: Run, config: Config) -> RunStacks:
-    """Ask the processes of a run's pools for the stacks of the run's ranks and fetchers.
+    """Ask the pools of a run for the stacks of its ranks and fetchers, and return the stacks.
 
     Any kernel of the user may have started the run.
 
@@ -297,7 +297,7 @@ def ask_hosts(
 ) -> list[HostCheck]:
     """Ask the hosts of pools whether they can run cells; allocate no host.
 
-    Run a probe on the hosts in parallel, by the same way as the pool's engine, for example by ssh.
+    Reach the hosts in parallel and in the same way as the pool's engine, for example by ssh.
     If the engine can reach only allocated hosts, ask the agents of these hosts through the pool's
     process.
 

@@ -237,7 +237,7 @@ def flags_here(flags: Flags, loaders: int) -> Flags:
 
 
 def report(found: RehearsalFindings) -> str:
-    """Return the report of a rehearsal as text, with one labelled line for each finding."""
+    """Return the report of a rehearsal as text: a title, and one labelled line for each finding."""
     rows = [
         *_problem_rows(found),
         *_host_rows(found),

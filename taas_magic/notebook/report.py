@@ -40,8 +40,7 @@ _OUTPUT = (messages.Lines, messages.Display, messages.Progress, messages.ClearOu
 def write_report(config: Config, run: Path | None, target: Path) -> Path:
     """Write the report for `%taas report` to `target`, and return the path `target`.
 
-    Read only files, and send no requests to other processes. So the call works even if no pool
-    answers.
+    Send no requests to the processes of pools. So the call works even if no pool answers.
 
     The report has versions, settings without secrets, the run's journal without the ranks' output,
     and the ends of the pools' logs.

@@ -90,8 +90,8 @@ class Interrupts:
     """A context manager that counts SIGINT instead of raising KeyboardInterrupt.
 
     Python can raise a KeyboardInterrupt between any two instructions. Such an exception could lose
-    an event, or leave a process without an owner. If the context is entered in
-    another thread than the main thread, `count` stays 0.
+    an event, or leave a process without an owner. If any thread except the main thread enters the
+    context, `count` stays 0.
 
     Attributes:
         count: Number of interrupts since the context was entered.
@@ -804,7 +804,7 @@ class RunDriver:
         The cell's error names the run's hosts and says when their ranks are killed. The pool's
         process later writes the run's real end to the journal.
         """
-        # After a restart, the hosts may differ from those of the first attempt.
+        # After a restart, the run may have other hosts than in its first attempt.
         hosts = ", ".join(self.head.hosts or self.hosts)
         why = f"ranks on {hosts} are still stopping; "
         if connection.silent_s > SILENT_NOTE_S:
