@@ -105,13 +105,13 @@ class MetricBuffer:
         return points
 
     def _pop_computed(self) -> list[MetricPoint]:
-        """Remove the oldest group of scalars from the buffer, and return the scalars as numbers.
+        """Make the buffer's scalars a group. When the GPU has computed it, return it as numbers.
 
-        If the GPU has not computed the whole group, leave the group in the buffer and return [].
+        If the GPU has not computed all scalars of the group, return []. Later calls then check the
+        same group again, and scalars that arrive meanwhile wait for the next group.
 
-        If there is no group, all scalars in the buffer become one group. One CUDA event for each
-        stream then shows when the GPU has computed the group. An event for each scalar would make
-        `log` slow.
+        One CUDA event for each stream shows when the GPU has computed the group. An event for each
+        scalar would make `log` slow.
         """
         with suppress(RuntimeError):  # if the GPU has failed, there is nothing to wait for
             if not self._batch:

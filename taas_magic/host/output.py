@@ -185,7 +185,10 @@ class LineAssembler:
 
     @property
     def progress(self) -> str:
-        """The unfinished lines as a terminal would show them now; "" if there are none."""
+        """The unfinished lines as a terminal would show them now; "" if there are none.
+
+        Each line is cut at `PROGRESS_LIMIT_BYTES`.
+        """
         rows = (_decode_cut(row.head[:PROGRESS_LIMIT_BYTES]) for row in self._rows if row.head)
         return "\n".join(rows)
 

@@ -83,8 +83,9 @@ class StepProfiler:
         """Count the next step. Start torch's profiler at the first step, and end it after the last.
 
         The profiler runs during `WARM_UP_STEPS` steps, and then during the steps that it records.
-        When the next step begins, the profile ends, and its trace is written. If the program
-        already runs a profiler of its own, the profile ends at the first step, without a trace.
+        When the step after the recorded steps begins, the profile ends, and its trace is written.
+        If the program already runs a profiler of its own, the profile ends at the first step,
+        without a trace.
 
         Do nothing in a thread that did not begin the first step, in a fork of the rank, and after
         the end of the profile.
@@ -111,7 +112,8 @@ class StepProfiler:
             self._why_empty = "the program runs a profiler of its own"
             return
         self._why_empty = "the cell has only one step, in which the profiler warms up"
-        # Some versions of torch warn that a profile of several cycles loses events; this has one.
+        # Some versions of torch warn that a profile of several cycles loses events. This profile
+        # has only one cycle.
         warnings.filterwarnings("ignore", message=".*Profiler clears events at the end of each")
         self._profile = profile(
             schedule=schedule(wait=0, warmup=WARM_UP_STEPS, active=self._steps, repeat=1),

@@ -91,7 +91,7 @@ class Prompt:
         call this method.
 
         Args:
-            cell: Number of the cell. If the rank does not run this cell now, do nothing.
+            cell: Number of the cell. If the rank does not run this cell now, nothing is cut.
         """
         if (
             cell == self._number

@@ -369,7 +369,7 @@ def _end_program() -> None:
     the end, it flushes stdout and stderr. From the end of the atexit handlers until this function
     returns, SIGINT is ignored.
 
-    This function does not do the other parts of a normal exit:
+    This function does not do these other parts of a normal exit:
 
     - The caller has already waited for threads.
     - multiprocessing ends its child processes when `rank_main` returns.

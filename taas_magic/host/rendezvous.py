@@ -74,7 +74,7 @@ class Rendezvous:
         self._listener.close()
 
     def kill_if_stopped(self) -> None:
-        """Kill the process that serves the store if SIGSTOP suspended it `STOPPED_S` seconds ago.
+        """Kill the store's process if SIGSTOP has suspended it for `STOPPED_S` seconds.
 
         Ranks would wait forever for a suspended process. When the process has been killed, calls
         of the store in ranks raise errors. Call this method regularly: the time is measured from
@@ -196,7 +196,7 @@ class LoaderAgreement:
         self._pid, self._store = 0, cast(Any, None)
 
     def store_first(self, key: str, value: bytes) -> bytes:
-        """Store `value` under `key`, unless another rank has stored a value under `key` before.
+        """Store `value` under `key`, unless `key` already has a value, for example of another rank.
 
         Return the value that is now stored under `key`.
         """

@@ -78,7 +78,8 @@ The value is `ShareSpec.reach`.
 def topic(owner: str) -> str:
     """Return the Dask topic by which a kernel receives the events of all its runs.
 
-    A topic for each run would fill memory, because Dask's client and scheduler never remove one.
+    There is no topic for each run, because Dask's client and scheduler never remove a topic, so
+    that the topics would fill memory.
 
     Args:
         owner: Id of the kernel's Dask client.
@@ -89,8 +90,7 @@ def topic(owner: str) -> str:
 def fetchers_share_id(run_id: str) -> str:
     """Return the id of the share that consists of a run's fetchers.
 
-    It differs from the id of the ranks' share, which is `run_id`, because one host may run both
-    shares.
+    The ranks' share has another id, `run_id`, because one host may run both shares.
     """
     return f"{run_id}.data"
 
@@ -241,8 +241,8 @@ class RunSpec(Struct, frozen=True, omit_defaults=True):
     def for_hosts(self, are_local: bool) -> "RunSpec":
         """Return a copy of this run without the fields that hosts do not need.
 
-        These fields are `requires`, `reach` and the host plans. With host plans, the pool would
-        send a million of them to 1,000 hosts.
+        These fields are `requires`, `reach` and the host plans. If each of 1,000 hosts got all host
+        plans, the pool would send a million host plans.
 
         Args:
             are_local: Whether the hosts are on the notebook's machine. If False, the copy also
@@ -324,7 +324,7 @@ class ShareSpec(Struct, frozen=True, omit_defaults=True):
 class LocalShare(Struct, frozen=True):
     """A host's share of a run, with paths on this host.
 
-    The agent creates it after the run's files have been copied to the host, if they were not there.
+    The agent creates this description when the run's files are on the host.
 
     Attributes:
         run_dir: Folder of the run on this host.

@@ -434,8 +434,8 @@ class StackMonitor:
     def _request_stacks(self, states: Sequence[RankState]) -> None:
         """Request stack reports of ranks, and wait up to `ANSWER_S` for all responses.
 
-        Each response becomes the `sample` of its `RankState`. If a rank does not respond in time,
-        its `sample` becomes None. Does not wait for ranks that SIGSTOP has suspended.
+        The response of a rank becomes the `sample` of the rank's state. If a rank does not respond
+        in time, its `sample` becomes None. Does not wait for ranks that SIGSTOP has suspended.
         """
         asked = time.monotonic()
         for state in states:

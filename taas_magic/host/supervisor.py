@@ -144,9 +144,9 @@ def _on_sigterm(*_: object) -> None:
 def _hold_lease(
     agent: subprocess.Popen[bytes], lease_s: float | None, told: threading.Event
 ) -> None:
-    """Pass the first line of standard input to the agent. When the lease ends, end the host.
+    """Pass the first line of standard input to the agent. When the lease ends, start the cleanup.
 
-    The lease ends when standard input closes, or after `lease_s` seconds without input. Runs in a
+    The cleanup ends the supervisor and all its descendants. The lease ends when standard input closes, or after `lease_s` seconds without input. Runs in a
     thread.
 
     Args:
@@ -165,9 +165,9 @@ def _hold_lease(
 
 
 def _watch_start(pid: int, folder: Path, start_timeout_s: float, told: threading.Event) -> None:
-    """End the host if the agent is stuck before the agent has joined the pool. Runs in a thread.
+    """If the agent gets stuck before it has joined the pool, end the supervisor and the agent.
 
-    Returns when the agent has joined the pool.
+    Runs in a thread. Returns when the agent has joined the pool.
 
     Args:
         pid: Process id of the agent.

@@ -54,7 +54,7 @@ class UsageReporter:
         self._busy, self._closing, self._is_closed = threading.Lock(), threading.Lock(), False
 
     def check(self, now: float) -> None:
-        """If a report is due, start a thread that measures the ranks' use and sends the report.
+        """If a report is due, start a thread that measures what ranks use, and sends the report.
 
         Args:
             now: The agent's monotonic clock, in seconds.

@@ -201,14 +201,14 @@ class Deadline:
         return self._at if self._paused_at is None else None
 
     def pause(self, now: float) -> None:
-        """Begin a pause, in which the deadline cannot pass. During a pause, do nothing."""
+        """Begin a pause: `at` is None until `resume` is called. Does nothing in a pause."""
         if self._paused_at is None:
             self._paused_at = now
 
     def resume(self, now: float) -> None:
         """End the pause, and move the deadline by the length of the pause.
 
-        Without a pause, do nothing.
+        If there is no pause, do nothing.
         """
         if self._paused_at is not None:
             if self._at is not None:
@@ -587,8 +587,8 @@ class Ranks:
     def record_start(self, pids: dict[int, int]) -> None:
         """Record the process of each rank, and the current time as the time of its start.
 
-        The start counts as the first progress of the rank. Also records how many out-of-memory
-        kills its cgroups count now. If a process has ended already, records only what is known.
+        The start counts as the rank's first progress. Also records how many out-of-memory kills
+        Linux has counted so far in the rank's cgroups. A process may have ended already.
 
         Args:
             pids: Process id of each rank, by rank.
@@ -694,9 +694,9 @@ class Ranks:
                     state.stopped_at = None
 
     def interrupt(self) -> None:
-        """Send SIGINT to each rank that accepts it. From then on, such a rank gets no SIGINT.
+        """Send SIGINT to each rank that has reported that it accepts SIGINT.
 
-        When the rank reports again that it accepts SIGINT, the next call sends SIGINT again.
+        A rank gets only one SIGINT for each such report, also if this method is called again.
         """
         with self._lock:
             for state in self._states.values():
