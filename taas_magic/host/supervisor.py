@@ -146,8 +146,8 @@ def _hold_lease(
 ) -> None:
     """Pass the first line of standard input to the agent. When the lease ends, start the cleanup.
 
-    The cleanup ends the supervisor and all its descendants. The lease ends when standard input closes, or after `lease_s` seconds without input. Runs in a
-    thread.
+    The cleanup ends the supervisor and all its descendants. The lease ends when standard input
+    closes, or after `lease_s` seconds without input. Runs in a thread.
 
     Args:
         lease_s: Seconds without input after which the lease ends. None for no limit.
