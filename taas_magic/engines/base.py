@@ -129,7 +129,7 @@ class Engine(ABC):
         """
 
     def is_starting(self) -> bool:
-        """Return whether a host is starting and makes progress, as far as the engine can see.
+        """Return whether the engine knows of a host that is starting and makes progress.
 
         The pool waits at most `start_timeout_s` for hosts. Each time this method returns True, the
         pool begins to count this time again from zero.

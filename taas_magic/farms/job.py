@@ -49,7 +49,10 @@ After a longer job, the node starts a new process, which takes little time in co
 
 
 _JOB_VARIABLES = (SAVES_FOLDER_VARIABLE, cell_main.PAYLOAD)
-"""Environment variables that this process sets for each job, so `_state` ignores them."""
+"""Environment variables that this process itself sets for each job.
+
+A change of these variables does not make the process unusable for further jobs.
+"""
 
 
 def job_main(process_state: JobProcessState, control: Connection, output: Connection) -> None:

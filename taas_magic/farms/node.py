@@ -255,7 +255,7 @@ class Slots:
             self._free.append(Slot(job))
 
     def cancel(self, name: str) -> None:
-        """Interrupt the job with this name, and kill it 5 s later, if it runs on this node."""
+        """If the job `name` runs on this node, send it SIGINT, and SIGKILL if it runs 5 s later."""
         if (slot := self._running.get(name)) is not None:
             slot.cancel()
 

@@ -263,7 +263,7 @@ class NodeManager(SchedulerPlugin):
                 await self._scheduler.remove_worker(places[name], stimulus_id=self.name)
 
     def _end_node(self, name: str) -> None:
-        """Record and report a node as "left", and end the node's run in a thread."""
+        """Record and report the state "left" of a node, and end the node's run in a thread."""
         self._nodes[name].state = "left"
         self._report_node_state(name, "left")
         self._threads.submit(self._end_run, name)

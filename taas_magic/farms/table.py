@@ -107,7 +107,7 @@ class FarmState:
     changes: int = 0
 
     def add(self, job: JobState) -> None:
-        """Add a job that was submitted."""
+        """Add a job that the kernel is about to submit."""
         self.jobs[job.name] = job
         self.changes += 1
 

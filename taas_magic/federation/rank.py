@@ -1,7 +1,7 @@
 """The function that a federation calls on each rank.
 
-The kernel pickles this function by its name, so it imports this module. Therefore this module must
-not import `programs`, which imports most of Flower.
+The kernel imports this module, because it pickles the function by its name. Therefore this module
+must not import `programs`, which imports most of Flower.
 """
 
 from typing import Any

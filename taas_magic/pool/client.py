@@ -844,7 +844,11 @@ class Pool:
             found.close_when_unused()
 
     def is_unused(self) -> bool:
-        """Return whether this kernel has no connection to the pool and no child process for it."""
+        """Return whether this kernel no longer uses the pool.
+
+        The kernel then has no connection to the pool, and no pool's process that it started still
+        runs. Also reap child processes that have ended.
+        """
         return self.connection is None and not self.folder.reap_children()
 
     def close(self) -> None:

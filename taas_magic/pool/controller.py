@@ -482,7 +482,7 @@ class Controller(SchedulerPlugin):
         self._tasks.start(run.relay(list(fetchers.lifecycle_events)))
 
     async def _end_fetchers(self, run: PoolRun) -> None:
-        """End the fetchers of `run` if no kernel owns them, because then no kernel ends them.
+        """End the fetchers of `run` if no kernel owns them, because no kernel will end them.
 
         No kernel owns the fetchers of a detached run, or of a detached session whose kernel is
         gone.
@@ -604,7 +604,7 @@ class Controller(SchedulerPlugin):
         return StartResponse(hosts=hosts)
 
     async def allow_restarts(self, request: AllowRestarts) -> None:
-        """Allow the fetchers of a session on this pool one restart for the session's next cell."""
+        """Allow a session's fetchers in this pool to restart once for the session's next cell."""
         for fetchers in self._fetchers_of_session(request.session):
             fetchers.allow_restart()
 

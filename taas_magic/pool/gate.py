@@ -74,7 +74,10 @@ in bytes.
 """
 
 _MARKS = frozenset({"__Pickled__", "__Serialized__", "__Enum__"})
-"""Dict keys by which Dask marks values that are not plain data. The gate refuses such messages."""
+"""Dict keys by which Dask marks values that are not plain data.
+
+The gate refuses messages that contain one of these keys.
+"""
 
 logger = logging.getLogger("taas.gate")
 
@@ -317,7 +320,8 @@ STREAM_HANDLERS = (
 JOINS_WITH = ("address", "name", "status", "server_id", "stimulus_id", "now")
 """Fields of a worker's registration that `PoolScheduler.add_worker` passes to Dask.
 
-Constants replace all other fields, because a hostile worker could affect other workers by them.
+Constants replace all other fields. Otherwise, a hostile worker could affect other workers by its
+values of these fields.
 """
 
 METRICS: Mapping[str, Any] = {

@@ -126,7 +126,8 @@ class BackgroundTasks:
 class PoolHosts(SchedulerPlugin):
     """The hosts of a pool that have joined.
 
-    Requests hosts from the engine, sends requests to the hosts' agents, and drops lost hosts.
+    This object requests hosts from the engine, sends requests to the hosts' agents, and drops hosts
+    that are lost.
 
     Args:
         source: Engine that provides the hosts.

@@ -153,7 +153,7 @@ class PoolFolder:
 
     @property
     def log(self) -> Path:
-        """Path of the log file that the pool's newest process writes."""
+        """Path of the log file of the pool's newest process. Each new process clears the log."""
         return self.path / LOG
 
     @property

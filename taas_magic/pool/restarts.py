@@ -25,7 +25,7 @@ class FetcherRestarts:
         self._last: FetcherEnded | None = None
 
     def allow_one(self) -> tuple[list[Event], bool]:
-        """Allow one further restart of the fetchers, however often they have started again.
+        """Allow one further restart of the fetchers. Earlier restarts do not count.
 
         If all fetchers have already ended, this restart begins now.
 

@@ -226,7 +226,7 @@ def _has_own_failure(report: HostReport) -> bool:
 
 
 def worst_state(states: Iterable[str]) -> str:
-    """Return the worst of `states`. From best to worst: SUCCEEDED, INTERRUPTED, FAILED, LOST."""
+    """Return the worst state in `states`; the order is SUCCEEDED, INTERRUPTED, FAILED, LOST."""
     return max(states, key=_WORST_LAST.index)
 
 
