@@ -138,7 +138,7 @@ class CaptureConfig(Struct, frozen=True, rename={"limit_bytes": "limit"}):
     """Settings for capturing the notebook objects that a cell uses: the table [capture].
 
     Attributes:
-        limit_bytes: Maximum size of a payload.
+        limit_bytes: Maximum size of a payload: the pickled objects that a run gets.
     """
 
     limit_bytes: _Size = 4 * 1024**3

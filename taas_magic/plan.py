@@ -45,8 +45,8 @@ class DataPlan(Struct, frozen=True):
         hosts: Number of hosts that run fetchers.
         crosses: Whether batches may be sent from host to host. If so, fetchers listen on the
             network, not only on their own host.
-        cores: Number of processors that each fetcher may use. All fetchers have the same number,
-            because the number of a loader's workers depends on it.
+        cores: Number of processors that each fetcher may use. A loader's number of workers depends
+            on this value, so the value is the same for all fetchers.
     """
 
     pool: str
@@ -96,8 +96,9 @@ def place_fetchers(
 ) -> tuple[DataPlan, str]:
     """Choose the number of fetchers for the loaders, and assign the fetchers to hosts.
 
-    Each loader gets `cpus` fetchers on hosts of its own. If the pool has too few hosts for this,
-    loaders share fetchers. If the pool has fewer than `cpus` hosts, fetchers share hosts.
+    Each loader gets `cpus` fetchers on hosts that no other loader uses. If the pool has too few
+    hosts for this, loaders share fetchers. If the pool has fewer than `cpus` hosts, fetchers share
+    hosts.
 
     Args:
         loaders: Names of the registered loaders that the cell uses; at least one.
@@ -238,6 +239,8 @@ class HostPlan(Struct, frozen=True):
 
     Attributes:
         host_rank: Number of the host among the hosts that run ranks.
+        first_rank: Lowest rank on the host.
+        ranks: Number of ranks on the host.
         threads_per_rank: Value of `OMP_NUM_THREADS` for these ranks.
     """
 

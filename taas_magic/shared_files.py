@@ -76,8 +76,8 @@ def replace_atomically(path: Path) -> Iterator[IO[bytes]]:
     """Yield a temporary file that replaces `path` when the block ends without an error.
 
     After an error, remove the temporary file. Only the user can read the file. The file is not
-    flushed to the disk, so a crash of the machine may lose it. `store.publish` writes files that
-    survive such a crash.
+    flushed to the disk, so a crash of the machine may lose the file. `store.publish` writes files
+    that survive such a crash.
     """
     unfinished = path.with_name(f".{path.name}.{os.getpid()}.{time.monotonic_ns()}")
     descriptor = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)

@@ -520,7 +520,7 @@ def install(view: StoreView) -> None:
     Replace `open` and the functions of `os` that change files. Also redirect torch's file writer
     and the trace files of its profiler. For rank 0 of a real run, also make `torch.save` atomic.
 
-    Calls that only read, `shutil.rmtree`, locks and numpy's maps are replaced only for a
+    Calls that only read, `shutil.rmtree`, locks and numpy's memory maps are replaced only for a
     `DiscardingView`, because only a rank with this view can have its own versions of files.
     """
     _installed.append(view)
@@ -674,7 +674,7 @@ def _redirect_path(
     *,
     follow: bool = False,
 ) -> tuple[Path, int | None]:
-    """Return the path and the `dir_fd` that a writing function of `os` must use.
+    """Return the path and the `dir_fd` that a function of `os` must use to write `path`.
 
     The result is `path` and `folder` if `view` does not redirect the path. In a rehearsal, also
     record the path if it is outside the store.
@@ -718,7 +718,7 @@ def _call_on_existing(
     follow: bool = True,
     **kw: Any,
 ) -> Any:
-    """Call `real`, which reads a file, with the path of the version that exists.
+    """Call `real`, which reads the file `path`, with the path of an existing version of the file.
 
     If several versions of the file exist, use the first of them in this order: the file that
     replaces the store's file (only in a rehearsal), the store's file, the rank's own version.
@@ -1043,7 +1043,7 @@ def _warn_about_locks(view: DiscardingView) -> None:
 
 
 def _is_common_file(view: StoreView, file: Any) -> bool:
-    """Return whether `file` is in the store, and this rank has no version of its own."""
+    """Return whether `file` is in the store, and this rank has no own version of the file."""
 
     def common_path(store_path: str) -> str | None:
         is_common = os.path.exists(view.common_path(store_path)) and not view.own_path(store_path)
