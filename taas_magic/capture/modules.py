@@ -395,9 +395,9 @@ def _source(name: str, spec: ModuleSpec | None) -> ModuleSource | None:
 
 
 def _tree(source: str) -> ast.Module:
-    """Parse the source of a module. Return an empty tree if the source is not Python.
+    """Parse the source of a module. If the source is not Python, return an empty tree.
 
-    The SyntaxError is raised later, when a rank imports the module.
+    The user sees the SyntaxError later: a rank raises it when the rank imports the module.
     """
     try:
         return parse(source)
@@ -410,9 +410,10 @@ class _ParsedModule:
     """Results of parsing a module's source.
 
     Attributes:
-        imports: Modules that any statement of the module imports.
-        needs: Top-level modules that are imported whenever the module is imported.
-        constants: Names that the module sets once, at its top level, to a plain value.
+        imports: Modules that are imported anywhere in the source, also in functions and branches.
+        needs: Top-level modules that are imported each time that the parsed module is imported.
+        constants: Plain values that the source assigns at the top level, by name. A name that the
+            source assigns more than once is left out.
     """
 
     source: str
@@ -493,7 +494,7 @@ def needed_modules(
     Args:
         referred: Modules that the captured values refer to, or that captured functions import.
             Modules that are not installed on this machine do not count.
-        travelling: The project's own modules that are sent, by name.
+        travelling: The project's own modules that the kernel sends to the ranks, by name.
         texts: Sources of the cells that defined captured functions.
     """
     sure = set(imported(cell))

@@ -150,7 +150,7 @@ def _braced(text: str) -> list[str]:
 
 
 def _names(source: str, stored: bool = False) -> set[str]:
-    """Return the names of all variables in Python source; an empty set if it is not valid Python.
+    """Return the names of all variables in `source`; an empty set if `source` is not Python.
 
     Args:
         stored: Whether to return only the variables that the source sets or deletes.
@@ -196,9 +196,9 @@ class UsedNames:
 
     A name counts unless the cell has certainly assigned it (`_defined`) before a statement can read
     it. The code of a function may run as soon as a statement reads the function's name. Until then,
-    the names that the function reads are only in `_later`. Then they count, and move to `_awaited`.
-    If the cell later defines a function whose name is in `_awaited`, the names that the new
-    function reads count at once.
+    the names that the function's code reads are in `_later`. From then on, these names count and
+    are in `_awaited`. If the cell later defines a function whose name is in `_awaited`, the names
+    that the new function reads count at once.
 
     Attributes:
         why: Reason for the capture of each name that counts, for messages.
@@ -206,8 +206,8 @@ class UsedNames:
         attributes: Attribute names that the cell looks up on any object.
         stores: Global names that the cell, or a function defined in it, sets or deletes.
         updates: Names that one statement both reads and sets, as in `total += 1`.
-        definitions: Names that the code of each function or class of the cell reads, by function or
-            class. In a session, a later cell may call the function.
+        definitions: Names that the functions and classes of the cell read when their code runs, by
+            name of the function or class. In a session, a later cell may call the function.
     """
 
     def __init__(self, stores: frozenset[str]) -> None:

@@ -142,7 +142,7 @@ class _NotebookPickler:
             self.refuse(error)
 
     def refuse(self, error: CaptureError) -> None:
-        """Raise `error`, or append its message to `problems` if that list was given."""
+        """Append the message of `error` to the list `problems`; without a list, raise `error`."""
         if self._problems is None:
             raise error
         self._problems.append(str(error))

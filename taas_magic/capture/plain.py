@@ -543,5 +543,5 @@ _MAKERS: dict[str, Callable[[list[Any], memoryview], Any]] = {
 }
 """Functions that make the value of a node, by `PlainNode.kind`.
 
-For security, `read_plain` calls only these constructors and the functions in `_CONTAINERS`.
+For security, `read_plain` calls only these functions and the functions in `_CONTAINERS`.
 """

@@ -254,7 +254,7 @@ the delivery of batches.
 """
 
 _FULL = 0.8
-"""Minimum fraction of the hosts' cores in use for which the cores count as fully used."""
+"""If the workers keep at least this fraction of the hosts' cores busy, no core counts as free."""
 
 _MOST_TIMES = 8
 """Maximum ratio of the number of fetchers that the advice names to the run's number of fetchers."""
