@@ -386,10 +386,14 @@ def _refuse_a_loaded_state(name: str, loader: Any) -> None:
 
 
 def _name_by_variables() -> None:
-    """Name unnamed loaders after their variables, and remove loaders that no longer exist.
+    """Update the names and the list of registered loaders from the notebook's variables.
 
-    If a cell has put a new registered loader into the variable of an old one, the old loader's
-    registration is removed, unless another variable still refers to the old loader.
+    First, remove loaders that no longer exist. Also remove a loader whose variable now holds
+    another registered loader, unless another variable still refers to the old loader, or the user
+    has given the old loader a name.
+
+    Then give each loader without a name from the user the name of its variable, even if the loader
+    had the name of another variable before. Skip a name that another loader has.
     """
     variables = _variables()
     for key, entry in list(_registered.items()):

@@ -696,7 +696,11 @@ def path_from_home(path: str) -> str:
 
 
 def reduce_directory_store(store: Any) -> tuple[Any, ...]:
-    """Reduce a `DirectoryStore` of zarr 2; convert its path like a path object in the project."""
+    """Reduce a `DirectoryStore` of zarr 2.
+
+    If its folder is in the notebook's project, the folder of the rebuilt store is in the project
+    copy of the loading host.
+    """
     state = {**vars(store), "path": _move_path(store.path, _COPY, _HOME)}
     return _directory_store, (type(store), state)
 

@@ -438,9 +438,10 @@ def _choose_spans(
 ) -> tuple[list[TensorRow], list[memoryview]]:
     """Choose the spans of memory to send, and compute each tensor's offset in its span.
 
-    Tensors whose memory overlaps share a span. If a span would have too many gaps, each tensor
-    in the span gets a dense span of its own; a tensor that is not dense is copied for this. An
-    empty tensor gets no span.
+    Tensors whose memory overlaps share a span. The start of a shared span is aligned to the widest
+    element size. If a span would have too many gaps, each tensor in the span gets a dense span of
+    its own; a tensor that is not dense is copied for this. The receiver restores the tensor's old
+    strides, unless these would need much more memory than the copy. An empty tensor gets no span.
 
     Args:
         first_buffer: Index of the first span among the body's buffers.

@@ -781,7 +781,8 @@ def farm(
     """Start a farm of jobs on the hosts of one or several pools.
 
     This function returns when the farm's process has started, which takes about a second. The
-    notebook shows a table of the farm's nodes and jobs. Nodes start when jobs need them.
+    notebook shows a table of the farm's nodes and jobs. Nodes start when jobs need them. Jobs can
+    read the project store; what they write there is discarded.
 
     Args:
         pool: Name of the pool, or names of several pools.
@@ -797,6 +798,7 @@ def farm(
     Raises:
         UsageError: `gpus`, `cpus` or `nodes` does not fit the hosts of the pools, an argument has a
             wrong type, a pool is not trusted, or there is no notebook.
+        StoreError: The project store is not usable.
         PoolError: The farm's process did not start.
     """
     shell = get_ipython()

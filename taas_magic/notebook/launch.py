@@ -639,9 +639,9 @@ def with_fetchers(
         flags: Flags of the cell, completed by `Session.with_session_flags` for a session.
         loaders: Names of the registered loaders that the cell sends to the ranks.
         config: Settings of taas.toml.
-        cpus: Value of `--cpus` in the cell's own line, without the session's default. The note on
-            flags without effect lists `--cpus` only if this value is not 0. None stands for the
-            value in `flags`.
+        cpus: Number that the cell itself gives for `--cpus`; 0 if only the session's first cell
+            gave a number. The note on flags without effect then does not list `--cpus`. By default
+            (None), the number in `flags`.
 
     Raises:
         UsageError: taas.toml has no such pool.
