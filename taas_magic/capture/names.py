@@ -55,7 +55,7 @@ class CodeUse:
 
     @property
     def names(self) -> frozenset[str]:
-        """All global names that are read, now or later."""
+        """All global names that are read: the names in `now` and in `later`."""
         return self.now | self.later
 
 

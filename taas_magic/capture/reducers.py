@@ -192,8 +192,8 @@ def fill_function(
     keeps its value, because the function's globals may be the notebook's namespace.
 
     Args:
-        given: cloudpickle's function that sets a function's state; the pickled state; and pairs of
-            a closure cell and its content.
+        given: Three items. First, cloudpickle's function that sets a function's state. Second, the
+            pickled state. Third, pairs of a closure cell and its content.
     """
     fill, (attributes, slots), contents = given
     for cell, content in contents:
@@ -662,7 +662,10 @@ _HOME, _COPY = "TAAS_PROJECT", "TAAS_PROJECT_COPY"
 
 
 def copy_environ(home: str, copy: str) -> dict[str, str]:
-    """Return environment variables with which a process converts paths in the project.
+    """Return environment variables with which a process converts paths.
+
+    The process converts paths in `home` to paths in `copy` when it loads values, and back when it
+    sends values.
 
     Args:
         home: The project folder on the notebook's machine.

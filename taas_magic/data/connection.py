@@ -408,7 +408,7 @@ class Inbox:
         return got
 
     def _check_patience(self) -> None:
-        """Add `ALIVE_S` seconds to the time without data in the middle of a frame.
+        """Count `ALIVE_S` more seconds in which the rest of a frame has not arrived.
 
         Raises:
             ConnectionError: The peer has sent no data for more than `patience_s` seconds.

@@ -195,11 +195,14 @@ class PrefetchOrder:
     ) -> Iterator[LoaderRequest | None]:
         """Yield the requests that a worker prepares ahead, from `first_slot` of `epoch` on.
 
-        For worker 0, also yield a request that opens each new epoch. After `epoch`, only the first
-        `_NEXT_EPOCH_BATCHES` batches of the next epoch are yielded, or more for `--prefill`. None
-        instead of a request means that no batch can be prepared now, and that the caller must try
-        again later. The iterator ends if an epoch cannot be opened, at the `--units` limit, or if
-        the worker has no batch in a later epoch.
+        Yield None instead of a request if no batch can be prepared now; the caller must try again
+        later.
+
+        - Each later epoch begins with a request that opens the epoch. Only worker 0 gets it.
+        - Of the epoch after `epoch`, yield only the first `_NEXT_EPOCH_BATCHES` batches, or as many
+          as `--prefill` needs.
+        - The iterator ends if an epoch cannot be opened, at the `--units` limit, or if the worker
+          has no batch in a later epoch.
         """
         left = self._share.units
         for ahead in itertools.count():
@@ -377,9 +380,9 @@ class PrefetchBuffer:
     def pop_ready(self, who: Hashable, request: LoaderRequest) -> PreparedResponse | None:
         """Return a prepared response for connection `who`; the caller must release the response.
 
-        If no further connection waits, remove the response from the buffer, unless a rank may still
-        need the response. If the response is not ready, return None, and record that `who` must
-        send this response next; then workers prepare it even if the buffer is full.
+        If no other connection waits for this response, remove the response from the buffer, unless
+        a rank may still need it. If the response is not ready, return None, and record that `who`
+        can send nothing before this response. Workers then prepare it even if the buffer is full.
         """
         entry = self._entries.get(request)
         if entry is None or entry.prepared is None:

@@ -527,8 +527,8 @@ def learn_names(session: Session, shell: "InteractiveShell", config: Config) -> 
 def take_session(run: Run, shell: "InteractiveShell", config: Config) -> Session:
     """Take over a detached session, show its running cell, and learn its ranks' variables.
 
-    If no cell is running, show the newest cell whose kernel ended during the cell, if any. The run
-    of the shown cell becomes `last_run`.
+    If no cell is running, show the newest cell that was still running when its kernel ended, if
+    any. The run of the shown cell becomes `last_run`.
 
     Args:
         run: The session's own run, which started the ranks.

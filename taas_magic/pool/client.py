@@ -84,8 +84,9 @@ class ConnectionEnded(RunLost):
 class PoolWait:
     """One wait of this kernel for a pool's process and for hosts of the pool; can be cancelled.
 
-    When the wait is over, the waiting method of `Pool` stops with PoolError and starts no further
-    process. The pool's process identifies the wait by the attribute `id`.
+    If the wait is cancelled, or if this kernel ends the pool, the waiting method of `Pool` raises
+    PoolError and starts no further process. The pool's process identifies the wait by the attribute
+    `id`.
     """
 
     def __init__(self, pool: "Pool") -> None:

@@ -54,9 +54,8 @@ class OwnedFiles:
         """Return whether the host may write a file of the run folder.
 
         A host with ranks may write the logs and ledgers of its ranks. For the current attempt, it
-        may also write the profiles of its ranks. It may write the results of its ranks that are in
-        `senders`, also for the current attempt only. A host with fetchers may write only the logs
-        of its fetchers.
+        may also write the profiles of its ranks, and the results of those of its ranks whose
+        numbers are in `senders`. A host with fetchers may write only the logs of its fetchers.
 
         Args:
             name: Path of the file, relative to the run folder.
