@@ -449,7 +449,7 @@ def _parts(state: RunState, now: float) -> Iterator[tuple[str, str]]:
         ranks = rank_ranges(sorted(state.debugged))
         has = (
             f"rank{'s' * (len(state.debugged) > 1)} {ranks}: a debugger is attached; the clocks of "
-            "--timeout and --hang stand"
+            "--timeout and --hang are paused"
         )
         yield has, _row(has, f"color:{COLOURS['INTERRUPTED']}")
     if state.advice:

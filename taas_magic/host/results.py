@@ -45,6 +45,11 @@ A larger value is not sent. If a cell ends in a large value, the user usually on
 value, and its text is sent as a display anyway. The value of a function call has no limit.
 """
 
+_TOO_LARGE = (
+    "it is larger than 1 MB; assign it to a variable, and name the variable in --out, which has no "
+    "limit"
+)
+
 GATHER = (
     "on all ranks and before the process group is closed: `.full_tensor()` of a tensor, "
     "get_model_state_dict or get_optimizer_state_dict of torch.distributed.checkpoint.state_dict "
@@ -60,11 +65,14 @@ class ReceivedResults:
         values: Values by name. The value of the work itself has the name `VALUE`.
         missing: Names of `--out` whose values were not received, each with the reason.
         notes: Notes for the user about received values.
+        why_no_value: Reason why the value of a cell's last expression was not received; "" if it
+            was received, or if the cell has no such value.
     """
 
     values: dict[str, Any] = field(default_factory=dict)
     missing: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    why_no_value: str = ""
 
 
 class ResultsHeader(Struct):
@@ -156,6 +164,7 @@ def receive(
         {name: received.values[name] for name in (*names, VALUE) if name in received.values},
         {name: received.missing.get(name, "it did not arrive") for name in missing},
         received.notes,
+        "" if VALUE in (*names, *received.values) else received.missing.get(VALUE, ""),
     )
 
 
@@ -317,12 +326,11 @@ class ResultWriter:
     def _record_missing(self, name: str, why: str) -> None:
         """Record why a value cannot be sent. Unless the work has failed, also send the user a note.
 
-        Do nothing for the value of a cell's last expression, because the user did not request it.
+        Send no note about the value of a cell's last expression, because the user did not request
+        it. If the user reads it (`Run.result`), a warning gives the recorded reason.
         """
-        if name == VALUE and not self._needs_value:
-            return
         self._missing[name] = why
-        if not self._failed:
+        if not self._failed and (name != VALUE or self._needs_value):
             self._note(f"{_listed([name])} could not be returned: {why}")
 
     def _write_values(self, values: Mapping[str, Any]) -> None:
@@ -330,8 +338,8 @@ class ResultWriter:
 
         First encodes each value alone, to find problems. A value that cannot be pickled is left out
         and recorded as missing. If the pool is not trusted, each value that is not plain data is
-        also left out and recorded as missing. A large value of the cell's last expression is left
-        out, but not recorded.
+        also left out and recorded as missing. The same holds for a large value of the cell's last
+        expression.
         """
         shared: dict[str, dict[int, Any]] = {}
         for name, value in values.items():
@@ -344,6 +352,7 @@ class ResultWriter:
                 if plain is None:
                     pickler.add_results({name: value})
                 if name == VALUE and self._is_too_large(plain or pickler):
+                    self._record_missing(name, _TOO_LARGE)
                     continue
             except Exception as error:  # pickling runs the user's code: anything may be raised
                 self._record_missing(name, _unpicklable(name, value, pickler, error))

@@ -48,7 +48,7 @@ class Span(NamedTuple):
 
 
 class StepTimes(NamedTuple):
-    """How long one rank loaded, computed, communicated and waited in one step, in seconds."""
+    """Seconds that one rank spent loading, computing, communicating and waiting in one step."""
 
     rank: int
     step: int

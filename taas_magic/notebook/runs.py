@@ -4,6 +4,7 @@ Any process of the user can read a run, while it is active and long after its en
 """
 
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from html import escape
@@ -195,14 +196,17 @@ class Run:
     def result(self) -> Any:
         """Value of the cell's last expression on rank 0.
 
-        None if the value could not be pickled, or if it is larger than 1 MB. Variables of `--out`
-        may be larger.
+        None if the value could not be pickled, or if it is larger than 1 MB. In these cases, a
+        warning gives the reason. Variables of `--out` may be larger.
 
         If `taas.run` started the run, the value that the function returned on rank 0.
         """
         if VALUES in self.plan.out:
             return self.results[0] if self.results else None
-        return self._results().values.get(VALUE)
+        found = self._results()
+        if why := found.why_no_value:
+            warnings.warn(f"the result of run {self.id} did not come back: {why}", stacklevel=2)
+        return found.values.get(VALUE)
 
     @property
     def results(self) -> list[Any]:

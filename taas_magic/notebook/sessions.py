@@ -509,7 +509,7 @@ class Session:
 def _call_if_alive(connection: PoolConnection, request: Request[None]) -> None:
     """Send a request to a pool's process. If the process has ended or does not respond, do nothing.
 
-    If the process has ended, the session has ended, too, and its next cell reports this.
+    A session ends with its pool's process. The session's next cell then reports this end.
     """
     with suppress(PoolError):
         connection.call(request)

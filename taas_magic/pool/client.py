@@ -412,7 +412,7 @@ class PoolConnection:
             self.process.wait_for_end(END_S)
 
     def close_when_unused(self) -> None:
-        """Close the connection as soon as none of this kernel's runs uses it, perhaps now."""
+        """Close the connection when no run of this kernel uses it; now, if no run uses it."""
         self._closes_when_unused = True
         if not self._listeners:
             self.close()
@@ -837,7 +837,7 @@ class Pool:
             self.close()
 
     def retire(self) -> None:
-        """Close the connection to the pool's process as soon as none of this kernel's runs uses it.
+        """Close the connection to the pool's process when no run of this kernel uses it any more.
 
         Call this when the pool's settings have changed and a new `Pool` replaces this object.
         """

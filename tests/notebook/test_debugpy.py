@@ -106,7 +106,7 @@ def test_a_client_attaches_to_a_rank_of_a_session(frontend_of_module: Frontend) 
         assert client.evaluate(frame, "here") == "1"
         client.resume(thread)
         assert frontend.finish(request)["status"] == "ok"
-        # while the client is attached, the clocks stand
+        # while the client is attached, the clocks are paused
         request = frontend.run(WAITS)
         assert "hangs" not in head_of(frontend, request)
     frontend.run("%taas end exp")
