@@ -20,7 +20,7 @@ from collections import Counter, deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path, PurePath
 from types import FunctionType, ModuleType
@@ -500,7 +500,7 @@ def needed_modules(
     sure = set(imported(cell))
     optional = set[str]()
     for text in (cell, *texts):
-        optional |= set(imported(text, branches=True)) - set(imported(text))
+        optional |= imported(text, branches=True) - imported(text)
     for module in travelling.values():
         sure |= _parse_module(module).needs
     loaded = {name.partition(".")[0] for name in referred} - optional
@@ -509,15 +509,16 @@ def needed_modules(
     return tuple(sorted(sure - own - sys.stdlib_module_names))
 
 
-def imported(source: str, functions: bool = True, branches: bool = False) -> Iterator[str]:
-    """Yield the names of the top-level modules that Python source imports.
+@lru_cache(maxsize=256)
+def imported(source: str, functions: bool = True, branches: bool = False) -> frozenset[str]:
+    """Return the names of the top-level modules that Python source imports.
 
     Args:
         functions: Whether to include imports inside functions.
         branches: Whether to include imports that may be skipped: inside `if`, `while`, `match`, or
             a `try` with handlers.
     """
-    return _imports_of(_tree(source), functions, branches)
+    return frozenset(_imports_of(_tree(source), functions, branches))
 
 
 def _imports_of(tree: ast.AST, functions: bool = True, branches: bool = False) -> Iterator[str]:

@@ -16,6 +16,8 @@ import os
 import select
 import signal
 import sys
+import termios
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -37,8 +39,12 @@ SIGNAL = signal.SIGRTMAX - 3
 The user's program may use SIGUSR1 and SIGUSR2, so this signal is neither of them.
 """
 
+ORDER_S = 1.0
+"""Maximum seconds that `AgentLink.send_in_order` waits each time for the agent to read a pipe."""
+
 _PIPE_BYTES = 1 << 20
 _READ_BYTES = 65536
+_UNREAD_POLL_S = 0.0003
 
 
 RankFile = Literal["log", "messages", "ask", "cells", "input", "stack", "stacks", "error.json"]
@@ -225,7 +231,6 @@ class AgentLink:
         sys.stderr.flush()
         os.dup2(self._log, 1)
         os.dup2(self._log, 2)
-        os.close(self._log)
         options = {"encoding": "utf-8", "errors": "backslashreplace", "buffering": 1}
         sys.stdout = sys.__stdout__ = open(1, "w", closefd=False, **options)  # type: ignore[call-overload,misc] # noqa: SIM115
         sys.stderr = sys.__stderr__ = open(2, "w", closefd=False, **options)  # type: ignore[call-overload,misc] # noqa: SIM115
@@ -256,3 +261,26 @@ class AgentLink:
         sender = b"%d.%d" % (os.getpid(), next(self._numbers))
         for piece in pieces(messages.encode(message), sender):
             os.write(self._messages, piece)
+
+    def send_in_order(self, message: Event) -> None:
+        """Send a message that the notebook shows after all earlier and before all later output.
+
+        Output and messages travel in two pipes. So this method flushes stdout and stderr, and waits
+        until the agent has read all output. It then sends the message, and waits until the agent
+        has read the message. Each wait ends after `ORDER_S` seconds, because other threads or
+        children of the rank may write output all the time.
+        """
+        flush_output()
+        _wait_until_read(self._log)
+        self.send(message)
+        _wait_until_read(self._messages)
+
+
+def _wait_until_read(pipe: int) -> None:
+    until = time.monotonic() + ORDER_S
+    unread = bytearray(4)
+    while time.monotonic() < until:
+        fcntl.ioctl(pipe, termios.FIONREAD, unread)
+        if not any(unread):
+            return
+        time.sleep(_UNREAD_POLL_S)

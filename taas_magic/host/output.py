@@ -28,6 +28,8 @@ from taas_magic.host import link
 from taas_magic.host.spec import EventSink
 from taas_magic.journal.folder import NO_ROOM, DiskRoom, RunFolder
 from taas_magic.messages import (
+    ClearOutput,
+    Display,
     Event,
     InputRequested,
     Lines,
@@ -768,16 +770,23 @@ class PipeReader:
     def _read_ready(self, timeout: float | None) -> None:
         """Wait for readable pipes, and read each of them once. Close pipes that have no writer.
 
-        Also returns when `drain`, `follow` or `close` wakes the thread.
+        Reads output before messages, and sends the output first: a rank's messages must not delay
+        the lines that the rank printed before. Also returns when `drain`, `follow` or `close` wakes
+        the thread.
 
         Args:
             timeout: Maximum seconds to wait; None for no limit.
         """
-        for key, _ in self._selector.select(timeout):
-            if key.data is None:
-                self._wakeup.clear()
-            elif self._read(key.data) == b"" and key.data.is_open:
-                self._close_stream(key.data)
+        ready: list[_LogStream | _MessageStream | None] = [
+            key.data for key, _ in self._selector.select(timeout)
+        ]
+        if None in ready:
+            self._wakeup.clear()
+        for kind in (_LogStream, _MessageStream):
+            for stream in ready:
+                if isinstance(stream, kind) and self._read(stream) == b"" and stream.is_open:
+                    self._close_stream(stream)
+            self._flush(time.monotonic())
 
     def _read_all(self, streams: Iterable[_LogStream | _MessageStream]) -> None:
         """Read everything that the pipes contain at the time of the call, and possibly later data.
@@ -797,6 +806,8 @@ class PipeReader:
         Output goes to the rank's log file and to the rank's pending lines. Each message is passed
         to `on_message`. Before a message with a traceback is passed on, the traceback is appended
         to the log file. Before a request for input is passed on, the rank's pending output is sent.
+        Before a display or the order to clear the cell is passed on, the rank's whole lines are
+        sent. An unfinished line is not sent then, because it may be a progress bar.
 
         Returns:
             The data. None if the pipe is empty, and a process has the pipe open for writing. b"" if
@@ -818,6 +829,8 @@ class PipeReader:
                     self._log_traceback(stream.rank, message)
                 elif isinstance(message, InputRequested):
                     self._send_output(stream.rank)
+                elif isinstance(message, Display | ClearOutput):
+                    self._flush_stream(self._logs[stream.rank])
                 self._sink.on_message(stream.rank, message)
         return data
 

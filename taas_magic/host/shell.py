@@ -124,7 +124,7 @@ class _LinkDisplayPublisher(DisplayPublisher):
     def clear_output(self, wait: bool = False) -> None:
         shell = RankShell.instance()
         if shell.link is not None and shell.shows:
-            shell.link.send(ClearOutput(wait=wait))
+            shell.link.send_in_order(ClearOutput(wait=wait))
 
 
 class _LineShift(ast.NodeTransformer):
@@ -327,7 +327,7 @@ class RankShell(InteractiveShell):
         """
         if self.link is not None and self.shows:
             shown = bounded(data)
-            self.link.send(
+            self.link.send_in_order(
                 Display(data=shown, metadata=metadata, display_id=display_id, update=update)
             )
         elif self.link is not None and not self._has_hidden:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
-from functools import partial
+from functools import cache, partial
 from itertools import takewhile
 from typing import Any, NoReturn
 
@@ -705,6 +705,11 @@ def _uncommented(line: str) -> str:
     return line
 
 
+@cache
+def _parser(spelling: Spelling) -> FlagParser:
+    return FlagParser(FLAGS, spelling=spelling)
+
+
 def _parse_words(words: list[str], spelling: Spelling) -> dict[str, Any]:
     """Parse flags into a dict from the fields of `Flags` to the values that the user gave.
 
@@ -714,7 +719,7 @@ def _parse_words(words: list[str], spelling: Spelling) -> dict[str, Any]:
         UsageError: A flag is unknown, has a wrong value, or was given twice although it is not in
             `REPEATED`. Or `--env` sets a variable that taas-magic sets.
     """
-    answer, rest = FlagParser(FLAGS, spelling=spelling).parse_known_args(words)
+    answer, rest = _parser(spelling).parse_known_args(words)
     if rest:
         raise UsageError(_unknown(rest[0]))
     given = [word.partition("=")[0] for word in words]

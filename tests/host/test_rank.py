@@ -145,6 +145,28 @@ def test_displays_of_other_ranks_are_said_and_shown_on_request(
     assert not notebook.run("1 + 1").of_kind("note")  # another rank's last value is no display
 
 
+def test_lines_displays_and_clearings_keep_their_order(notebook: Notebook) -> None:
+    source = """
+from IPython.display import clear_output, display
+for number in range(8):
+    print("before", number)
+    display(number)
+    print("after", number)
+    clear_output()
+"""
+    outcome = notebook.run(source, gpus=1)
+    seen: list[str] = []
+    for event in outcome.events:
+        if event["kind"] == "lines":
+            seen += event["lines"]
+        elif event["kind"] == "display":
+            seen.append(event["data"]["text/plain"])
+        elif event["kind"] == "clear":
+            seen.append("cleared")
+    one = ("before {0}", "{0}", "after {0}", "cleared")
+    assert seen == [step.format(number) for number in range(8) for step in one]
+
+
 def test_out_brings_variables_back(notebook: Notebook) -> None:
     notebook.define("class Point:\n    def __init__(self, x): self.x = x")
     source = "import torch\nmodel = torch.nn.Linear(3, 2)\nwhere = Point(7)\nfn = lambda: where.x"
