@@ -14,10 +14,11 @@ from taas_magic.host.stacks import code_position, cpu_s, memory_bytes, processes
 from taas_magic.host.watch import Ranks, RankState
 from taas_magic.messages import RankUsage, Usage
 
-FIRST_USAGE_S = 1.0
-"""Seconds from the first measurement of an attempt to its second measurement.
+FIRST_USAGE_S = 0.5
+"""Seconds from an attempt's start to its first measurement, and then to its second measurement.
 
-The first measurement is not reported, so this is about the time until the first report.
+The first measurement is not reported. A measurement takes some milliseconds of CPU time, which
+would delay the first line of a short cell. So an attempt that ends earlier is not measured at all.
 """
 
 USAGE_S = (2.0, 10.0)
@@ -47,7 +48,7 @@ class UsageReporter:
     def __init__(self, attempt: int, ranks: Ranks, emit: EventSink) -> None:
         self._attempt, self._ranks, self._emit = attempt, ranks, emit
         self._began = time.monotonic()
-        self._due_at = self._began
+        self._due_at = self._began + FIRST_USAGE_S
         self._rows: dict[int, RankUsage] = {}
         self._cpu_s: dict[int, float] = {}
         self._measured_at = self._began

@@ -2,9 +2,11 @@
 
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
+import psutil
 import pytest
 
 from taas_magic.host import usage
@@ -68,3 +70,19 @@ def test_a_report_has_the_use_since_the_last_one_and_the_last_row_of_an_ended_ra
     for _ in range(20):
         assert not reports(reporter, sent)()
         time.sleep(0.02)
+
+
+def test_a_short_cell_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured = threading.Event()
+
+    def measure(pids: Iterable[int]) -> dict[int, list[psutil.Process]]:
+        measured.set()
+        return {}
+
+    monkeypatch.setattr(usage, "processes_below", measure)
+    reporter = UsageReporter(0, Ranks([]), list[Event]().append)
+    began = time.monotonic()
+    reporter.check(began + usage.FIRST_USAGE_S - 0.1)
+    assert not measured.wait(0.2)
+    reporter.check(began + usage.FIRST_USAGE_S + 0.1)
+    eventually(measured.is_set)
