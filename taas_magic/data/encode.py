@@ -419,7 +419,8 @@ def _overlapping(extents: Iterable[_MemoryRange]) -> list[list[_MemoryRange]]:
     """Group tensors that overlap in memory.
 
     Two tensors are in the same group if they overlap, or if a chain of overlapping tensors connects
-    them. A tensor without overlap is a group of its own.
+    them. A tensor without overlap is a group of its own. The groups are in the order of their first
+    tensors in the batch, and not of addresses, so that equal batches have equal fingerprints.
     """
     groups: list[list[_MemoryRange]] = []
     end = 0
@@ -430,7 +431,7 @@ def _overlapping(extents: Iterable[_MemoryRange]) -> list[list[_MemoryRange]]:
         else:
             groups.append([extent])
             end = extent.end
-    return groups
+    return sorted(groups, key=lambda group: min(extent.number for extent in group))
 
 
 def _choose_spans(

@@ -294,3 +294,14 @@ def test_layout_is_aligned() -> None:
     offsets, size = protocol.layout(10, [1, 64, 65, 0])
     assert offsets == [64, 128, 192, 320]
     assert size == 320
+
+
+def test_the_fingerprint_does_not_depend_on_the_addresses_of_the_tensors() -> None:
+    one, other = torch.empty(6), torch.empty(6)
+    prints = set()
+    for first, second in ((one, other), (other, one)):
+        first.fill_(1.0)
+        second.fill_(2.0)
+        prints.add(encode.fingerprint(encode.encode([(0, first), (1, second)])))
+    assert len(prints) == 1
+    assert encode.fingerprint(encode.encode([(0, second), (1, first)])) not in prints
