@@ -194,7 +194,7 @@ def _nodes_text(state: FarmState) -> str:
     nodes = f"{len(state.ready)} node{'s' * (len(state.ready) != 1)}"
     bounds = f" ({state.least} to {state.most})" if state.least != state.most else ""
     jobs = f"{state.slots} job{'s' * (state.slots != 1)}"
-    return f"{nodes}{bounds}, each for {jobs} at a time"
+    return f"{nodes}{bounds}; each runs at most {jobs} at a time"
 
 
 def rows(state: FarmState) -> list[tuple[str, str, str, str]]:

@@ -303,12 +303,13 @@ class Timeline:
 
     @property
     def summary(self) -> str:
-        """One line with the slowest rank's busy time in a step, and the other ranks' busy time."""
+        """One line with the mean busy time per step, of the slowest rank and of the others."""
         slow = [one for one in self.steps if one.rank == self.slowest_rank]
         rest = [one for one in self.steps if one.rank != self.slowest_rank]
-        text = f"slowest: rank {self.slowest_rank}, busy {_mean_busy(slow) * 1e3:,.1f} ms a step"
+        slow_ms = _mean_busy(slow) * 1e3
+        text = f"rank {self.slowest_rank} is slowest: busy {slow_ms:,.1f} ms in each step"
         if rest:
-            text += f"; the other ranks {_mean_busy(rest) * 1e3:,.1f} ms on average"
+            text += f"; the other ranks are busy {_mean_busy(rest) * 1e3:,.1f} ms on average"
         return text
 
     def __repr__(self) -> str:

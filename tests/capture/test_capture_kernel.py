@@ -305,7 +305,7 @@ def test_a_class_that_only_a_file_names_is_told_from_a_missing_one(frontend: Fro
     frontend.run("import pickle\nclass Net: pass\npickle.dump(Net(), open('net.pickle', 'wb'))")
     load = "with open('net.pickle', 'rb') as file: net = pickle.load(file)"
     reply = frontend.fail(f"%%taas --gpus 1\n{load}")
-    assert "of the notebook it has the names that the cell uses" in reply["evalue"]
+    assert "has only those names of the notebook that the cell uses" in reply["evalue"]
     frontend.run(f"%%taas --gpus 1\nNet\n{load}")
 
 

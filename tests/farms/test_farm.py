@@ -687,7 +687,10 @@ def farm_state() -> FarmState:
 
 def test_the_table_has_nodes_jobs_their_hosts_and_last_lines() -> None:
     shown = mime_bundle(farm_state())
-    assert "1 node (0 to 2), each for 1 job at a time · 1 queued, 1 running" in shown["text/plain"]
+    assert (
+        "1 node (0 to 2); each runs at most 1 job at a time · 1 queued, 1 running"
+        in shown["text/plain"]
+    )
     assert "train-1  running  h<1>  epoch 2" in shown["text/plain"]
     assert "h&lt;1&gt;" in shown["text/html"]
     assert shown["text/html"].index("1 queued") < shown["text/html"].index("<pre")

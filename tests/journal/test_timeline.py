@@ -49,7 +49,7 @@ def test_the_steps_of_a_cell_are_in_the_runs_timeline(notebook: Notebook) -> Non
         if event.get("name") == "process_name"
     }
     assert tracks == {"rank 0", "rank 1"}
-    assert "slowest: rank" in repr(found) and "data:image/svg+xml" in found._repr_html_()
+    assert "is slowest: busy" in repr(found) and "data:image/svg+xml" in found._repr_html_()
 
 
 def test_a_batch_of_a_registered_loader_begins_a_step(notebook: Notebook) -> None:
@@ -192,9 +192,10 @@ def test_the_slowest_rank_is_the_one_that_waits_least_for_others(tmp_path: Path)
     steps = [StepTimes(0, 1, 0.0, 0.1, 0.0, 0.3), StepTimes(1, 1, 0.1, 0.2, 0.0, 0.0)]
     found = Timeline(steps, tmp_path)
     assert found.slowest_rank == 1
-    assert "rank 1, busy 300.0 ms a step; the other ranks 100.0 ms" in found.summary
+    text = "rank 1 is slowest: busy 300.0 ms in each step; the other ranks are busy 100.0 ms"
+    assert text in found.summary
     only = Timeline(steps[:1], tmp_path)
-    assert only.summary == "slowest: rank 0, busy 100.0 ms a step"
+    assert only.summary == "rank 0 is slowest: busy 100.0 ms in each step"
 
 
 def test_traces_of_an_earlier_attempt_do_not_count(tmp_path: Path) -> None:
