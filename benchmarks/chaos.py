@@ -32,8 +32,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from taas_magic.data.service import new_certificate
-from taas_magic.host.agent_worker import REST_IDLE_S
-from taas_magic.pool.controller import FIRST_S
+from taas_magic.host.agent_worker import DEFERRED_IDLE_S
+from taas_magic.pool.controller import FIRST_KERNEL_S
 from tests.chaos.first_cells import DEEDS, FirstCells
 from tests.chaos.harm import play
 from tests.chaos.tree import CELLS, DETACHED, HARMS, NEXT, SESSION, Chaos, Program, memory_of
@@ -104,7 +104,7 @@ def harm_processes(rounds: int, seed: int, program: Program, harms: tuple[str, .
 def harm_first_cells(rounds: int, seed: int, deeds: tuple[str, ...]) -> None:
     started = time.perf_counter()
     with _scene() as scene:
-        cells = FirstCells(scene, seed, deeds, CELL_END_S, GONE_S + FIRST_S)
+        cells = FirstCells(scene, seed, deeds, CELL_END_S, GONE_S + FIRST_KERNEL_S)
         with contextlib.suppress(KeyboardInterrupt):  # prints the results so far
             cells.play(rounds, say=_say)
     print(f"seed {seed}: {cells.result} ({time.perf_counter() - started:.0f} s)")
@@ -119,7 +119,7 @@ def run_again_and_again(runs: int) -> None:
         def has_all() -> bool:
             return "all: True" in frontend.text(frontend.run(HAS_ALL))
 
-        eventually(has_all, every_s=2 * REST_IDLE_S)  # only an idle host imports optional modules
+        eventually(has_all, every_s=2 * DEFERRED_IDLE_S)  # only an idle host imports these
         before = memory_of(frontend)
         began = time.perf_counter()
         _run(frontend, runs)

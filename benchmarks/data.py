@@ -52,7 +52,7 @@ They are the load average before the run, the cores used by others in a quiet sa
 of quiet samples.
 """
 
-LOOK_S = 0.3
+SAMPLE_S = 0.3
 """Seconds that one sample of the other processes takes."""
 
 SETTLE_S = 1.0
@@ -79,8 +79,8 @@ def sample_other_processes() -> None:
     """
     time.sleep(SETTLE_S)
     before = busy_s()
-    time.sleep(LOOK_S)
-    cores_used_by_others.append((busy_s() - before) / LOOK_S)
+    time.sleep(SAMPLE_S)
+    cores_used_by_others.append((busy_s() - before) / SAMPLE_S)
 
 
 def busy_s() -> float:

@@ -74,7 +74,7 @@ def play(project: Path, token: str, after_s: float) -> None:
     with kernel(project, TAAS_TEST_TOKEN=token) as frontend:
         reply = frontend.finish(frontend.send(CELL), WAIT_S)  # includes the start of hosts
         assert reply["status"] == "ok", reply
-        run = next(runs.newest())
+        run = next(runs.newest_first())
         time.sleep(after_s)
         kill(frontend)
     attached = subprocess.run(

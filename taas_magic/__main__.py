@@ -13,7 +13,7 @@ from taas_magic.config import load_config
 from taas_magic.errors import TaasError
 from taas_magic.notebook.magic import run_command
 
-INTERRUPTED = 130
+INTERRUPTED_EXIT_CODE = 130
 """Exit code after an interrupt by SIGINT, as shells define it (128 + 2)."""
 
 
@@ -33,7 +33,7 @@ def main(words: list[str]) -> int:
         shown = run_command(shlex.join(words), load_config(Path.cwd()))
     except KeyboardInterrupt as error:
         sys.stderr.write(f"{error}\n")
-        return INTERRUPTED
+        return INTERRUPTED_EXIT_CODE
     except TaasError as error:
         sys.stderr.write(f"{type(error).__name__}: {error}\n")
         return 1

@@ -30,7 +30,7 @@ MOST_BYTES = 1 << 60
 """Largest size in bytes that a flag or a setting may have."""
 
 _GPU_POOL = re.compile(r"g\d+\.\d+")
-_CLOSE = 0.7
+_MIN_SIMILARITY = 0.7
 """Minimum similarity, from 0 to 1, of an unknown name and the known name that a hint suggests."""
 
 _MODULE = r"^[^\W\d]\w*(\.\w+)*\Z"
@@ -205,7 +205,7 @@ class Config(Struct, frozen=True):
 def did_you_mean(word: str, possible: Iterable[str]) -> str:
     """Return a hint ` (did you mean "x"?)` for an unknown word; "" if no word is similar."""
     by_name = {name.lstrip("-"): name for name in possible}  # dashes would make all flags similar
-    near = difflib.get_close_matches(word.lstrip("-"), by_name, n=1, cutoff=_CLOSE)
+    near = difflib.get_close_matches(word.lstrip("-"), by_name, n=1, cutoff=_MIN_SIMILARITY)
     return f' (did you mean "{by_name[near[0]]}"?)' if near else ""
 
 

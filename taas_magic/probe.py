@@ -37,7 +37,7 @@ _CGROUPS = "/sys/fs/cgroup"
 _ABANDONED_AFTER_S = 24 * 3600
 """Age in seconds above which an unfinished installation is removed, because it was interrupted."""
 
-_SAID_CHARS = 2000
+_PIP_ERROR_CHARS = 2000
 """Maximum number of characters, from the end of pip's output, that an error text contains."""
 
 
@@ -68,7 +68,7 @@ def main(
         "torch": installed_version("torch"),
         "cuda": torch_cuda(),
         "versions": {name: installed_version(name) for name in packages if installed_version(name)},
-        "ours": digest_of_ours(),
+        "taas_digest": digest_of_taas(),
         "missing": [name for name in modules if not is_installed(name)],
         "cache": cache,
         "cache_error": why_not_writable(cache),
@@ -185,7 +185,7 @@ def torch_cuda() -> str:
     return found.group(1) if found else ""
 
 
-def digest_of_ours() -> str:
+def digest_of_taas() -> str:
     """Return a digest of taas-magic's files on this host; "" if taas-magic is not installed."""
     folder = folder_of("taas_magic")
     return digest(package_files(folder)) if folder else ""
@@ -392,7 +392,7 @@ def _pip(words: Sequence[str], into: str, limit_s: float) -> str:
     except subprocess.TimeoutExpired:
         return f"pip did not finish within {limit_s:.0f} s"
     said = done.stdout.decode(errors="replace").strip()
-    return said[-_SAID_CHARS:] or f"exit code {done.returncode}" if done.returncode else ""
+    return said[-_PIP_ERROR_CHARS:] or f"exit code {done.returncode}" if done.returncode else ""
 
 
 def _sweep(parent: str) -> None:

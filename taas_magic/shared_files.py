@@ -31,7 +31,7 @@ def lock(descriptor: int, *, shared: bool = False, wait: bool = False) -> bool:
     return True
 
 
-def take_lock(path: Path, flags: int = os.O_CREAT, *, wait: bool = False) -> int | None:
+def open_and_lock(path: Path, flags: int = os.O_CREAT, *, wait: bool = False) -> int | None:
     """Open a file, lock it and return its descriptor; None if another process holds the lock.
 
     By default, make the file if it is missing. If `wait` is True, wait until the lock is free.
@@ -51,7 +51,7 @@ def is_unlocked(path: Path, flags: int = os.O_CREAT) -> bool:
 
     By default, make the file if it is missing.
     """
-    if (descriptor := take_lock(path, flags)) is not None:
+    if (descriptor := open_and_lock(path, flags)) is not None:
         os.close(descriptor)
     return descriptor is not None
 
@@ -63,7 +63,7 @@ def locked(path: Path, *, wait: bool) -> Iterator[bool]:
     Make the file if it is missing. If another process holds the lock and `wait` is False, the block
     runs without the lock.
     """
-    descriptor = take_lock(path, wait=wait)
+    descriptor = open_and_lock(path, wait=wait)
     try:
         yield descriptor is not None
     finally:

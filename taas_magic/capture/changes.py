@@ -40,7 +40,7 @@ _BY_PICKLE = {"collections", "datetime", "pathlib", "decimal", "fractions", "pan
 _BY_PICKLE |= {"types", "argparse", "numpy"}
 """Packages whose objects are compared by their ordinary pickles."""
 
-_LISTED = 10
+_MAX_LISTED = 10
 """Maximum number of names of one kind in the note about changed values."""
 
 
@@ -106,9 +106,9 @@ class ChangeDetector:
         fed = [name for name in names if name in self._parts]
         values = [name for name in names if name not in classes and name not in fed]
         parts = [_sentence(values)] if values else []
-        parts += [_sentence_of_part(name, self._parts[name]) for name in fed[:_LISTED]]
+        parts += [_sentence_of_part(name, self._parts[name]) for name in fed[:_MAX_LISTED]]
         if classes:
-            named = ", ".join(classes[:_LISTED])
+            named = ", ".join(classes[:_MAX_LISTED])
             parts.append(
                 f"class attributes of {named} were changed in the ranks and stay there: set them "
                 "in the notebook"
@@ -143,8 +143,8 @@ def _is_array(value: Any) -> bool:
 def _sentence(names: list[str]) -> str:
     was, them = ("was", "it") if len(names) == 1 else ("were", "them")
     return (
-        f"{listed(names, _LISTED)} {was} changed in the ranks, not in the notebook; "
-        f"--out {','.join(names[:_LISTED])} returns {them}"
+        f"{listed(names, _MAX_LISTED)} {was} changed in the ranks, not in the notebook; "
+        f"--out {','.join(names[:_MAX_LISTED])} returns {them}"
     )
 
 

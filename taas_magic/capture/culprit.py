@@ -33,7 +33,7 @@ texts match, the user gets the first of these texts.
 _BUDGET_S = 5.0
 """Maximum seconds that `culprit` searches for the part that cannot be pickled."""
 
-_DEPTH = 40
+_MAX_DEPTH = 40
 """Maximum number of steps in the path that `culprit` returns, such as `[3]` or `.db`."""
 
 _NAME_CHARS = 40
@@ -120,7 +120,7 @@ def culprit(name: str, value: Any, dump: Probe) -> tuple[str, Any]:
     Each step of the search goes from a value to the first part of this value that cannot be
     pickled. The search ends at a value whose parts can all be pickled. The search also ends at a
     value whose class can never be sent, such as a thread. It ends at the latest after `_BUDGET_S`
-    seconds or `_DEPTH` steps.
+    seconds or `_MAX_DEPTH` steps.
 
     Args:
         name: Name of the variable that has the value. The path starts with this name.
@@ -132,7 +132,7 @@ def culprit(name: str, value: Any, dump: Probe) -> tuple[str, Any]:
     deadline = time.monotonic() + _BUDGET_S
     seen = {id(value): value}  # an id is only unique while its object lives
     path = name
-    for _ in range(_DEPTH):
+    for _ in range(_MAX_DEPTH):
         if is_process_bound(type(value)) or is_shard(type(value)) or _is_compiled(value):
             break  # the object itself is the culprit, not one of its parts
         if _is_one_of(type(value), _RUNNING_CLASSES):

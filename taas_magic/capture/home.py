@@ -16,7 +16,7 @@ from types import CodeType, FunctionType
 from typing import Any, NamedTuple
 
 from taas_magic.capture.culprit import capture_error
-from taas_magic.capture.pickling import ValuePickler, is_importable, is_mutable, load_each
+from taas_magic.capture.pickling import ValuePickler, is_importable, load_each, must_stay_shared
 from taas_magic.capture.reducers import LruCache, notebooks_own
 
 
@@ -98,7 +98,7 @@ class ResultPickler(ValuePickler):
         name = self._kept_name(obj)
         if name is None:
             return super().reducer_override(obj)
-        return notebooks_own, (name, self.copy_of(obj))
+        return notebooks_own, (name, self.pickle_copy(obj))
 
     def shared_objects(self) -> dict[int, Any]:
         """Return the pickled objects that other results may also contain, by id.
@@ -174,17 +174,17 @@ def _is_shared(value: Any) -> bool:
     """
     if isinstance(value, FunctionType | LruCache):
         return not is_importable(value)
-    return is_mutable(value)
+    return must_stay_shared(value)
 
 
 _set_with_results: dict[str, Any] = {}
-"""The notebook's variables that `load` has set, by name.
+"""The notebook's variables that `load_results` has set, by name.
 
 The results of a later run may replace these variables, but no other variables of the notebook.
 """
 
 
-def load(
+def load_results(
     stream: io.BytesIO | mmap.mmap,
     buffers: Sequence[PickleBuffer | memoryview],
     namespace: dict[str, Any],

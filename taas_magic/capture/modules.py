@@ -34,7 +34,7 @@ _INSTALLED = {"site-packages", "dist-packages"}
 """Names of the folders into which pip and the system install packages."""
 
 _MOST_DIFFERENCES = 3
-"""Maximum number of constants with their own note (`differences`), and of functions (`patches`)."""
+"""Maximum number of notes on single constants, and of notes on replaced functions."""
 
 _SYSTEM = tuple(
     Path(p).resolve()
@@ -152,7 +152,7 @@ def install(modules: Mapping[str, ModuleSource]) -> None:
         linecache.cache[module.path] = (len(module.source), None, lines, module.path)
 
 
-def differences(modules: Mapping[str, ModuleSource], cell: str) -> tuple[str, ...]:
+def notes_on_constants(modules: Mapping[str, ModuleSource], cell: str) -> tuple[str, ...]:
     """Return notes on constants whose value differs between a module's file and the notebook.
 
     Ranks import the file. The notebook has another value if a cell has set the constant, or if the
@@ -179,7 +179,7 @@ def differences(modules: Mapping[str, ModuleSource], cell: str) -> tuple[str, ..
     return (*found[:_MOST_DIFFERENCES], *rest)
 
 
-def patches(
+def notes_on_patches(
     modules: Iterable[ModuleType | None],
     classes: Iterable[type],
     attributes: Collection[str],

@@ -428,10 +428,10 @@ _SETS_ANY_NAME = {"exec", "globals", "locals", "push", "user_ns"}
 _SETS_ANY_NAME |= {"run_cell_magic", "run_line_magic"}
 """Functions and attributes with which a cell can set variables that its source does not name."""
 
-_LISTED = 12
+_MAX_LISTED = 12
 
 
-def unknown_result(
+def unknown_result_message(
     names: Sequence[str], source: str, captured: Collection[str], namespace: Mapping[str, Any]
 ) -> str | None:
     """Return a message about the first name of `--out` that no rank will have at the cell's end.
@@ -451,10 +451,10 @@ def unknown_result(
     has = {*assigned_names(source), *captured}
     missing = [name for name in names if name not in has]
     missing = [name for name in missing if name not in _set_by_functions(namespace)]
-    return _unknown(missing[0], has, missing[0] in namespace) if missing else None
+    return _unknown_result_message(missing[0], has, missing[0] in namespace) if missing else None
 
 
-def _unknown(name: str, has: Collection[str], is_in_notebook: bool) -> str:
+def _unknown_result_message(name: str, has: Collection[str], is_in_notebook: bool) -> str:
     """Return the message about a name in `--out` that no rank will have.
 
     The message suggests names in `has` that are similar to `name`. If no name is similar, the
@@ -469,7 +469,7 @@ def _unknown(name: str, has: Collection[str], is_in_notebook: bool) -> str:
         possible = f"did you mean {' or '.join(near)}?"
     else:
         shown = sorted(each for each in has if not each.startswith("_"))
-        possible = f"it has: {listed(shown, _LISTED) or 'none'}"
+        possible = f"it has: {listed(shown, _MAX_LISTED) or 'none'}"
     why = "the cell sets no such variable"
     if is_in_notebook:
         why = "the cell neither sets nor uses it, so no rank has it"

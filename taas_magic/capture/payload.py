@@ -21,7 +21,7 @@ from taas_magic.capture.modules import (
     find_local_modules,
     install,
     needed_modules,
-    patches,
+    notes_on_patches,
 )
 from taas_magic.capture.names import (
     THE_CELL,
@@ -113,7 +113,7 @@ class _NotebookPickler:
         """Pickle variables of the notebook, except those that are pickled already.
 
         Add each pickled variable to `captured`, and each module also to `modules`. If a value
-        cannot be sent, pass the error to `refuse`.
+        cannot be sent, pass the error to `report_problem`.
 
         Args:
             names: Reason for the capture of each variable, by name. Names that are no variables of
@@ -127,7 +127,7 @@ class _NotebookPickler:
             try:
                 self.captured.extend(self._add([(name, self._namespace[name])], why))
             except CaptureError as error:
-                self.refuse(error)
+                self.report_problem(error)
             finally:
                 del self.pickler.coming[name]
             if isinstance(self._namespace[name], ModuleType):
@@ -139,9 +139,9 @@ class _NotebookPickler:
         try:
             self.call = self._add(parts, THE_CALL)
         except CaptureError as error:
-            self.refuse(error)
+            self.report_problem(error)
 
-    def refuse(self, error: CaptureError) -> None:
+    def report_problem(self, error: CaptureError) -> None:
         """Append the message of `error` to the list `problems`; without a list, raise `error`."""
         if self._problems is None:
             raise error
@@ -235,7 +235,7 @@ def belongs_to_ipython(name: str, namespace: Mapping[str, Any]) -> bool:
     return False
 
 
-_LISTED = 3
+_MAX_LISTED = 3
 
 THE_CALL = "the call uses it"
 
@@ -448,7 +448,7 @@ def capture(
             send=send,
             to=to,
             is_user_variable=lambda name: is_user_variable(name, namespace),
-            refuse=gathering.refuse,
+            refuse=gathering.report_problem,
         )
         gathering.only, why = choice.why, choice.why
         pickler.at_receiver, pickler.updated = choice.at_ranks, choice.updated
@@ -480,7 +480,7 @@ def capture(
         state=state,
     )
     if payload.size_bytes > limit_bytes:
-        gathering.refuse(_too_large(payload, limit_bytes))
+        gathering.report_problem(_too_large(payload, limit_bytes))
     return payload
 
 
@@ -527,7 +527,7 @@ def _notes(
 ) -> tuple[str, ...]:
     """Return notes for the user: which replaced functions and log handlers the ranks do not get."""
     pickler = gathering.pickler
-    replaced = patches(
+    replaced = notes_on_patches(
         [*gathering.modules, *(sys.modules.get(name) for name in used.imports)],
         pickler.classes.values(),
         used.attributes | pickler.attributes,
@@ -593,7 +593,8 @@ def _too_large(payload: Payload, limit_bytes: int) -> CaptureError:
     sizes.update({f"module {name}": len(it.source) for name, it in payload.modules.items()})
     sizes["the notebook's settings"] = payload.size_bytes - sum(sizes.values())
     listed = ", ".join(
-        f"{name} {size_text(size_bytes, 1024)}" for name, size_bytes in sizes.most_common(_LISTED)
+        f"{name} {size_text(size_bytes, 1024)}"
+        for name, size_bytes in sizes.most_common(_MAX_LISTED)
     )
     what = "cell" if isinstance(payload.work, CellWork) else "function"
     return CaptureError(

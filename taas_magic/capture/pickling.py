@@ -369,12 +369,12 @@ class ValuePickler(cloudpickle.Pickler):
     def shared_objects(self) -> dict[int, Any]:
         """Return those pickled objects that other values may also contain, by id.
 
-        These are torch's storages and objects that can change in place (`is_mutable`). The caller
-        must keep the returned dict until it has compared the ids: only the dict keeps some of the
-        objects alive, and Python reuses the id of a freed object.
+        These are torch's storages and objects that can change in place (`must_stay_shared`). The
+        caller must keep the returned dict until it has compared the ids: only the dict keeps some
+        of the objects alive, and Python reuses the id of a freed object.
         """
         memo: dict[int, tuple[int, Any]] = self.memo.copy()
-        mutable = {key: held for key, (_, held) in memo.items() if is_mutable(held)}
+        mutable = {key: held for key, (_, held) in memo.items() if must_stay_shared(held)}
         return {**mutable, **self._storages}
 
     def probe(self, value: Any) -> None:
@@ -468,7 +468,7 @@ class ValuePickler(cloudpickle.Pickler):
             return reduced
         self._need_by_name(cls)
         if self._to == "notebook" and is_received(cls):
-            return reduce_received(cls, self.copy_of(cls))
+            return reduce_received(cls, self.pickle_copy(cls))
         if self.is_digest and cls is not self._value:
             self._add_needs_of(cls)
             return reduce_to_id(cls)
@@ -484,7 +484,7 @@ class ValuePickler(cloudpickle.Pickler):
             pickler.add(cls)
             self.needs |= pickler.needs
 
-    def copy_of(self, value: Any) -> Copy | None:
+    def pickle_copy(self, value: Any) -> Copy | None:
         """Pickle an object of the notebook on its own; None if the object cannot be pickled.
 
         A kernel that started the run has the object itself. The copy is for any other kernel that
@@ -616,7 +616,7 @@ _MUTABLE_NAMES = frozenset({"ndarray", "Generator", "RandomState"})
 """Names of mutable types of numpy and torch; the names work even before numpy is imported."""
 
 
-def is_mutable(value: Any) -> bool:
+def must_stay_shared(value: Any) -> bool:
     """Return whether values that share this object must be sent together.
 
     True for an object that can change in place, because two copies could differ later. Also True

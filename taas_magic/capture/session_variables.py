@@ -20,7 +20,7 @@ from taas_magic.errors import CaptureError, listed
 
 _STATE = "<state of the process>"
 _HASH_BYTES = hashlib.sha256().digest_size
-_LISTED = 5
+_MAX_LISTED = 5
 _DELETED = object()
 
 
@@ -168,7 +168,7 @@ class RankVariables:
         """
         choice = VariablesToSend(reads=used.definitions)
         forced = set(send)
-        wanted = self._wanted(used, forced)
+        wanted = self._needed_names(used, forced)
         needed, kept = self._pickle_needed(wanted, forced, namespace, to, is_user_variable, refuse)
         changed = {
             name
@@ -198,7 +198,7 @@ class RankVariables:
         choice.notes = self._notes(choice, kept, deleted, namespace, forced)
         return choice
 
-    def _wanted(self, used: UsedNames, forced: set[str]) -> dict[str, str]:
+    def _needed_names(self, used: UsedNames, forced: set[str]) -> dict[str, str]:
         """Return the names of the variables that the cell needs, each with the reason.
 
         The result has the names in `--send`, and the names that the cell reads. The cell may call
@@ -440,4 +440,4 @@ def _is_module(value: Any) -> bool:
 
 
 def _quoted(names: Sequence[str]) -> str:
-    return listed([f"`{name}`" for name in names], _LISTED)
+    return listed([f"`{name}`" for name in names], _MAX_LISTED)

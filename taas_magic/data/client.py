@@ -42,7 +42,7 @@ Without the copy, a small batch that the cell keeps would keep the whole buffer 
 _CHECK_AGAIN_S = 0.25
 """Seconds between checks whether more fetchers have started, after the first has started."""
 
-_FIRST_LOOKS_S = 0.01
+_FIRST_CHECKS_S = 0.01
 """Seconds between checks while the client waits for a fetcher to start."""
 
 _FIRST_PAUSE_S = 0.05
@@ -103,7 +103,7 @@ class Route:
         self._await_fetchers()
         return self._found.workers
 
-    def pick(self, slot: int, streams: int | None, preferred: int | None = None) -> int:
+    def choose_fetcher(self, slot: int, streams: int | None, preferred: int | None = None) -> int:
         """Return the index of the fetcher to request a batch from.
 
         The result is the fetcher that `sharding.assigned_worker` assigns to the batch. If this
@@ -123,11 +123,11 @@ class Route:
         """
         self._await_fetchers()
         if streams is not None:
-            self._await_start(self._wanted(slot, streams))
+            self._await_start(self._assigned_fetcher(slot, streams))
         found = self._found
         if preferred is not None and preferred in self._usable_fetchers():
             return preferred
-        wanted = self._wanted(slot, streams)
+        wanted = self._assigned_fetcher(slot, streams)
         if not self._paused and wanted in found.addresses:
             return wanted
         up = self._usable_fetchers()
@@ -141,7 +141,7 @@ class Route:
         return up[number]
 
     @property
-    def patience_s(self) -> float:
+    def silence_limit_s(self) -> float:
         """Seconds that a fetcher may be silent before it counts as failed.
 
         Usually, the result is half of `fetch_s`. If the rank has already waited for more than half
@@ -163,12 +163,12 @@ class Route:
         address = self._found.addresses.get(number)
         if address is None:
             raise ConnectionError(f"fetcher {number} has not started yet")
-        patience = self.patience_s, self._lease.silent_s
+        patience = self.silence_limit_s, self._lease.silent_s
         link = FetcherLink(address, self._loader, self._key, self._tls, *patience)
         self._links.add(link)
         return link
 
-    def acquire(self, keep_bytes: int) -> tuple[dict[int, FetcherLink], ReceiveBlocks]:
+    def acquire_idle(self, keep_bytes: int) -> tuple[dict[int, FetcherLink], ReceiveBlocks]:
         """Return the connections and the receive memory of a finished pass, for a new pass.
 
         If no connections and memory are stored, return an empty dict and new memory.
@@ -246,7 +246,7 @@ class Route:
             time.sleep(pause_s)
             self._silent_s += pause_s
 
-    def _wanted(self, slot: int, streams: int | None) -> int:
+    def _assigned_fetcher(self, slot: int, streams: int | None) -> int:
         """Return the index of the fetcher to which a batch is assigned."""
         found = self._found
         return assigned_worker(slot, streams, found.fetchers, found.workers // found.fetchers)[0]
@@ -282,7 +282,7 @@ class Route:
                     f'no fetcher of loader "{self._loader}" {again} within '
                     f"{self._lease.start_s:g} s; the run's log says why"
                 )
-            time.sleep(_FIRST_LOOKS_S)
+            time.sleep(_FIRST_CHECKS_S)
 
     def wait_for_opener(self) -> None:
         """Wait for the start of the fetcher from which all ranks request descriptions of epochs.
@@ -293,7 +293,7 @@ class Route:
             RunLost: No fetcher has started in time, or all fetchers have ended.
         """
         self._await_fetchers()
-        self._await_start(self._wanted(0, None))
+        self._await_start(self._assigned_fetcher(0, None))
 
     def _await_start(self, number: int) -> None:
         """Wait until fetcher `number` has started, or until no fetcher is starting.
@@ -306,7 +306,7 @@ class Route:
         while number not in self._started and self._found.starting:
             if time.monotonic() > self._stream_deadline:
                 return
-            time.sleep(_FIRST_LOOKS_S)
+            time.sleep(_FIRST_CHECKS_S)
             found = self._current_addresses()
             self._found = found if found.addresses else self._found
 
@@ -369,7 +369,7 @@ class Client:
 
     def __init__(self, route: Route, keep_bytes: int, timeout_s: float = 0.0) -> None:
         self._route, self._timeout_s, self.must_end = route, timeout_s, False
-        self._links, self._blocks = route.acquire(keep_bytes)
+        self._links, self._blocks = route.acquire_idle(keep_bytes)
         self._where: dict[LoaderRequest, int] = {}
         self._responses: dict[LoaderRequest, tuple[Response, memoryview]] = {}
         self._instead: dict[LoaderRequest, LoaderRequest] = {}
@@ -408,8 +408,8 @@ class Client:
         """
         if has_own_sampler:
             self._route.wait_for_opener()
-        body = self._answer_to(LoaderRequest(RequestKind.OPEN, epoch, 0), ResponseKind.OPENED)
-        opened = protocol.read_opened(body)
+        body = self._request_body(LoaderRequest(RequestKind.OPEN, epoch, 0), ResponseKind.OPENED)
+        opened = protocol.decode_epoch_description(body)
         self._epoch, self._streams, self._indices = epoch, opened.streams, None
         self._order = opened.order if opened.streams is None else None
         return opened
@@ -417,7 +417,7 @@ class Client:
     def request_order(self) -> bytes:
         """Return the encoded indices of the epoch's batches, for another rank's `use_order`."""
         request = LoaderRequest(RequestKind.ORDER, self._epoch, 0, b"all")
-        return bytes(self._answer_to(request, ResponseKind.VALUE))
+        return bytes(self._request_body(request, ResponseKind.VALUE))
 
     def use_order(self, order: bytes) -> int:
         """Use another rank's order for all later requests of this epoch.
@@ -434,7 +434,7 @@ class Client:
     def send_requests(self, requests: Sequence[SlotRequest]) -> None:
         """Send requests without waiting for the responses."""
         for request in requests:
-            self._send_later(self._loader_request(request))
+            self._queue_request(self._loader_request(request))
         self._flush()
 
     def wait_for_response(self, request: SlotRequest) -> SlotResponse:
@@ -446,11 +446,11 @@ class Client:
             RunLost: No fetcher responds, or no worker can prepare the batch.
             RuntimeError: The batch took longer than the loader's `timeout`.
         """
-        return decode_slot_response(*self._await(self._loader_request(request)))
+        return decode_slot_response(*self._send_and_wait(self._loader_request(request)))
 
     def sample(self, index: Any) -> Any:
         """Request `dataset[index]` from a fetcher, and return the item."""
-        return self._value(LoaderRequest(RequestKind.SAMPLE, 0, 0, encode.as_bytes(index)))
+        return self._request_object(LoaderRequest(RequestKind.SAMPLE, 0, 0, encode.as_bytes(index)))
 
     def find_state(self, slot: int) -> tuple[int, Any] | None:
         """Request a saved state of the dataset from which the slot's stream can resume.
@@ -462,14 +462,16 @@ class Client:
             The number of batches that the stream had yielded when the state was saved, and the
             state. None if there is no such state.
         """
-        found: tuple[int, Any] | None = self._value(
+        found: tuple[int, Any] | None = self._request_object(
             LoaderRequest(RequestKind.STATE, self._epoch, slot)
         )
         return found
 
     def restore(self, slot: int, state: Any) -> None:
         """Make a fetcher resume the slot's stream at `slot`, with a dataset that loads `state`."""
-        self._value(LoaderRequest(RequestKind.STATE, self._epoch, slot, encode.as_bytes(state)))
+        self._request_object(
+            LoaderRequest(RequestKind.STATE, self._epoch, slot, encode.as_bytes(state))
+        )
 
     def close(self) -> None:
         """End the pass: cancel pending requests, and store the connections for the next pass.
@@ -493,7 +495,7 @@ class Client:
         detail = b"" if self._indices is None else encode.as_bytes(self._indices[slot_request.slot])
         return LoaderRequest(kind, self._epoch, slot_request.slot, detail)
 
-    def _value(self, request: LoaderRequest) -> Any:
+    def _request_object(self, request: LoaderRequest) -> Any:
         """Send a request whose response is an object, and return the object.
 
         Raises:
@@ -502,7 +504,7 @@ class Client:
             RunLost: No fetcher responds.
             Exception: The exception that the user's code raised.
         """
-        body = self._answer_to(request, ResponseKind.VALUE)
+        body = self._request_body(request, ResponseKind.VALUE)
         if request.kind is RequestKind.STATE and len(body) > protocol.MAX_STATE_BYTES:
             raise ValueError(
                 f"state_dict: the dataset's own state is {len(body) / 1e9:.1f} GB; at most "
@@ -511,14 +513,14 @@ class Client:
             )
         return encode.from_bytes(bytes(body))
 
-    def _answer_to(self, request: LoaderRequest, expected: ResponseKind) -> memoryview:
+    def _request_body(self, request: LoaderRequest, expected: ResponseKind) -> memoryview:
         """Send a request, wait for the response, and return the response's body.
 
         Raises:
             ProtocolError: The response has a kind other than `expected` or ERROR.
             Exception: The exception of the user's code that an ERROR response carries.
         """
-        response, body = self._await(request)
+        response, body = self._send_and_wait(request)
         if response.kind is expected:
             return body
         if response.kind is not ResponseKind.ERROR:
@@ -526,7 +528,7 @@ class Client:
         raised: UserErrorReport = encode.from_bytes(bytes(body))
         raised.reraise()
 
-    def _await(self, request: LoaderRequest) -> tuple[Response, memoryview]:
+    def _send_and_wait(self, request: LoaderRequest) -> tuple[Response, memoryview]:
         """Send a request if it is not sent yet, wait for its response, and return the response.
 
         Raises:
@@ -534,7 +536,7 @@ class Client:
         """
         if request not in self._responses:
             if request not in self._where:
-                self._send_later(request)
+                self._queue_request(request)
                 self._flush()
             self._receive_until(request)
         response, body = self._responses.pop(request)
@@ -542,7 +544,7 @@ class Client:
             raise RunLost(bytes(body).decode())
         return response, body
 
-    def _send_later(self, request: LoaderRequest) -> None:
+    def _queue_request(self, request: LoaderRequest) -> None:
         """Choose a fetcher for a request, and queue the request on the connection to the fetcher.
 
         Connect to the fetcher if there is no connection yet. If that fails, record the failure and
@@ -555,7 +557,9 @@ class Client:
             of_order = request.kind in (RequestKind.OPEN, RequestKind.ORDER)
             # Request the order from the fetcher that opened the epoch: others may differ.
             opener = self._opener if request.kind is RequestKind.ORDER else None
-            number = self._route.pick(0 if of_order else request.slot, self._streams, opener)
+            number = self._route.choose_fetcher(
+                0 if of_order else request.slot, self._streams, opener
+            )
             began = time.monotonic()
             try:
                 if number not in self._links:
@@ -602,7 +606,7 @@ class Client:
                 self._receive(number)
             except PeerSilent as error:
                 silent_s += ALIVE_S
-                if silent_s < self._route.patience_s:
+                if silent_s < self._route.silence_limit_s:
                     continue
                 self._reroute_requests(number, error, silent_s)
             except (OSError, ProtocolError) as error:
@@ -663,7 +667,7 @@ class Client:
         instead = self._follow_up_request(request, first, response, body)
         if instead is not None:
             self._instead[instead] = first
-            self._send_later(instead)
+            self._queue_request(instead)
             self._flush()
             return
         if first is not request:
@@ -719,7 +723,7 @@ class Client:
         self._route.record_failure(number, error, silent_s)
         self.retried += len(owed)
         for request in owed:
-            self._send_later(request)
+            self._queue_request(request)
         self._flush()
 
 

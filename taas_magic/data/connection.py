@@ -75,7 +75,7 @@ class FetcherLink:
     Args:
         tls: TLS context; None for plain TCP. Not used for a fetcher on the same host.
         connect_s: Seconds that the whole handshake may take.
-        patience_s: Seconds that the fetcher may pause in the middle of a message.
+        silence_limit_s: Seconds that the fetcher may pause in the middle of a message.
 
     Attributes:
         pending: Requests that were sent and have no response yet, in order.
@@ -94,7 +94,7 @@ class FetcherLink:
         key: bytes,
         tls: ssl.SSLContext | None = None,
         connect_s: float = 5.0,
-        patience_s: float = 5.0,
+        silence_limit_s: float = 5.0,
     ) -> None:
         self.address = address
         self.pending: deque[LoaderRequest] = deque()
@@ -104,7 +104,7 @@ class FetcherLink:
         self._socket = self._connect(tls, connect_s)
         self._is_tls = isinstance(self._socket, ssl.SSLSocket)
         self.borrowed = BorrowedSpans(self._socket.close)
-        self._inbox = Inbox(self._socket, ProtocolState(Role.RANK), patience_s)
+        self._inbox = Inbox(self._socket, ProtocolState(Role.RANK), silence_limit_s)
         self.close = weakref.finalize(self, self.borrowed.close)
         """Close the connection as soon as this process reads no shared memory of the fetcher.
 
@@ -129,7 +129,7 @@ class FetcherLink:
         """
         parts = [protocol.encode_header(message, len(body)) + body for message, body in messages]
         if gone := self.borrowed.pop_released():
-            parts.insert(0, protocol.encode_header(protocol.Free(gone)))
+            parts.insert(0, protocol.encode_header(protocol.FreeSpans(gone)))
         if self._is_tls:
             self._socket.settimeout(None)
         self._socket.sendall(b"".join(parts))
@@ -233,11 +233,11 @@ class Inbox:
     body is received into a block of its own.
 
     Args:
-        patience_s: Seconds that the peer may pause in the middle of a frame.
+        silence_limit_s: Seconds that the peer may pause in the middle of a frame.
     """
 
-    def __init__(self, sock: socket.socket, state: ProtocolState, patience_s: float) -> None:
-        self._socket, self._state, self._patience_s = sock, state, patience_s
+    def __init__(self, sock: socket.socket, state: ProtocolState, silence_limit_s: float) -> None:
+        self._socket, self._state, self._patience_s = sock, state, silence_limit_s
         self._is_unix = sock.family == socket.AF_UNIX
         self._is_tls = isinstance(sock, ssl.SSLSocket)
         self._chunk = memoryview(b"")
@@ -334,7 +334,7 @@ class Inbox:
             try:
                 done += self._receive_into(memory[done:], flags)
             except PeerSilent:
-                self._check_patience()
+                self._count_silence()
 
     def _receive_chunk(self, blocks: ReceiveBlocks) -> None:
         """Receive into the chunk: the rest of a body, or all frames that have arrived.
@@ -365,7 +365,7 @@ class Inbox:
         except PeerSilent:
             if now is None and self._start == self._end:
                 raise
-            self._check_patience()
+            self._count_silence()
 
     def _receive_limit(self) -> int:
         """Return the offset in the chunk up to which to receive.
@@ -407,11 +407,11 @@ class Inbox:
         self._silent_s = 0.0
         return got
 
-    def _check_patience(self) -> None:
+    def _count_silence(self) -> None:
         """Count `ALIVE_S` more seconds in which the rest of a frame has not arrived.
 
         Raises:
-            ConnectionError: The peer has sent no data for more than `patience_s` seconds.
+            ConnectionError: The peer has sent no data for more than `silence_limit_s` seconds.
         """
         self._silent_s += ALIVE_S
         if self._silent_s > self._patience_s:

@@ -54,7 +54,7 @@ _HASHED_ITEMS = 64
 By this hash, a rank notices if the second reading of a stream gave different data.
 """
 
-_LOOKS_AT_INTS = 2
+_LAST_INTS_ITEM = 2
 """Index of the last item before which a `Cursor` records the int attributes of its dataset.
 
 A cursor records these attributes before items 0, 1 and 2. By comparing the records, the cursor
@@ -329,7 +329,7 @@ class BatchSource:
             return None
         item, stream = divmod(slot, self.streams)
         snapshots = self._snapshots.get((epoch, stream))
-        return None if snapshots is None else snapshots.before(item)
+        return None if snapshots is None else snapshots.latest_state(item)
 
     def restore(self, epoch: int, slot: int, state: Any) -> None:
         """Make the slot's stream resume at the slot, with a fresh dataset that loads `state`."""
@@ -337,7 +337,7 @@ class BatchSource:
         item, stream = divmod(slot, self.streams)
         for key in [key for key in self._snapshots if key[1] == stream]:
             del self._snapshots[key]
-        self._snapshots_of(epoch, stream).begin_at(item, state)
+        self._snapshots_of(epoch, stream).reset_to(item, state)
 
     def forget_before(self, epoch: int) -> None:
         """Drop the dataset's saved states of epochs before `epoch`; ranks no longer need them."""
@@ -571,7 +571,7 @@ class Cursor:
             # Free the dataset, but keep the cursor: ranks may request more slots at the end.
             self.loader = self.definitions = self.info = self._samples = None
             raise NoBatch
-        if self.item <= _LOOKS_AT_INTS:
+        if self.item <= _LAST_INTS_ITEM:
             self._ints.append(_ints_of(self.loader.dataset))
         at = self.item
         self.item += 1  # even if the batch raises: a local loader also continues with the next one
@@ -579,17 +579,17 @@ class Cursor:
             self._samples = iter(self.loader.dataset)
         else:
             self.snapshots.save_if_due(self.loader.dataset, at)
-        return self.loader.collate_fn(self._gather(self._samples))
+        return self.loader.collate_fn(self._next_samples(self._samples))
 
     def _epoch_counter_name(self) -> str:
-        if len(self._ints) <= _LOOKS_AT_INTS:
+        if len(self._ints) <= _LAST_INTS_ITEM:
             return ""
         before, first, second = self._ints
         after = _ints_of(self.loader.dataset)
         counted = (n for n in before if after.get(n) == before[n] + 1 and first[n] == second[n])
         return next(counted, "")
 
-    def _gather(self, samples: Iterator[Any]) -> Any:
+    def _next_samples(self, samples: Iterator[Any]) -> Any:
         """Return the samples of the next batch, or one sample if `batch_size` is None.
 
         When the samples end, look for the attribute in which the dataset counts its epochs, and
@@ -645,7 +645,7 @@ class Snapshots:
             kept = {at: one for at, one in self._states.items() if at % self._every == 0}
             self._states = {first: self._states[first], **kept}
 
-    def begin_at(self, item: int, state: Any) -> None:
+    def reset_to(self, item: int, state: Any) -> None:
         """Replace all saved states by `state`, after which the dataset yields `item` first."""
         self._states = {item: cloudpickle.dumps(state, protocol=5)}
 
@@ -653,7 +653,7 @@ class Snapshots:
         """Return the last item up to `item` that has a saved state; 0 if there is none."""
         return max((at for at in self._states if at <= item), default=0)
 
-    def before(self, item: int) -> tuple[int, Any] | None:
+    def latest_state(self, item: int) -> tuple[int, Any] | None:
         """Return the latest saved state from which a dataset can reach `item`.
 
         Returns:
@@ -669,7 +669,7 @@ class Snapshots:
         Returns:
             The first item that the dataset yields now; 0 if no state was loaded.
         """
-        found = self.before(item)
+        found = self.latest_state(item)
         if found is None or not hasattr(dataset, "load_state_dict"):
             return 0
         at, state = found

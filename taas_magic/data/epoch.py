@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 _THREAD_FROM_BYTES = 1 << 20
 """Minimum size in bytes of a batch that makes a separate thread receive all later batches."""
 
-_LOOK_EVERY = 16
+_MEASURE_EVERY = 16
 """Number of batches between measurements of the memory for batches (`RankCounts.held_bytes`)."""
 
 _MOST_STEPS = 256
@@ -53,7 +53,7 @@ _READY_BATCHES = 2
 _SAMPLE_EVERY = 16
 """Number of steps between two measurements of the time to receive a batch."""
 
-_LEFT_S = 30.0
+_MAX_LOOP_GAP_S = 30.0
 """Maximum seconds after the latest batch that count as time in the cell's loop.
 
 `EpochIterator.current_counts` adds these seconds to `RankCounts.span_s`. The time is limited,
@@ -241,7 +241,9 @@ class EpochIterator(Iterator[Any]):
         if began:
             waiting_s = now - waits_since if waits_since else 0.0
             found.waited_s += waiting_s
-            found.span_s += (now if waits_since else min(now, self._stopped + _LEFT_S)) - began
+            found.span_s += (
+                now if waits_since else min(now, self._stopped + _MAX_LOOP_GAP_S)
+            ) - began
             if not found.batches:
                 found.first_s += waiting_s
         return found
@@ -379,7 +381,7 @@ class EpochIterator(Iterator[Any]):
         counts.batches += 1
         counts.units += 1 if received.units == UNHINTED else received.units
         counts.bytes += received.size
-        if counts.batches % _LOOK_EVERY == 1 and self._client is not None:
+        if counts.batches % _MEASURE_EVERY == 1 and self._client is not None:
             counts.held_bytes = self._client.held_bytes
         if received.failure is not None:
             received.failure.reraise()

@@ -13,36 +13,36 @@ from typing import Any
 
 import torch
 
-_MOST_LOOKS = 1000
+_MAX_OBJECTS = 1000
 """Maximum number of objects to examine in one search."""
 
-_DEEPEST = 3
+_MAX_DEPTH = 3
 """Maximum depth of nested attributes to examine."""
 
 
 def find_generators(value: object) -> Iterator[str]:
     """Yield the paths of the random generators in an object, such as `transform.noise.rng`.
 
-    Search attributes, lists and tuples, up to `_MOST_LOOKS` objects and `_DEEPEST` nested
+    Search attributes, lists and tuples, up to `_MAX_OBJECTS` objects and `_MAX_DEPTH` nested
     attributes.
     """
     numpy: Any = sys.modules.get("numpy")
     of_numpy = (numpy.random.Generator, numpy.random.RandomState) if numpy else ()
     kinds = (torch.Generator, random.Random, *of_numpy)
     left = deque([("", value)])
-    for _ in range(_MOST_LOOKS):
+    for _ in range(_MAX_OBJECTS):
         if not left:
             return
         path, one = left.popleft()
         if isinstance(one, kinds):
             yield path
-        elif path.count(".") < _DEEPEST:
+        elif path.count(".") < _MAX_DEPTH:
             left.extend(_parts(path, one))
 
 
 def _parts(path: str, value: object) -> list[tuple[str, object]]:
     if isinstance(value, (list, tuple)):
-        return [(f"{path}[{at}]", one) for at, one in enumerate(value[:_MOST_LOOKS])]
+        return [(f"{path}[{at}]", one) for at, one in enumerate(value[:_MAX_OBJECTS])]
     if isinstance(value, (type, ModuleType, torch.Tensor)):
         return []
     attributes = getattr(value, "__dict__", {})

@@ -68,7 +68,7 @@ _CHANGED_PARTS = (
     "the loader's fetchers do not see the change. Change it in the notebook, before the cell"
 )
 
-_one_route = threading.Lock()
+_route_lock = threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -462,7 +462,7 @@ class RemoteLoader(DataLoader[Any]):
 
     def new_client(self) -> Client:
         """Return a new client for one pass over the loader."""
-        with _one_route:
+        with _route_lock:
             if self._route is None:
                 self._route = self._new_route()
             route = self._route
@@ -533,13 +533,13 @@ _feed: RankFeed | None = None
 
 
 def _reset_in_fork() -> None:
-    """In a fork of the rank, replace the lock `_one_route` and close the inherited connections.
+    """In a fork of the rank, replace the lock `_route_lock` and close the inherited connections.
 
     A thread that does not exist in the fork may hold the old lock. When the fork uses a loader, the
     loader opens new connections.
     """
-    global _one_route
-    _one_route = threading.Lock()
+    global _route_lock
+    _route_lock = threading.Lock()
     for loader in _feed.loaders if _feed is not None else ():
         loader.forget_route()
 

@@ -82,7 +82,7 @@ class EpochOrders:
         if number not in self._epochs:
             latest = max(start for start in self._starts if start <= number)
             for before in range(latest, number):
-                if not self._forgets():
+                if not self._has_same_start_state():
                     self._skip_epoch(before)
             self._epochs[number] = self._enumerate(number)
             for old in [start for start in self._starts if 1 < start <= number - _KEEP_EPOCHS]:
@@ -91,7 +91,7 @@ class EpochOrders:
                 del self._epochs[old]
         return self._epochs[number]
 
-    def _forgets(self) -> bool:
+    def _has_same_start_state(self) -> bool:
         """Return whether the sampler and generator have the same state before every epoch.
 
         If so, the order of an epoch can be found without running the sampler for earlier epochs.
@@ -129,7 +129,7 @@ class EpochOrders:
         The next epoch starts from this state. Save nothing if the state is the same before every
         epoch.
         """
-        if not self._forgets():
+        if not self._has_same_start_state():
             call_set_epoch(sampler, 0, "sampler")
             self._starts[number + 1] = dump_without_dataset((sampler, generator), self._dataset)
 
@@ -142,7 +142,7 @@ class EpochOrders:
         Returns:
             The sampler, its generator, and the iterator over the epoch's batches.
         """
-        start = self._starts[0] if self._forgets() else self._starts[number]
+        start = self._starts[0] if self._has_same_start_state() else self._starts[number]
         sampler, generator = load_with_dataset(start, self._dataset)
         call_set_epoch(sampler, number, "sampler")
         seed_all(seed_of(self._seed, number))

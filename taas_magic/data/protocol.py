@@ -15,7 +15,7 @@ allowed, and how large message and body may be. Any other input raises `Protocol
                             ◄─────  Requests        may be repeated after a failed connection
     Alive … Response        ─────►                  in the order of the requests; one Response may
                                                     answer several requests
-                            ◄─────  Free            shared memory that the rank no longer reads
+                            ◄─────  FreeSpans       shared memory that the rank no longer reads
                             ◄─────  Cancel          cancels all pending requests
     Cancelled               ─────►                  after the last response to cancelled requests
 
@@ -177,7 +177,7 @@ class SharedSpan(NamedTuple):
     offset: int
 
 
-class Free(Struct, frozen=True, array_like=True, tag=6):
+class FreeSpans(Struct, frozen=True, array_like=True, tag=6):
     """Message of a rank with the spans of shared memory that the rank no longer reads."""
 
     places: list[SharedSpan]
@@ -201,7 +201,7 @@ class Alive(Struct, frozen=True, array_like=True, tag=9):
 class SharedBody(Struct, frozen=True, array_like=True, gc=False):
     """Position and size of a body in shared memory.
 
-    The server reuses the memory only after the rank has sent `Free`.
+    The server reuses the memory only after the rank has sent `FreeSpans`.
 
     Attributes:
         is_new: Whether this is the first body from this arena on the connection. If so, the message
@@ -246,7 +246,7 @@ class Response(Struct, frozen=True, array_like=True, tag=10):
     more: _Count = 0
 
 
-FromRank = Proof | Requests | Free | Cancel
+FromRank = Proof | Requests | FreeSpans | Cancel
 FromServer = Challenge | Welcome | Rejected | Response | Alive | Cancelled
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -298,7 +298,7 @@ class _State:
 _STATES = {
     Role.SERVER: (
         _State("proving", 1 << 11, 0, Proof),
-        _State("ready", 1 << 20, MAX_STATE_BYTES, Requests | Free | Cancel),
+        _State("ready", 1 << 20, MAX_STATE_BYTES, Requests | FreeSpans | Cancel),
     ),
     Role.RANK: (
         _State("greeting", 1 << 11, 0, Challenge),
@@ -516,4 +516,4 @@ class Reply(Struct, frozen=True, array_like=True, gc=False):
     cpu_s: float = 0.0
 
 
-read_opened = msgspec.msgpack.Decoder(EpochDescription).decode
+decode_epoch_description = msgspec.msgpack.Decoder(EpochDescription).decode

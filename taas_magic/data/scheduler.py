@@ -932,7 +932,7 @@ class Scheduler:
         if request.kind is RequestKind.OPEN:
             opened = None
             if reply.kind is ResponseKind.OPENED:
-                opened = protocol.read_opened(prepared.body())
+                opened = protocol.decode_epoch_description(prepared.body())
                 self._streams = opened.streams
             self._record_kind()
             self.buffer.ahead.record_epoch(request.epoch, opened)

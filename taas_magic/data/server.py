@@ -35,7 +35,7 @@ from taas_magic.data.connection import is_raised_by_cell
 from taas_magic.data.encode import SUM_MASK
 from taas_magic.data.protocol import (
     Cancel,
-    Free,
+    FreeSpans,
     LoaderRequest,
     Proof,
     RequestKind,
@@ -70,7 +70,7 @@ and reject them with a message.
 _BACKLOG = 4096
 """Number of connections that may wait at a listener until the server accepts them."""
 
-_HEAR_BYTES = 64 << 10
+_RECEIVE_BYTES = 64 << 10
 """Maximum number of bytes that one system call receives from a rank."""
 
 _LENT_FROM_BYTES = 32 << 10
@@ -179,7 +179,7 @@ class RankConnection:
         """Send queued output until the socket would block; return whether everything was sent."""
         try:
             while self.out:
-                self._sent(self._send_tls() if self.tls else self._send_without_tls())
+                self._remove_sent(self._send_tls() if self.tls else self._send_without_tls())
         except _WOULD_BLOCK:
             return False
         return True
@@ -222,7 +222,7 @@ class RankConnection:
                 raise
         return sent
 
-    def _sent(self, size: int) -> None:
+    def _remove_sent(self, size: int) -> None:
         """Remove `size` sent bytes from the output queue; release responses that are sent fully."""
         self.out_bytes -= size
         out = self.out
@@ -369,10 +369,10 @@ class Server:
         self._selector = selectors.DefaultSelector()
         self._notes: list[str] = []
         self._refused = 0
-        self._dirty: dict[RankConnection, None] = {}
+        self._ready_connections: dict[RankConnection, None] = {}
         self._connections: dict[RankConnection, None] = {}
         self._unproved: dict[RankConnection, None] = {}
-        self._looked = 0.0
+        self._checked_at = 0.0
         arenas = itertools.count(1)
         self._loaders = {
             one.name: Scheduler(one, self._selector, arenas, self._mark_ready, self._notes.append)
@@ -429,14 +429,14 @@ class Server:
         while True:
             for loader in self._loaders.values():
                 loader.dispatch()
-            if not self._dirty:
+            if not self._ready_connections:
                 break
-            dirty, self._dirty = list(self._dirty), {}
+            dirty, self._ready_connections = list(self._ready_connections), {}
             for connection in dirty:
                 self._close_on_error(connection, self._send_ready_responses)
         now = time.monotonic()
-        if now - self._looked > ALIVE_S / 4:
-            self._looked = now
+        if now - self._checked_at > ALIVE_S / 4:
+            self._checked_at = now
             self._run_periodic_checks(now)
 
     def close(self) -> None:
@@ -453,7 +453,7 @@ class Server:
     def _mark_ready(self, connection: Hashable) -> None:
         """Mark a connection, so that `step` sends the response that has become ready for it."""
         assert isinstance(connection, RankConnection)
-        self._dirty[connection] = None
+        self._ready_connections[connection] = None
 
     def _accept(self, listener: socket.socket) -> None:
         """Accept the connections that wait at a listener.
@@ -473,7 +473,7 @@ class Server:
                     continue
                 raise
             try:
-                self._greet(sock)
+                self._begin_handshake(sock)
             except OSError as error:
                 _log.info("a peer closed its new connection: %s", error)
                 sock.close()
@@ -485,7 +485,7 @@ class Server:
         self._refuse(next(iter(self._unproved)), "too many connections at once")
         return True
 
-    def _greet(self, sock: socket.socket) -> None:
+    def _begin_handshake(self, sock: socket.socket) -> None:
         """Begin the handshake with a new peer, unless another user runs the peer.
 
         Watch the socket for input, and queue the challenge. With TLS, queue the challenge only
@@ -511,7 +511,7 @@ class Server:
             len(self._unproved) > _MOST_UNPROVED or _files_left(connection) < _SPARE_FILES // 2
         )
         # A single unauthenticated peer stays connected, so that the peer can authenticate. Then
-        # `_welcome` rejects the peer with a message that says why.
+        # `_authenticate` rejects the peer with a message that says why.
         if is_tight and len(self._unproved) > 1:
             self._make_room_for_one()
         if not connection.is_greeting:
@@ -519,7 +519,7 @@ class Server:
 
     def _challenge(self, connection: RankConnection) -> None:
         connection.queue_message(protocol.Challenge(connection.nonce))
-        self._dirty[connection] = None
+        self._ready_connections[connection] = None
 
     def _close_on_error(
         self, connection: RankConnection, work: Callable[[RankConnection], object]
@@ -548,7 +548,7 @@ class Server:
             return
         while True:
             try:
-                data = connection.socket.recv(_HEAR_BYTES)
+                data = connection.socket.recv(_RECEIVE_BYTES)
             except _WOULD_BLOCK:
                 break
             if not data:
@@ -556,9 +556,9 @@ class Server:
                 return
             for message, body in connection.assembler.feed(data):
                 self._handle_message(connection, message, body)
-            if not connection.tls and len(data) < _HEAR_BYTES:
+            if not connection.tls and len(data) < _RECEIVE_BYTES:
                 break
-        self._dirty[connection] = None
+        self._ready_connections[connection] = None
 
     def _has_shaken_hands(self, connection: RankConnection) -> bool:
         assert isinstance(connection.socket, ssl.SSLSocket)
@@ -574,18 +574,21 @@ class Server:
         return True
 
     def _handle_message(
-        self, connection: RankConnection, message: Proof | Requests | Free | Cancel, detail: bytes
+        self,
+        connection: RankConnection,
+        message: Proof | Requests | FreeSpans | Cancel,
+        detail: bytes,
     ) -> None:
         """Authenticate a peer, release spans, or cancel or queue requests, as `message` says.
 
         After cancelling, also queue the confirmation for the rank (`Cancelled`).
         """
         if isinstance(message, Proof):
-            self._welcome(connection, message)
+            self._authenticate(connection, message)
             return
         loader = connection.loader
         assert loader is not None
-        if isinstance(message, Free):
+        if isinstance(message, FreeSpans):
             for place in message.places:
                 connection.release_span(place)
             return
@@ -605,7 +608,7 @@ class Server:
             connection.pending.append((request, only_count))
             add_request(connection, request, only_count)
 
-    def _welcome(self, connection: RankConnection, proof: Proof) -> None:
+    def _authenticate(self, connection: RankConnection, proof: Proof) -> None:
         """Accept a peer that knows the run's key and requests a loader of this server.
 
         Record the loader, and queue the server's own proof that it knows the key. Reject all other
@@ -754,7 +757,7 @@ class Server:
                 release the spans of shared memory that the peer was reading. If not, these spans
                 are never reused, because the peer may still read them.
         """
-        for book in (self._connections, self._unproved, self._dirty):
+        for book in (self._connections, self._unproved, self._ready_connections):
             book.pop(connection, None)
         self._selector.unregister(connection.socket)
         connection.socket.close()

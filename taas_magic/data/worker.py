@@ -79,7 +79,7 @@ The limit also applies to the first message to a worker.
 """
 
 _CLOEXEC = socket.MSG_CMSG_CLOEXEC
-_LOOK_S = 1.0
+_CHECK_S = 1.0
 """Seconds between checks whether a worker has been stopped (SIGSTOP)."""
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -484,7 +484,7 @@ def parent_main(served: ServedLoader, control: socket.socket, servers: socket.so
     try:
         while True:
             sentinels = {process.sentinel: number for number, process in processes.items()}
-            for ready in wait([control, *sentinels], _LOOK_S):
+            for ready in wait([control, *sentinels], _CHECK_S):
                 if ready is control:
                     data, sockets, _, _ = socket.recv_fds(control, CONTROL_BYTES, 1, _CLOEXEC)
                     if not data:

@@ -118,18 +118,18 @@ class RunState:
         hosts: The hosts of the attempt `hosts_attempt`, in the order of their ranks.
         hosts_attempt: Number of the newest attempt in which a host has started ranks.
         first_ranks: The lowest rank of each host in `hosts`, by the host's name.
-        up: Numbers of the ranks that have started and have not failed.
+        live_ranks: Numbers of the ranks that have started and have not failed.
         up_since: Time of the last change of `gpus`, on the caller's clock. Infinity until the first
             ranks start.
         ended_at: End time of the run, on the caller's clock; infinity before that.
         elapsed_s: Seconds that the run took, from the event `RunEnded`; None if unknown.
         hangs: Hang reports by host: the time of the report, and the stacks of the host's ranks.
         ended_hosts: Names of the hosts whose ranks have all ended, and of lost hosts.
-        asking: Numbers of the ranks that wait for a line of input from the user.
+        waiting_for_input: Numbers of the ranks that wait for a line of input from the user.
         debugged: Numbers of the ranks to which a client of debugpy is attached.
         last_attempt: Number of the attempt whose results count; 0 until the run has ended.
-        left: Title that replaces the state after the notebook has stopped following the run; ""
-            while the notebook follows the run.
+        final_title: Title that replaces the state after the notebook has stopped following the run;
+            "" while the notebook follows the run.
         tails: The last log lines of each rank, by rank. Empty until the view is closed.
         processes: Host and process id of each rank that has started in the newest attempt, by rank.
         usage: The last report of each rank on its use of CPU, memory and GPU, by rank.
@@ -149,7 +149,7 @@ class RunState:
     hosts: list[str] = field(default_factory=list)
     hosts_attempt: int = 0
     first_ranks: dict[str, int] = field(default_factory=dict)
-    up: set[int] = field(default_factory=set)
+    live_ranks: set[int] = field(default_factory=set)
     up_since: float = math.inf
     ended_at: float = math.inf
     elapsed_s: float | None = None
@@ -165,10 +165,10 @@ class RunState:
     curves: Curves = field(default_factory=dict)
     hangs: dict[str, tuple[float, list[RankStack]]] = field(default_factory=dict)
     ended_hosts: set[str] = field(default_factory=set)
-    asking: set[int] = field(default_factory=set)
+    waiting_for_input: set[int] = field(default_factory=set)
     debugged: set[int] = field(default_factory=set)
     last_attempt: int = 0
-    left: str = ""
+    final_title: str = ""
     tails: dict[int, list[str]] = field(default_factory=dict)
     processes: dict[int, tuple[str, int]] = field(default_factory=dict)
     usage: dict[int, RankUsage] = field(default_factory=dict)
@@ -216,9 +216,9 @@ class RunState:
             case RanksEnded() if event.attempt == self.restarts:
                 self.ended_hosts.add(event.host)
             case InputRequested():
-                self.asking.add(event.rank)
+                self.waiting_for_input.add(event.rank)
             case InputAnswered():
-                self.asking.discard(event.rank)
+                self.waiting_for_input.discard(event.rank)
             case Usage() if event.attempt == self.restarts:
                 self.usage.update((row.rank, row) for row in event.ranks)
             case DebuggerChanged():
@@ -268,9 +268,9 @@ class RunState:
     def _started(self, event: RanksStarted, now: float) -> None:
         """Record that a host has started its ranks.
 
-        Add the host's ranks to `up`, its GPUs to `gpus`, and its name to `hosts`, in the order of
-        the ranks. If the event is the first one of a new attempt, first remove the hosts and GPUs
-        of the last attempt.
+        Add the host's ranks to `live_ranks`, its GPUs to `gpus`, and its name to `hosts`, in the
+        order of the ranks. If the event is the first one of a new attempt, first remove the hosts
+        and GPUs of the last attempt.
         """
         gpus = self.gpus + event.gpus
         if event.attempt > self.hosts_attempt:  # a restart may have replaced hosts
@@ -283,18 +283,18 @@ class RunState:
             self.first_ranks[event.host] = min(event.pids, default=0)
             # hosts report in any order; a run lists them in the order of their ranks
             self.hosts.sort(key=lambda host: self.first_ranks[host])
-        self.up.update(event.pids)
+        self.live_ranks.update(event.pids)
         self.processes.update((rank, (event.host, pid)) for rank, pid in event.pids.items())
         self.up_since = min(self.up_since, now)
 
     def _failed(self, failure: Failure) -> None:
         """Record a failure. The first failure that is not a mere consequence becomes `first`.
 
-        Remove a failed rank from `up`, and add a lost host to `ended_hosts`.
+        Remove a failed rank from `live_ranks`, and add a lost host to `ended_hosts`.
         """
         self.failures.append(failure)
         if failure.rank is not None:
-            self.up.discard(failure.rank)
+            self.live_ranks.discard(failure.rank)
         if failure.how == "host":  # the host is lost; a federation continues without it
             self.ended_hosts.add(failure.host)
         if self.first is None and not failure.consequence:
@@ -306,7 +306,13 @@ class RunState:
         self.first = None
         self.usage.clear()
         self.debugged.clear()
-        for known in (self.up, self.hangs, self.ended_hosts, self.failures, self.asking):
+        for known in (
+            self.live_ranks,
+            self.hangs,
+            self.ended_hosts,
+            self.failures,
+            self.waiting_for_input,
+        ):
             known.clear()
 
     def _set_gpus(self, gpus: int, now: float) -> None:
@@ -371,7 +377,7 @@ def _live_table_rule(state: RunState, now: float) -> str:
 
     Return "" if the run has ended, if its view is closed, or if the table is empty.
     """
-    if state.has_ended or state.left or not (table := _rank_table(state, now)):
+    if state.has_ended or state.final_title or not (table := _rank_table(state, now)):
         return ""
     selector = f".{_table_class(state.plan.run_id)}"
     rules = f"{selector}>span{{display:none}}{selector}::before{{content:'{_css_text(table)}'}}"
@@ -388,7 +394,7 @@ def _rank_table(state: RunState, now: float) -> list[str]:
 
     For an active run, return the last table again until it is `REDRAW_GAP_S` seconds old.
     """
-    is_last = state.has_ended or state.left
+    is_last = state.has_ended or state.final_title
     if is_last or not state.rank_table or now - state.rank_table_at >= REDRAW_GAP_S:
         ranks = sorted(state.processes)
         rows = [_rank_cells(rank, state) for rank in ranks[:MAX_ROWS]] if state.usage else []
@@ -423,9 +429,9 @@ def _parts(state: RunState, now: float) -> Iterator[tuple[str, str]]:
     are left out.
     """
     found = facts(state, now)
-    title = f"{state.left or state.state} {cut(state.plan.name, NAME_CHARS)}".rstrip()
+    title = f"{state.final_title or state.state} {cut(state.plan.name, NAME_CHARS)}".rstrip()
     yield _join_facts([title], found), _title_row(state) + _row(_facts_html(found))
-    if state.left:
+    if state.final_title:
         run_id = state.plan.run_id
         said = f"%taas attach {run_id} shows its state; %taas stop {run_id} ends it"
         yield said, _row(escape(said))
@@ -441,9 +447,9 @@ def _parts(state: RunState, now: float) -> Iterator[tuple[str, str]]:
         title, *table = hang_lines(state.hang, now)
         rows = _row(escape(title), f"color:{COLOURS['INTERRUPTED']}") + as_html("\n".join(table))
         yield "\n".join([title, *table]), rows
-    if state.asking and not state.has_ended:
-        ranks = rank_ranges(sorted(state.asking))
-        waits = f"rank{'s' * (len(state.asking) > 1)} {ranks}: waiting for your input"
+    if state.waiting_for_input and not state.has_ended:
+        ranks = rank_ranges(sorted(state.waiting_for_input))
+        waits = f"rank{'s' * (len(state.waiting_for_input) > 1)} {ranks}: waiting for your input"
         yield waits, _row(waits, f"color:{COLOURS['INTERRUPTED']}")
     if state.debugged and not state.has_ended:
         ranks = rank_ranges(sorted(state.debugged))
@@ -500,7 +506,7 @@ def _curve_rows(state: RunState, now: float) -> list[tuple[str, str]]:
     send metrics many times a second, and this row is the largest part of the status header. After
     the run's end, the row has all values.
     """
-    is_last = state.has_ended or state.left
+    is_last = state.has_ended or state.final_title
     if is_last or not state.curve_rows or now - state.curves_drawn_at >= REDRAW_GAP_S:
         state.curve_rows, state.curves_drawn_at = list(_curve_parts(state.curves)), now
     return state.curve_rows
@@ -560,8 +566,8 @@ def facts(state: RunState, now: float) -> list[Fact]:
     and run id. The progress, the GPU-seconds and the restarts are left out if the run has none.
     """
     ranks = f"{state.plan.world_size:,}"
-    if not state.has_ended and len(state.up) < state.plan.world_size:
-        ranks = f"{len(state.up):,} of {ranks} up"
+    if not state.has_ended and len(state.live_ranks) < state.plan.world_size:
+        ranks = f"{len(state.live_ranks):,} of {ranks} up"
     names = ", ".join(state.hosts[:MAX_HOSTS]) + ", …" * (len(state.hosts) > MAX_HOSTS)
     n_hosts = len(state.plan.hosts)
     several = f"{n_hosts:,}" + (f" ({names})" if names else "")
@@ -571,7 +577,7 @@ def facts(state: RunState, now: float) -> list[Fact]:
         ("host", names or "…") if n_hosts == 1 else ("hosts", several),
         ("elapsed", duration(state.elapsed(now), decimals=int(state.has_ended))),
     ]
-    if filled := filling(state.run_counts):
+    if filled := prefill_text(state.run_counts):
         shown.append(("filling", filled))
     if state.gpus:
         shown.append(("GPU-seconds", f"{int(state.gpu_seconds(now)):,}"))
@@ -640,9 +646,9 @@ def _title_row(state: RunState) -> str:
     hint that the header is out of date. After the end of the kernel or a reload of the page, no
     process can update the HTML, so only CSS can show this hint.
     """
-    shown = state.left or state.state
+    shown = state.final_title or state.state
     title = f"<span style='color:{_colour(state)}'>● <b>{escape(shown)}</b></span>"
-    if not state.has_ended and not state.left:
+    if not state.has_ended and not state.final_title:
         late = f"0s {STALE_S}s forwards"
         command = f"<span style='{CODE}'>%taas attach {escape(state.plan.run_id)}</span>"
         stale = f"no update for {STALE_S} s; {command} shows the state"
@@ -700,7 +706,7 @@ def loader_lines(
     return [*found, *([(f"… and {more} more loaders", [])] if more else [])]
 
 
-def filling(run_counts: RunCounts) -> str:
+def prefill_text(run_counts: RunCounts) -> str:
     """Return text with the progress of `--prefill`, such as `20 of 100 batches`.
 
     Return "" if the ranks do not wait for prepared data.
@@ -724,7 +730,7 @@ def _loader_facts(loader: LoaderCounts, units: int | None, has_ended: bool) -> l
         facts.append(("per second", f"{_number(rate.rate(rate.batches))} · {speed}"))
     if not has_ended:
         facts += _buffer_facts(loader)
-    if loader.shares:
+    if loader.waited_fractions:
         facts.append(("waited", _waited(loader)))
     return facts
 
@@ -748,7 +754,7 @@ def _waited(loader: LoaderCounts) -> str:
     The mean over all ranks comes first. The percentages of the single ranks follow in parentheses.
     If there are more than `MAX_RANKS` ranks, only the smallest and the largest percentage follow.
     """
-    shares = loader.shares
+    shares = loader.waited_fractions
     mean = f"{loader.sums(0.0).waited_fraction:.0%}"
     if len(shares) == 1:
         return mean
@@ -966,7 +972,9 @@ def _cells(
     loaders = [it for it in state.run_counts.loaders.values() if rank in it.ranks]
     batches = sum(loader.ranks[rank].batches for loader in loaders)
     span_s = sum(loader.ranks[rank].span_s for loader in loaders)
-    shares = [loader.shares[rank] for loader in loaders if rank in loader.shares]
+    shares = [
+        loader.waited_fractions[rank] for loader in loaders if rank in loader.waited_fractions
+    ]
     steps = [of[rank].last_step for of in state.curves.values() if rank in of]
     host, pid = process
     gpu = usage.gpu if usage else None

@@ -6,7 +6,7 @@ of these events:
 
 - All ranks have printed the line.
 - Every rank has waiting lines, and each copy of the line is the first waiting line of its rank.
-- The line has waited for `hold_s` seconds. Users do not notice this delay.
+- The line has waited for `wait_s` seconds. Users do not notice this delay.
 
 When a cell gets more output, the browser draws the whole output again. Therefore a cell shows at
 most `CELL_BYTES` of text, and below it a summary (`LogSummary`) that is updated in place.
@@ -24,7 +24,7 @@ from taas_magic.host.output import LogBudget
 from taas_magic.messages import Lines, LinesDropped, without_controls
 from taas_magic.plan import Plan
 
-HOLD_S = 0.005
+MERGE_WAIT_S = 0.005
 """Seconds that a rank's line waits, so that other ranks may print an equal line.
 
 After a collective returns, the ranks print within a few milliseconds of one another.
@@ -58,12 +58,12 @@ class LineMerger:
 
     Args:
         world_size: Number of ranks whose lines are shown.
-        hold_s: Maximum seconds that a line waits.
+        wait_s: Maximum seconds that a line waits.
     """
 
-    def __init__(self, world_size: int, hold_s: float = HOLD_S) -> None:
+    def __init__(self, world_size: int, wait_s: float = MERGE_WAIT_S) -> None:
         self._world_size = world_size
-        self._hold_s = hold_s
+        self._wait_s = wait_s
         self._all: tuple[int, ...] = ()
         self._waiting: defaultdict[int, deque[str]] = defaultdict(deque)
         self._groups: dict[str, set[int]] = {}
@@ -74,7 +74,7 @@ class LineMerger:
     def push(self, rank: int, lines: Sequence[str], now: float) -> list[ShownLine]:
         """Add the next lines of a rank; remove and return the lines to show now, in their order.
 
-        Lines to show are: lines that have waited for `hold_s` seconds, lines that all ranks have
+        Lines to show are: lines that have waited for `wait_s` seconds, lines that all ranks have
         printed, and lines that no further rank is likely to print. If only one rank's lines are
         shown, return all lines at once.
 
@@ -93,13 +93,13 @@ class LineMerger:
         queue.extend(lines)
         self._n_alike.update(lines)
         last = self._n_released[rank] + len(queue)
-        self._deadlines.append((now + self._hold_s, rank, last))
+        self._deadlines.append((now + self._wait_s, rank, last))
         if comes_first and self._join(rank, lines[0]):
             shown += self._release(lines[0])
         return shown + self._release_unmatched()
 
     def pop_due(self, now: float) -> list[ShownLine]:
-        """Remove and return the lines that have waited for `hold_s` seconds."""
+        """Remove and return the lines that have waited for `wait_s` seconds."""
         shown: list[ShownLine] = []
         while self.next_due() <= now:
             _, rank, number = self._deadlines[0]
@@ -303,10 +303,10 @@ class LogText:
     Args:
         plan: The plan of the run.
         run_dir: The run folder, with the complete logs.
-        limit_bytes: Maximum bytes of text for the cell. Further lines go to `rest`.
+        limit_bytes: Maximum bytes of text for the cell. Further lines go to `summary`.
 
     Attributes:
-        rest: The summary of the lines beyond the limit; None while there are none.
+        summary: The summary of the lines beyond the limit; None while there are none.
     """
 
     def __init__(self, plan: Plan, run_dir: Path, limit_bytes: int) -> None:
@@ -333,10 +333,10 @@ class LogText:
             reserve_per_s=(0, 0),
         )
         self._taken_bytes = 0
-        self.rest: LogSummary | None = None
+        self.summary: LogSummary | None = None
 
     def add_lines(self, event: Lines, now: float) -> None:
-        """Add lines that a rank printed; they wait up to `HOLD_S` seconds for equal lines.
+        """Add lines that a rank printed; they wait up to `MERGE_WAIT_S` seconds for equal lines.
 
         Ignore ranks whose lines the plan does not show.
         """
@@ -352,8 +352,8 @@ class LogText:
         """
         if not self._plan.shows_lines(event.rank):
             return
-        if self.rest is not None:
-            self.rest.count(event.lines, event.bytes)
+        if self.summary is not None:
+            self.summary.count(event.lines, event.bytes)
             return
         lines, size_bytes = self._dropped[event.rank]
         self._dropped[event.rank] = lines + event.lines, size_bytes + event.bytes
@@ -361,13 +361,13 @@ class LogText:
     def add_line(self, text: str) -> None:
         """Add a line that no rank printed, such as a note. First add all waiting lines of ranks."""
         self.flush()
-        if self.rest is None:
+        if self.summary is None:
             self._pieces.append(f"{text}\n")
         else:
-            self.rest.add_lines("", [text], [text])
+            self.summary.add_lines("", [text], [text])
 
-    def due(self, now: float) -> None:
-        """Add ranks' lines that have waited for `HOLD_S` seconds to the text for the cell.
+    def add_due_lines(self, now: float) -> None:
+        """Add ranks' lines that have waited for `MERGE_WAIT_S` seconds to the text for the cell.
 
         If there are dropped lines, and the pause since the last note on them is over, add a note.
         """
@@ -385,18 +385,18 @@ class LogText:
         self._note_dropped(now)
 
     def next_due(self) -> float:
-        """Return the time from which `due` will add a line or a note; infinity if nothing waits."""
+        """Return when `add_due_lines` will next add a line or a note; infinity if nothing waits."""
         return min(self._merger.next_due(), self._note_at if self._dropped else math.inf)
 
     @property
     def has_text(self) -> bool:
         """Whether the view must write text to the cell or update the summary."""
-        return bool(self._pieces) or (self.rest is not None and self.rest.has_unshown_lines)
+        return bool(self._pieces) or (self.summary is not None and self.summary.has_unshown_lines)
 
     @property
     def fullness(self) -> float:
         """The fraction of the cell's limit that is used, from 0 to 1."""
-        return 1.0 if self.rest is not None else min(1.0, self._taken_bytes / self._limit_bytes)
+        return 1.0 if self.summary is not None else min(1.0, self._taken_bytes / self._limit_bytes)
 
     def pop_text(self) -> str:
         """Remove and return the buffered text for the cell, in whole lines, without the summary."""
@@ -413,14 +413,14 @@ class LogText:
         for ranks, group in groupby(shown, lambda line: line.ranks):
             texts = [line.text for line in group]
             prefix = self._prefix(ranks)
-            if self.rest is not None:
-                self.rest.add_lines(prefix, texts, self._budget.errors(texts))
+            if self.summary is not None:
+                self.summary.add_lines(prefix, texts, self._budget.select_errors(texts))
                 continue
-            fit, errors = self._budget.split(texts)
+            fit, errors = self._budget.select(texts)
             self._pieces += [f"{prefix}{text}\n" for text in fit]
             if len(fit) < len(texts):
-                self.rest = LogSummary(self._plan.run_id)
-                self.rest.add_lines(prefix, texts[len(fit) :], errors)
+                self.summary = LogSummary(self._plan.run_id)
+                self.summary.add_lines(prefix, texts[len(fit) :], errors)
 
     def _prefix(self, ranks: tuple[int, ...]) -> str:
         if len(ranks) > 1:

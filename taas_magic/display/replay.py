@@ -428,7 +428,7 @@ def _errors_of(
         event = _decoded(line)
         if isinstance(event, Lines):
             stop = len(event.lines) - ends.get(line, 0)
-            event.lines = budget.errors(event.lines[begins.get(line, 0) : stop])
+            event.lines = budget.select_errors(event.lines[begins.get(line, 0) : stop])
             found += [event] if event.lines else []
     return found
 

@@ -10,7 +10,7 @@ from taas_magic.errors import listed
 if TYPE_CHECKING:
     from taas_magic.host.variables import Variable
 
-_LISTED = 6
+_MAX_LISTED = 6
 
 Row = tuple[str, ...]
 
@@ -86,4 +86,4 @@ def _describe_odd_ranks(texts: Mapping[int, str]) -> str:
 
 def _ranks(ranks: Sequence[int]) -> str:
     numbers = [str(rank) for rank in ranks]
-    return f"rank{'s' * (len(ranks) > 1)} {listed(numbers, _LISTED)}"
+    return f"rank{'s' * (len(ranks) > 1)} {listed(numbers, _MAX_LISTED)}"

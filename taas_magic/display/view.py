@@ -40,7 +40,7 @@ class NotebookScreen:
 
     Attributes:
         limit_bytes: Maximum bytes of log text that the view passes to `write`. If the log is
-            longer, the view passes a summary of the further lines to `show_rest`.
+            longer, the view passes a summary of the further lines to `show_summary`.
     """
 
     limit_bytes = CELL_BYTES
@@ -49,7 +49,7 @@ class NotebookScreen:
         self._run_id, self._ranks_id = run_id, session or run_id
         self._head: dict[str, str] = {}
         self._shows_ranks = False
-        self._shows_rest = False
+        self._shows_summary = False
         self._clears_first = False
 
     def show(self, state: RunState, now: float) -> None:
@@ -66,7 +66,7 @@ class NotebookScreen:
             self._publish_ranks(head.live_table_html(self._run_id))
             self._shows_ranks = True
 
-    def make_room(self) -> None:
+    def prepare_for_input(self) -> None:
         """Do nothing before a prompt, because a notebook shows the prompt below the output."""
 
     def write(self, text: str) -> None:
@@ -75,12 +75,12 @@ class NotebookScreen:
         sys.stdout.write(text)
         sys.stdout.flush()
 
-    def show_rest(self, text: str) -> None:
+    def show_summary(self, text: str) -> None:
         """Show or update the summary `text` of the log's lines beyond `limit_bytes`."""
         self._clear_now()
         transient = {"display_id": f"{self._run_id}:rest"}
-        publish_display_data({"text/plain": text}, transient=transient, update=self._shows_rest)
-        self._shows_rest = True
+        publish_display_data({"text/plain": text}, transient=transient, update=self._shows_summary)
+        self._shows_summary = True
 
     def display(self, event: Display) -> None:
         """Show or update a display of a rank in the cell.
@@ -122,7 +122,7 @@ class NotebookScreen:
         """
         if self._clears_first:
             self._clears_first = False
-            self._shows_rest = False
+            self._shows_summary = False
             clear_output(wait=True)
             self._publish_head(update=False)
             if self._shows_ranks:
@@ -171,7 +171,7 @@ class ConsoleScreen(NotebookScreen):
     """
 
     limit_bytes = 16 * CELL_BYTES
-    _rest = ""
+    _summary = ""
 
     def __init__(self, run_id: str, session: str = "") -> None:
         super().__init__(run_id, session)
@@ -188,13 +188,13 @@ class ConsoleScreen(NotebookScreen):
         if news := self._urgent.lines(state, now):
             self.write(news)
 
-    def show_rest(self, text: str) -> None:
+    def show_summary(self, text: str) -> None:
         """Store the summary of the lines beyond `limit_bytes`, so that `close` writes it."""
-        self._rest = f"{text}\n"
+        self._summary = f"{text}\n"
 
     def close(self, state: RunState, now: float) -> None:
         """Write the stored summary, if there is one, and the status header."""
-        self.write(f"{self._rest}{head.text(state, now)}\n")
+        self.write(f"{self._summary}{head.text(state, now)}\n")
 
 
 class TerminalScreen:
@@ -228,7 +228,7 @@ class TerminalScreen:
         if news := self._urgent.lines(state, now):
             self.write(news)
 
-    def make_room(self) -> None:
+    def prepare_for_input(self) -> None:
         """Remove the status line until it is due again, because a prompt follows."""
         removal, self._status = self._removal(), ""
         self._print(removal)
@@ -237,7 +237,7 @@ class TerminalScreen:
         """Write whole lines, and keep the status line below them as the last line."""
         self._print(f"{self._removal()}{text}")
 
-    def show_rest(self, text: str) -> None:
+    def show_summary(self, text: str) -> None:
         """Do nothing, because a terminal shows all lines."""
 
     def display(self, event: Display) -> None:
@@ -249,7 +249,7 @@ class TerminalScreen:
 
     def close(self, state: RunState, now: float) -> None:
         """Remove the status line and write the status header again."""
-        self.make_room()
+        self.prepare_for_input()
         self._print(f"{head.text(state, now)}\n")
 
     def _removal(self) -> str:
@@ -429,7 +429,7 @@ class View:
 
     def tick(self, now: float) -> None:
         """Write log text, and update the status header, if they are due at the time `now`."""
-        self._log.due(now)
+        self._log.add_due_lines(now)
         if self._write_due() <= now:
             self._write(now)
         if self._head_due() <= now:
@@ -442,7 +442,7 @@ class View:
         self._write(now := self._clock())
         self._head_at, self._head_is_stale = now, False
         self._screen.show(self._state, now)
-        self._screen.make_room()
+        self._screen.prepare_for_input()
 
     @property
     def can_update(self) -> bool:
@@ -483,5 +483,5 @@ class View:
         self._written_at = now
         if text := self._log.pop_text():
             self._screen.write(text)
-        if (rest := self._log.rest) is not None and rest.has_unshown_lines:
-            self._screen.show_rest(rest.text())
+        if (rest := self._log.summary) is not None and rest.has_unshown_lines:
+            self._screen.show_summary(rest.text())

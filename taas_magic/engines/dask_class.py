@@ -105,7 +105,7 @@ class DaskClassEngine(Engine):
             options = batch_options(pool, options, system, Path(folder))
             self._vehicles = Vehicles(find_system(system), Path(options["log_directory"]))
         self._cluster = cluster = _make_cluster(pool, cluster_class, options)
-        place = _scheduler_place(cluster)
+        place = _scheduler_options(cluster)
         cluster.worker_spec.clear()  # hosts are requested when a run needs them
 
         def make_scheduler(**options: Any) -> Any:
@@ -286,7 +286,7 @@ def _make_cluster(
     return cluster
 
 
-def _scheduler_place(cluster: "SpecCluster") -> dict[str, Any]:
+def _scheduler_options(cluster: "SpecCluster") -> dict[str, Any]:
     """Return options with which the pool's scheduler listens on an address that hosts can reach.
 
     They are copied from the options `host`, `interface` and `port` that the cluster class sets for
@@ -518,7 +518,7 @@ class Vehicles:
 
         Their agents are ready, their jobs have ended, or the pool has returned their hosts.
         """
-        self._looked = float("-inf")
+        self._queried_at = float("-inf")
         self._lines: list[str] = []
 
     def record_jobs(self, workers: Iterable[tuple[object, Any]]) -> None:
@@ -532,7 +532,7 @@ class Vehicles:
             if job_id and self._jobs.get(name) != str(job_id):
                 self._jobs[name] = str(job_id)
                 self._served.discard(name)  # Dask starts a lost worker again: same name, new job
-                self._looked = float("-inf")
+                self._queried_at = float("-inf")
 
     async def describe_awaited(
         self, requested: Collection[str], up: Collection[str], agents: Collection[str]
@@ -551,12 +551,12 @@ class Vehicles:
             PoolError: A worker's batch job ended before its agent was ready.
         """
         self._served |= set(agents)
-        if time.monotonic() - self._looked < QUERY_GAP_S:
+        if time.monotonic() - self._queried_at < QUERY_GAP_S:
             return self._lines
         jobs = await self._query_jobs(
             {n: j for n, j in self._jobs.items() if n not in self._served}
         )
-        self._looked = time.monotonic()
+        self._queried_at = time.monotonic()
         awaited = sorted(set(requested) - set(agents))
         self._lines = [
             f"{name}: {self._describe_job(jobs.get(name), name in up)}" for name in awaited

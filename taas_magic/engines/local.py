@@ -30,7 +30,7 @@ START_FAILED_S = 1.5
 If the problem lasts longer, the start of the host has failed.
 """
 
-_LOOK_S = 0.5
+_CHECK_S = 0.5
 
 
 def host_name(pool: PoolConfig, number: int) -> str:
@@ -66,9 +66,9 @@ class LocalEngine(HostsEngine):
 
         The supervisor then starts during the import, which saves time.
         """
-        self._started.append(self.take_supervisor())
+        self._started.append(self.get_supervisor())
 
-    def take_supervisor(self) -> subprocess.Popen[bytes]:
+    def get_supervisor(self) -> subprocess.Popen[bytes]:
         """Return a supervisor process that waits for its agent's settings on standard input.
 
         Return the supervisor that `prepare` has started, or start a new one.
@@ -130,7 +130,7 @@ class _LocalHost(Host):
             lease_s=pool.lease_s,
             start_timeout_s=pool.start_timeout_s,
         )
-        self._supervisor = supervisor = engine.take_supervisor()
+        self._supervisor = supervisor = engine.get_supervisor()
         assert supervisor.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # the supervisor has ended; the log says why
             supervisor.stdin.write(to_json(settings) + b"\n")
@@ -155,7 +155,7 @@ class _LocalHost(Host):
                 raise PoolError(
                     f"this host {trouble} before it was ready. The log ends with:\n{tail}"
                 )
-            await asyncio.sleep(_LOOK_S)
+            await asyncio.sleep(_CHECK_S)
 
     async def end(self) -> None:
         """Make the supervisor end the host, and wait until the supervisor has ended.

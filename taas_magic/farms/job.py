@@ -80,7 +80,7 @@ def job_main(process_state: JobProcessState, control: Connection, output: Connec
     kept_out: list[str] = []
     _apply_settings(process_state, kept_out.append)
     before = _state()
-    had_later = _has_later()
+    had_later = _has_deferred_modules()
     process = os.getpid()
     with contextlib.suppress(EOFError, KeyboardInterrupt):  # the node ends this process
         while True:
@@ -91,7 +91,7 @@ def job_main(process_state: JobProcessState, control: Connection, output: Connec
             if os.getpid() != process:  # a child that the job forked, and that ran past the job
                 return
             outcome.took_s = time.monotonic() - began
-            outcome.imported_later = _has_later() and not had_later
+            outcome.imported_deferred = _has_deferred_modules() and not had_later
             may_go_on = not (outcome.etype or assignment.call.fresh or kept_out)
             outcome.process_is_reusable = (
                 may_go_on and outcome.took_s < SHORT_S and _state() == before
@@ -148,7 +148,7 @@ def _state() -> tuple[Any, ...]:
     return threads, _has_children(), environ, os.getcwd(), streams, has_cuda
 
 
-def _has_later() -> bool:
+def _has_deferred_modules() -> bool:
     """Return whether this process has imported all modules of `forkserver.DEFERRED_MODULES`.
 
     The forkserver imports these modules only when a job has needed them.

@@ -230,8 +230,8 @@ class JobOutcome(Struct, tag="outcome", kw_only=True):
         process_is_reusable: Whether the job's process may run a further job.
         n_parts_following: Number of parts of a large result that the job's process sends after this
             message, on the same pipe.
-        imported_later: Whether the job has imported all modules of `forkserver.DEFERRED_MODULES`.
-            If so, the node imports them for later jobs.
+        imported_deferred: Whether the job has imported all modules of
+            `forkserver.DEFERRED_MODULES`. If so, the node imports them for later jobs.
     """
 
     job: str = ""
@@ -244,7 +244,7 @@ class JobOutcome(Struct, tag="outcome", kw_only=True):
     files: list[tuple[bytes, Any]] = []
     process_is_reusable: bool = False
     n_parts_following: int = 0
-    imported_later: bool = False
+    imported_deferred: bool = False
 
 
 NODE_STATES = ("requested", "starting", "ready", "left", "lost", "given up")

@@ -295,8 +295,8 @@ class Slots:
             del self._running[name]  # a late cancel must not reach the slot's next job
             await slot.prepare_next()
             self._free.append(slot)
-        if outcome.imported_later:
-            forkserver.start_importing_rest()  # later jobs will probably need the modules, too
+        if outcome.imported_deferred:
+            forkserver.start_importing_deferred()  # later jobs will probably need the modules, too
         outcome.job, outcome.node = name, node
         if outcome.etype:
             await asyncio.to_thread(shutil.rmtree, files, ignore_errors=True)
@@ -346,8 +346,8 @@ class Slot:
         self._control: Any = None
         self._output: Any = None
         self._events: Any = None
-        self._is_cancelled = self._again = False
-        self._late: asyncio.TimerHandle | None = None
+        self._is_cancelled = self._is_reusable = False
+        self._kill_timer: asyncio.TimerHandle | None = None
         self._settings_hash = ""
 
     async def run(self, assignment: JobAssignment, report: ReportOutput) -> JobOutcome:
@@ -378,16 +378,16 @@ class Slot:
             outcome = await asyncio.to_thread(self._outcome_of_ended_process)
         lines.add(self._read_output())
         lines.flush(whole=False)
-        self._again = outcome.process_is_reusable
+        self._is_reusable = outcome.process_is_reusable
         return outcome
 
     async def prepare_next(self) -> None:
         """End the slot's process if it must not run a further job. Call this after each job."""
-        if self._late is not None:
-            self._late.cancel()
-        if self._is_cancelled or not self._again:
+        if self._kill_timer is not None:
+            self._kill_timer.cancel()
+        if self._is_cancelled or not self._is_reusable:
             await asyncio.to_thread(self.close)
-        self._is_cancelled = self._again = False
+        self._is_cancelled = self._is_reusable = False
 
     def cancel(self) -> None:
         """Send SIGINT to the process of the slot's job, and SIGKILL if it runs `GRACE_S` later.
@@ -399,7 +399,7 @@ class Slot:
             if (process := self._process) is not None:
                 _signal(process.pid, 2)
                 loop = asyncio.get_running_loop()
-                self._late = loop.call_later(GRACE_S, _signal, process.pid, 9)
+                self._kill_timer = loop.call_later(GRACE_S, _signal, process.pid, 9)
 
     def close(self) -> None:
         """End the slot's process and its children, and remove its scratch folder. Blocks.

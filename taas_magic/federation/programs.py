@@ -68,7 +68,7 @@ END_S = 3.0
 Must be shorter than 5 s, because a rank is killed if it has not ended 5 s after an interrupt.
 """
 
-LOOK_S = 0.5
+CHECK_S = 0.5
 """Seconds between two checks of whether Flower's programs run and of keys in the run's TCPStore."""
 
 PORTS = range(20_000, 32_000)
@@ -126,7 +126,7 @@ def run_programs(settings: FederationSettings, server_app: Any, client_app: Any)
         host.start_supernode(_wait_for_key(tcp_store, _SUPERLINK))
         while not tcp_store.check([_ENDED]):
             host.check_running()
-            time.sleep(LOOK_S)
+            time.sleep(CHECK_S)
     return None
 
 
@@ -155,7 +155,7 @@ def _wait_for_key(tcp_store: TCPStore, key: str) -> str:
     a rank fails before it has set its key, the pool ends the run, and so also the calling process.
     """
     while not tcp_store.check([key]):
-        time.sleep(LOOK_S)
+        time.sleep(CHECK_S)
     found: str = tcp_store.get(key).decode()
     return found
 
@@ -303,7 +303,7 @@ class _HostPrograms:
         This method runs in a thread. If a program has ended, it kills the SuperLink, so that
         `run_server_app` stops waiting and raises an error.
         """
-        while not self._is_over.wait(LOOK_S):
+        while not self._is_over.wait(CHECK_S):
             try:
                 self.check_running()
             except RuntimeError as error:
@@ -391,7 +391,7 @@ class _HostPrograms:
             if timer.idle_s() >= START_TIMEOUT_S:
                 stuck = f"did nothing for {START_TIMEOUT_S:g} s before it listened at {port}"
                 raise RuntimeError(f"Flower's {name} {stuck}")
-            time.sleep(LOOK_S)
+            time.sleep(CHECK_S)
         return False
 
     def _check_key_required(self, superlink: str) -> None:

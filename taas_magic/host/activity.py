@@ -16,7 +16,7 @@ import psutil
 from taas_magic.host.system import status_of
 from taas_magic.leases import STOPPED_S
 
-_LOOK_S = 0.5
+_CHECK_S = 0.5
 
 
 class ResourceUsage(NamedTuple):
@@ -112,7 +112,7 @@ def wait_for_start(process: "subprocess.Popen[bytes]", ready: int, start_timeout
         `start_timeout_s`, or if SIGSTOP suspended it for `STOPPED_S` seconds.
     """
     timer, running_at = IdleTimer(process.pid), time.monotonic()
-    while not connection.wait([ready], _LOOK_S):
+    while not connection.wait([ready], _CHECK_S):
         if status_of(psutil.Process(process.pid)) != psutil.STATUS_STOPPED:
             running_at = time.monotonic()
         if timer.idle_s() >= start_timeout_s or time.monotonic() - running_at >= STOPPED_S:

@@ -80,10 +80,10 @@ _T = TypeVar("_T")
 
 logger = logging.getLogger("taas_magic.agent")
 
-REST_IDLE_S = 2.0
+DEFERRED_IDLE_S = 2.0
 """Seconds that a host must be without a run before its forkserver imports `DEFERRED_MODULES`."""
 
-_LOOK_S = 0.5
+_CHECK_S = 0.5
 
 _started = time.time() - time.monotonic()
 
@@ -108,7 +108,7 @@ def use_steady_clock() -> None:
     IOLoop.current().time = steady_time  # type: ignore[method-assign]
 
 
-EXPIRED = 75
+EXPIRED_EXIT_CODE = 75
 """Exit code of an agent whose lease has expired (EX_TEMPFAIL)."""
 
 
@@ -168,7 +168,7 @@ def end_agent(lease_s: float) -> None:
     """
     sys.stderr.write(f"taas-magic: no message from the pool for {lease_s:g} s: this host ends\n")
     sys.stderr.flush()
-    os._exit(EXPIRED)
+    os._exit(EXPIRED_EXIT_CODE)
 
 
 class ClosedWorker(Worker):
@@ -214,7 +214,7 @@ class AgentWorker(ClosedWorker):
         )
         self._host_address, self._lease, self._warming = host_address, lease, warming
         self._shares: dict[str, HostShare] = {}
-        self._is_rest_due = asyncio.Event()
+        self._may_import_deferred = asyncio.Event()
         self._answering: set[asyncio.Task[None]] = set()
         answers: dict[type[Request[Any]], RequestHandler] = {
             DescribeHost: self.describe_host,
@@ -235,7 +235,7 @@ class AgentWorker(ClosedWorker):
 
         There is no time limit. If the forkserver's imports failed, this method never returns,
         because `watch_forkserver` ends the agent. If no run is about to start, this method also
-        starts the timer of `import_rest`, after which the forkserver imports further modules.
+        starts the timer of `import_deferred`, after which the forkserver imports further modules.
 
         Raises:
             PoolError: The forkserver has ended. The pool then uses another host.
@@ -247,7 +247,7 @@ class AgentWorker(ClosedWorker):
         if not forkserver.is_alive():
             raise PoolError(forkserver.why_ended())
         if not asked.has_run:
-            self._is_rest_due.set()
+            self._may_import_deferred.set()
         return HostHello(
             host=self._host_address.host,
             address=self._host_address.address,
@@ -291,10 +291,10 @@ class AgentWorker(ClosedWorker):
         self._shares[run_id] = share
         for problem in () if spec.is_fetchers or spec.run.session else self._warming.result():
             emit(Note(text=problem))
-        carry_out = threading.Thread(
+        run_to_end = threading.Thread(
             target=self._run_share, args=(run_id, share), name=f"run-{run_id}"
         )
-        carry_out.start()
+        run_to_end.start()
         return share.port
 
     def _share_factory(self, spec: ShareSpec) -> Callable[..., HostShare]:
@@ -334,7 +334,7 @@ class AgentWorker(ClosedWorker):
     def _run_share(self, run_id: str, share: HostShare) -> None:
         """Run a share to its end, then remove the share from `_shares`. Runs in the share's thread.
 
-        At the end, also starts the timer of `import_rest`, after which the forkserver imports
+        At the end, also starts the timer of `import_deferred`, after which the forkserver imports
         further modules.
         """
         try:
@@ -342,7 +342,7 @@ class AgentWorker(ClosedWorker):
         finally:
             if self._shares.get(run_id) is share:  # false if the run has new fetchers by now
                 del self._shares[run_id]
-            self.loop.add_callback(self._is_rest_due.set)
+            self.loop.add_callback(self._may_import_deferred.set)
 
     async def beat(self) -> None:
         """Send heartbeats to the pool's process until this task is cancelled.
@@ -364,7 +364,7 @@ class AgentWorker(ClosedWorker):
     async def watch_forkserver(self) -> None:
         """End this agent if the forkserver ends or cannot import a module that ranks need.
 
-        First waits for the end of the imports, then checks the forkserver every `_LOOK_S` seconds.
+        First waits for the end of the imports, then checks the forkserver every `_CHECK_S` seconds.
         If the forkserver ends while shares run on this host, the agent ends after these shares.
 
         Raises:
@@ -376,24 +376,24 @@ class AgentWorker(ClosedWorker):
             self.loop.add_callback(self.close, reason="taas: its forkserver did not start")
             raise
         while True:
-            await asyncio.sleep(_LOOK_S)
+            await asyncio.sleep(_CHECK_S)
             if not self._shares and not forkserver.is_alive():
                 self.loop.add_callback(self.close, reason=f"taas: {forkserver.why_ended()}")
                 return
 
-    async def import_rest(self) -> None:
-        """Make the forkserver import `DEFERRED_MODULES` after `REST_IDLE_S` seconds without a run.
+    async def import_deferred(self) -> None:
+        """Make the forkserver import `DEFERRED_MODULES` after `DEFERRED_IDLE_S` without a run.
 
         The seconds count from the end of a share, or from the end of `describe_host` if no run is
         about to start. Runs until this task is cancelled.
         """
         while True:
-            await self._is_rest_due.wait()
-            self._is_rest_due.clear()
-            await asyncio.sleep(REST_IDLE_S)
-            has_run_since = self._shares or self._is_rest_due.is_set()
+            await self._may_import_deferred.wait()
+            self._may_import_deferred.clear()
+            await asyncio.sleep(DEFERRED_IDLE_S)
+            has_run_since = self._shares or self._may_import_deferred.is_set()
             if not has_run_since:
-                forkserver.start_importing_rest()
+                forkserver.start_importing_deferred()
 
     def _is_alone(self) -> bool:
         return len(self._shares) == 1
@@ -489,7 +489,7 @@ async def serve(packed_settings: bytes) -> None:
         if host_address.is_foreign:
             lease.start()
         watching = asyncio.ensure_future(agent.watch_forkserver())
-        tasks = [watching, *map(asyncio.ensure_future, (agent.beat(), agent.import_rest()))]
+        tasks = [watching, *map(asyncio.ensure_future, (agent.beat(), agent.import_deferred()))]
         await agent.finished()
         for task in tasks:
             task.cancel()

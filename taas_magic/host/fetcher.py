@@ -35,7 +35,7 @@ from taas_magic.messages import (
 )
 from taas_magic.store.guard import apply_rule
 
-REPORT_S = 0.5
+REPORT_GAP_S = 0.5
 """Seconds between two reports of a fetcher's statistics to the agent."""
 
 
@@ -64,10 +64,10 @@ class Fetcher:
     def serve(self, control: Connection) -> None:
         """Serve batches to ranks, until the agent sends a message or ends.
 
-        First sends `FetcherStarted` to the agent, with this fetcher's addresses. Every `REPORT_S`
-        seconds, sends the agent the server's warnings, as notes, and the statistics. At the end,
-        sends the statistics once more. While the pipe to the agent is full, sends neither warnings
-        nor statistics.
+        First sends `FetcherStarted` to the agent, with this fetcher's addresses. Every
+        `REPORT_GAP_S` seconds, sends the agent the server's warnings, as notes, and the statistics.
+        At the end, sends the statistics once more. While the pipe to the agent is full, sends
+        neither warnings nor statistics.
 
         Args:
             control: Pipe to and from the agent.
@@ -80,8 +80,8 @@ class Fetcher:
         self.server.watch(control, lambda: over.append(True))
         reported = time.monotonic()
         while not over:
-            self.server.step(REPORT_S)
-            if time.monotonic() - reported >= REPORT_S and _has_room(control):
+            self.server.step(REPORT_GAP_S)
+            if time.monotonic() - reported >= REPORT_GAP_S and _has_room(control):
                 reported = time.monotonic()
                 for sentence in self.server.warnings():
                     _send_to_agent(control, Note(text=sentence))
@@ -124,7 +124,7 @@ def fetcher_main(spec: FetcherSpec, control: Connection) -> None:
     """Run a fetcher in this new process, until the agent sends a message or ends.
 
     Ignores SIGINT, and starts a new POSIX session (setsid). If `spec.stacks` is a path, this
-    process from now on appends its stack to this file whenever the agent sends `link.SIGNAL`.
+    process from now on appends its stack to this file whenever the agent sends `link.STACK_SIGNAL`.
 
     Then applies the run's settings, creates the server, and serves batches to ranks. While the
     fetcher serves, a file in the run folder contains the fetcher's addresses.

@@ -51,7 +51,7 @@ RESULT = re.compile(r"results/(\d+)-(\d+)-\d+", re.ASCII)
 PROFILE = re.compile(r"profile/(\d+)-(\d+)\.json\.gz", re.ASCII)
 """Pattern for the path of a profile in the run folder. The groups are the attempt and the rank."""
 
-_NAMED_AT_MOST = 5
+_MAX_LISTED = 5
 
 
 class RunFolderCopy:
@@ -322,7 +322,7 @@ def _report_skipped(manifest: Manifest, note: Callable[[str], None]) -> None:
     """
     if manifest.skipped:
         skipped = [f"{path} ({why})" for path, why in manifest.skipped.items()]
-        note(f"not copied from the project store: {listed(skipped, _NAMED_AT_MOST)}")
+        note(f"not copied from the project store: {listed(skipped, _MAX_LISTED)}")
 
 
 def _folders_to_send(spec: ShareSpec) -> Sequence[str] | None:

@@ -62,10 +62,10 @@ _IMPORTS = "TAAS_IMPORTS"
 While the forkserver imports a module, this file contains the module's name.
 """
 
-_FORGET_S = 1.0
+_CLOSE_WAIT_S = 1.0
 """Maximum seconds that `close_process` waits until the forkserver reports the end of a process."""
 
-_LOST = 255
+_LOST_EXIT_CODE = 255
 """Exit code that multiprocessing reports if the forkserver ended before it sent the real exit code.
 """
 
@@ -73,8 +73,8 @@ _END_VISIBLE_S = 1.0
 """Maximum seconds that `caused_ends` waits until psutil shows that a forkserver has ended."""
 
 _WATCH_S = 0.5
-_STOPPED_LOOK_S = 0.05
-_IMPORTS_LOOK_S = 0.1
+_STOPPED_CHECK_S = 0.05
+_IMPORTS_CHECK_S = 0.1
 
 _context = multiprocessing.get_context("forkserver")
 # Process.start() reads the exit codes of all children, including children that other threads
@@ -86,7 +86,7 @@ _stand_in: "_StandIn | None" = None
 _stand_ins: list["_StandIn"] = []
 """All `_StandIn` objects so far, including earlier stand-ins that may still have children."""
 
-_has_rest = _is_over = False
+_has_deferred = _is_over = False
 _importing = threading.Lock()
 _starting: IdleTimer | None = None
 """Idle timer of the forkserver or stand-in that is starting a process; None at other times."""
@@ -342,7 +342,7 @@ def stand_in(listener: socket.socket, read_end: Connection) -> None:
     forkserver.main(listener.detach(), read_end.fileno(), [])
 
 
-def start_importing_rest() -> None:
+def start_importing_deferred() -> None:
     """Start a thread that makes the forkserver import `DEFERRED_MODULES`.
 
     During the import, the forkserver could neither start processes nor report the exit of a child.
@@ -352,19 +352,19 @@ def start_importing_rest() -> None:
     Does nothing if a thread from an earlier call is still running.
     """
     if not _importing.locked():
-        threading.Thread(target=_import_rest_once, name="taas-imports", daemon=True).start()
+        threading.Thread(target=_import_deferred_once, name="taas-imports", daemon=True).start()
 
 
-def _import_rest_once() -> None:
+def _import_deferred_once() -> None:
     """Make the forkserver import `DEFERRED_MODULES`, and wait until the import is over.
 
     First creates a stand-in, which starts all new processes until the end of the import. When the
     stand-in is the only child of the forkserver, sends SIGUSR1 to the forkserver, which starts the
     import. Does nothing if the forkserver has ended, or has already imported these modules.
     """
-    global _has_rest
+    global _has_deferred
     with _importing:
-        if _has_rest or _server is None:
+        if _has_deferred or _server is None:
             return
         # If the forkserver has ended, the other users of this module report the error. If the disk
         # is full, each rank imports the modules itself.
@@ -376,8 +376,8 @@ def _import_rest_once() -> None:
                 _write_import_name(_imports_file, DEFERRED_MODULES[0])
                 _server.send_signal(signal.SIGUSR1)
                 while importing()[0] and is_alive():
-                    time.sleep(_IMPORTS_LOOK_S)
-            _has_rest = True
+                    time.sleep(_IMPORTS_CHECK_S)
+            _has_deferred = True
 
 
 @contextmanager
@@ -415,19 +415,20 @@ def wait_while_stopped() -> None:
     processes.
     """
     while any(status_of(process) == psutil.STATUS_STOPPED for process in _servers()):
-        time.sleep(_STOPPED_LOOK_S)
+        time.sleep(_STOPPED_CHECK_S)
 
 
 def caused_ends(codes: Collection[int | None]) -> bool:
     """Return whether processes with these exit codes ended because the forkserver ended.
 
     The system may show an ended forkserver as running for a moment. So if a process has exit code
-    `_LOST`, wait up to `_END_VISIBLE_S` seconds until the system shows the forkserver's end.
+    `_LOST_EXIT_CODE`, wait up to `_END_VISIBLE_S` seconds until the system shows the forkserver's
+    end.
 
     Args:
         codes: Exit codes of the processes; None for a process that still runs.
     """
-    deadline = time.monotonic() + (_END_VISIBLE_S if _LOST in codes else 0.0)
+    deadline = time.monotonic() + (_END_VISIBLE_S if _LOST_EXIT_CODE in codes else 0.0)
     while is_alive():
         if time.monotonic() >= deadline:
             return False
@@ -551,13 +552,13 @@ def exitcode(process: Any) -> int | None:
 
 
 def close_process(process: Any) -> None:
-    """Wait up to `_FORGET_S` seconds for the end of a process; then release its `Process` object.
+    """Wait up to `_CLOSE_WAIT_S` for the end of a process; then release its `Process` object.
 
     If the process has not ended in time, the object's descriptors stay open. In both cases, do not
     use `process` after this call.
     """
     with _lock:
-        process.join(_FORGET_S)
+        process.join(_CLOSE_WAIT_S)
         if process.exitcode is not None:
             process.close()
 
@@ -574,8 +575,8 @@ def _preload() -> None:
     """Import all modules except `DEFERRED_MODULES`, and prepare the forkserver for forks.
 
     Runs in the forkserver. Also makes the system kill the forkserver when the agent ends, makes
-    standard input empty, and installs `_import_rest` as the handler of SIGUSR1. At the end, empties
-    the imports file, by which the agent knows that the imports are over.
+    standard input empty, and installs `_import_deferred` as the handler of SIGUSR1. At the end,
+    empties the imports file, by which the agent knows that the imports are over.
 
     No import may create a CUDA context or a thread, because a fork can use neither.
 
@@ -597,7 +598,7 @@ def _preload() -> None:
         what = f"{type(error).__name__}: {error}"
         _failure = f"the forkserver could not import {imports_file.read_text()}: {what}"
     _prepare_for_forks()
-    signal.signal(signal.SIGUSR1, _import_rest)
+    signal.signal(signal.SIGUSR1, _import_deferred)
     _empty(imports_file)
 
 
@@ -631,7 +632,7 @@ def _close_input() -> None:
     os.close(nothing)
 
 
-def _import_rest(number: int, frame: FrameType | None) -> None:
+def _import_deferred(number: int, frame: FrameType | None) -> None:
     """Import `DEFERRED_MODULES` in the forkserver. Handler of SIGUSR1, which the agent sends.
 
     Before each import, write the module's name to the imports file, unless the disk is full. At the

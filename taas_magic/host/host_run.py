@@ -288,7 +288,7 @@ class Attempt:
         """State in which the attempt ended on this host, and its failures. None while ranks run."""
 
     @classmethod
-    def begin(
+    def create(
         cls: type[_A],
         share: LocalShare,
         host_address: HostAddress,
@@ -412,7 +412,7 @@ class Attempt:
         FAILED, ranks get SIGTERM, and SIGKILL `FAILED_GRACE_S` seconds later. After INTERRUPTED,
         ranks get SIGKILL immediately.
         """
-        failures, has_failed = self.report_failures(verdict), verdict.state == "FAILED"
+        failures, has_failed = self.collect_failures(verdict), verdict.state == "FAILED"
         self.ended = verdict.state, failures if has_failed else []
         for failure in failures if has_failed else ():
             self._emit(RankFailure(failure=failure))
@@ -427,7 +427,7 @@ class Attempt:
         if verdict.state != "SUCCEEDED":
             self._end_ranks(FAILED_GRACE_S if has_failed else 0.0)
 
-    def report_failures(self, verdict: Verdict) -> list[Failure]:
+    def collect_failures(self, verdict: Verdict) -> list[Failure]:
         """Return the failures of this host's ranks, or of the host if the forkserver has ended.
 
         If no rank has an error of its own, the list includes each rank that left by `sys.exit(0)`,
@@ -587,7 +587,7 @@ class HostRun(HostShare):
         self._write_fetcher_addresses()
 
     def _new_attempt(self) -> Attempt:
-        return Attempt.begin(
+        return Attempt.create(
             self.local, self.host_address, self.folder, self.emit, self._on_message
         )
 
@@ -605,7 +605,7 @@ class HostRun(HostShare):
         self._readers.append(attempt.reader)  # children that outlive the attempt may keep writing
         port = spec.master_port
         if own_rendezvous is None:
-            rendezvous.reach(spec.master_addr, port)
+            rendezvous.check_reachable(spec.master_addr, port)
         else:
             port = own_rendezvous.port
         attempt.start(port)

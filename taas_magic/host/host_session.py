@@ -22,7 +22,7 @@ from taas_magic.host.files import HostFiles
 from taas_magic.host.host_run import Attempt, HostRun
 from taas_magic.host.spec import ShareSpec
 from taas_magic.host.system import end_all
-from taas_magic.host.watch import REPORT_S, RankState, Verdict
+from taas_magic.host.watch import TRACEBACK_WAIT_S, RankState, Verdict
 from taas_magic.messages import (
     AnswerInput,
     CellOrder,
@@ -43,7 +43,8 @@ connections, the collective raises an exception.
 RETURN_S = 10.0
 """Maximum seconds from an interrupt until a rank is back at its prompt. A slower rank is killed.
 
-If all ranks that still run the cell have raised an exception, the maximum is `REPORT_S` instead.
+If all ranks that still run the cell have raised an exception, the maximum is `TRACEBACK_WAIT_S`
+instead.
 """
 
 CELL_END_S = 20.0
@@ -52,7 +53,7 @@ CELL_END_S = 20.0
 START_S = 60.0
 """Maximum seconds that a cell waits until its session has started the ranks."""
 
-_LOOK_S = 0.02
+_CHECK_S = 0.02
 
 
 class _AttemptOfSession(Attempt):
@@ -67,7 +68,7 @@ class _AttemptOfSession(Attempt):
         super().__init__(*args, **kwargs)
         self.killed = {} if killed is None else killed
 
-    def report_failures(self, verdict: Verdict) -> list[Failure]:
+    def collect_failures(self, verdict: Verdict) -> list[Failure]:
         """Return the failures of this host's ranks, or of the host if the forkserver has ended.
 
         If taas-magic itself killed a rank, the rank's failure has this reason as advice.
@@ -76,7 +77,7 @@ class _AttemptOfSession(Attempt):
             structs.replace(failure, advice=self.killed[failure.rank])
             if failure.rank in self.killed
             else failure
-            for failure in super().report_failures(verdict)
+            for failure in super().collect_failures(verdict)
         ]
 
 
@@ -218,7 +219,7 @@ class CellAttempt(_AttemptOfSession):
             and time.monotonic() < self._interrupted_at + self._return_limit_s()
         ):
             self._interrupt(self._interrupted_at)
-            connection.wait(self.sentinels, _LOOK_S)
+            connection.wait(self.sentinels, _CHECK_S)
             self._poll_ends()
         if lost := [state for state in self._ranks_in_cell() if state.rank not in self.killed]:
             self._kill(lost)
@@ -227,16 +228,16 @@ class CellAttempt(_AttemptOfSession):
         """Return the maximum seconds from an interrupt until the ranks are back at their prompt.
 
         The limit is `RETURN_S`. If all ranks that still run the cell have raised an exception, the
-        limit is `REPORT_S`, because these ranks need more time to format their tracebacks.
+        limit is `TRACEBACK_WAIT_S`, because these ranks need more time to format their tracebacks.
         """
         has_heard = all(state.failed_at is not None for state in self._ranks_in_cell())
-        return REPORT_S if has_heard else RETURN_S
+        return TRACEBACK_WAIT_S if has_heard else RETURN_S
 
     def _kill(self, lost: list[RankState]) -> None:
         """Kill the ranks that did not end the cell in time; tell the pool, and tell the user why.
 
         The note to the user also says that the session ends. The reason is also stored in `killed`,
-        from which `report_failures` takes it.
+        from which `collect_failures` takes it.
 
         Args:
             lost: States of the ranks to kill.
@@ -265,7 +266,7 @@ class HostSession(HostRun):
         self._cell: ShareSpec | None = None
         self._cell_over = threading.Event()
         self._cell_over.set()
-        self._changing = threading.Lock()
+        self._cell_lock = threading.Lock()
         self._started = threading.Event()
         super().__init__(spec, *about)
 
@@ -283,7 +284,7 @@ class HostSession(HostRun):
             PoolError: The session has ended or is ending, or another cell uses the ranks.
         """
         self._started.wait(START_S)
-        with self._changing:
+        with self._cell_lock:
             if self._attempt is None or self._attempt.ended is not None or self._is_over:
                 raise PoolError(f"session {self.spec.plan.session} has ended on host {self.host}")
             if self._cell is not None:
@@ -297,10 +298,10 @@ class HostSession(HostRun):
 
         Until the next cell, the ranks' output and messages go to the session's own run.
         """
-        with self._changing:
+        with self._cell_lock:
             self._cell = None
             if self._attempt is not None and not self._is_over:
-                self._attempt.reader.follow(self.local.folder, self.emit, self._on_message)
+                self._attempt.reader.redirect_to(self.local.folder, self.emit, self._on_message)
         self._cell_over.set()
         self.wakeup.set()
 
@@ -311,7 +312,7 @@ class HostSession(HostRun):
         """
         ours = self._attempt
         assert isinstance(ours, SessionAttempt)
-        ours.reader.follow(cell.local.folder, cell.emit, cell.handle_message)
+        ours.reader.redirect_to(cell.local.folder, cell.emit, cell.handle_message)
         return CellAttempt(
             cell.local,
             self.host_address,
@@ -323,7 +324,7 @@ class HostSession(HostRun):
         )
 
     def _new_attempt(self) -> SessionAttempt:
-        return SessionAttempt.begin(
+        return SessionAttempt.create(
             self.local, self.host_address, self.folder, self.emit, self._on_message
         )
 
@@ -367,7 +368,7 @@ class HostSession(HostRun):
 
         The cell uses the session's pipes, so the pipes must stay open until the cell has ended.
         """
-        with self._changing:
+        with self._cell_lock:
             self._is_over = True
         self._cell_over.wait(CELL_END_S)
 

@@ -33,7 +33,7 @@ Until then, the rank keeps its sockets open, because ranks that are still in `in
 may be connecting to these sockets.
 """
 
-SIGNAL = signal.SIGRTMAX - 3
+STACK_SIGNAL = signal.SIGRTMAX - 3
 """Signal by which the agent makes a process write the stack of its main thread to a file.
 
 The user's program may use SIGUSR1 and SIGUSR2, so this signal is neither of them.
@@ -56,7 +56,7 @@ RankFile = Literal["log", "messages", "ask", "cells", "input", "stack", "stacks"
 - `input`: the pipe that brings the lines that the user types.
 - `stack`: the file to which faulthandler writes the Python stack when a signal kills the rank.
 - `stacks`: the file to which the rank and its forks write their stacks when the agent sends
-  `SIGNAL`.
+  `STACK_SIGNAL`.
 - `error.json`: the file to which torch's `record` writes the rank's exception.
 """
 

@@ -51,7 +51,7 @@ CURSOR_UP = b"\x1b[A"
 MAX_BARS = 32
 """Maximum number of nested progress bars of a rank. Further bars become lines of output."""
 
-_BEGINNINGS = (b"\x1b", b"\x1b[")
+_CUT_CURSOR_UP = (b"\x1b", b"\x1b[")
 # The end of a row that tqdm draws, `[00:01<00:02, 9.8it/s]`, if the bar is not at 100%.
 _BAR = re.compile(rb"^(?!.*100%\|).*\[(?:\d+:)?\d\d:\d\d[<,][^\]]*\]\s*$", re.DOTALL)
 # A row that tqdm drew, and text that another print added to it. The row of a bar ends without a
@@ -173,7 +173,7 @@ class LineAssembler:
         If the last bytes may be the beginning of `CURSOR_UP`, they are kept until the next call.
         """
         data = self._partial + data
-        self._partial = next((end for end in _BEGINNINGS if data.endswith(end)), b"")
+        self._partial = next((end for end in _CUT_CURSOR_UP if data.endswith(end)), b"")
         first, ended, rest = data[: len(data) - len(self._partial)].partition(b"\n")
         self._add_bytes(first)
         if not ended:
@@ -349,10 +349,10 @@ class LogBudget:
 
     def admit(self, lines: list[str]) -> list[str]:
         """Return the lines that may be sent to the notebook now, in order. Drop all other lines."""
-        fit, errors = self.split(lines)
+        fit, errors = self.select(lines)
         return fit + errors
 
-    def split(self, lines: list[str]) -> tuple[list[str], list[str]]:
+    def select(self, lines: list[str]) -> tuple[list[str], list[str]]:
         """Select the lines that may be sent now, and drop all others.
 
         All lines go to `tail`. `pop_dropped` returns how many lines and bytes were dropped.
@@ -371,7 +371,7 @@ class LogBudget:
             return lines, []
         return lines[:fit], self._errors(lines[fit:], sizes[fit:])
 
-    def errors(self, lines: list[str]) -> list[str]:
+    def select_errors(self, lines: list[str]) -> list[str]:
         """Refill the budget, and return the lines that look like errors and fit into the reserve.
 
         All other lines are dropped and counted. The budget for lines without errors is not used.
@@ -475,7 +475,7 @@ DRAIN_S = 30.0
 MESSAGE_LIMIT_BYTES = 64 << 20
 """Maximum bytes of a rank's message. A note for the user replaces a larger message.
 
-Displays are smaller, because `shell.bounded` removes large representations.
+Displays are smaller, because `shell.without_large_parts` removes large representations.
 """
 
 MAX_INCOMPLETE = 64
@@ -687,7 +687,7 @@ class PipeReader:
         self._wakeup.set()
         done.wait(DRAIN_S)
 
-    def follow(self, folder: RunFolder, emit: EventSink, on_message: OnMessage) -> None:
+    def redirect_to(self, folder: RunFolder, emit: EventSink, on_message: OnMessage) -> None:
         """Make another run the destination of all further output and messages of the ranks.
 
         Output and messages that the ranks have already written still go to the previous run. Waits
@@ -723,7 +723,7 @@ class PipeReader:
         """Read the pipes until `close` is called; then read what the pipes still contain.
 
         Sends the output and messages that it reads, and at the end closes all pipes and log files.
-        Runs in the reader's thread, which also handles the requests of `drain` and `follow`.
+        Runs in the reader's thread, which also handles the requests of `drain` and `redirect_to`.
         """
         while not self._closing.is_set():
             has_lines = any(stream.pending for stream in self._logs.values())
@@ -760,7 +760,7 @@ class PipeReader:
             if rank in logs and old.is_open:
                 self._logs[rank] = logs[rank]
                 self._selector.modify(old.fd, selectors.EVENT_READ, logs[rank])
-            elif rank in logs:  # the rank's pipe has ended since `follow` was called
+            elif rank in logs:  # the rank's pipe has ended since `redirect_to` was called
                 logs[rank].end_run()
         self._sink = sink
 
@@ -771,8 +771,8 @@ class PipeReader:
         """Wait for readable pipes, and read each of them once. Close pipes that have no writer.
 
         Reads output before messages, and sends the output first: a rank's messages must not delay
-        the lines that the rank printed before. Also returns when `drain`, `follow` or `close` wakes
-        the thread.
+        the lines that the rank printed before. Also returns when `drain`, `redirect_to` or `close`
+        wakes the thread.
 
         Args:
             timeout: Maximum seconds to wait; None for no limit.

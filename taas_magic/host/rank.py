@@ -56,7 +56,7 @@ from taas_magic.plan import variable_name
 from taas_magic.store import redirect
 from taas_magic.store.guard import PROTECTED_BY_PYTHON, StoreProtection, apply_rule
 
-_kept: list[Any] = []
+_kept_groups: list[Any] = []
 
 
 attempt_folder = Path()
@@ -118,7 +118,7 @@ def rank_main(spec: ProcessSpec, environ: Mapping[str, str]) -> None:
         if environ["GROUP_WORLD_SIZE"] == "1":
             link.await_others()
         else:
-            rendezvous.await_all(environ, OTHERS_END_S)
+            rendezvous.await_all_ending(environ, OTHERS_END_S)
 
 
 def _become_a_rank(spec: ProcessSpec, environ: Mapping[str, str], rank: int) -> AgentLink:
@@ -128,8 +128,8 @@ def _become_a_rank(spec: ProcessSpec, environ: Mapping[str, str], rank: int) -> 
     run's environment. Protects the project store from the rank's writes; if this fails, sends the
     failure and ends the process.
 
-    Also makes the process write its stack to a file when it crashes or gets `SIGNAL`. If horovod is
-    installed, gets horovod's environment variables from the rendezvous.
+    Also makes the process write its stack to a file when it crashes or gets `STACK_SIGNAL`. If
+    horovod is installed, gets horovod's environment variables from the rendezvous.
 
     Returns:
         The rank's connection to the agent.
@@ -408,4 +408,4 @@ def _keep_groups() -> None:
     because Python then ends each thread that requests the GIL.
     """
     ddp = torch.nn.parallel.DistributedDataParallel
-    _kept.extend(it.process_group for it in gc.get_objects() if issubclass(type(it), ddp))
+    _kept_groups.extend(it.process_group for it in gc.get_objects() if issubclass(type(it), ddp))

@@ -4,8 +4,8 @@ The agent of the run's first host binds the store's port. A fork of the forkserv
 because agents do not import torch. Each attempt has a new store, because the store of an earlier
 attempt contains the addresses of ranks that have ended.
 
-Ranks also use the store to wait for one another before they end (`await_all`), and to agree on the
-contents of their loaders (`LoaderAgreement`).
+Ranks also use the store to wait for one another before they end (`await_all_ending`), and to agree
+on the contents of their loaders (`LoaderAgreement`).
 """
 
 import functools
@@ -37,7 +37,7 @@ _BACKLOG = 1024
 _HOROVOD_SERVER = "horovod.runner.http.http_server"
 _HOROVOD_KEY = "taas/horovod"
 _HOROVOD_ANSWER_S = 60.0
-_ANSWER_S, _LOOK_S = 5.0, 0.01
+_ANSWER_S, _CHECK_S = 5.0, 0.01
 _AGREE_S = 60.0
 """Maximum seconds to wait for a value that another rank stores, such as the order of an epoch.
 
@@ -119,7 +119,7 @@ class Rendezvous:
             self._server = None
 
 
-def reach(address: str, port: int) -> None:
+def check_reachable(address: str, port: int) -> None:
     """Check that this host can connect to the rendezvous on the run's first host.
 
     Blocks for up to `REACH_TIMEOUT_S` seconds.
@@ -159,7 +159,7 @@ def connect(environ: Mapping[str, str], timeout_s: float) -> Any:
     )
 
 
-def await_all(environ: Mapping[str, str], limit_s: float) -> None:
+def await_all_ending(environ: Mapping[str, str], limit_s: float) -> None:
     """Report to the other ranks that this rank is ending, and wait until all ranks are ending.
 
     Uses a counter in the ranks' key-value store. If the store's process has ended, return at once.
@@ -175,7 +175,7 @@ def await_all(environ: Mapping[str, str], limit_s: float) -> None:
             store.set(_ALL_END_KEY, "")
         # Not `store.wait`, because torch logs warnings when it times out.
         while not store.check([_ALL_END_KEY]) and time.monotonic() < until:
-            time.sleep(_LOOK_S)
+            time.sleep(_CHECK_S)
 
 
 class LoaderAgreement:

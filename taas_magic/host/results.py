@@ -35,7 +35,7 @@ from taas_magic.messages import from_json
 from taas_magic.plan import ALL, requests_value_of, split_name, variable_name
 
 _ERROR_CHARS = 300
-_LISTED = 12
+_MAX_LISTED = 12
 _FILE = re.compile(r"(\d+)-(\d+)-\d+", re.ASCII)
 
 VALUE_LIMIT_BYTES = 1_000_000
@@ -199,7 +199,7 @@ def _load_archive(
             received.missing |= dict.fromkeys(names, why)
             return
         else:
-            found = home.load(mapped.stream(), mapped.buffers, namespace, expected)
+            found = home.load_results(mapped.stream(), mapped.buffers, namespace, expected)
             loaded = found.values
             received.notes += found.notes
         received.values |= {name: loaded[name] for name in names}
@@ -319,8 +319,8 @@ class ResultWriter:
         if self._failed:
             return f"rank {self._rank} had not set it when it failed"
         have = [name for name in namespace if not name.startswith("_")]
-        more = f" and {len(have) - _LISTED} more" if len(have) > _LISTED else ""
-        listed = ", ".join(have[-_LISTED:]) or "none"
+        more = f" and {len(have) - _MAX_LISTED} more" if len(have) > _MAX_LISTED else ""
+        listed = ", ".join(have[-_MAX_LISTED:]) or "none"
         return f"rank {self._rank} has no such variable; it has: {listed}{more}"
 
     def _record_missing(self, name: str, why: str) -> None:

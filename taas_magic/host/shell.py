@@ -41,7 +41,7 @@ An interactive plot that contains its JavaScript library has 4 to 5 MB.
 
 PLAIN_LIMIT_CHARS = 100_000
 
-_WHAT_MAIN_HAS = "this cell's __main__: of the notebook it has the names that the cell uses"
+_MAIN_ORIGIN = "this cell's __main__, which has only those names of the notebook that the cell uses"
 """Text for the user that describes the rank's `__main__`: the `origin` in `__main__.__spec__`.
 
 If a pickle needs a class that `__main__` does not define, pickle's error shows this text. A rank's
@@ -199,7 +199,7 @@ class RankShell(InteractiveShell):
             process and its forks can unpickle an object that refers to a name in `__main__`.
         """
         main = types.ModuleType("__main__")
-        main.__spec__ = ModuleSpec(cell_main.__name__, None, origin=_WHAT_MAIN_HAS)
+        main.__spec__ = ModuleSpec(cell_main.__name__, None, origin=_MAIN_ORIGIN)
         # Spawned children call this module `__mp_main__`, also in objects that they send back.
         sys.modules["__main__"] = sys.modules["__mp_main__"] = main
         self.user_module, self.user_ns = main, main.__dict__
@@ -221,7 +221,7 @@ class RankShell(InteractiveShell):
         for name in ("ps1", "ps2", "ps3"):
             sys.__dict__.pop(name, None)
         when_imported("tqdm.notebook", _use_text_bars)
-        when_imported("hydra._internal.utils", _find_the_notebooks_folder)
+        when_imported("hydra._internal.utils", _make_hydra_use_notebook_folder)
         return main.__dict__
 
     def run(self, work: Work, sources: Mapping[str, CellSource]) -> ExecutionResult:
@@ -241,7 +241,7 @@ class RankShell(InteractiveShell):
         compiler = self.compile
         assert isinstance(compiler, _CellCompiler)
         compiler.labels = tracebacks.register_sources(sources)
-        threading.excepthook = tracebacks.print_of_thread
+        threading.excepthook = tracebacks.print_thread_exception
         sys.unraisablehook = tracebacks.print_unraisable
         # IPython warns about every SystemExit. A cell may end by SystemExit, as a script may.
         warnings.filterwarnings("ignore", "To exit: use", UserWarning)
@@ -326,7 +326,7 @@ class RankShell(InteractiveShell):
             update: Whether to replace an earlier display that has the same `display_id`.
         """
         if self.link is not None and self.shows:
-            shown = bounded(data)
+            shown = without_large_parts(data)
             self.link.send_in_order(
                 Display(data=shown, metadata=metadata, display_id=display_id, update=update)
             )
@@ -398,7 +398,7 @@ class RankShell(InteractiveShell):
         self._drawn = self.InteractiveTB.stb2text(stb) if stb else ""
 
 
-def bounded(data: Mapping[str, Any]) -> dict[str, Any]:
+def without_large_parts(data: Mapping[str, Any]) -> dict[str, Any]:
     """Return a display without the representations that are too large for a browser.
 
     Images, except SVG, may have up to `IMAGE_LIMIT_BYTES`, and other representations up to
@@ -439,7 +439,7 @@ def _use_text_bars() -> None:
         setattr(module, name, text.trange)
 
 
-def _find_the_notebooks_folder() -> None:
+def _make_hydra_use_notebook_folder() -> None:
     """Make hydra's `initialize(config_path=…)` search the notebook's folder.
 
     hydra searches this folder only in a Jupyter kernel. It recognizes a kernel by the name of the

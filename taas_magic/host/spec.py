@@ -462,7 +462,7 @@ class FetcherSpec:
         setting: Settings of the fetcher's process. None to keep the environment, output and import
             path of the forkserver.
         stacks: File to which the fetcher and its workers write their stacks when the agent sends
-            them `SIGNAL`. None to write no stacks.
+            them `STACK_SIGNAL`. None to write no stacks.
     """
 
     plan: FetcherPlan

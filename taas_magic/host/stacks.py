@@ -4,9 +4,9 @@ Runs in the agent, which imports neither torch nor IPython. The agent collects s
 
 1. The agent sends a request to a rank. The rank's heartbeat thread responds with the stacks of all
    its threads, and with the pending collectives of torch's flight recorder.
-2. The agent sends `SIGNAL` to a rank that does not respond, and to processes without a heartbeat:
-   children that a rank forked, fetchers, and fetchers' workers. In these processes, faulthandler
-   then writes the main thread's stack to a file (`tracebacks.write_stack_on_signal`).
+2. The agent sends `STACK_SIGNAL` to a rank that does not respond, and to processes without a
+   heartbeat: children that a rank forked, fetchers, and fetchers' workers. In these processes,
+   faulthandler then writes the main thread's stack to a file (`tracebacks.write_stack_on_signal`).
 
 faulthandler does not wait for the interpreter's lock, so it could crash a process that runs Python
 code when the signal arrives. So the agent signals a process without a heartbeat only while the
@@ -27,7 +27,7 @@ from msgspec import structs
 
 from taas_magic.errors import TaasError
 from taas_magic.host import link
-from taas_magic.host.link import SIGNAL
+from taas_magic.host.link import STACK_SIGNAL
 from taas_magic.host.output import PipeReader
 from taas_magic.host.spec import EventSink, LocalShare
 from taas_magic.host.watch import COLLECTIVE_S, Ranks, RankState, last_progress_at
@@ -48,12 +48,12 @@ The heartbeat thread cannot respond while another thread holds the interpreter's
 """
 
 WRITE_S = 2.0
-"""Maximum seconds to wait, after `SIGNAL`, until a process has written its stack to the file."""
+"""Maximum seconds to wait, after `STACK_SIGNAL`, until a process has written its stack."""
 
 SAMPLE_S = 3.0
 """Minimum seconds between two samples of the CPU time of ranks and their descendants."""
 
-COMPUTES_SHARE = 0.02
+COMPUTING_FRACTION = 0.02
 """Fraction of one CPU core. A rank that uses at least this fraction counts as making progress.
 
 A rank that waits uses about a tenth of this fraction.
@@ -392,14 +392,14 @@ class StackMonitor:
     def _sample(self, now: float) -> None:
         """Record progress of each rank that wrote output or used CPU time since the last sample.
 
-        CPU time counts only if it is at least the fraction `COMPUTES_SHARE` of one core.
+        CPU time counts only if it is at least the fraction `COMPUTING_FRACTION` of one core.
 
         If no rank's own process has used enough CPU time, this method also checks the CPU time of
         the ranks' descendants. Otherwise it skips this check, which reads all processes of the
         host.
         """
         passed_s, self._sampled_at = now - self._sampled_at, now
-        least_s = max(_COMPUTES_LEAST_S, COMPUTES_SHARE * passed_s)
+        least_s = max(_COMPUTES_LEAST_S, COMPUTING_FRACTION * passed_s)
         pids = [state.pid for state in self._ranks.states() if not state.ended]
         for state in self._ranks.states():
             state.progress_at = max(state.progress_at, self._reader.last_output_at(state.rank))
@@ -455,9 +455,9 @@ class StackMonitor:
     def _sample_of(self, state: RankState, cells: "Cells") -> StackSample:
         """Return a rank's stacks and other data about the rank.
 
-        If the rank has not responded to the request for stacks, send it `SIGNAL`, and use the stack
-        that it then writes. If it writes none, use the stack of its last heartbeat. Children of the
-        rank also get `SIGNAL`. For a rank that has ended, the result only says so.
+        If the rank has not responded to the request for stacks, send it `STACK_SIGNAL`, and use the
+        stack that it then writes. If it writes none, use the stack of its last heartbeat. Children
+        of the rank also get `STACK_SIGNAL`. For a rank that has ended, the result only says so.
         """
         if state.ended:
             return StackSample(state.pid, state=_GONE)
@@ -496,8 +496,8 @@ def _cells(path: Path) -> Cells:
 def sample_fetcher(pid: int, path: Path) -> StackSample:
     """Collect the stacks of a fetcher and its workers.
 
-    Each of these processes that sleeps gets `SIGNAL`, and then writes its stack. In the result, the
-    `command` of a child process says what this process does, such as "worker".
+    Each of these processes that sleeps gets `STACK_SIGNAL`, and then writes its stack. In the
+    result, the `command` of a child process says what this process does, such as "worker".
 
     Args:
         pid: Process id of the fetcher.
@@ -518,7 +518,7 @@ def _add_signalled_stacks(
 ) -> None:
     """Add the main threads' stacks to the data about a process and its descendants.
 
-    Sends `SIGNAL` to each process whose stack is not known yet. Signals one process after the
+    Sends `STACK_SIGNAL` to each process whose stack is not known yet. Signals one process after the
     other, because all processes write to the same file. Signals a descendant only if it sleeps.
 
     Args:
@@ -527,7 +527,7 @@ def _add_signalled_stacks(
         cells: The notebook's cells, by file name, which give frames in cells their labels.
         states: States, as psutil names them, in which the process itself may be signalled.
     """
-    if not sample.threads and (frames := _written_on_signal(sample.pid, path, states)):
+    if not sample.threads and (frames := _request_stack_by_signal(sample.pid, path, states)):
         sample.threads = {"MainThread": [_with_cell_label(frame, cells) for frame in frames]}
     for child in sample.children:
         _add_signalled_stacks(child, path, cells, (psutil.STATUS_SLEEPING,))
@@ -572,12 +572,12 @@ def _with_cell_label(frame: StackFrame, cells: Cells) -> StackFrame:
     return frame._replace(file=cell.label, text=text)
 
 
-def _written_on_signal(pid: int, path: Path, states: Collection[str]) -> list[StackFrame]:
-    """Send `SIGNAL` to a process, which then writes its stack to `path`; return the frames.
+def _request_stack_by_signal(pid: int, path: Path, states: Collection[str]) -> list[StackFrame]:
+    """Send `STACK_SIGNAL` to a process, which then writes its stack to `path`; return the frames.
 
-    `SIGNAL` would end a process that has no handler for it. So only a process that has `path` open
-    gets the signal: a fork inherits the handler and the open file, and a newly executed program
-    inherits neither.
+    `STACK_SIGNAL` would end a process that has no handler for it. So only a process that has `path`
+    open gets the signal: a fork inherits the handler and the open file, and a newly executed
+    program inherits neither.
 
     Args:
         states: States, as psutil names them, in which the process may be signalled.
@@ -591,7 +591,7 @@ def _written_on_signal(pid: int, path: Path, states: Collection[str]) -> list[St
         if not has_handler or process.status() not in states:
             return []
         begin = path.stat().st_size
-        process.send_signal(SIGNAL)
+        process.send_signal(STACK_SIGNAL)
         return _parse_stack(_await_stack(path, begin))
     # The process has ended or belongs to another user, or the run's folder is being removed.
     except (psutil.Error, FileNotFoundError):

@@ -48,7 +48,7 @@ from taas_magic.host.system import (
     spawn_command,
     wait_or_kill,
 )
-from taas_magic.shared_files import is_unlocked, take_lock
+from taas_magic.shared_files import is_unlocked, open_and_lock
 
 GRACE_S = 3.0
 """Seconds that the agent has to exit after SIGTERM. Then the supervisor kills the agent."""
@@ -56,7 +56,7 @@ GRACE_S = 3.0
 _JOINED = "joined"
 """Name of the file that the agent creates in the host's folder when it has joined the pool."""
 
-_LOOK_S = 0.5
+_CHECK_S = 0.5
 
 
 def main() -> int:
@@ -110,12 +110,12 @@ def _supervise(preload: str, folder: Path, lease_s: float | None, start_timeout_
     sys.stderr.flush()
     agent = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
     try:
-        told = threading.Event()
+        got_settings = threading.Event()
         watches = (
-            (_hold_lease, (agent, lease_s, told)),
+            (_watch_lease, (agent, lease_s, got_settings)),
             (
                 _watch_start,
-                (agent.pid, folder, start_timeout_s, told),
+                (agent.pid, folder, start_timeout_s, got_settings),
             ),
         )
         for watch, arguments_of_watch in watches:
@@ -125,7 +125,7 @@ def _supervise(preload: str, folder: Path, lease_s: float | None, start_timeout_
         agent.returncode = os.waitstatus_to_exitcode(child[1])
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     finally:
-        _end_below(agent)
+        _kill_descendants(agent)
         _end_agent(agent)
         kill_all(psutil.Process().children(recursive=True))
     code = agent.returncode or 0
@@ -141,8 +141,8 @@ def _on_sigterm(*_: object) -> None:
     sys.exit(0)
 
 
-def _hold_lease(
-    agent: subprocess.Popen[bytes], lease_s: float | None, told: threading.Event
+def _watch_lease(
+    agent: subprocess.Popen[bytes], lease_s: float | None, got_settings: threading.Event
 ) -> None:
     """Pass the first line of standard input to the agent. When the lease ends, start the cleanup.
 
@@ -151,7 +151,7 @@ def _hold_lease(
 
     Args:
         lease_s: Seconds without input after which the lease ends. None for no limit.
-        told: Event that this function sets after it has passed the first line to the agent.
+        got_settings: Event that this function sets after it has passed the first line to the agent.
     """
     assert agent.stdin is not None
     heard = b""
@@ -160,11 +160,13 @@ def _hold_lease(
             with suppress(BrokenPipeError):  # the agent has just ended; the main thread notices
                 agent.stdin.write(heard[: heard.index(b"\n") + 1])
                 agent.stdin.close()
-            told.set()
+            got_settings.set()
     _end_host("" if ready else f"no message from the pool for {lease_s} s: this host ends")
 
 
-def _watch_start(pid: int, folder: Path, start_timeout_s: float, told: threading.Event) -> None:
+def _watch_start(
+    pid: int, folder: Path, start_timeout_s: float, got_settings: threading.Event
+) -> None:
     """If the agent gets stuck before it has joined the pool, end the supervisor and the agent.
 
     Runs in a thread. Returns when the agent has joined the pool.
@@ -173,10 +175,10 @@ def _watch_start(pid: int, folder: Path, start_timeout_s: float, told: threading
         pid: Process id of the agent.
         folder: The host's folder, in which the agent creates a file when it has joined the pool.
         start_timeout_s: Seconds without any work after which the agent counts as stuck.
-        told: Event that is set when the agent has got its first line of input. The agent's time
-            counts from this event.
+        got_settings: Event that is set when the agent has got its first line of input. The agent's
+            time counts from this event.
     """
-    told.wait()
+    got_settings.wait()
     timer = IdleTimer(pid)
     while not (folder / _JOINED).exists():
         if timer.idle_s() >= start_timeout_s:
@@ -185,7 +187,7 @@ def _watch_start(pid: int, folder: Path, start_timeout_s: float, told: threading
                 f"start_timeout_s = {start_timeout_s:g} before it had joined the pool"
             )
             return
-        time.sleep(_LOOK_S)
+        time.sleep(_CHECK_S)
 
 
 def _end_host(why: str) -> None:
@@ -199,7 +201,7 @@ def _end_host(why: str) -> None:
     signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
 
 
-def _end_below(agent: subprocess.Popen[bytes]) -> None:
+def _kill_descendants(agent: subprocess.Popen[bytes]) -> None:
     """Kill all descendants of this process except the agent and resource trackers.
 
     Called before the agent is ended, because the agent may be suspended or slow to end, and ranks
@@ -280,7 +282,7 @@ def _lock(folder: Path) -> int:
     unlocked `lock` in a folder that is in use.
     """
     beside = folder / ".lock"
-    lock = take_lock(beside)
+    lock = open_and_lock(beside)
     assert lock is not None
     beside.rename(folder / "lock")
     return lock

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from taas_magic.capture.payload import CellSource
 from taas_magic.capture.reducers import project_home
 from taas_magic.errors import TaasError
-from taas_magic.host.link import SIGNAL, AgentLink
+from taas_magic.host.link import STACK_SIGNAL, AgentLink
 from taas_magic.messages import RankRaised, StackFrame
 from taas_magic.store import guard
 
@@ -217,12 +217,12 @@ def _stack_of(frame: FrameType | None) -> list[StackFrame]:
 
 
 def write_stack_on_signal(path: Path) -> None:
-    """Make this process and its forks append the main thread's stack to a file on `SIGNAL`.
+    """Make this process and its forks append the main thread's stack to a file on `STACK_SIGNAL`.
 
     All these processes write to the same file. Their stacks do not mix, because the agent sends
-    `SIGNAL` to only one process at a time.
+    `STACK_SIGNAL` to only one process at a time.
     """
-    faulthandler.register(SIGNAL, file=path.open("a"), all_threads=False, chain=False)
+    faulthandler.register(STACK_SIGNAL, file=path.open("a"), all_threads=False, chain=False)
 
 
 def is_group(error: BaseException | None) -> bool:
@@ -230,7 +230,7 @@ def is_group(error: BaseException | None) -> bool:
     return hasattr(error, "exceptions") and hasattr(error, "split")
 
 
-def print_of_thread(failed: "ExceptHookArgs") -> None:
+def print_thread_exception(failed: "ExceptHookArgs") -> None:
     """Print the exception that ended a thread to standard error, from the user's first frame on.
 
     Prints nothing for SystemExit. Installed as `threading.excepthook`.
@@ -258,7 +258,7 @@ def message_of(error: BaseException) -> str:
     text. A text longer than `MESSAGE_LIMIT_CHARS` is cut.
     """
     try:
-        hint = _disk_full_hint(error) or _not_in_the_copy(error) or guard.why_refused(error)
+        hint = _disk_full_hint(error) or _missing_file_hint(error) or guard.why_refused(error)
         text = shorten(str(error), MESSAGE_LIMIT_CHARS)
         return ": ".join(filter(None, (_torch_file(error), text))) + hint
     except Exception as broken:
@@ -278,7 +278,7 @@ def _torch_file(error: BaseException) -> str:
     return ""
 
 
-def _not_in_the_copy(error: BaseException) -> str:
+def _missing_file_hint(error: BaseException) -> str:
     """Return a hint if a file is missing because this host has only a copy of the project store.
 
     The exception must be a FileNotFoundError. The missing path must be in the notebook's folder on

@@ -24,7 +24,7 @@ COMPARED_BYTES = 256 << 20
 
 _SHELLS_OWN = frozenset({"In", "Out", "exit", "quit", "get_ipython"})
 _LEFT_OUT = (ModuleType, FunctionType, BuiltinFunctionType, type)
-_DEEPEST = 4
+_MAX_DEPTH = 4
 _MOST_PARTS = 10_000
 
 
@@ -163,8 +163,8 @@ def _value_bytes(value: Any, depth: int = 0) -> int:
     """Return the approximate size of a value in memory; 0 if the size cannot be computed.
 
     For a DTensor, only this rank's part counts. For a container or model, the sizes of its first
-    `_MOST_PARTS` elements are added. Elements that are nested deeper than `_DEEPEST` levels do not
-    count.
+    `_MOST_PARTS` elements are added. Elements that are nested deeper than `_MAX_DEPTH` levels do
+    not count.
 
     Args:
         depth: Number of containers around the value.
@@ -172,7 +172,7 @@ def _value_bytes(value: Any, depth: int = 0) -> int:
     try:
         if hasattr(value, "nbytes"):
             return int(_local_tensor(value).nbytes)
-        parts = _parts(value) if depth < _DEEPEST else None
+        parts = _parts(value) if depth < _MAX_DEPTH else None
         own = sys.getsizeof(value)
     except Exception:  # attributes of the user's classes may run any code
         return 0
@@ -225,7 +225,7 @@ def _update_hash(found: Any, value: Any, depth: int) -> None:
         plain = _local_tensor(value).detach().cpu().contiguous()
         found.update(f"{plain.dtype}{tuple(plain.shape)}".encode())
         found.update(plain.flatten().view(torch.uint8).numpy().tobytes())
-    elif parts is not None and depth < _DEEPEST and len(parts) <= _MOST_PARTS:
+    elif parts is not None and depth < _MAX_DEPTH and len(parts) <= _MOST_PARTS:
         found.update(f"{type(value).__name__}{len(parts)}".encode())
         for part in parts:
             _update_hash(found, part, depth + 1)

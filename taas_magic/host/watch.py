@@ -41,7 +41,7 @@ from taas_magic.messages import (
     StoreMessage,
 )
 
-SETTLE_S = 0.5
+FURTHER_FAILURES_S = 0.5
 """Seconds to wait, after the first failure of a rank, for failures of other ranks.
 
 A failure that another rank reports a little later may be the cause of the first failure.
@@ -53,7 +53,7 @@ LEFT_GRACE_S = 3.0
 If not all ranks have succeeded by then, the run fails.
 """
 
-REPORT_S = 20.0
+TRACEBACK_WAIT_S = 20.0
 """Maximum seconds, after a failure, until the failed rank has sent its traceback and results.
 
 Then the run ends on this host without them.
@@ -246,9 +246,9 @@ def decide(
     1. If all ranks have succeeded, the run has succeeded.
     2. If the user has interrupted the run, the run ends when no rank runs the cell any more, or
        `INTERRUPT_GRACE_S` seconds after the interrupt.
-    3. If a rank has failed, the run fails when no rank runs the cell any more, or `SETTLE_S`
-       seconds after the first failure. While a failed rank still sends its traceback or results,
-       the limit is `REPORT_S` instead of `SETTLE_S`.
+    3. If a rank has failed, the run fails when no rank runs the cell any more, or
+       `FURTHER_FAILURES_S` seconds after the first failure. While a failed rank still sends its
+       traceback or results, the limit is `TRACEBACK_WAIT_S` instead of `FURTHER_FAILURES_S`.
     4. When `deadline` has passed, the run fails.
     5. When a rank left by `sys.exit(0)` more than `LEFT_GRACE_S` seconds ago, the run fails.
     6. When SIGSTOP has suspended a rank for `STOPPED_S` seconds, the run fails.
@@ -270,7 +270,7 @@ def decide(
     failed = [rank.failed_at for rank in ranks if rank.failed_at is not None]
     if failed:
         reporting = any(rank.is_reporting and not rank.is_over for rank in ranks)
-        settled = now - min(failed) >= (REPORT_S if reporting else SETTLE_S)
+        settled = now - min(failed) >= (TRACEBACK_WAIT_S if reporting else FURTHER_FAILURES_S)
         return Verdict("FAILED", "rank") if gone or settled else None
     if deadline is not None and now >= deadline:
         return Verdict("FAILED", "timeout")
@@ -377,7 +377,7 @@ def oom_kills(pid: int) -> dict[str, int]:
     return {name: count for name, count in counts.items() if count is not None}
 
 
-def out_of_memory(pid: int, started_at: float, before: dict[str, int]) -> str:
+def out_of_memory_text(pid: int, started_at: float, before: dict[str, int]) -> str:
     """If Linux killed a process because memory ran out, return text that says so; otherwise "".
 
     Searches the Linux kernel's log. If the log is not usable, compares the numbers of kills in the
@@ -677,7 +677,7 @@ class Ranks:
             if stack.exists():
                 state.stack = users_frames(stack.read_text(errors="replace")) or state.stack
             if exitcode == -signal.SIGKILL:
-                state.hint = out_of_memory(state.pid, state.started_at, state.kills)
+                state.hint = out_of_memory_text(state.pid, state.started_at, state.kills)
 
     def poll(self, now: float) -> None:
         """Query the state of each rank's process. Record since when SIGSTOP has suspended a rank.

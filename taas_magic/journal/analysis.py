@@ -119,7 +119,7 @@ class LoaderCounts:
         return int(self.rank_total("units")) + resumed
 
     @property
-    def shares(self) -> dict[int, float]:
+    def waited_fractions(self) -> dict[int, float]:
         """For each rank, the fraction of its loop time (`span_s`) in which it waited."""
         return {
             rank: LoaderTotals(0.0, waited_s=counts.waited_s, span_s=counts.span_s).waited_fraction
@@ -229,7 +229,7 @@ class RunCounts:
         return self.loaders.setdefault(name, made)
 
 
-TOLERABLE = 0.1
+TOLERABLE_WAIT_FRACTION = 0.1
 """Maximum fraction of loop time that ranks may wait for batches without advice to the user.
 
 Loop time is the time that ranks spend in loops over the loader.
@@ -238,7 +238,7 @@ Loop time is the time that ranks spend in loops over the loader.
 _LEAST_SPAN_S = 1.0
 """Minimum seconds that some rank must have spent in loops over a loader, for advice on it."""
 
-_BUSY = 0.7
+_BUSY_FRACTION = 0.7
 """Fraction of time, and fraction of workers, from which on workers count as busy.
 
 If the busiest worker prepares batches for a smaller fraction of the time, the delivery of batches
@@ -246,20 +246,20 @@ limits the loader. If a smaller fraction of the workers work in parallel, the da
 streams, or streams with different lengths.
 """
 
-_CPU_BOUND = 0.6
+_CPU_BOUND_FRACTION = 0.6
 """If at least this fraction of an activity's time is CPU time, the CPU limits the activity.
 
 Below this fraction, storage limits the preparation of batches, and the network or the buffer limits
 the delivery of batches.
 """
 
-_FULL = 0.8
+_FULL_CORES_FRACTION = 0.8
 """If the workers keep at least this fraction of the hosts' cores busy, no core counts as free."""
 
-_MOST_TIMES = 8
+_MAX_FETCHER_RATIO = 8
 """Maximum ratio of the number of fetchers that the advice names to the run's number of fetchers."""
 
-_WORTH = 1.15
+_MIN_SPEEDUP = 1.15
 """Minimum factor by which more fetchers on the same hosts must speed up a run to be advised."""
 
 _CORES_IN_USE = "all cores of this host are in use"
@@ -274,46 +274,47 @@ class LoaderUse:
 
     Attributes:
         waited: The fraction of the loop time that ranks spent waiting for batches.
-        first: The fraction of the loop time that ranks spent waiting for their first batches.
+        waited_first: The fraction of the loop time that ranks spent waiting for their first
+            batches.
         fetchers: Number of fetchers that prepared batches; 0 if the ranks prepared them.
         working: Mean number of workers that work in parallel: the work of all workers, divided by
             the work of the busiest one.
-        busy: The fraction of time in which the busiest worker prepared batches.
-        cpu: The fraction of the preparation time that was CPU time. In the rest of the preparation
-            time, workers waited for storage.
-        cores: The fraction of all cores of the fetchers' hosts that the workers kept busy.
+        busy_fraction: The fraction of time in which the busiest worker prepared batches.
+        cpu_fraction: The fraction of the preparation time that was CPU time. In the rest of the
+            preparation time, workers waited for storage.
+        cores_fraction: The fraction of all cores of the fetchers' hosts that the workers kept busy.
         max_fetchers: Maximum number of fetchers for which the hosts have enough cores, if each
             fetcher has as many workers as now. Infinite if each fetcher has a host to itself, or if
             the number of cores is unknown.
-        receiving: CPU time that the ranks spent on receiving batches, divided by the time that the
-            ranks spent on receiving batches.
+        receive_cpu_fraction: CPU time that the ranks spent on receiving batches, divided by the
+            time that the ranks spent on receiving batches.
     """
 
     name: str
     waited: float
-    first: float = 0.0
+    waited_first: float = 0.0
     ranks: int = 1
     fetchers: int = 0
     workers: float = 1.0
     working: float = 1.0
-    busy: float = 1.0
-    cpu: float = 0.0
-    cores: float = 0.0
+    busy_fraction: float = 1.0
+    cpu_fraction: float = 0.0
+    cores_fraction: float = 0.0
     own_hosts: bool = False
     max_fetchers: float = math.inf
     crosses: bool = True
-    receiving: float = 0.0
+    receive_cpu_fraction: float = 0.0
     mb_per_s: float = 0.0
 
     @property
-    def later(self) -> float:
+    def waited_later(self) -> float:
         """Fraction of loop time that ranks waited for batches, after their first batches."""
-        return max(0.0, self.waited - self.first) / max(1e-6, 1.0 - self.first)
+        return max(0.0, self.waited - self.waited_first) / max(1e-6, 1.0 - self.waited_first)
 
     @property
-    def possible(self) -> float:
+    def possible_speedup(self) -> float:
         """The factor by which ranks would be faster if they waited only for their first batches."""
-        return 1.0 / max(1e-6, 1.0 - self.later)
+        return 1.0 / max(1e-6, 1.0 - self.waited_later)
 
 
 def advice_for_run(run_counts: RunCounts) -> str:
@@ -328,7 +329,7 @@ def advice_for_run(run_counts: RunCounts) -> str:
 
 def advice_for_loader(load: LoaderUse) -> str:
     """Return what limited a loader and which flag would help; "" if ranks hardly waited."""
-    if load.waited <= TOLERABLE or (load.fetchers and not load.workers):
+    if load.waited <= TOLERABLE_WAIT_FRACTION or (load.fetchers and not load.workers):
         return ""
     who = "the rank" if load.ranks == 1 else "ranks"
     return f"{who} waited {load.waited:.0%} for {load.name!r}: {_cause_and_remedy(load)}"
@@ -340,29 +341,29 @@ def _cause_and_remedy(load: LoaderUse) -> str:
     The possible causes are, in the order of the checks: the first batch; no fetchers; the delivery
     of batches; too few or uneven streams; slow storage; CPU time.
     """
-    if load.later <= TOLERABLE or load.first > load.waited / 2:
+    if load.waited_later <= TOLERABLE_WAIT_FRACTION or load.waited_first > load.waited / 2:
         earlier = f"--prefill {load.ranks} would start the ranks when their first batches are ready"
         if not load.fetchers:
             earlier = "--cpus 1 would prepare it while the ranks start"
         return f"most of it for the first batch; {earlier}"
     if not load.fetchers:
         return _advise_for_ranks(load)
-    if load.busy < _BUSY:
+    if load.busy_fraction < _BUSY_FRACTION:
         return _advise_on_delivery(load)
-    if load.working < _BUSY * load.workers:
+    if load.working < _BUSY_FRACTION * load.workers:
         return (
             f"its dataset's streams kept only {load.working:.1f} of {load.workers:.0f} workers "
             f"busy; num_workers={load.workers:.0f} in the DataLoader would divide it into "
             f"{load.workers:.0f} streams"
         )
-    if load.cpu < _CPU_BOUND and load.cores < _FULL:
+    if load.cpu_fraction < _CPU_BOUND_FRACTION and load.cores_fraction < _FULL_CORES_FRACTION:
         # processes that wait for storage need no cores of their own
         unlimited = replace(load, max_fetchers=math.inf)
         return f"its storage is slow; {_advise_more_fetchers(unlimited, math.inf)}"
     # on shared hosts, the free cores limit the speed-up of the fetchers
-    free = math.inf if load.own_hosts else 1.0 / max(load.cores, 1e-6)
+    free = math.inf if load.own_hosts else 1.0 / max(load.cores_fraction, 1e-6)
     more = _on_other_hosts(load, _CORES_IN_USE)
-    if free >= _WORTH:
+    if free >= _MIN_SPEEDUP:
         more = _advise_more_fetchers(load, free)
     return f"preparing it takes CPU time; {more}"
 
@@ -372,12 +373,12 @@ def _advise_for_ranks(load: LoaderUse) -> str:
 
     The advice has the number of fetchers, and the factor by which the run would probably be faster.
     """
-    idle = max(1e-6, 1.0 - load.later)
-    wanted = math.ceil(load.ranks * load.later / idle - 1e-9)
-    most = min(max(_MOST_TIMES, 2 * load.ranks), load.max_fetchers)
+    idle = max(1e-6, 1.0 - load.waited_later)
+    wanted = math.ceil(load.ranks * load.waited_later / idle - 1e-9)
+    most = min(max(_MAX_FETCHER_RATIO, 2 * load.ranks), load.max_fetchers)
     fetchers = max(1, math.floor(min(wanted, most)))
-    faster = 1.0 / max(idle, load.later * load.ranks / fetchers)
-    cores = ", with cores of their own," if load.receiving >= _CPU_BOUND else ""
+    faster = 1.0 / max(idle, load.waited_later * load.ranks / fetchers)
+    cores = ", with cores of their own," if load.receive_cpu_fraction >= _CPU_BOUND_FRACTION else ""
     return (
         f"the run has no fetchers; --cpus {fetchers}{cores} would make it about "
         f"{_times(faster)} as fast"
@@ -390,7 +391,7 @@ def _advise_on_delivery(load: LoaderUse) -> str:
     If the CPUs of the ranks are the limit, advise smaller batches. If ranks and fetchers are on one
     host, advise a larger buffer. Otherwise, advise more fetchers or fetchers on other hosts.
     """
-    if load.receiving >= _CPU_BOUND:
+    if load.receive_cpu_fraction >= _CPU_BOUND_FRACTION:
         return (
             f"the ranks cannot receive more than {load.mb_per_s:,.0f} MB/s; no flag helps, but "
             "smaller batches do (uint8 instead of float32)"
@@ -418,7 +419,7 @@ def _advise_more_fetchers(load: LoaderUse, most: float) -> str:
     """
     if load.max_fetchers < load.fetchers + 1:
         return _on_other_hosts(load, _WORKER_PER_CORE)
-    fetchers, faster = _advised_count(load, most, load.busy)
+    fetchers, faster = _advised_count(load, most, load.busy_fraction)
     return (
         f"--cpus {fetchers} instead of {load.fetchers} would make it about {_times(faster)} as fast"
     )
@@ -427,7 +428,7 @@ def _advise_more_fetchers(load: LoaderUse, most: float) -> str:
 def _on_other_hosts(load: LoaderUse, why: str) -> str:
     return (
         f"{why}; fetchers on hosts of their own (--data-pool) would make it up to "
-        f"{_times(load.possible)} as fast"
+        f"{_times(load.possible_speedup)} as fast"
     )
 
 
@@ -435,17 +436,17 @@ def _advised_count(load: LoaderUse, most: float, busy: float) -> tuple[int, floa
     """Return the number of fetchers to advise, and the factor by which they would speed up ranks.
 
     The number is the lowest number with which ranks would not wait, or would be `most` times as
-    fast. It is at most `_MOST_TIMES` times `load.fetchers`, and at most `load.max_fetchers`. It is
-    always higher than `load.fetchers`.
+    fast. It is at most `_MAX_FETCHER_RATIO` times `load.fetchers`, and at most `load.max_fetchers`.
+    It is always higher than `load.fetchers`.
 
     Args:
         most: Maximum factor by which more fetchers could make the ranks faster.
         busy: Fraction of time in which the busiest worker prepares batches.
     """
-    wanted = math.ceil(load.fetchers * min(load.possible, most) * busy - 1e-9)
-    at_most = min(_MOST_TIMES * load.fetchers, load.max_fetchers)
+    wanted = math.ceil(load.fetchers * min(load.possible_speedup, most) * busy - 1e-9)
+    at_most = min(_MAX_FETCHER_RATIO * load.fetchers, load.max_fetchers)
     fetchers = max(load.fetchers + 1, math.floor(min(wanted, at_most)))
-    return fetchers, min(load.possible, most, fetchers / load.fetchers / busy)
+    return fetchers, min(load.possible_speedup, most, fetchers / load.fetchers / busy)
 
 
 def _times(faster: float) -> str:
@@ -476,18 +477,22 @@ def loader_use(run_counts: RunCounts, loader: LoaderCounts) -> LoaderUse:
     return LoaderUse(
         name=loader.name,
         waited=sums.waited_fraction,
-        first=min(sums.waited_fraction, _share(loader.rank_total("first_s"), sums.span_s)),
+        waited_first=min(
+            sums.waited_fraction, _fraction(loader.rank_total("first_s"), sums.span_s)
+        ),
         ranks=len(loader.ranks),
         fetchers=len(fetchers),
         workers=sum(stats.workers for stats in last.values()),
         working=fetch_s / most_s if most_s else 0.0,
-        busy=_share(most_s, up_s),
-        cpu=_share(cpu_s, fetch_s),
-        cores=_share(cpu_s, up_s * cores),
+        busy_fraction=_fraction(most_s, up_s),
+        cpu_fraction=_fraction(cpu_s, fetch_s),
+        cores_fraction=_fraction(cpu_s, up_s * cores),
         own_hosts=own_hosts,
         max_fetchers=math.inf if own_hosts or not cores else cores // max([1, *workers]),
         crosses=len(hosts | rank_hosts) > 1,
-        receiving=_share(loader.rank_total("receive_cpu_s"), loader.rank_total("receive_s")),
+        receive_cpu_fraction=_fraction(
+            loader.rank_total("receive_cpu_s"), loader.rank_total("receive_s")
+        ),
         mb_per_s=sums.rate(sums.bytes) / 1e6,
     )
 
@@ -516,7 +521,7 @@ def _spent(last: FetcherCounts, first: FetcherCounts | None) -> FetcherCounts:
     return FetcherCounts(**spent)
 
 
-def _share(part: float, whole: float) -> float:
+def _fraction(part: float, whole: float) -> float:
     return min(1.0, max(0.0, part / whole)) if whole > 0 else 0.0
 
 

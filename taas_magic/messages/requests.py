@@ -127,7 +127,7 @@ class SessionState(Struct, kw_only=True):
     cell: str = ""
 
 
-class TakeSession(Request[SessionState]):
+class TakeOverSession(Request[SessionState]):
     """A kernel takes over a detached session, and gets the session's events from now on.
 
     Attributes:
@@ -138,7 +138,7 @@ class TakeSession(Request[SessionState]):
     run_id: str
 
 
-class TakeFetchers(Request[list[AnyEvent] | None]):
+class TakeOverFetchers(Request[list[AnyEvent] | None]):
     """The pool's process that owns a run takes over the run's fetchers from another pool's process.
 
     The response has the events of the fetchers' starts and ends so far. It is None if the pool that
@@ -279,7 +279,7 @@ class HostFacts(Struct, frozen=True):
         torch: Version of torch; "" if torch is not installed.
         cuda: CUDA version that torch was built for; "" for a CPU build.
         versions: Versions of the requested packages that are installed.
-        ours: Digest of the files of taas-magic; "" if taas-magic is not installed.
+        taas_digest: Digest of the files of taas-magic; "" if taas-magic is not installed.
         cache: Folder on the host for files of taas-magic (`probe.cache_folder`).
         cache_error: Reason why the cache is not writable; "" if the cache is writable.
         free_bytes: Bytes that can still be written to the cache.
@@ -305,7 +305,7 @@ class HostFacts(Struct, frozen=True):
     torch: str = ""
     cuda: str = ""
     versions: Mapping[str, str] = {}
-    ours: str = ""
+    taas_digest: str = ""
     missing: tuple[str, ...] = ()
     cache: str = ""
     cache_error: str = ""
@@ -323,7 +323,7 @@ class HostFacts(Struct, frozen=True):
     reached_at: str = ""
     sees_store: bool = False
 
-    def of(self, host: str, began: float) -> "HostFacts":
+    def with_host(self, host: str, began: float) -> "HostFacts":
         """Return a copy of these facts with the fields `host` and `ahead_s` set.
 
         Call this method as soon as the facts arrive, because it compares `clock` with this

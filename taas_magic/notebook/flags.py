@@ -126,7 +126,7 @@ _DURATION = re.compile(r"(\d+(?:\.\d+)?)([smhd]?)", re.ASCII)
 _SECONDS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
-def whole(least: int, most: int = MAX_RANKS) -> Callable[[str], int]:
+def whole_number_parser(least: int, most: int = MAX_RANKS) -> Callable[[str], int]:
     """Return a function that parses a whole number from `least` to `most`, both included.
 
     The returned function raises ValueError for any other text.
@@ -140,7 +140,7 @@ def whole(least: int, most: int = MAX_RANKS) -> Callable[[str], int]:
     return read
 
 
-def count(text: str) -> int:
+def parse_count(text: str) -> int:
     """Parse a count such as `20480000`, `20_480_000`, `20M` or `1.5G`.
 
     The suffixes K, M, G and T are powers of 1000.
@@ -158,7 +158,7 @@ def count(text: str) -> int:
     return int(match[1]) if not match[2] and match[1].isdigit() else int(number)
 
 
-def prefill(text: str) -> Prefill:
+def parse_prefill(text: str) -> Prefill:
     """Parse the value of `--prefill`, such as `all`, `500MB` or `200`.
 
     A text that ends in `B` is a size in bytes. Any other number, such as `2K`, counts batches.
@@ -170,10 +170,10 @@ def prefill(text: str) -> Prefill:
         return Prefill(0, "all")
     if text.upper().endswith("B"):
         return Prefill(parse_size(text), "bytes")
-    return Prefill(count(text), "batches")
+    return Prefill(parse_count(text), "batches")
 
 
-def duration_s(text: str) -> float:
+def parse_duration_s(text: str) -> float:
     """Parse a duration such as `90s`, `5m`, `2h`, `1d` or `90` (seconds), and return its seconds.
 
     Raises:
@@ -186,7 +186,7 @@ def duration_s(text: str) -> float:
     return seconds
 
 
-def hang_s(text: str) -> float:
+def parse_hang_s(text: str) -> float:
     """Parse the value of `--hang` into seconds: a duration such as `90s`, or `0`.
 
     The value `0` switches the detection of hangs off.
@@ -194,7 +194,7 @@ def hang_s(text: str) -> float:
     Raises:
         ValueError: The text is no duration.
     """
-    return 0.0 if text == "0" else duration_s(text)
+    return 0.0 if text == "0" else parse_duration_s(text)
 
 
 def parse_out(text: str) -> tuple[str, ...]:
@@ -224,7 +224,7 @@ def parse_ranks(text: str) -> frozenset[int]:
     found: set[int] = set()
     for part in text.split(","):
         first, dash, last = part.strip().partition("-")
-        bounds = whole(0)(first), whole(0)(last if dash else first)
+        bounds = whole_number_parser(0)(first), whole_number_parser(0)(last if dash else first)
         if bounds[0] > bounds[1]:
             raise ValueError(text)
         found.update(range(bounds[0], bounds[1] + 1))
@@ -255,7 +255,7 @@ def parse_send(text: str) -> tuple[str, ...]:
     return listed
 
 
-def variable(text: str) -> tuple[str, str]:
+def parse_variable(text: str) -> tuple[str, str]:
     """Parse the value of `--env`, such as `KEY=VALUE`, into the variable's name and its value.
 
     Raises:
@@ -267,7 +267,7 @@ def variable(text: str) -> tuple[str, str]:
     return key, value
 
 
-def store_writes(text: str) -> str:
+def parse_store_writes(text: str) -> str:
     """Return the value of `--store-writes`; raise ValueError if it is not in `WRITES`."""
     return WRITES[WRITES.index(text)]
 
@@ -357,7 +357,7 @@ FLAGS = (
     Flag(
         "--gpus",
         "N",
-        whole(1),
+        whole_number_parser(1),
         "a number above 0, such as 2",
         "Number of ranks, one per GPU; without GPUs, CPU ranks.",
         ("8", "1", "2", "4", "16"),
@@ -365,7 +365,7 @@ FLAGS = (
     Flag(
         "--cpus",
         "M",
-        whole(0),
+        whole_number_parser(0),
         "a number such as 4",
         "Number of processes that prepare batches (fetchers) for each registered loader; "
         "0 (default): child processes of the ranks do.",
@@ -374,7 +374,7 @@ FLAGS = (
     Flag(
         "--units",
         "K",
-        count,
+        parse_count,
         "a number such as 20480000, 20_480_000, 20M or 1.5G",
         "Limit on the units (batches) of each registered loader that all ranks together get.",
         ("20M", "10K", "1_000_000"),
@@ -398,7 +398,7 @@ FLAGS = (
     Flag(
         "--prefill",
         "SIZE",
-        prefill,
+        parse_prefill,
         "a size such as 500MB, a number of batches such as 200, or all",
         "Data that fetchers prepare before ranks start; default: both start together.",
         ("500MB", "200", "all"),
@@ -450,7 +450,7 @@ FLAGS = (
     Flag(
         "--max-restarts",
         "R",
-        whole(0),
+        whole_number_parser(0),
         "a number such as 2",
         "Number of times that all ranks start again after one failed; default 0.",
         ("2", "1", "5"),
@@ -458,7 +458,7 @@ FLAGS = (
     Flag(
         "--timeout",
         "T",
-        duration_s,
+        parse_duration_s,
         "a time above 0, such as 90s, 5m or 2h",
         "Limit on the time of the run, which then ends.",
         ("2h", "90s", "30m"),
@@ -466,7 +466,7 @@ FLAGS = (
     Flag(
         "--hang",
         "T",
-        hang_s,
+        parse_hang_s,
         "a time such as 90, 90s, 5m or 2h, or 0 for never",
         "Time without progress of any rank after which the status header shows the line "
         "that each rank runs; default 60s.",
@@ -475,7 +475,7 @@ FLAGS = (
     Flag(
         "--profile",
         "N",
-        whole(1, MAX_PROFILED_STEPS),
+        whole_number_parser(1, MAX_PROFILED_STEPS),
         f"a number of steps from 1 to {MAX_PROFILED_STEPS}, such as 5",
         "Record N steps of every rank by torch.profiler; taas.last_run.timeline() shows them.",
         ("5", "3", "10"),
@@ -483,7 +483,7 @@ FLAGS = (
     Flag(
         "--env",
         "KEY=VALUE",
-        variable,
+        parse_variable,
         "KEY=VALUE, in quotes if it has spaces, such as NCCL_DEBUG=INFO",
         "Environment variable of the ranks; may be repeated.",
         ("OMP_NUM_THREADS=2", "NCCL_DEBUG=INFO"),
@@ -507,7 +507,7 @@ FLAGS = (
     Flag(
         "--store-writes",
         "RULE",
-        store_writes,
+        parse_store_writes,
         " or ".join(WRITES),
         "Other ranks' writes to the store: ignored (discard, default) or an error (refuse).",
         WRITES[::-1],
@@ -528,7 +528,7 @@ FLAGS = (
     Flag(
         "--rehearse",
         "K",
-        whole(1),
+        whole_number_parser(1),
         "a number of batches such as 3",
         "Run the cell here on two CPU ranks with K batches (default 3) of each registered loader, "
         "and report what the pool would need; write nothing to the project store.",

@@ -29,7 +29,7 @@ def close_view(run: Run, view: View, state: RunState, title: str) -> None:
         state: State of the run, which the view shows.
         title: First word of the final status header, in place of a word such as RUNNING.
     """
-    state.left = title
+    state.final_title = title
     view.close()
     if view.can_update:
         _left[run.id] = run

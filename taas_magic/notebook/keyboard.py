@@ -110,7 +110,7 @@ def can_type(shell: "InteractiveShell | None") -> bool:
     return sys.stdin is not None and sys.stdin.isatty()
 
 
-def ask(request: InputRequested, plan: Plan, is_void: Callable[[], bool]) -> AnswerInput:
+def ask_user(request: InputRequested, plan: Plan, is_void: Callable[[], bool]) -> AnswerInput:
     """Ask the user for the line that a rank requests. Block the kernel's main thread meanwhile.
 
     Hide the typed text if the rank requests a password. Ask again if the answer is longer than
@@ -159,6 +159,6 @@ def ask(request: InputRequested, plan: Plan, is_void: Callable[[], bool]) -> Ans
     return answer
 
 
-def refuse(request: InputRequested, plan: Plan) -> AnswerInput:
+def refused_answer(request: InputRequested, plan: Plan) -> AnswerInput:
     """Return an answer that tells a rank that nobody can type the requested line."""
     return AnswerInput(plan.run_id, request.rank, request.number, is_refused=True)

@@ -16,7 +16,7 @@ from msgspec import structs
 
 from taas_magic import registry
 from taas_magic.capture import modules, payload, process_state
-from taas_magic.capture.names import unknown_result
+from taas_magic.capture.names import unknown_result_message
 from taas_magic.capture.payload import CellSource, Payload
 from taas_magic.capture.session_variables import RankVariables
 from taas_magic.capture.work import VALUE, VALUES, CellWork, FunctionWork, Work
@@ -75,10 +75,10 @@ A session may have many short cells. A run without a session always removes old 
 _pruned_at = float("-inf")
 """Monotonic time at which this kernel last removed old run folders."""
 
-_LISTED = 4
+_MAX_LISTED = 4
 """Maximum number of ranks that the error message of `debug` proposes instead of the given rank."""
 
-_told: set[str] = set()
+_shown_notes: set[str] = set()
 """Notes that hold for many runs. This kernel has shown them, and does not show them again."""
 
 
@@ -125,13 +125,16 @@ def execute(flags: Flags, work: Work, shell: "InteractiveShell", config: Config)
     plan = with_fetchers(plan, flags, tuple(captured.loaders), config, asked.cpus)
     if session is not None:
         plan = structs.replace(plan, data=session.number_fetchers(plan.data))
-    differences = (*modules.differences(captured.modules, captured.work.python), *captured.notes)
+    differences = (
+        *modules.notes_on_constants(captured.modules, captured.work.python),
+        *captured.notes,
+    )
     plan = structs.replace(plan, notes=_notes_to_show(plan.notes, differences))
     driver, spec = prepare_run(plan, captured, pool, shell, config, session=session)
     if session is not None:
         _run_in_session(driver, spec, pool, config, session, captured)
     else:
-        carry_out(driver, spec, pool, config, flags.detach)
+        run_to_end(driver, spec, pool, config, flags.detach)
     try:
         driver.store_results(shell.user_ns)
     finally:
@@ -198,7 +201,7 @@ def prepare_run(
     Raises:
         PoolError: The state folder is not writable.
     """
-    folder = _written(plan, captured, config)
+    folder = _write_run_folder(plan, captured, config)
     assert plan.store is not None
     spec = RunSpec(
         plan,
@@ -236,7 +239,7 @@ def _run_in_session(
         driver.put(event)
     session.running_cell = driver.plan.run_id
     try:
-        carry_out(driver, spec, pool, config, session=session)
+        run_to_end(driver, spec, pool, config, session=session)
     finally:
         session.running_cell = ""
         session.end_cell(captured)
@@ -257,7 +260,7 @@ def _context(plan: Plan, pool: Pool, config: Config) -> RunContext:
     )
 
 
-def _written(plan: Plan, captured: Payload, config: Config) -> RunFolder:
+def _write_run_folder(plan: Plan, captured: Payload, config: Config) -> RunFolder:
     """Create the folder of a new run, and write all files that its ranks and fetchers read.
 
     If a file cannot be written, remove the folder. If batches may travel between hosts, and the
@@ -282,7 +285,7 @@ def _notes_to_show(notes: Sequence[str], differences: Sequence[str]) -> tuple[st
     """Return the notes for the status header of a run, without the notes that were shown before.
 
     Notes on a missing GPU and `differences` hold for many runs. A kernel shows each of these notes
-    only once, so record in `_told` that they are shown. All other notes are always returned.
+    only once, so record in `_shown_notes` that they are shown. All other notes are always returned.
 
     Args:
         notes: Notes of the plan.
@@ -290,8 +293,8 @@ def _notes_to_show(notes: Sequence[str], differences: Sequence[str]) -> tuple[st
     """
     lasting = {note: note.partition(";")[0] for note in notes if note.startswith(NO_GPU)}
     lasting |= zip(differences, differences, strict=True)
-    news = tuple(note for note in (*notes, *differences) if lasting.get(note) not in _told)
-    _told.update(lasting.values())
+    news = tuple(note for note in (*notes, *differences) if lasting.get(note) not in _shown_notes)
+    _shown_notes.update(lasting.values())
     return news
 
 
@@ -307,7 +310,7 @@ def _cell_syntax_error(error: SyntaxError, cell: CellWork) -> CellSyntaxError:
     return CellSyntaxError("".join(traceback.format_exception_only(error)).rstrip())
 
 
-def carry_out(
+def run_to_end(
     driver: RunDriver,
     spec: RunSpec,
     pool: Pool,
@@ -449,7 +452,7 @@ def call_on_ranks(
     )
     driver.listener = session.record_event
     try:
-        carry_out(driver, spec, pool, config, session=session, is_shown=False)
+        run_to_end(driver, spec, pool, config, session=session, is_shown=False)
         driver.store_results({})
         return driver.run.results
     finally:
@@ -485,7 +488,7 @@ def debug(session: Session, rank: int | None, shell: "InteractiveShell", config:
     raised = call_on_ranks(session, last_exception, shell, config)
     if not raised[chosen]:
         others = [f"rank {number} ({text})" for number, text in enumerate(raised) if text]
-        which = f"Ranks that have: {listed(others, _LISTED)}" if others else "No rank has"
+        which = f"Ranks that have: {listed(others, _MAX_LISTED)}" if others else "No rank has"
         raise UsageError(
             f'rank {chosen} of session "{session.name}" has raised no exception, so there is '
             f"nothing to debug. {which}"
@@ -524,7 +527,7 @@ def learn_names(session: Session, shell: "InteractiveShell", config: Config) -> 
     session.has_unknown_names = False
 
 
-def take_session(run: Run, shell: "InteractiveShell", config: Config) -> Session:
+def take_over_session(run: Run, shell: "InteractiveShell", config: Config) -> Session:
     """Take over a detached session, show its running cell, and learn its ranks' variables.
 
     If no cell is running, show the newest cell that was still running when its kernel ended, if
@@ -563,7 +566,7 @@ def restart(name: str, shell: "InteractiveShell", config: Config) -> Session:
         KeyboardInterrupt: The user interrupted the wait.
     """
     with Interrupts() as interrupts:
-        new = sessions.restarted(name, interrupts)
+        new = sessions.replace(name, interrupts)
         pool = pools.named(new.flags.pool, config)
         plan_of_cell(new.flags, new, pool, config)
         assert new.plan is not None and new.plan.store is not None
@@ -684,7 +687,7 @@ def out_problem(
         return None
     asked = [name for name in map(variable_name, flags.out) if name != VALUE]
     names = {value.name for value in captured.captured} | (known.all if known else set())
-    return unknown_result(asked, captured.work.python, names, shell.user_ns)
+    return unknown_result_message(asked, captured.work.python, names, shell.user_ns)
 
 
 def capture_settings(shell: "InteractiveShell", config: Config) -> dict[str, Any]:

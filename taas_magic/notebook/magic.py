@@ -42,7 +42,7 @@ from taas_magic.notebook.flags import (
     empty_cell_message,
     misplaced_pragma,
     transform_pragma,
-    whole,
+    whole_number_parser,
 )
 
 if TYPE_CHECKING:
@@ -401,7 +401,7 @@ def _status(words: Sequence[str], settings: Config) -> str:
 
     _optional_word("status", words, most=0)
     rows = [("run", "state", "ranks", "pool", "elapsed", "name")]
-    for run in islice(runs.newest(), _SHOWN_RUNS):
+    for run in islice(runs.newest_first(), _SHOWN_RUNS):
         # Use the same format as the run's status header.
         elapsed = duration(run.duration_s, decimals=int(not run.is_active))
         rows.append((run.id, run.state, str(run.world_size), run.pool, elapsed, run.name))
@@ -410,8 +410,8 @@ def _status(words: Sequence[str], settings: Config) -> str:
 
 _LOGS_FLAGS = FlagParser(
     [
-        Flag("--rank", "R", whole(0), "a rank's number, such as 3"),
-        Flag("--tail", "N", whole(1), "a number of lines, such as 50"),
+        Flag("--rank", "R", whole_number_parser(0), "a rank's number, such as 3"),
+        Flag("--tail", "N", whole_number_parser(1), "a number of lines, such as 50"),
         Flag("--grep", "PATTERN", str, "a regular expression such as 'loss nan'"),
     ]
 )
@@ -455,7 +455,7 @@ def _attach(words: Sequence[str], settings: Config) -> str:
     for session in sessions.live():
         if session.name == name:
             raise UsageError(f"session {name} is in this kernel. Use it: %%taas --session {name}")
-    run = sessions.running(name) if name is not None else None
+    run = sessions.find_of_other_kernel(name) if name is not None else None
     try:
         run = run or runs.find_to_attach(name, working_folder(), sessions.is_hidden_from_attach)
     except UsageError:
@@ -464,7 +464,7 @@ def _attach(words: Sequence[str], settings: Config) -> str:
         raise
     if run.is_active and sessions.flags_of(run) is not None:
         if shell is not None:
-            return _take_session(run, shell, settings)
+            return _take_over_session(run, shell, settings)
         run = _cell_to_watch(run)
     launch.last_run = run
     attach.attach(run)
@@ -473,10 +473,10 @@ def _attach(words: Sequence[str], settings: Config) -> str:
     return ""
 
 
-def _take_session(run: "Run", shell: "InteractiveShell", settings: Config) -> str:
+def _take_over_session(run: "Run", shell: "InteractiveShell", settings: Config) -> str:
     from taas_magic.notebook import launch
 
-    session = launch.take_session(run, shell, settings)
+    session = launch.take_over_session(run, shell, settings)
     assert session.plan is not None
     names = sorted(name for name in session.names.owned if not name.startswith("_"))
     return (
@@ -519,7 +519,7 @@ def _detach(words: Sequence[str], settings: Config) -> str:
             return (
                 f"Session {name} stays when its kernel ends: `%taas attach {name}` takes it over."
             )
-    run = runs.active(name)
+    run = runs.find_active(name)
     pools.detach(run, settings)
     return f"Run {run.id} continues without its kernel: `%taas attach {run.id}` shows it."
 
@@ -527,7 +527,7 @@ def _detach(words: Sequence[str], settings: Config) -> str:
 def _stop(words: Sequence[str], settings: Config) -> str:
     from taas_magic.notebook import pools, runs
 
-    run = runs.active(_optional_word("stop", words))
+    run = runs.find_active(_optional_word("stop", words))
     pools.stop(run, settings)
     return f"stopping run {run.id}"
 
@@ -538,7 +538,7 @@ def _stacks(words: Sequence[str], settings: Config) -> str:
     from taas_magic.display.head import stacks_text
     from taas_magic.notebook import launch, pools, runs
 
-    run, shell = runs.active(_optional_word("stacks", words)), get_ipython()
+    run, shell = runs.find_active(_optional_word("stacks", words)), get_ipython()
     labels = run.context.labels if shell is None else launch.labels_of_cells(shell)
     return stacks_text(pools.stacks(run, settings), labels)
 
@@ -547,7 +547,7 @@ def _ranks(words: Sequence[str], settings: Config) -> str:
     from taas_magic.display.head import ranks_text
     from taas_magic.notebook import pools, runs
 
-    run = runs.active(_optional_word("ranks", words))
+    run = runs.find_active(_optional_word("ranks", words))
     return ranks_text(pools.stacks(run, settings), run.head)
 
 
@@ -675,7 +675,7 @@ def _end(words: Sequence[str], settings: Config) -> str:
 
 _DEBUG_FLAGS = FlagParser(
     [
-        Flag("--rank", "R", whole(0), "a rank's number, such as 3"),
+        Flag("--rank", "R", whole_number_parser(0), "a rank's number, such as 3"),
         Flag("--debugpy"),
     ]
 )
@@ -728,7 +728,7 @@ def _report(words: Sequence[str], settings: Config) -> str:
     from taas_magic.notebook.report import write_report
 
     run_id = _optional_word("report", words)
-    run = runs.find(run_id) if run_id else next(runs.newest(), None)
+    run = runs.find(run_id) if run_id else next(runs.newest_first(), None)
     name = f"taas-report-{run.id}.txt" if run else "taas-report.txt"
     path = write_report(settings, run.path if run else None, Path(name))
     return (
@@ -832,9 +832,9 @@ def _candidates(text: str, known: TaasMagics) -> tuple[str, list[str]] | None:
         known: Source of the names of pools, sessions, variables and runs.
     """
     if match := _POOL.fullmatch(text):
-        return _beginning(match[1], known.pools())
+        return _completions(match[1], known.pools())
     if match := _PRAGMA.fullmatch(text):
-        return _beginning(match[1], ["taas"])
+        return _completions(match[1], ["taas"])
     if match := _HEAD.fullmatch(text):
         return _after_head(match[1], known)
     if match := _LINE.fullmatch(text):
@@ -848,42 +848,44 @@ def _after_head(text: str, known: TaasMagics) -> tuple[str, list[str]]:
     if not equals:
         flag, word = ([word for word in words[:-1] if word] or [""])[-1], words[-1]
     if flag in ("--pool", "--data-pool"):
-        return _beginning(word, known.pools())
+        return _completions(word, known.pools())
     if flag == "--session":
-        return _beginning(word, known.sessions())
+        return _completions(word, known.sessions())
     if flag in ("--out", "--send"):
-        return _beginning(word.rpartition(",")[2], known.variables())
+        return _completions(word.rpartition(",")[2], known.variables())
     others = [f.name for f in FLAGS if f.name not in words or f.name in REPEATED]
     if flag in BY_NAME and BY_NAME[flag].metavar:
         may_be_alone = BY_NAME[flag].if_alone is not None and not equals
-        return _beginning(word, [*BY_NAME[flag].examples, *(others if may_be_alone else ())])
-    return _beginning(word, others)
+        return _completions(word, [*BY_NAME[flag].examples, *(others if may_be_alone else ())])
+    return _completions(word, others)
 
 
 def _after_line(text: str, known: TaasMagics) -> tuple[str, list[str]]:
     *before, word = text.split(" ")
     before = [each for each in before if each]
     if not before:
-        return _beginning(word, _COMMANDS)
+        return _completions(word, _COMMANDS)
     if before[-1] in _LOGS_VALUES:
         return word, []
     if before[0] in ("warm", "down"):
-        return _beginning(word, known.pools())
+        return _completions(word, known.pools())
     if before[0] in _OF_A_SESSION:
         names = [*known.sessions(), *known.detached_sessions()]
-        return _beginning(word, [*names, "--rank", "--debugpy"] if before[0] == "debug" else names)
+        return _completions(
+            word, [*names, "--rank", "--debugpy"] if before[0] == "debug" else names
+        )
     if before[0] == "attach":
-        return _beginning(word, [*known.detached_sessions(), *known.runs()])
+        return _completions(word, [*known.detached_sessions(), *known.runs()])
     if before[0] == "detach":
-        return _beginning(word, [*known.sessions(), *known.runs()])
+        return _completions(word, [*known.sessions(), *known.runs()])
     if before[0] == "pools":
-        return _beginning(word, known.pools() if before[-1] == "--check" else ["--check"])
+        return _completions(word, known.pools() if before[-1] == "--check" else ["--check"])
     if before[0] == "logs":
-        return _beginning(word, [*known.runs(), *_LOGS_VALUES])
-    return _beginning(word, known.runs() if before[0] in _OF_A_RUN else ())
+        return _completions(word, [*known.runs(), *_LOGS_VALUES])
+    return _completions(word, known.runs() if before[0] in _OF_A_RUN else ())
 
 
-def _beginning(word: str, possible: Iterable[str]) -> tuple[str, list[str]]:
+def _completions(word: str, possible: Iterable[str]) -> tuple[str, list[str]]:
     return word, [name for name in possible if name.startswith(word)]
 
 

@@ -203,7 +203,7 @@ def _run_here(
             found.reports[event.rank] = event
 
     driver.listener = listen
-    launch.carry_out(driver, spec, pool, config)
+    launch.run_to_end(driver, spec, pool, config)
     found.state, found.elapsed_s = driver.run.state, driver.run.duration_s
     found.counts_by_loader = driver.head.run_counts.loaders
     return driver.run
@@ -241,7 +241,7 @@ def report(found: RehearsalFindings) -> str:
     rows = [
         *_problem_rows(found),
         *_host_rows(found),
-        ("travels", _travels(found)),
+        ("travels", _captured_text(found)),
         *_loader_rows(found),
         *_rank_rows(found),
     ]
@@ -285,7 +285,7 @@ def _host_rows(found: RehearsalFindings) -> list[tuple[str, str]]:
     return rows
 
 
-def _travels(found: RehearsalFindings) -> str:
+def _captured_text(found: RehearsalFindings) -> str:
     largest = sorted(found.captured, key=lambda value: value.size_bytes, reverse=True)
     named = [
         f"{value.name} {size_text(value.size_bytes, 1024)} ({value.type_name.rpartition('.')[2]})"

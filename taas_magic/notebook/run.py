@@ -534,7 +534,7 @@ class RunDriver:
         except (PoolError, StoreError, KeyboardInterrupt) as error:
             state = "INTERRUPTED" if isinstance(error, KeyboardInterrupt) else "FAILED"
             state = "LOST" if isinstance(error, ConnectionEnded) else state
-            view.feed(self._finish(state, str(error)))
+            view.feed(self._end_event(state, str(error)))
             view.close()
             raise
 
@@ -609,7 +609,7 @@ class RunDriver:
         while self._ended is None and not self.is_detached:
             self._show(view, self._wait(view, min(give_up_at, self._inputs.next_due())))
             self._answer_next_input(connection, view if can_ask else None, interrupts)
-            if detaches and len(self.head.up) == self.head.plan.world_size:
+            if detaches and len(self.head.live_ranks) == self.head.plan.world_size:
                 detaches = False
                 self._detach(connection)
             now = time.monotonic()
@@ -688,11 +688,11 @@ class RunDriver:
             is_lost = connection.is_over or connection.silent_s > SILENT_LOST_S
             return self._voids_input or is_lost or interrupts.count > 0
 
-        answer = keyboard.refuse(request, self.plan)
+        answer = keyboard.refused_answer(request, self.plan)
         if isinstance(view, View) and keyboard.can_type(get_ipython()) and not is_void():
             view.flush()
             try:
-                answer = keyboard.ask(request, self.plan, is_void)
+                answer = keyboard.ask_user(request, self.plan, is_void)
             except KeyboardInterrupt:
                 if not is_void():
                     interrupts.count += 1
@@ -789,9 +789,9 @@ class RunDriver:
         if connection.is_over:
             # A pool's process that is alive writes the run's end to the journal itself.
             in_journal = not connection.process.is_alive()
-            self._ended = self._finish("LOST", connection.why, in_journal)
+            self._ended = self._end_event("LOST", connection.why, in_journal)
         elif connection.silent_s > SILENT_LOST_S:
-            self._ended = self._finish("LOST", connection.silence_message())
+            self._ended = self._end_event("LOST", connection.silence_message())
         elif connection.silent_s > SILENT_NOTE_S and not self._is_silent:
             self._is_silent = True
             view.feed(
@@ -812,9 +812,9 @@ class RunDriver:
             why += f"they are killed at the latest {lease}: {connection.silence_message()}"
         else:
             why += f"they are killed within {HALT_S:.0f} s"
-        self._ended = self._finish("INTERRUPTED", why, in_journal=False)
+        self._ended = self._end_event("INTERRUPTED", why, in_journal=False)
 
-    def _finish(self, state: str, why: str, in_journal: bool = True) -> RunEnded:
+    def _end_event(self, state: str, why: str, in_journal: bool = True) -> RunEnded:
         """Return a `RunEnded` event for a run whose end the pool's process does not report.
 
         Also append the event to the run's journal, unless `in_journal` is False.

@@ -484,10 +484,10 @@ def runs() -> RunList:
     Each cell of a session is a run in the list. A session's own run, which started the ranks, is
     not in the list; `%taas sessions` lists the sessions.
     """
-    return RunList(run for run in newest() if not (run.path / SESSION_FILE).exists())
+    return RunList(run for run in newest_first() if not (run.path / SESSION_FILE).exists())
 
 
-def newest() -> Iterator[Run]:
+def newest_first() -> Iterator[Run]:
     """Yield all runs with a readable folder, also sessions' own runs, newest first.
 
     Read the folder of a run just before the run is yielded. So it is cheap to take only a few runs.
@@ -504,7 +504,7 @@ def find(asked: str | None) -> Run:
     Raises:
         UsageError: There is no such run. The message lists the newest runs.
     """
-    for run in newest():
+    for run in newest_first():
         if asked is None or run.id.startswith(asked) or run.name == asked:
             return run
     listed = ", ".join(islice(journal.run_ids(), 5))
@@ -513,7 +513,7 @@ def find(asked: str | None) -> Run:
     raise UsageError(f'No run "{asked}". The newest are: {listed}')
 
 
-def active(asked: str | None) -> Run:
+def find_active(asked: str | None) -> Run:
     """Find an active run.
 
     Args:
@@ -522,7 +522,7 @@ def active(asked: str | None) -> Run:
     Raises:
         UsageError: The run is not active, or no run is active.
     """
-    for run in newest() if asked is None else [find(asked)]:
+    for run in newest_first() if asked is None else [find(asked)]:
         if run.is_active:
             return run
         if asked is not None:
@@ -548,7 +548,7 @@ def find_to_attach(
     """
     if asked is not None:
         return find(asked)
-    found = [run for run in newest() if not is_hidden(run)]
+    found = [run for run in newest_first() if not is_hidden(run)]
     among = [run for run in found if run.context.project == str(project)] or found
     are_active = [run for run in among if run.is_active]
     return next(iter([*are_active, *among]), None) or find(None)

@@ -67,7 +67,7 @@ NOT_IN_SESSIONS = {
 """Flags that cells of a session must not set, by the field of `Flags`."""
 
 _NAME = re.compile(r"[A-Za-z_][\w.-]{0,63}")
-_LISTED = 12
+_MAX_LISTED = 12
 _KEPT_OUTPUT = 1_000
 _END_POLL_S = 0.2
 _sessions: dict[str, "Session"] = {}
@@ -103,7 +103,7 @@ class Session:
 
         self._ended: RunEnded | None = None
         self._over = threading.Event()
-        self._is_wanted, self._is_taken = True, False
+        self._is_wanted, self._was_taken_over = True, False
         self._has_lost_ranks = False
         self._used_at = time.monotonic()
         self._fetchers: dict[int, RunFetchers] = {}
@@ -161,7 +161,7 @@ class Session:
         ended = self._ended
         if ended is not None and ended.first is not None:
             return headline(ended.first)
-        if self._is_taken:
+        if self._was_taken_over:
             return "another kernel or a terminal has taken it over"
         if ended is not None and ended.why:
             return ended.why
@@ -170,7 +170,7 @@ class Session:
     def lost_names(self) -> str:
         """Return the names of the variables that are lost with the ended ranks, as text."""
         names = sorted(name for name in self.names.owned if not name.startswith("_"))
-        return listed(names, _LISTED) or "none"
+        return listed(names, _MAX_LISTED) or "none"
 
     def with_session_flags(self, flags: Flags) -> Flags:
         """Complete a cell's flags by the flags of the session's first cell, and return the result.
@@ -321,7 +321,7 @@ class Session:
         Raises:
             PoolError: The session has ended or is not detached, or the pool does not respond.
         """
-        state = connection.take_session(run.id, self._on_run_event)
+        state = connection.take_over_session(run.id, self._on_run_event)
         self.plan, self._connection, self.has_unknown_names = run.plan, connection, True
         self._cells, self._n_fetchers = state.cells, state.fetchers
         return state.cell
@@ -423,7 +423,7 @@ class Session:
             self._closing = [*(one for one in self._closing if one.is_alive()), thread]
 
     def _release(self, fetchers: list[RunFetchers]) -> None:
-        if self._is_taken:  # the other kernel's cells use these fetchers
+        if self._was_taken_over:  # the other kernel's cells use these fetchers
             for each in fetchers:
                 each.detach()
             return
@@ -449,7 +449,7 @@ class Session:
             self._over.wait(_END_POLL_S)
         if not self.has_ended:
             return ""
-        if self._is_taken:
+        if self._was_taken_over:
             return ended_text(self.name) or (
                 f'session "{self.name}": {self.why_ended()}; `%taas attach {self.name}` takes it '
                 "back"
@@ -498,7 +498,7 @@ class Session:
         elif isinstance(event, Lines | LinesDropped):
             self._output.append(event)
         elif isinstance(event, RunEnded | Detached):
-            self._is_taken = isinstance(event, Detached)
+            self._was_taken_over = isinstance(event, Detached)
             self._ended = RunEnded(state="LOST") if isinstance(event, Detached) else event
             self._close_fetchers(())
             self._over.set()
@@ -568,7 +568,7 @@ def _no_session_message(name: str, known: Session | None) -> str:
     return f'There is no session "{name}"{hint}. Start it: %%taas --gpus 2 --session {name}'
 
 
-def restarted(name: str, interrupts: Interrupts) -> Session:
+def replace(name: str, interrupts: Interrupts) -> Session:
     """End a session, and return a new session with the same name, without starting its ranks.
 
     Raises:
@@ -611,7 +611,7 @@ def _sessions_of_others() -> Iterator[tuple[Run, Flags]]:
         The session's own run, which started the ranks; and the flags of the session's first cell.
     """
     own = {session.run_id for session in live()}
-    for run in runs.newest():
+    for run in runs.newest_first():
         flags = flags_of(run)
         if flags is not None and run.id not in own and run.is_active:
             yield run, flags
@@ -644,7 +644,7 @@ def detached_session(name: str, project: Path | None = None) -> Run | None:
     return None
 
 
-def running(name: str) -> Run | None:
+def find_of_other_kernel(name: str) -> Run | None:
     """Find a running session with the name `name` that does not belong to this kernel.
 
     If there are several such sessions, prefer a detached session, because this kernel can take over
@@ -665,7 +665,7 @@ def ended_text(name: str) -> str:
 
     Return "" if there was no such session, or if the session is still running.
     """
-    for run in runs.newest():
+    for run in runs.newest_first():
         flags = flags_of(run)
         if flags is not None and flags.session == name and flags.detach:
             if run.is_active:
@@ -685,7 +685,7 @@ def running_cell(session: Run) -> Run | None:
         session: The session's own run, which started the ranks.
     """
     name, pool_folder = session.plan.session, session.context.pool_folder
-    for run in runs.newest():
+    for run in runs.newest_first():
         is_other = run.is_active and run.id != session.id
         if is_other and run.plan.session == name and run.context.pool_folder == pool_folder:
             return run

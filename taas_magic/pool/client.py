@@ -30,7 +30,7 @@ from taas_magic.messages import (
     Request,
     SessionState,
     StartResponse,
-    TakeSession,
+    TakeOverSession,
     WaitForHosts,
     cleaned,
     decode_event,
@@ -68,7 +68,7 @@ process raise PoolError.
 REPORT_WAIT_AFTER_S = 5.0
 """Seconds that a kernel waits for a pool's process before it shows a message to the user."""
 
-_LOOK_S = 0.25
+_CHECK_S = 0.25
 _POLL_S = 0.02
 _PATIENCE_S = 2.0  # a kernel that was busy needs a moment to read beats that have arrived
 _MAX_PROCESSES = 3  # an ending process, a process that does not respond, and a new process
@@ -163,7 +163,7 @@ def _connect(pool_address: PoolAddress, check: Callable[[], None]) -> "Client":
             disconnect(late.result())
 
     threading.Thread(target=make, name="taas-connect", daemon=True).start()
-    while not futures.wait([made], _LOOK_S).done:
+    while not futures.wait([made], _CHECK_S).done:
         try:
             check()
         except PoolError:
@@ -353,7 +353,7 @@ class PoolConnection:
             raise StoreError(answer.store_error)
         return answer.hosts
 
-    def take_session(self, run_id: str, on_event: Callable[[Event], None]) -> SessionState:
+    def take_over_session(self, run_id: str, on_event: Callable[[Event], None]) -> SessionState:
         """Make this kernel the owner of a detached session, and pass its events to `on_event`.
 
         Returns:
@@ -365,7 +365,7 @@ class PoolConnection:
         self._listeners[run_id] = on_event
         error = "the pool's process did not answer"
         try:
-            state = self.call(TakeSession(self.id, run_id))
+            state = self.call(TakeOverSession(self.id, run_id))
             error = state.error
         finally:
             if error:
@@ -443,7 +443,7 @@ class PoolConnection:
         """
         answer = self._send(request)
         until = time.monotonic() + _PATIENCE_S
-        while not futures.wait([answer], _LOOK_S).done:
+        while not futures.wait([answer], _CHECK_S).done:
             if self.is_over:
                 answer.cancel()
             self.raise_if_over()
@@ -458,7 +458,7 @@ class PoolConnection:
         except (OSError, futures.CancelledError) as error:
             # A process that is ending closes its connections before it exits. So wait a moment:
             # `_watch` may find that the process has exited, which is the better reason.
-            self._over.wait(_PATIENCE_S + 2 * _LOOK_S)
+            self._over.wait(_PATIENCE_S + 2 * _CHECK_S)
             self._mark_ended(self._broken())
             raise ConnectionEnded(self.why) from error
 
@@ -512,7 +512,7 @@ class PoolConnection:
         Meanwhile, check repeatedly whether the process has ended or the Dask client has lost its
         connection. If so, mark this connection as ended, with the reason.
         """
-        while not self.is_over and not self._over.wait(_LOOK_S):
+        while not self.is_over and not self._over.wait(_CHECK_S):
             if self._client.status != "running" or self._client.scheduler_comm is not self._comm:
                 with suppress(PoolError):  # a process closes its connections before it exits
                     self.process.wait_for_end(_PATIENCE_S)
@@ -669,7 +669,7 @@ class Pool:
             return None
         until = time.monotonic() + _PATIENCE_S
         while found.is_silent and time.monotonic() < until:
-            time.sleep(_LOOK_S)  # this kernel may have been too busy to read beats
+            time.sleep(_CHECK_S)  # this kernel may have been too busy to read beats
         if found.is_ready:
             return found
         found.close(f'pool "{self.name}" did not answer: {found.silence_message()}')
@@ -801,7 +801,7 @@ class Pool:
         while (pool_address := self.folder.address_of(process)) is None:
             check()
             if time.monotonic() >= next_check_at:
-                next_check_at += _LOOK_S
+                next_check_at += _CHECK_S
                 if timer.idle_s() >= limit_s:
                     error = self._error(
                         f"did not start: its process {process.pid} used no processor time and read "

@@ -50,8 +50,8 @@ from taas_magic.messages import (
     RunStacks,
     SessionState,
     StartResponse,
-    TakeFetchers,
-    TakeSession,
+    TakeOverFetchers,
+    TakeOverSession,
     WaitForHosts,
     decode_event,
     encode,
@@ -60,7 +60,7 @@ from taas_magic.messages import (
     make_handler,
 )
 from taas_magic.plan import Plan
-from taas_magic.pool.detached import EndFetchers, notify, take_fetchers
+from taas_magic.pool.detached import EndFetchers, notify, take_over_fetchers
 from taas_magic.pool.gate import GateComm
 from taas_magic.pool.hosts import BackgroundTasks, PoolHost, PoolHosts, request_host_facts
 from taas_magic.pool.runs import PoolFetchers, PoolRun, Share
@@ -69,7 +69,7 @@ from taas_magic.store.rule import locked_store
 
 _log = logging.getLogger(__name__)
 
-FIRST_S = 20.0
+FIRST_KERNEL_S = 20.0
 """Minimum seconds that a new pool waits for its first kernel before the pool ends itself.
 
 The kernel may still be importing modules.
@@ -98,7 +98,7 @@ class Kernels:
         self._pool_hosts, self._linger_s = pool_hosts, linger_s
         self.connected: set[str] = set()
         self._waiting: dict[str, tuple[str, asyncio.Future[list[PoolHost]]]] = {}
-        self._stays_until = time.monotonic() + max(FIRST_S, linger_s)
+        self._stays_until = time.monotonic() + max(FIRST_KERNEL_S, linger_s)
         self.is_ending = False
         self.over = asyncio.Event()
         """Event that this object or the controller sets when the pool's process must end."""
@@ -106,7 +106,7 @@ class Kernels:
     def end_if_idle(self, has_runs: bool) -> None:
         """End the pool if it has had neither a kernel nor a run for `linger_s`.
 
-        A new pool first waits at least `FIRST_S` for a kernel.
+        A new pool first waits at least `FIRST_KERNEL_S` for a kernel.
         """
         now = time.monotonic()
         if self.connected or has_runs:
@@ -256,7 +256,7 @@ BEAT_S = 1.0
 The process also counts host hours and GPU hours once in this time.
 """
 
-END_S = 10.0
+END_EVENT_WAIT_S = 10.0
 """Maximum seconds that a run's end event waits for the journal and the project store.
 
 Before the kernel gets the event, the pool's process closes the journal and releases the store. If
@@ -304,10 +304,10 @@ class Controller(SchedulerPlugin):
                 WaitForHosts: self._kernels.wait_for_hosts,
                 LaunchRanks: self.launch,
                 LaunchFetchers: self.launch_fetchers,
-                ForwardEvents: self.relay,
+                ForwardEvents: self.forward_events,
                 Detach: self.detach,
-                TakeSession: self.take_session,
-                TakeFetchers: self.take_fetchers,
+                TakeOverSession: self.take_over_session,
+                TakeOverFetchers: self.take_over_fetchers,
                 AllowRestarts: self.allow_restarts,
                 Halt: self.halt,
                 AnswerInput: self.answer_input,
@@ -366,7 +366,7 @@ class Controller(SchedulerPlugin):
                 return StartResponse(store_error=str(error))
             except (PoolError, OSError) as error:
                 return StartResponse(error=self._kernels.why_not_started(error))
-            self._tasks.start(self._carry_out(run, journal, until_end.pop_all()))
+            self._tasks.start(self._run_to_end(run, journal, until_end.pop_all()))
         return StartResponse(hosts=hosts)
 
     def _session_of(self, spec: RunSpec) -> PoolRun | None:
@@ -409,7 +409,7 @@ class Controller(SchedulerPlugin):
         if not run.owner:
             return ""
         try:
-            self._fetchers_of[run.run_id] = await self._adopt_fetchers(run)
+            self._fetchers_of[run.run_id] = await self._take_over_fetchers(run)
         except (PoolError, OSError) as error:
             return f"its fetchers cannot be taken over: {error}"
         run.publish(Detached())  # the last event of the run that its kernel receives
@@ -417,7 +417,7 @@ class Controller(SchedulerPlugin):
         await run.refuse_input()
         return ""
 
-    async def take_session(self, request: TakeSession) -> SessionState:
+    async def take_over_session(self, request: TakeOverSession) -> SessionState:
         """Make the requesting kernel the owner of a detached session.
 
         If another kernel owned the session, this other kernel receives `Detached` and loses the
@@ -441,17 +441,17 @@ class Controller(SchedulerPlugin):
             return SessionState(error="the notebook's kernel is gone")
         if run.owner and run.owner != request.owner:
             for fetchers in self._fetchers_of_session(run.run_id):
-                self._disown(fetchers, run)
+                self._continue_without_kernel(fetchers, run)
             run.send_event(encode(Detached()))
         run.owner, run.send_event = request.owner, self._event_sender(request.owner, run.run_id)
         state, run.left_cell = run.session_state(), ""
         return state
 
-    def _session_that_stays(self, share: Share) -> PoolRun | None:
+    def _detached_session_of(self, share: Share) -> PoolRun | None:
         session = self._runs.get(share.session_id)
         return session if isinstance(session, PoolRun) and session.is_detached_session else None
 
-    def _disown(self, share: Share, session: PoolRun) -> None:
+    def _continue_without_kernel(self, share: Share, session: PoolRun) -> None:
         """Let a detached session's ranks, cell or fetchers continue without their kernel.
 
         If `share` is a cell, it continues as a detached run: publish `Detached`, refuse the cell's
@@ -464,22 +464,22 @@ class Controller(SchedulerPlugin):
         """
         share.owner = ""
         if isinstance(share, PoolFetchers):
-            self._relay_to(session, share)
+            self._send_events_to(session, share)
         elif isinstance(share, PoolRun) and share is not session:
             share.publish(Detached())
             session.left_cell = share.run_id
-            # This entry marks the cell as detached: `_carry_out` calls `notify` when the cell ends.
+            # This entry marks the cell as detached: `_run_to_end` calls `notify` when it has ended.
             self._fetchers_of[share.run_id] = _no_fetchers
             self._tasks.start(share.refuse_input())
 
-    def _relay_to(self, run: PoolRun, fetchers: PoolFetchers) -> None:
+    def _send_events_to(self, run: PoolRun, fetchers: PoolFetchers) -> None:
         """Send all further events of this pool's `fetchers` to `run` instead of a kernel.
 
         Also send the fetchers' earlier start and end events, because the kernel may not have
         forwarded them to the run.
         """
-        fetchers.publish = lambda event: self._tasks.start(run.relay([event]))
-        self._tasks.start(run.relay(list(fetchers.lifecycle_events)))
+        fetchers.publish = lambda event: self._tasks.start(run.publish_fetcher_events([event]))
+        self._tasks.start(run.publish_fetcher_events(list(fetchers.lifecycle_events)))
 
     async def _end_fetchers(self, run: PoolRun) -> None:
         """End the fetchers of `run` if no kernel owns them, because no kernel will end them.
@@ -494,7 +494,7 @@ class Controller(SchedulerPlugin):
             if not fetchers.owner:
                 await fetchers.halt("kill")
 
-    async def _adopt_fetchers(self, run: PoolRun) -> "EndFetchers":
+    async def _take_over_fetchers(self, run: PoolRun) -> "EndFetchers":
         """Take over a run's fetchers from its kernel, if the run has fetchers.
 
         From now on, the fetchers' events no longer travel through the kernel. If the fetchers run
@@ -511,14 +511,14 @@ class Controller(SchedulerPlugin):
         here = self._runs.get(data_id)
         if isinstance(here, PoolFetchers):
             here.owner = ""
-            self._relay_to(run, here)
+            self._send_events_to(run, here)
             return partial(here.halt, "kill")
         if run.plan.data is None:
             return _no_fetchers
         folder = Path(run.folder.context().data_folder)
-        return await take_fetchers(folder, data_id, run.relay, self._tasks)
+        return await take_over_fetchers(folder, data_id, run.publish_fetcher_events, self._tasks)
 
-    async def take_fetchers(self, request: TakeFetchers) -> list[Event] | None:
+    async def take_over_fetchers(self, request: TakeOverFetchers) -> list[Event] | None:
         """Make another pool's process the owner of a run's fetchers on this pool.
 
         Returns:
@@ -532,13 +532,13 @@ class Controller(SchedulerPlugin):
         fetchers.publish = self._publisher(request.owner, request.run_id)
         return fetchers.lifecycle_events
 
-    async def _carry_out(
+    async def _run_to_end(
         self, run: PoolRun, journal: JournalWriter, until_end: contextlib.AsyncExitStack
     ) -> None:
         """Wait until a started run has ended; then write its end event to the journal and clean up.
 
         Release the project store and close the journal before the kernel gets the end event. If
-        this takes longer than `END_S`, send the event anyway.
+        this takes longer than `END_EVENT_WAIT_S`, send the event anyway.
 
         Then remove the payload from the run folder, and end the run's fetchers if no kernel owns
         them. For a detached run, also run the `notify` command.
@@ -551,7 +551,7 @@ class Controller(SchedulerPlugin):
             encoded = journal.append(ended)
         finally:
             closing = asyncio.ensure_future(until_end.aclose())
-            await asyncio.wait({closing}, timeout=END_S)  # the disk of the state folder may hang
+            await asyncio.wait({closing}, timeout=END_EVENT_WAIT_S)  # the disk may hang
         if run.owner:
             run.send_event(encoded)
         await asyncio.to_thread(journal.folder.payload.unlink, missing_ok=True)
@@ -590,8 +590,8 @@ class Controller(SchedulerPlugin):
         if isinstance(session, PoolRun):
             session.count_fetchers(fetch)
 
-        async def carry_out() -> None:
-            await fetch.carry_out()
+        async def run_to_end() -> None:
+            await fetch.run_to_end()
             del self._runs[run_id]
 
         try:
@@ -600,7 +600,7 @@ class Controller(SchedulerPlugin):
             await fetch.halt("kill")
             return StartResponse(error=self._kernels.why_not_started(error))
         finally:
-            self._tasks.start(carry_out())
+            self._tasks.start(run_to_end())
         return StartResponse(hosts=hosts)
 
     async def allow_restarts(self, request: AllowRestarts) -> None:
@@ -627,14 +627,14 @@ class Controller(SchedulerPlugin):
         if share.owner not in self._kernels.connected:
             raise PoolError("the notebook's kernel is gone")
         if isinstance(share, PoolRun):
-            await share.relay(fetcher_events)
+            await share.publish_fetcher_events(fetcher_events)
         return await share.start()
 
-    async def relay(self, request: ForwardEvents) -> None:
+    async def forward_events(self, request: ForwardEvents) -> None:
         """Pass fetchers' events, which the kernel has received from another pool, to their run."""
         run = self._runs.get(request.run_id)
         if isinstance(run, PoolRun):
-            await run.relay(request.events)
+            await run.publish_fetcher_events(request.events)
 
     async def halt(self, request: Halt) -> None:
         """Interrupt or kill a run or a run's fetchers on all hosts, or cancel a wait for hosts.
@@ -713,8 +713,8 @@ class Controller(SchedulerPlugin):
         runs of the kernel get a note in their journals and are interrupted.
         """
         for run in self._runs.values():
-            if run.owner == client and (session := self._session_that_stays(run)) is not None:
-                self._disown(run, session)
+            if run.owner == client and (session := self._detached_session_of(run)) is not None:
+                self._continue_without_kernel(run, session)
             elif run.owner == client:
                 run.publish(Note(text="the notebook's kernel is gone, so the run ends"))
                 self._tasks.start(run.halt("interrupt"))
@@ -759,7 +759,7 @@ class Controller(SchedulerPlugin):
 
     def _on_lost(self, host: PoolHost, why: str) -> None:
         for run in list(self._runs.values()):
-            run.lose(host, why)
+            run.record_lost_host(host, why)
 
 
 def _journal(folder: RunFolder, send_event: EncodedEventSink) -> JournalWriter:
@@ -788,7 +788,7 @@ async def _end_of(run: PoolRun) -> RunEnded:
     ranks, and return a last event with the state LOST.
     """
     try:
-        return await run.carry_out()
+        return await run.run_to_end()
     except Exception as error:
         _log.exception("run %s", run.run_id)
         await run.halt("kill")

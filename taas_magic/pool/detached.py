@@ -12,7 +12,7 @@ from taas_magic.errors import PoolError
 from taas_magic.host.spec import topic
 from taas_magic.host.system import wait_or_kill
 from taas_magic.journal.folder import RunFolder
-from taas_magic.messages import Event, Halt, RunEnded, TakeFetchers, decode_event, send_request
+from taas_magic.messages import Event, Halt, RunEnded, TakeOverFetchers, decode_event, send_request
 from taas_magic.pool.address import read_address
 from taas_magic.pool.hosts import BackgroundTasks
 
@@ -26,7 +26,7 @@ EndFetchers = Callable[[], Awaitable[None]]
 """Function that ends the fetchers of a detached run, on whichever pool these fetchers run."""
 
 
-async def take_fetchers(
+async def take_over_fetchers(
     folder: Path,
     share_id: str,
     relay: Callable[[Sequence[Event]], Awaitable[None]],
@@ -73,7 +73,7 @@ async def take_fetchers(
 
     try:
         client.subscribe_topic(topic(client.id), on_message)
-        taking = send_request(client.scheduler, TakeFetchers(client.id, share_id))
+        taking = send_request(client.scheduler, TakeOverFetchers(client.id, share_id))
         events = await asyncio.wait_for(taking, ANSWER_S)
         if events is None:
             raise PoolError("they have ended")

@@ -251,7 +251,7 @@ class Gate(Listener):
             del self._unproved[oldest]
             oldest.close()
         try:
-            comm = await asyncio.wait_for(self._prove(stream, address), PROVE_S)
+            comm = await asyncio.wait_for(self._authenticate(stream, address), PROVE_S)
         except (OSError, ValueError, TypeError, KeyError, asyncio.TimeoutError) as error:
             self.refused += 1
             logger.info("a connection from %s was not authenticated: %r", address, error)
@@ -261,7 +261,7 @@ class Gate(Listener):
             self._unproved.pop(stream, None)
         await self._admit(comm)
 
-    async def _prove(self, stream: IOStream, address: Any) -> GateComm:
+    async def _authenticate(self, stream: IOStream, address: Any) -> GateComm:
         """Wait for the TLS handshake, then complete Dask's handshake; return the connection.
 
         The attribute `peer` of the returned connection has the role and name from the peer's

@@ -386,7 +386,7 @@ class PoolHosts(SchedulerPlugin):
         joined = scheduler.workers[worker]
         if AGENT in joined.extra:
             host = self._hosts[worker] = PoolHost(worker, str(joined.name))
-            self._tasks.start(self._greet(host))
+            self._tasks.start(self._request_description(host))
 
     def remove_worker(self, scheduler: Scheduler, worker: str, **kwargs: Any) -> None:
         """Remove a host that is gone. Called by Dask.
@@ -403,13 +403,13 @@ class PoolHosts(SchedulerPlugin):
                 gone = f"host {host.name or worker} is gone: {why}"
                 answer.set_exception(PoolError(gone))
         if host.name or host.why_lost:
-            self._tasks.start(self._lose(host, why))
+            self._tasks.start(self._report_lost_host(host, why))
 
-    async def _lose(self, host: PoolHost, why: str) -> None:
+    async def _report_lost_host(self, host: PoolHost, why: str) -> None:
         detail = await self._source.why_lost(host.agent)
         self._on_lost(host, f"{why}; {detail}" if detail else why)
 
-    async def _greet(self, host: PoolHost) -> None:
+    async def _request_description(self, host: PoolHost) -> None:
         """Send `DescribeHost` to a new host, and mark the host as ready when the host responds.
 
         Then wake the calls of `acquire` that wait for hosts. Drop a host that responds with an
@@ -553,6 +553,6 @@ async def request_host_facts(
     async def ask(host: PoolHost) -> HostFacts:
         begin = time.time()
         facts = await pool_hosts.call(host.address, request)
-        return (facts or [HostFacts()])[0].of(host.name, begin)
+        return (facts or [HostFacts()])[0].with_host(host.name, begin)
 
     return list(await asyncio.gather(*map(ask, hosts)))

@@ -28,7 +28,7 @@ from taas_magic.journal.folder import state_dir
 from taas_magic.messages import from_json, to_json
 from taas_magic.pool.address import PoolAddress, read_address
 from taas_magic.setup.facts import this_kernel
-from taas_magic.shared_files import is_unlocked, replace_atomically, take_lock
+from taas_magic.shared_files import is_unlocked, open_and_lock, replace_atomically
 
 DASK_SETTINGS = {
     **CALM_DASK,
@@ -191,7 +191,7 @@ class PoolFolder:
         """
         self.reap_children()
         path = self.path / "lock"
-        lock = take_lock(path)
+        lock = open_and_lock(path)
         if lock is None:
             return None
         try:

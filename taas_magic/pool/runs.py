@@ -58,13 +58,13 @@ from taas_magic.pool.hosts import BackgroundTasks, PoolHost, PoolHosts, require_
 from taas_magic.pool.restarts import FetcherRestarts
 from taas_magic.store.requests import FileRequest
 
-SETTLE_S = 0.3
+FURTHER_REPORTS_S = 0.3
 """Seconds for which an attempt waits for further hosts' reports after a host reports a failure.
 
 This applies to a failure that no other failure caused.
 """
 
-LATE_S = 2.0
+LATE_REPORT_S = 2.0
 """Maximum seconds from a rank's failure until the rank's host reports the failure.
 
 Before the report, the host waits until its remaining ranks have ended. It may also be busy. During
@@ -74,7 +74,7 @@ this time, it sends beats.
 FINAL_CAUSES = frozenset({"timeout", "interrupt", "host"})
 """Values of `HostReport.cause` after which the pool does not start the ranks again."""
 
-END_S = 600.0
+CLEAN_UP_SILENCE_S = 600.0
 """Maximum seconds without a message from a host that cleans up at the end of a run.
 
 After this time, the pool drops the host. A request to write a file counts as a message, so a host
@@ -87,7 +87,7 @@ FETCHERS_END_S = 10.0
 STACKS_S = 15.0
 """Maximum seconds for a host to return the stacks of its ranks or fetchers."""
 
-AGAIN_S = 5.0
+RETRY_HOSTS_S = 5.0
 """Seconds between two tries to get hosts for a run's next attempt."""
 
 POOL_ONLY_EVENTS = (StateChanged, Detached, Restart, InputAnswered, RunEnded)
@@ -100,7 +100,7 @@ TICK_S = 0.1
 """Seconds between two calls of `decide`, from the first host's report to the attempt's end."""
 
 _WORST_LAST = ("SUCCEEDED", "INTERRUPTED", "FAILED", "LOST")
-_LOOK_S = 1.0
+_CHECK_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -168,12 +168,12 @@ def decide(hosts: Collection[HostPart], now: float) -> AttemptOutcome | None:
     After any other failure, the attempt ends at the latest when all hosts have reported. It ends
     earlier in two cases:
 
-    - A host has reported a failure that no other failure caused. The attempt ends `SETTLE_S` after
-      this report.
+    - A host has reported a failure that no other failure caused. The attempt ends
+      `FURTHER_REPORTS_S` after this report.
     - Hosts have reported only consequences of a failure that no host has reported yet. The attempt
-      ends when each host without a report has sent a beat at least `LATE_S` after the first report
-      of a failure. A host's messages arrive in order, so its own report would have arrived before
-      this beat. A host without beats is soon dropped, which counts as a report.
+      ends when each host without a report has sent a beat at least `LATE_REPORT_S` after the first
+      report of a failure. A host's messages arrive in order, so its own report would have arrived
+      before this beat. A host without beats is soon dropped, which counts as a report.
 
     If hosts have reported only interrupts, the attempt waits for all hosts: each of them was
     interrupted and will report.
@@ -191,10 +191,10 @@ def decide(hosts: Collection[HostPart], now: float) -> AttemptOutcome | None:
     if len(reports) < len(hosts):
         if all(report.state == "INTERRUPTED" for report in bad):
             return None  # the other hosts were interrupted too and will report it
-        if own and now < min(own) + SETTLE_S:
+        if own and now < min(own) + FURTHER_REPORTS_S:
             return None
         if not own and any(
-            part.host.last_message_at < since + LATE_S for part in hosts if not part.report
+            part.host.last_message_at < since + LATE_REPORT_S for part in hosts if not part.report
         ):
             return None
     state = worst_state(report.state for report in bad)
@@ -354,7 +354,7 @@ class Share(ABC):
         part.last_message_at = time.monotonic()
         return await self._files.answer(part.host_rank, self._owned(part), request)
 
-    def lose(self, host: PoolHost, why: str) -> None:
+    def record_lost_host(self, host: PoolHost, why: str) -> None:
         """Record and publish that a host is gone. Ignore a host on which this share does not run.
 
         Args:
@@ -446,7 +446,7 @@ class Share(ABC):
                     line = f"waiting up to {retry_s:g} s for another host: {noted}"
                     self.publish(Note(text=line))
                 with contextlib.suppress(asyncio.TimeoutError):
-                    await asyncio.wait_for(self._halted.wait(), AGAIN_S)
+                    await asyncio.wait_for(self._halted.wait(), RETRY_HOSTS_S)
         await self._require_fit(hosts)
         return hosts
 
@@ -499,7 +499,7 @@ class Share(ABC):
     async def _send_to_all(self, request: Request[None]) -> None:
         """Send a request to all hosts that still run ranks or fetchers; wait for the responses.
 
-        Ignore errors: if a host is lost, `PoolHosts` notices this and `lose` is called.
+        Ignore errors: if a host is lost, `PoolHosts` notices this and `record_lost_host` is called.
         """
         calls = (self._pool_hosts.call(address, request) for address in self._running_addresses())
         await asyncio.gather(*calls, return_exceptions=True)
@@ -532,7 +532,7 @@ class Share(ABC):
             for part in late:
                 why = f"it did not end run {self.run_id} within {limit_s:.0f} s; it is replaced"
                 await self._pool_hosts.drop(part.host.address, why)
-            await asyncio.sleep(_LOOK_S)
+            await asyncio.sleep(_CHECK_S)
 
 
 class PoolFetchers(Share):
@@ -589,7 +589,7 @@ class PoolFetchers(Share):
                 raise error
         return [host.name for host in chosen]
 
-    async def carry_out(self) -> None:
+    async def run_to_end(self) -> None:
         """Wait until all fetchers have ended and cannot start again.
 
         Then refuse further requests of their hosts about the project store.
@@ -855,25 +855,25 @@ class PoolRun(Share):
         await self._require_fit(hosts)
         return hosts
 
-    async def carry_out(self) -> RunEnded:
+    async def run_to_end(self) -> RunEnded:
         """Wait until the started run has ended on all hosts; return the run's last event.
 
         If an attempt fails and a further attempt may succeed, start all ranks again, up to
         `max_restarts` times. After the last attempt, let all hosts clean up. If a host is lost
         during the cleanup, the run counts as LOST.
         """
-        outcome = await self._outcome()
+        outcome = await self._wait_for_outcome()
         most = self.plan.max_restarts
         while outcome.may_retry and self.attempt < most and not self.is_halted:
             if await self._start_again(outcome):
-                outcome = await self._outcome()
+                outcome = await self._wait_for_outcome()
             elif self.is_halted:  # halted during the restart: the earlier failure does not count
                 outcome = AttemptOutcome("INTERRUPTED")
             else:
                 break
         lost, late = await self._end()
         await self._files.close()
-        # On a slow host, the cause of all other failures may be reported after `LATE_S`.
+        # On a slow host, the cause of all other failures may be reported after `LATE_REPORT_S`.
         has_cause = any(not failure.consequence for failure in outcome.failures)
         failures = [*outcome.failures, *([] if has_cause else late), *lost]
         return RunEnded(
@@ -885,17 +885,18 @@ class PoolRun(Share):
             attempt=self.attempt,
         )
 
-    async def relay(self, events: Sequence[Event]) -> None:
+    async def publish_fetcher_events(self, events: Sequence[Event]) -> None:
         """Publish events of the run's fetchers, and send new fetchers' addresses to all hosts.
 
         Also record which fetchers run, and their addresses. Remove the addresses from the published
         events. Ignore a start or end event that arrives a second time.
 
         The fetchers of a session's cell remain for later cells. So a cell in a session only passes
-        `events` to the session's `relay`, which publishes them as events of the newest cell.
+        `events` to the session's `publish_fetcher_events`, which publishes them as events of the
+        newest cell.
         """
         if self._session is not None:
-            await self._session.relay(events)
+            await self._session.publish_fetcher_events(events)
             return
         publish = self._cells[-1].publish if self._cells else self.publish
         for event in events:
@@ -1042,7 +1043,7 @@ class PoolRun(Share):
             part.report = HostReport(state, cause, time.monotonic(), tuple(failures))
             self._changed.set()
 
-    async def _outcome(self) -> AttemptOutcome:
+    async def _wait_for_outcome(self) -> AttemptOutcome:
         """Wait until the current attempt has ended; return its outcome, as `decide` determines it.
 
         Call `decide` after each change. After the first host's report, also call it every `TICK_S`.
@@ -1160,7 +1161,8 @@ class PoolRun(Share):
     async def _end(self) -> tuple[list[Failure], list[Failure]]:
         """Tell all hosts to end their ranks and clean up, and wait for them.
 
-        Drop a host that sends no message for `END_S`. At the end, close the hosts' tunnels.
+        Drop a host that sends no message for `CLEAN_UP_SILENCE_S`. At the end, close the hosts'
+        tunnels.
 
         Returns:
             Two lists of failures. The first list has one failure for each host that was lost during
@@ -1171,7 +1173,7 @@ class PoolRun(Share):
         silent = [part for part in there if part.report is None]
         for part in there:
             part.report = None
-        self._tasks.start(self._drop_late_hosts(END_S))
+        self._tasks.start(self._drop_late_hosts(CLEAN_UP_SILENCE_S))
         await self._send_to_all(EndRun(self.run_id))
         await self.wait_until_ended()
         await self._tunnels.aclose()

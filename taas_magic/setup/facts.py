@@ -49,7 +49,7 @@ MIN_FREE_BYTES = 256 * 1024**2
 LOW_FREE_BYTES = 2 * 1024**3
 """Free bytes on the disk of a host's cache folder below which a check of the host warns."""
 
-CLOCK_S = 60.0
+CLOCK_TOLERANCE_S = 60.0
 """Seconds by which the clocks of a host and this machine may differ without a warning."""
 
 MAX_AT_ONCE = 64
@@ -161,12 +161,12 @@ class KernelVersions(Struct, frozen=True):
     """Versions of Python, torch and taas-magic in this process, to compare with a host's.
 
     Attributes:
-        ours: Digest of taas-magic's own files.
+        taas_digest: Digest of taas-magic's own files.
     """
 
     python: str
     torch: str
-    ours: str
+    taas_digest: str
 
 
 def major_minor(version: str) -> str:
@@ -218,7 +218,7 @@ def ask_host(
     arguments = {"packages": sorted(packages), "modules": sorted(modules), "mark": mark}
     begin = time.time()
     output = call_probe(shell, python, probe.main.__name__, arguments, PROBE_TIMEOUT_S)
-    return from_json(output, HostFacts).of(shell.host, begin)
+    return from_json(output, HostFacts).with_host(shell.host, begin)
 
 
 @dataclass(frozen=True)
@@ -294,11 +294,11 @@ def find_problems(
         packages: Packages that the host needs, by name.
     """
     if major_minor(facts.python) != major_minor(here.python) or not facts.system:
-        return [_other_python(facts, here)]  # the other facts describe the wrong interpreter
+        return [_other_python_problem(facts, here)]  # other facts are of the wrong interpreter
     found = [
-        *_python(facts, here),
-        *_disk(facts),
-        *_network(facts, interface),
+        *_python_problems(facts, here),
+        *_disk_problems(facts),
+        *_network_problems(facts, interface),
         *_warnings(facts, gpus, packages),
     ]
     return sorted(found, key=lambda finding: (ERROR, WARNING, REMARK).index(finding.level))
@@ -319,7 +319,7 @@ def refuse(all_facts: Iterable[HostFacts], here: KernelVersions) -> None:
         raise PoolError("\n".join(lines))
 
 
-def _other_python(facts: HostFacts, here: KernelVersions) -> HostProblem:
+def _other_python_problem(facts: HostFacts, here: KernelVersions) -> HostProblem:
     return HostProblem(
         ERROR,
         f"Python {facts.python} there, {here.python} in this kernel: it cannot read the pickles of "
@@ -329,7 +329,7 @@ def _other_python(facts: HostFacts, here: KernelVersions) -> HostProblem:
     )
 
 
-def _python(facts: HostFacts, here: KernelVersions) -> Iterator[HostProblem]:
+def _python_problems(facts: HostFacts, here: KernelVersions) -> Iterator[HostProblem]:
     """Yield errors about the operating system, the Python implementation, torch, and modules.
 
     A host needs CPython on Linux, torch with the same minor version as here, and all modules that
@@ -357,7 +357,7 @@ def _python(facts: HostFacts, here: KernelVersions) -> Iterator[HostProblem]:
         )
 
 
-def _disk(facts: HostFacts) -> Iterator[HostProblem]:
+def _disk_problems(facts: HostFacts) -> Iterator[HostProblem]:
     """Yield a problem if the cache folder is not writable, or its disk is full or nearly full."""
     free = f"{facts.free_bytes / 1024**3:.1f} GiB free at {facts.cache}"
     move = "Free some, or set XDG_CACHE_HOME there to a folder on another disk"
@@ -369,7 +369,7 @@ def _disk(facts: HostFacts) -> Iterator[HostProblem]:
         yield HostProblem(WARNING, f"only {free}", move)
 
 
-def _network(facts: HostFacts, interface: str | None) -> Iterator[HostProblem]:
+def _network_problems(facts: HostFacts, interface: str | None) -> Iterator[HostProblem]:
     """Yield problems: a missing network interface, or a host name with no outside address.
 
     Args:
@@ -402,7 +402,7 @@ def _warnings(
     if facts.gpus and facts.torch and not facts.cuda:
         what = f"torch {facts.torch} there was built without CUDA: its {facts.gpus} GPUs stay idle"
         yield HostProblem(WARNING, what, "Install torch's CUDA build there")
-    if abs(facts.ahead_s) > CLOCK_S:
+    if abs(facts.ahead_s) > CLOCK_TOLERANCE_S:
         side = "ahead of" if facts.ahead_s > 0 else "behind"
         what = f"its clock is {abs(facts.ahead_s):,.0f} s {side} this machine's"
         yield HostProblem(

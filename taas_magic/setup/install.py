@@ -57,7 +57,7 @@ PIP_LIMIT_S = 60.0
 INSTALL_LIMIT_S = 180.0
 DOWNLOAD_LIMIT_S = 300.0
 
-_SAID_LINES = 4
+_PIP_ERROR_LINES = 4
 
 _parsing = threading.Lock()
 """Lock that a thread holds while the library packaging parses requirements.
@@ -66,7 +66,7 @@ Packaging uses `ast`. On Python 3.11, `ast` fails if two threads parse at the sa
 (python/cpython#106905).
 """
 
-_making = threading.Lock()
+_bundle_lock = threading.Lock()
 _bundles: dict[str, bytes] = {}
 
 Files = dict[str, bytes]
@@ -124,10 +124,12 @@ def packages_needed(
             if name not in found and (here := find(name)):
                 waiting += map(Requirement, here.requires)
             found[name] = found.get(name, SpecifierSet()) & one.specifier
-    return {name: _wanted(name, found[name], find(name)) for name in sorted(found)}
+    return {name: _required_package(name, found[name], find(name)) for name in sorted(found)}
 
 
-def _wanted(name: str, allowed: SpecifierSet, here: InstalledPackage | None) -> RequiredPackage:
+def _required_package(
+    name: str, allowed: SpecifierSet, here: InstalledPackage | None
+) -> RequiredPackage:
     version = here.version if here else ""
     if name in EXACT_VERSION and version:
         allowed = SpecifierSet(f"=={version}")
@@ -188,8 +190,8 @@ def needed_package_folders(facts: HostFacts, here: KernelVersions) -> list[Packa
         package_folders.append(
             PackageFolder(f"deps-{mark}", tuple(pins), lambda: bundle_for(missing, facts))
         )
-    if facts.ours != here.ours:
-        package_folders.append(PackageFolder(f"taas-{here.ours}", (), our_bundle))
+    if facts.taas_digest != here.taas_digest:
+        package_folders.append(PackageFolder(f"taas-{here.taas_digest}", (), our_bundle))
     return package_folders
 
 
@@ -215,7 +217,7 @@ def install_package(
         how = {"pins": package_folder.pins, "options": options, "limit_s": PIP_LIMIT_S}
         if not _install(shell, python, folder, how):
             return
-    with _making:  # hosts that start at the same time mostly need the same folder: make it once
+    with _bundle_lock:  # hosts that start together mostly need the same folder: make it once
         if package_folder.name not in _bundles:
             _bundles.clear()
             _bundles[package_folder.name] = package_folder.bundle()
@@ -257,7 +259,9 @@ def bundle_for(packages: Sequence[RequiredPackage], facts: HostFacts) -> bytes:
     """
     if why := why_unlike(facts):
         pins = [each.pin for each in packages]
-        raise _not_sent(facts, pins, f"This machine's packages may not work there: {why}")
+        raise _not_installed_error(
+            facts, pins, f"This machine's packages may not work there: {why}"
+        )
     files: Files = {}
     elsewhere = []
     for each in packages:
@@ -282,7 +286,7 @@ def why_unlike(facts: HostFacts) -> str:
     return f"its C library is {there}, but this machine's is {here}"
 
 
-def _not_sent(facts: HostFacts, pins: Sequence[str], why: str) -> PoolError:
+def _not_installed_error(facts: HostFacts, pins: Sequence[str], why: str) -> PoolError:
     return PoolError(
         f"host {facts.host}: it lacks packages, and its own pip did not install them. {why}\n"
         f"Install them there: {facts.executable} -m pip install {shlex.join(pins)}"
@@ -344,8 +348,10 @@ def download_wheels(pins: Sequence[str], facts: HostFacts) -> Files:
     mark = hashlib.sha256(repr((sorted(pins), kind)).encode())
     kept = Path(probe.cache_folder()) / "packages" / mark.hexdigest()[:16]
     if error := probe.install(str(kept), pins, limit_s=DOWNLOAD_LIMIT_S):
-        tail = [line for line in error.splitlines() if line.strip()][-_SAID_LINES:]
-        raise _not_sent(facts, pins, "\n    ".join(["This machine's pip failed as well:", *tail]))
+        tail = [line for line in error.splitlines() if line.strip()][-_PIP_ERROR_LINES:]
+        raise _not_installed_error(
+            facts, pins, "\n    ".join(["This machine's pip failed as well:", *tail])
+        )
     paths = {path.relative_to(kept): path for path in kept.rglob("*") if path.is_file()}
     return {
         inside.as_posix(): path.read_bytes()

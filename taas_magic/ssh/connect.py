@@ -53,7 +53,7 @@ The option exists since Linux 6.15.
 """
 _RELAY_CHUNK_BYTES = 1 << 16
 _LONGEST_LINE = 4096
-_AT_ONCE = 4
+_MAX_HANDSHAKES = 4
 """Maximum number of simultaneous handshakes with one sshd.
 
 By default, an sshd refuses some connections if more than 10 have not logged in yet (MaxStartups).
@@ -251,7 +251,7 @@ class _Deadline:
 
 @contextmanager
 def _handshake_slot(deadline: _Deadline) -> Iterator[None]:
-    """Wait until fewer than `_AT_ONCE` threads connect to the target; then run the `with` block.
+    """Wait until fewer than `_MAX_HANDSHAKES` threads connect to the target; then run the block.
 
     Without this limit, threads for many hosts behind one jump host would connect to the jump host
     at once, and its sshd would refuse some of the connections.
@@ -260,7 +260,9 @@ def _handshake_slot(deadline: _Deadline) -> Iterator[None]:
         ConnectStopped: The connection was cancelled.
         PoolError: The deadline is over.
     """
-    turn = _handshake_slots.setdefault(deadline.target.address, threading.Semaphore(_AT_ONCE))
+    turn = _handshake_slots.setdefault(
+        deadline.target.address, threading.Semaphore(_MAX_HANDSHAKES)
+    )
     while not turn.acquire(timeout=_TICK_S):
         deadline.check("waiting for other connections to it")
     try:
@@ -354,11 +356,11 @@ def _start_proxy_command(command: str, undo: ExitStack) -> socket.socket:
             stdout=its.fileno(),
             start_new_session=True,
         )
-    undo.callback(_end, program)
+    undo.callback(_end_proxy_command, program)
     return ours
 
 
-def _end(program: "subprocess.Popen[bytes]") -> None:
+def _end_proxy_command(program: "subprocess.Popen[bytes]") -> None:
     """Send SIGTERM to a ProxyCommand, and SIGKILL if it does not exit within `_END_S` seconds."""
     program.terminate()
     wait_or_kill(program, _END_S)

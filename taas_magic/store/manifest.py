@@ -37,7 +37,7 @@ store time stamps in whole seconds. Then the cached hash would be wrong.
 
 _BLOCK_BYTES = 1 << 20
 
-_NAMED_AT_MOST = 5
+_MAX_LISTED = 5
 
 Key = tuple[int, int, int, int]
 
@@ -181,7 +181,7 @@ class Hashes:
         """Remove from the cache all paths that are not in `paths`."""
         self._known = {path: known for path, known in self._known.items() if path in paths}
 
-    def is_content(self, path: str, sha256: str) -> bool:
+    def has_hash(self, path: str, sha256: str) -> bool:
         """Return whether the cache has the hash `sha256` for `path`. Does not read the file.
 
         With `FOLDER` as `sha256`, return whether the cache lists a folder at `path`.
@@ -295,7 +295,7 @@ def _biggest(files: list[TreeEntry]) -> str:
     for tree_entry in files:
         top, slash, _ = tree_entry.path.partition("/")
         sizes[top + slash] += tree_entry.status.st_size
-    named = sizes.most_common(_NAMED_AT_MOST)
+    named = sizes.most_common(_MAX_LISTED)
     return ", ".join(f"{name} {size_text(size, 1024)}" for name, size in named)
 
 

@@ -328,7 +328,7 @@ def _install_file(mirror: Mirror, incoming: IncomingFile, entry: ManifestEntry) 
         mirror.hashes.remember(entry.path, entry.sha256, status)
 
 
-ASK_S = 0.25
+UPDATE_GAP_S = 0.25
 """Seconds between two requests of a host for the changes that other hosts made in the store."""
 
 
@@ -348,7 +348,7 @@ class StoreUpdater:
         self._thread = threading.Thread(target=self._run, name="taas-store-news", daemon=True)
 
     def start(self) -> None:
-        """Start the thread, which calls `catch_up` every `ASK_S` seconds."""
+        """Start the thread, which calls `catch_up` every `UPDATE_GAP_S` seconds."""
         self._thread.start()
 
     def finish(self) -> None:
@@ -372,7 +372,7 @@ class StoreUpdater:
         for folder in (entry.path for entry in entries if entry.is_folder):
             self._mirror.hashes.remember(folder, FOLDER)
             self._mirror.tree.make_folder(folder)
-        known = self._mirror.hashes.is_content  # also includes the folders made above
+        known = self._mirror.hashes.has_hash  # also includes the folders made above
         new = [entry for entry in entries if not known(entry.path, entry.sha256)]
         for path, error in _fetch(self._mirror, new, self._send_request).items():
             if not isinstance(error, DamagedError):  # a changed file will be listed again
@@ -409,7 +409,7 @@ class StoreUpdater:
 
     def _run(self) -> None:
         try:
-            while not self._over.wait(ASK_S):
+            while not self._over.wait(UPDATE_GAP_S):
                 self.catch_up()
         except (OSError, TaasError) as error:
             self._note(f"other hosts' writes to the project store no longer arrive here: {error}")

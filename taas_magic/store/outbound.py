@@ -311,7 +311,7 @@ class _ChangeSender:
         tree_entry = TreeEntry(path, status)
         if what := tree_entry.special_kind:
             raise UnsafeError(path, what)
-        was_folder = mirror.hashes.is_content(path, FOLDER)
+        was_folder = mirror.hashes.has_hash(path, FOLDER)
         if path in mirror.hashes and was_folder is not tree_entry.is_folder:
             self._queue_removal(path)
             self._send_queued()
@@ -329,7 +329,7 @@ class _ChangeSender:
         hashes = self._mirror.hashes
         self._receipt_builder.record_removed(path)
         gone = [path] if path in hashes else []
-        if hashes.is_content(path, FOLDER):
+        if hashes.has_hash(path, FOLDER):
             gone = sorted((it for it in hashes.paths() if is_below(it, path)), reverse=True)
             for it in [it for it in self.large if is_below(it, path)]:
                 del self.large[it]
@@ -355,7 +355,7 @@ class _ChangeSender:
         piece = next(self._pieces(path), None)
         if piece is None or not piece.entry.sha256:
             return  # the file is being written; its close causes another event
-        if self._mirror.hashes.is_content(path, piece.entry.sha256):
+        if self._mirror.hashes.has_hash(path, piece.entry.sha256):
             self._mirror.hashes.remember(path, piece.entry.sha256, self._statuses.pop(path))
         else:
             self._unsent.pieces.append(piece)
@@ -396,7 +396,7 @@ class _ChangeSender:
         self._noted_reasons.add(why)
 
 
-SETTLE_S = 0.05
+SEND_DELAY_S = 0.05
 """Seconds from a change of a file until the file is sent.
 
 By then, most temporary files have been renamed, so they are not sent under their temporary names.
@@ -460,7 +460,7 @@ class MirrorSender:
     def _schedule_checks(self, paths: Iterable[str], everything: bool) -> None:
         """Schedule a check of each path in `paths` whose changes this host sends.
 
-        The check is due after `SETTLE_S` seconds, or later if the path was sent recently.
+        The check is due after `SEND_DELAY_S` seconds, or later if the path was sent recently.
 
         Args:
             everything: Whether to also check all other paths at which the mirror differs from the
@@ -470,7 +470,9 @@ class MirrorSender:
         self._quiet_until = {p: until for p, until in self._quiet_until.items() if until > now}
         for path in (*paths, *(self._differing_paths() if everything else ())):
             if self._sends_path(path):
-                self._due.setdefault(path, max(now + SETTLE_S, self._quiet_until.get(path, now)))
+                self._due.setdefault(
+                    path, max(now + SEND_DELAY_S, self._quiet_until.get(path, now))
+                )
 
     def _sends_path(self, path: str) -> bool:
         """Return whether this host sends changes at `path`.
@@ -489,7 +491,7 @@ class MirrorSender:
         store has below this folder, because the mirror may have another folder there now.
         """
         hashes = self._mirror.hashes
-        named = {path for path in paths if hashes.is_content(path, FOLDER)}
+        named = {path for path in paths if hashes.has_hash(path, FOLDER)}
         above = (it for path in paths for it in folders_of(path) if self._sends_path(it))
         known = hashes.paths() if named else ()
         below = (it for it in known if named.intersection(folders_of(it)))
@@ -522,7 +524,7 @@ class MirrorSender:
         for found in self._mirror.tree.walk(lambda it: not left_out(it.path, it.is_folder)):
             there.add(found.path)
             if found.is_folder:
-                same = hashes.is_content(found.path, FOLDER)
+                same = hashes.has_hash(found.path, FOLDER)
             else:
                 same = not found.special_kind and hashes.is_same(found.path, found.status)
             if not same:

@@ -49,11 +49,11 @@ def save(obj: object, f: str | os.PathLike[str] | IO[bytes], *args: Any, **kwarg
     if not isinstance(f, (str, os.PathLike)):
         write(obj, f, *args, **kwargs)
     elif os.environ.get("RANK", "0") == "0":
-        with atomic(_in_job(f)) as unfinished:
+        with atomic(_path_in_job(f)) as unfinished:
             write(obj, unfinished, *args, **kwargs)
 
 
-def _in_job(path: str | os.PathLike[str]) -> str | os.PathLike[str]:
+def _path_in_job(path: str | os.PathLike[str]) -> str | os.PathLike[str]:
     """Return the path at which a farm's job saves a file instead of `path` in the project store.
 
     The result is in the job's own folder. Make its missing parent folders. If this process runs no

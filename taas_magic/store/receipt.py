@@ -30,7 +30,7 @@ from taas_magic.store.publish import remove_leftover
 from taas_magic.store.rule import is_below
 from taas_magic.store.tree import Tree, TreeEntry, printable
 
-LOOK_LIMIT_S = 0.25
+SEARCH_LIMIT_S = 0.25
 """Maximum seconds to search a store for files that a run wrote.
 
 If the search takes longer, it ends early. Then the receipt may miss files of rank 0's subprocesses
@@ -202,7 +202,7 @@ class ReceiptBuilder:
 
 
 def find_changed_files(
-    store: str, shared: Iterable[str], since_ns: int, limit_s: float = LOOK_LIMIT_S
+    store: str, shared: Iterable[str], since_ns: int, limit_s: float = SEARCH_LIMIT_S
 ) -> tuple[set[str], bool]:
     """Search a store for files that were made or changed since `since_ns`.
 

@@ -23,7 +23,7 @@ WRITES = ("discard", "refuse")
 
 _ANOTHER = "choose another folder with --store PATH or [store] path in taas.toml"
 _PROBE_BYTES = 1 << 16
-_LOOK_S = 0.05
+_SEARCH_LIMIT_S = 0.05
 
 
 class StoreRule(Struct, frozen=True):
@@ -141,10 +141,10 @@ def _links_out(store: str) -> list[str]:
     """Return symbolic links through which a rank could write outside the store.
 
     Each item has the form "LINK -> TARGET". The target is an existing writable file or folder. The
-    search skips hidden folders, and ends after `_LOOK_S` seconds even if it has not found all
-    links.
+    search skips hidden folders, and ends after `_SEARCH_LIMIT_S` seconds even if it has not found
+    all links.
     """
-    found, folders, until = [], [store], time.monotonic() + _LOOK_S
+    found, folders, until = [], [store], time.monotonic() + _SEARCH_LIMIT_S
     while folders and time.monotonic() < until:
         with contextlib.suppress(OSError), os.scandir(folders.pop()) as entries:
             for entry in entries:

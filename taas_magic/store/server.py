@@ -52,7 +52,7 @@ _T = TypeVar("_T")
 MAX_OPEN = 16
 """Maximum number of large files that one host may send at the same time."""
 
-GROUP = 64
+PIECES_PER_FLUSH = 64
 """Maximum number of pieces that are written before complete files are forced to the disk."""
 
 FLUSHERS = 16
@@ -106,7 +106,7 @@ class StoreServer:
             ListFiles: self._current_manifest,
             ReadFiles: self._read_parts,
             ListChanges: self._list_changes,
-            WriteFiles: self._publish,
+            WriteFiles: self._apply_changes,
         }
 
     def answer(self, host_rank: int, request: FileRequest[_T]) -> _T:
@@ -220,11 +220,13 @@ class StoreServer:
                 entries.append(change.entry)
         return ChangeList(self._number, entries[::-1], sorted(removed, reverse=True))
 
-    def _publish(self, host_rank: int, request: WriteFiles) -> dict[str, str]:
+    def _apply_changes(self, host_rank: int, request: WriteFiles) -> dict[str, str]:
         """Apply a host's changes; return the reason for each refused path."""
         answers: dict[str, str] = {}
-        for first in range(0, len(request.pieces), GROUP):
-            answers |= self._write_pieces(host_rank, request.pieces[first : first + GROUP])
+        for first in range(0, len(request.pieces), PIECES_PER_FLUSH):
+            answers |= self._write_pieces(
+                host_rank, request.pieces[first : first + PIECES_PER_FLUSH]
+            )
         for path in request.removed:
             answers[path] = self._apply_if_allowed(self._remove, host_rank, path)
         return {path: why for path, why in answers.items() if why}

@@ -146,7 +146,7 @@ def test_depth_is_bounded() -> None:
     for _ in range(100):
         value = [value]
     path, _ = culprit("v", value, probe)
-    assert path == "v" + "[0]" * culprit_module._DEPTH
+    assert path == "v" + "[0]" * culprit_module._MAX_DEPTH
 
 
 def test_time_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

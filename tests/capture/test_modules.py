@@ -122,7 +122,7 @@ def test_a_project_of_many_modules_is_parsed_once(
     def capture() -> int:
         parsed.clear()
         found = find_local_modules(["many0"], project)
-        modules.differences(found, "")
+        modules.notes_on_constants(found, "")
         modules.needed_modules("", [], found, [])
         return len([text for text in parsed if "many" in text])
 

@@ -23,7 +23,7 @@ def start_while_importing(gate: str, folder: str) -> None:
     assert forkserver.importing()[0] == ""
     [server] = forkserver._servers()
     earlier = forkserver.start_process("time.sleep", 600)
-    forkserver.start_importing_rest()
+    forkserver.start_importing_deferred()
     eventually(lambda: forkserver._stand_in is not None)
     assert exitcode_of("pass") == 0 and forkserver.importing()[0] == ""
     earlier.kill()
@@ -33,7 +33,7 @@ def start_while_importing(gate: str, folder: str) -> None:
     eventually(lambda: forkserver.importing()[1] > 6.0)  # longer than a stuck start may take
     assert exitcode_of("pass") == 0 and exitcode_of("raise SystemExit(3)") == 3
     Path(gate).touch()
-    eventually(lambda: forkserver._has_rest)
+    eventually(lambda: forkserver._has_deferred)
     assert exitcode_of("import sys; assert 'torch._dynamo' in sys.modules") == 0
     last = forkserver.start_process("time.sleep", 600)
     assert psutil.Process(last.pid).ppid() == server.pid
@@ -56,11 +56,11 @@ def import_with_a_full_disk(gate: str, folder: str) -> None:
     tempfile.tempdir = folder
     forkserver.start_forkserver([])
     assert forkserver.warm_up() == []
-    forkserver.start_importing_rest()
+    forkserver.start_importing_deferred()
     eventually(lambda: forkserver.importing()[0] == "torch._dynamo")
     forkserver._imports_file.with_suffix(".new").mkdir()  # as on a full disk, no file is written
     Path(gate).touch()
-    eventually(lambda: forkserver._has_rest)
+    eventually(lambda: forkserver._has_deferred)
     assert exitcode_of("import sys; assert 'torch._dynamo' in sys.modules") == 0
     assert forkserver.is_alive()
 

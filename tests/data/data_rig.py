@@ -318,7 +318,7 @@ def linked(
     """Connect to the first fetcher with long timeouts, for a busy machine."""
     address = address or address_of(running)
     whom = address if direct else address._replace(machine=""), "train", key or running.key
-    return FetcherLink(*whom, tls, connect_s=HUNG_S, patience_s=HUNG_S)
+    return FetcherLink(*whom, tls, connect_s=HUNG_S, silence_limit_s=HUNG_S)
 
 
 def heard(link: FetcherLink) -> tuple[FromServer, memoryview]:

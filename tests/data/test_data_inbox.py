@@ -65,8 +65,8 @@ def ends() -> Iterator[tuple[socket.socket, Inbox]]:
         yield server, box_of(rank)
 
 
-def box_of(sock: socket.socket, patience_s: float = 60.0) -> Inbox:
-    return Inbox(sock, ready(Role.RANK), patience_s)
+def box_of(sock: socket.socket, silence_limit_s: float = 60.0) -> Inbox:
+    return Inbox(sock, ready(Role.RANK), silence_limit_s)
 
 
 def sent(sock: socket.socket, data: bytes, cuts: Sequence[int] = ()) -> threading.Thread:
@@ -197,7 +197,7 @@ def test_a_frame_that_stands_still_is_given_up(size: int) -> None:
     with server, rank:
         server.sendall(batch(0, size)[: protocol.HEADER_BYTES + 100])
         with pytest.raises(ConnectionError, match="stopped in the middle"):
-            box_of(rank, patience_s=0.2).receive(ReceiveBlocks(0))
+            box_of(rank, silence_limit_s=0.2).receive(ReceiveBlocks(0))
 
 
 def test_descriptors_come_with_their_frames(ends: tuple[socket.socket, Inbox]) -> None:
@@ -249,7 +249,9 @@ def test_what_has_come_is_not_asked_again_when_its_link_breaks_meanwhile(
 ) -> None:
     links, aside = [Link(), Link()], set[int]()
     route = route_to(2)
-    monkeypatch.setattr(route, "pick", lambda slot, streams, preferred: 1 if 0 in aside else 0)
+    monkeypatch.setattr(
+        route, "choose_fetcher", lambda slot, streams, preferred: 1 if 0 in aside else 0
+    )
     monkeypatch.setattr(route, "connect", links.__getitem__)
     monkeypatch.setattr(route, "record_failure", lambda number, why, silent_s: aside.add(number))
     client = Client(route, 0)
@@ -338,12 +340,12 @@ def route_to(fetchers: int) -> Route:
 
 def test_a_fetcher_that_says_nothing_is_asked_seldom(clock: list[float]) -> None:
     route = route_to(2)
-    assert route.pick(0, None) == 0
+    assert route.choose_fetcher(0, None) == 0
     route.record_failure(0, PeerSilent(), silent_s=2.0)
     for at, picked in ((0.0, 1), (19.0, 1), (21.0, 0)):
         clock[0] = at
         route.record_response(1)
-        assert route.pick(0, None) == picked
+        assert route.choose_fetcher(0, None) == picked
 
 
 def test_each_fetcher_is_tried_before_all_are_lost(clock: list[float]) -> None:
@@ -352,9 +354,9 @@ def test_each_fetcher_is_tried_before_all_are_lost(clock: list[float]) -> None:
     with pytest.raises(RunLost) as lost:
         for _ in range(9):
             clock[0] += 100.0  # longer than any pause between two attempts
-            tried.append(route.pick(0, None))
-            assert route.patience_s >= 1.0
-            route.record_failure(tried[-1], PeerSilent(), silent_s=route.patience_s)
+            tried.append(route.choose_fetcher(0, None))
+            assert route.silence_limit_s >= 1.0
+            route.record_failure(tried[-1], PeerSilent(), silent_s=route.silence_limit_s)
     assert sorted(tried) == [0, 1, 2]
     for number in range(3):
         assert f"fetcher {number} at cpu1:{7000 + number} is silent" in str(lost.value)

@@ -17,7 +17,7 @@ from taas_magic.data.protocol import (
     Cancel,
     Cancelled,
     Challenge,
-    Free,
+    FreeSpans,
     FromRank,
     FromServer,
     ProtocolState,
@@ -52,7 +52,7 @@ def greeted() -> ProtocolState:
 
 MAY_HEAR: dict[Callable[[], ProtocolState], list[FromRank | FromServer]] = {
     NEW_SERVER: [PROOF],
-    SERVER: [Requests(RequestKind.GET, 0, (0,)), Free([SharedSpan(1, 0)]), Cancel()],
+    SERVER: [Requests(RequestKind.GET, 0, (0,)), FreeSpans([SharedSpan(1, 0)]), Cancel()],
     NEW_RANK: [Challenge(bytes(32))],
     greeted: [Welcome(bytes(32)), Rejected("no")],
     RANK: [Response(ResponseKind.VOID, 0, 0), Alive(), Cancelled()],
@@ -137,12 +137,12 @@ def test_a_flipped_bit_is_seen(response: Response, bit: int) -> None:
         (forged(body=2**64 - 1), "a body of 18446744073709551615 bytes is too long"),
         (
             forged(b"\x91\x63"),
-            "only Requests or Free or Cancel: Invalid value 99",
+            "only Requests or FreeSpans or Cancel: Invalid value 99",
         ),
-        (forged(b"\xc0"), "only Requests or Free or Cancel: Expected `array`"),
+        (forged(b"\xc0"), "only Requests or FreeSpans or Cancel: Expected `array`"),
         (
             forged(b""),
-            "only Requests or Free or Cancel: Input data was truncated",
+            "only Requests or FreeSpans or Cancel: Input data was truncated",
         ),
         (forged(b"\x94\x05\x02\xff\x90"), "Expected `int` >= 0"),
         (forged(b"\x94\x05\x02\x00\x91\xff"), "Expected `int` >= 0"),

@@ -1,6 +1,6 @@
 """Tests of the lines about loaders in a run's status header."""
 
-from taas_magic.display.head import filling, loader_lines
+from taas_magic.display.head import loader_lines, prefill_text
 from taas_magic.journal.analysis import RunCounts
 from taas_magic.messages import Event
 from tests.events import event
@@ -81,7 +81,7 @@ def test_a_run_without_loaders_shows_none() -> None:
 
 def test_filling_until_the_ranks_start() -> None:
     in_bytes = event("filling", done=31e6, wanted=5e8, unit="bytes")
-    assert filling(run_counts_of(in_bytes)) == "31.0 MB of 500.0 MB"
+    assert prefill_text(run_counts_of(in_bytes)) == "31.0 MB of 500.0 MB"
     batches = event("filling", done=31, wanted=200, unit="batches")
-    assert filling(run_counts_of(batches)) == "31 of 200 batches"
-    assert filling(run_counts_of(in_bytes, event("started", pids={}))) == ""
+    assert prefill_text(run_counts_of(batches)) == "31 of 200 batches"
+    assert prefill_text(run_counts_of(in_bytes, event("started", pids={}))) == ""

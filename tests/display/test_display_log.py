@@ -4,7 +4,7 @@ import pytest
 
 from taas_magic.config import size_text
 from taas_magic.display import log
-from taas_magic.display.log import HOLD_S, LogText
+from taas_magic.display.log import MERGE_WAIT_S, LogText
 from taas_magic.messages import Lines, LinesDropped, without_controls
 from tests.events import new_state
 
@@ -80,7 +80,7 @@ def test_what_was_dropped_is_said_with_the_file() -> None:
     text = log_text(4)
     text.add_dropped(dropped(3, 81_000, 6_000_000))
     text.add_dropped(dropped(3, 233, 400_000))
-    text.due(0.0)
+    text.add_due_lines(0.0)
     assert text.pop_text() == (
         "[3] … 81,233 lines (6.4 MB) not shown; full log: /runs/r1/logs/rank-3.log\n"
     )
@@ -91,7 +91,7 @@ def test_a_flood_is_said_less_and_less_often() -> None:
     notes = 0
     for second in range(600):
         text.add_dropped(dropped(0, 1000, 1000))
-        text.due(float(second))
+        text.add_due_lines(float(second))
         notes += text.pop_text().count("not shown")
     assert notes == 15
     text.close(600.0)
@@ -104,7 +104,7 @@ def test_a_cell_takes_so_much_and_then_the_last_lines_in_one_display() -> None:
         text.add_lines(lines(0, *(f"{second:02}-{number:096}" for number in range(10_000))), second)
     shown = text.pop_text()
     assert log.CELL_BYTES * 0.9 < len(shown) < log.CELL_BYTES * 1.1
-    rest = text.rest
+    rest = text.summary
     assert rest is not None
     first, *last = rest.text().splitlines()
     n_more = 600_000 - shown.count("\n")
@@ -118,8 +118,8 @@ def test_once_the_cell_is_full_no_later_line_gets_in_before() -> None:
     text.add_lines(lines(0, "x" * (log.CELL_BYTES - 10), "too long for what is left", "fits"), 0.0)
     text.add_line("── restart ──")
     assert text.pop_text().count("\n") == 1
-    assert text.rest is not None
-    assert text.rest.text().splitlines()[-3:] == [
+    assert text.summary is not None
+    assert text.summary.text().splitlines()[-3:] == [
         "[0] too long for what is left",
         "[0] fits",
         "── restart ──",
@@ -129,21 +129,21 @@ def test_once_the_cell_is_full_no_later_line_gets_in_before() -> None:
 def test_errors_among_the_rest_are_kept_and_bounded() -> None:
     text = log_text(1)
     text.add_lines(lines(0, *["x" * 99] * 10_000, "ValueError: bad", *["y" * 99] * 100), 0.0)
-    assert text.rest is not None
-    shown = text.rest.text()
+    assert text.summary is not None
+    shown = text.summary.text()
     assert shown.count("[0] ValueError: bad") == 1
     assert "\nerrors among them (the first 200 at most):\n" in shown
     text.add_lines(lines(0, *["ValueError: " + "z" * 1_000_000] * 1000), 1.0)
-    assert len(text.rest.text()) < 60_000
+    assert len(text.summary.text()) < 60_000
 
 
 def test_what_a_host_did_not_send_counts_as_rest() -> None:
     text = log_text(1)
     text.add_lines(lines(0, *["x" * 99] * 10_000), 0.0)
-    assert text.rest is not None
-    before = text.rest.text()
+    assert text.summary is not None
+    before = text.summary.text()
     text.add_dropped(dropped(0, 1_000_000, 50_000_000))
-    assert text.has_text and "1,005,000 lines more (50.5 MB)" in text.rest.text() != before
+    assert text.has_text and "1,005,000 lines more (50.5 MB)" in text.summary.text() != before
 
 
 def test_a_cleared_cell_takes_as_much_again() -> None:
@@ -152,15 +152,15 @@ def test_a_cleared_cell_takes_as_much_again() -> None:
     text.pop_text()
     text.clear()
     text.add_lines(lines(0, "again"), 1.0)
-    assert (text.pop_text(), text.rest) == ("[0] again\n", None)
+    assert (text.pop_text(), text.summary) == ("[0] again\n", None)
 
 
 def test_nothing_shown_plus_the_rest_is_lost() -> None:
     text = log_text(1)
     text.add_lines(lines(0, *["x" * 99] * 100_000), 0.0)
     text.close(0.0)
-    assert text.rest is not None
-    more = int(text.rest.text().split()[1].replace(",", ""))
+    assert text.summary is not None
+    more = int(text.summary.text().split()[1].replace(",", ""))
     assert len(text.pop_text().splitlines()) + more == 100_000
 
 
@@ -186,7 +186,7 @@ def test_next_due() -> None:
     text = log_text(2)
     assert text.next_due() == float("inf")
     text.add_lines(lines(0, "held"), 5.0)
-    assert text.next_due() == pytest.approx(5.0 + HOLD_S)
+    assert text.next_due() == pytest.approx(5.0 + MERGE_WAIT_S)
     text.add_dropped(dropped(0, 1, 1))
     assert text.next_due() == float("-inf")
 

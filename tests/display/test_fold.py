@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from taas_magic.display.log import LineMerger, ShownLine, rank_ranges
 
-HOLD_S = 0.05
+MERGE_WAIT_S = 0.05
 LINES = st.sampled_from(["a", "b", "epoch 1", "epoch 2", ""])
 
 
@@ -22,16 +22,16 @@ def lines_by_rank(shown: list[ShownLine]) -> dict[int, list[str]]:
 
 
 def test_a_line_of_all_ranks_is_shown_once_as_soon_as_the_last_prints_it() -> None:
-    folder = LineMerger(3, HOLD_S)
+    folder = LineMerger(3, MERGE_WAIT_S)
     assert folder.push(2, ["x"], 0.0) == []
     assert folder.push(0, ["x"], 0.01) == []
-    assert folder.next_due() == HOLD_S
+    assert folder.next_due() == MERGE_WAIT_S
     assert folder.push(1, ["x"], 0.02) == [ShownLine((0, 1, 2), "x")]
     assert folder.next_due() == math.inf
 
 
 def test_a_line_of_some_ranks_is_shown_once_when_its_time_is_over() -> None:
-    folder = LineMerger(8, HOLD_S)
+    folder = LineMerger(8, MERGE_WAIT_S)
     for rank in range(1, 8):
         assert folder.push(rank, ["warning"], 0.001 * rank) == []
     assert folder.pop_due(0.05) == []
@@ -39,21 +39,21 @@ def test_a_line_of_some_ranks_is_shown_once_when_its_time_is_over() -> None:
 
 
 def test_no_line_waits_when_each_rank_has_printed_another() -> None:
-    folder = LineMerger(2, HOLD_S)
+    folder = LineMerger(2, MERGE_WAIT_S)
     assert folder.push(1, ["I am 1"], 0.0) == []
     assert folder.push(0, ["I am 0"], 0.001) == [ShownLine((0,), "I am 0")]
-    assert folder.pop_due(HOLD_S) == [ShownLine((1,), "I am 1")]
+    assert folder.pop_due(MERGE_WAIT_S) == [ShownLine((1,), "I am 1")]
 
 
 def test_a_line_before_a_common_one_does_not_part_it() -> None:
-    folder = LineMerger(2, HOLD_S)
+    folder = LineMerger(2, MERGE_WAIT_S)
     assert folder.push(1, ["start"], 0.0) == []
     assert folder.push(0, ["config"], 0.001) == [ShownLine((0,), "config")]
     assert folder.push(0, ["start"], 0.002) == [ShownLine((0, 1), "start")]
 
 
 def test_a_common_line_behind_others_is_waited_for() -> None:
-    folder = LineMerger(2, HOLD_S)
+    folder = LineMerger(2, MERGE_WAIT_S)
     assert folder.push(0, ["I am 0", "start"], 0.0) == []
     assert folder.push(1, ["I am 1", "start"], 0.0) == [
         ShownLine((0,), "I am 0"),
@@ -63,9 +63,9 @@ def test_a_common_line_behind_others_is_waited_for() -> None:
 
 
 def test_a_rank_that_prints_alone_waits_no_longer_than_its_time() -> None:
-    folder = LineMerger(2, HOLD_S)
+    folder = LineMerger(2, MERGE_WAIT_S)
     assert folder.push(0, ["loss 0.5", "loss 0.4"], 2.0) == []
-    assert folder.pop_due(2.0 + HOLD_S) == [
+    assert folder.pop_due(2.0 + MERGE_WAIT_S) == [
         ShownLine((0,), "loss 0.5"),
         ShownLine((0,), "loss 0.4"),
     ]
@@ -73,7 +73,7 @@ def test_a_rank_that_prints_alone_waits_no_longer_than_its_time() -> None:
 
 
 def test_each_line_waits_its_own_time_in_its_order() -> None:
-    folder = LineMerger(2, HOLD_S)
+    folder = LineMerger(2, MERGE_WAIT_S)
     for step in range(6):
         shown = folder.push(0, [f"{step}"], 0.01 * step)
     assert [line.text for line in shown] == ["0"]
@@ -81,7 +81,7 @@ def test_each_line_waits_its_own_time_in_its_order() -> None:
 
 
 def test_lines_that_folded_once_fold_again_after_one_that_was_alone() -> None:
-    folder = LineMerger(2, HOLD_S)
+    folder = LineMerger(2, MERGE_WAIT_S)
     for epoch in ("epoch 1", "epoch 2"):
         assert folder.push(0, [epoch], 0.0) == []
         assert folder.push(1, [epoch], 0.01) == [ShownLine((0, 1), epoch)]
@@ -104,7 +104,7 @@ def test_8192_ranks_fold() -> None:
 def test_nothing_is_lost_doubled_or_reordered_and_nothing_waits_too_long(
     pushes: list[tuple[int, list[str], float]],
 ) -> None:
-    folder = LineMerger(4, HOLD_S)
+    folder = LineMerger(4, MERGE_WAIT_S)
     printed: defaultdict[int, list[str]] = defaultdict(list)
     shown: list[ShownLine] = []
     now = 0.0
@@ -113,7 +113,7 @@ def test_nothing_is_lost_doubled_or_reordered_and_nothing_waits_too_long(
         printed[rank] += lines
         shown += folder.push(rank, lines, now)
         deadline = folder.next_due()
-        assert deadline == math.inf or now < deadline <= now + HOLD_S
+        assert deadline == math.inf or now < deadline <= now + MERGE_WAIT_S
     shown += folder.pop_all()
     assert folder.next_due() == math.inf
     assert lines_by_rank(shown) == {rank: lines for rank, lines in printed.items() if lines}
@@ -124,7 +124,7 @@ def test_nothing_is_lost_doubled_or_reordered_and_nothing_waits_too_long(
 def test_equal_output_folds_whatever_the_interleaving(
     data: st.DataObject, lines: list[str], world_size: int
 ) -> None:
-    folder = LineMerger(world_size, HOLD_S)
+    folder = LineMerger(world_size, MERGE_WAIT_S)
     order = data.draw(st.permutations([rank for rank in range(world_size) for _ in lines]))
     left = {rank: list(lines) for rank in range(world_size)}
     shown = [line for rank in order for line in folder.push(rank, [left[rank].pop(0)], 0.0)]

@@ -5,7 +5,7 @@ import sys
 import threading
 import time
 
-from taas_magic.host.agent_worker import EXPIRED, HostLease
+from taas_magic.host.agent_worker import EXPIRED_EXIT_CODE, HostLease
 from taas_magic.leases import BEATS_PER_LEASE
 from tests.eventually import HUNG_S
 
@@ -74,5 +74,5 @@ asyncio.run(hang())
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=HUNG_S, check=False
     )
-    assert done.returncode == EXPIRED
+    assert done.returncode == EXPIRED_EXIT_CODE
     assert "no message from the pool for 0.5 s: this host ends" in done.stderr

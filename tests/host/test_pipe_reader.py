@@ -134,7 +134,7 @@ def test_pipes_that_their_rank_has_not_opened_yet_stay_open_for_the_next_run(
     for run in runs:
         (run.path / "logs").mkdir(parents=True)
     reader = PipeReader(tmp_path, runs[0], [0], lambda event: None, lambda rank, message: None)
-    reader.follow(runs[1], lambda event: None, lambda rank, message: None)
+    reader.redirect_to(runs[1], lambda event: None, lambda rank, message: None)
     for pipe in (link.rank_file(tmp_path, 0, "log"), link.rank_file(tmp_path, 0, "messages")):
         # Fails if the reader has closed its end, where a rank would wait forever.
         os.close(os.open(pipe, os.O_WRONLY | os.O_NONBLOCK))
@@ -155,7 +155,7 @@ def test_a_pipe_that_ends_while_the_next_run_begins_leaves_no_open_log(
         change(*given)
 
     monkeypatch.setattr(reader, "_change_sink", end_and_change)
-    reader.follow(runs[1], lambda event: None, lambda rank, message: None)
+    reader.redirect_to(runs[1], lambda event: None, lambda rank, message: None)
     logs = [str(run.log(0)) for run in runs]
     assert not [it.path for it in psutil.Process().open_files() if it.path in logs]
     reader.close()

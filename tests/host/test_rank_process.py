@@ -5,7 +5,7 @@ import os
 import pytest
 
 from taas_magic.errors import RankFailed
-from taas_magic.host.agent_worker import REST_IDLE_S
+from taas_magic.host.agent_worker import DEFERRED_IDLE_S
 from tests.cellfiles import cells_of
 from tests.eventually import eventually
 from tests.harness import Notebook
@@ -275,7 +275,7 @@ print("torch._dynamo" in sys.modules, signal.getsignal(signal.SIGUSR1) is signal
     def has_rest() -> bool:
         return notebook.run(source, gpus=1).lines == {0: ["True True"]}
 
-    eventually(has_rest, every_s=2 * REST_IDLE_S)  # a host imports torch._dynamo while it is idle
+    eventually(has_rest, every_s=2 * DEFERRED_IDLE_S)  # only an idle host imports torch._dynamo
 
 
 def test_what_draws_a_traceback_is_there_before_a_rank_fails(notebook: Notebook) -> None:

@@ -73,12 +73,12 @@ def test_ranks_that_end_wait_for_one_another(meeting: Rendezvous) -> None:
     """Each rank waits until the last one ends, or until its time limit."""
     environ = {"MASTER_ADDR": ADDRESS, "MASTER_PORT": str(meeting.port), "WORLD_SIZE": "2"}
     with ThreadPoolExecutor() as ranks:
-        first = ranks.submit(rendezvous.await_all, environ, HUNG_S)
+        first = ranks.submit(rendezvous.await_all_ending, environ, HUNG_S)
         store_at(meeting.port).wait(["taas/ending"], timedelta(seconds=HUNG_S))
         assert not first.done()
-        rendezvous.await_all(environ, HUNG_S)
+        rendezvous.await_all_ending(environ, HUNG_S)
         first.result(HUNG_S)
-    rendezvous.await_all({**environ, "WORLD_SIZE": "9"}, 0.1)
+    rendezvous.await_all_ending({**environ, "WORLD_SIZE": "9"}, 0.1)
 
 
 @pytest.mark.process
@@ -99,7 +99,7 @@ def is_answered(port: int) -> bool:
 
 def test_a_first_host_that_cannot_be_reached_is_named() -> None:
     with pytest.raises(PoolError, match=r"127\.0\.0\.1, port 1 .*`interface`"):
-        rendezvous.reach(ADDRESS, 1)
+        rendezvous.check_reachable(ADDRESS, 1)
 
 
 def test_a_host_receives_only_what_it_needs() -> None:

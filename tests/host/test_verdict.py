@@ -5,7 +5,14 @@ import pytest
 from taas_magic.host.watch import LEFT_GRACE_S
 from taas_magic.messages import Failure
 from taas_magic.pool.hosts import PoolHost
-from taas_magic.pool.runs import LATE_S, SETTLE_S, AttemptOutcome, HostPart, HostReport, decide
+from taas_magic.pool.runs import (
+    FURTHER_REPORTS_S,
+    LATE_REPORT_S,
+    AttemptOutcome,
+    HostPart,
+    HostReport,
+    decide,
+)
 
 
 def failure(rank: int, consequence: bool = False) -> Failure:
@@ -35,8 +42,8 @@ def test_success_takes_all_hosts() -> None:
 
 def test_a_failure_of_its_own_waits_a_moment_for_others() -> None:
     hosts = [bad(5.0, failure(0)), running(5.0)]
-    assert decide(hosts, now=5.0 + SETTLE_S / 2) is None
-    assert decide(hosts, now=5.0 + SETTLE_S) == AttemptOutcome(
+    assert decide(hosts, now=5.0 + FURTHER_REPORTS_S / 2) is None
+    assert decide(hosts, now=5.0 + FURTHER_REPORTS_S) == AttemptOutcome(
         "FAILED", (failure(0),), may_retry=True
     )
 
@@ -47,14 +54,14 @@ def test_all_reports_are_enough() -> None:
 
 def test_a_consequence_waits_until_all_others_were_heard() -> None:
     follows = bad(5.0, failure(0, consequence=True))
-    assert decide([follows, running(5.0 + LATE_S - 0.1)], now=100.0) is None
-    outcome = decide([follows, running(5.0 + LATE_S)], now=7.0)
+    assert decide([follows, running(5.0 + LATE_REPORT_S - 0.1)], now=100.0) is None
+    outcome = decide([follows, running(5.0 + LATE_REPORT_S)], now=7.0)
     assert outcome == AttemptOutcome("FAILED", (failure(0, consequence=True),), may_retry=True)
 
 
 def test_the_cause_comes_before_what_followed_from_it_and_was_reported_first() -> None:
     hosts = [bad(5.0, failure(0, consequence=True)), bad(6.0, failure(3)), running(5.0)]
-    outcome = decide(hosts, now=6.0 + SETTLE_S)
+    outcome = decide(hosts, now=6.0 + FURTHER_REPORTS_S)
     assert outcome is not None
     assert [seen.rank for seen in outcome.failures] == [3, 0]
 

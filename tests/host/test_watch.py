@@ -8,9 +8,9 @@ import pytest
 
 from taas_magic.host import watch
 from taas_magic.host.watch import (
+    FURTHER_FAILURES_S,
     INTERRUPT_GRACE_S,
     LEFT_GRACE_S,
-    SETTLE_S,
     Deadline,
     RankState,
     Verdict,
@@ -44,8 +44,8 @@ def test_success_takes_all_ranks() -> None:
 
 def test_a_failure_waits_for_others_to_settle() -> None:
     failed = ranks(failed_at=5.0)
-    assert decide(failed, now=5.0 + SETTLE_S / 2) is None
-    assert decide(failed, now=5.0 + SETTLE_S) == Verdict("FAILED", "rank")
+    assert decide(failed, now=5.0 + FURTHER_FAILURES_S / 2) is None
+    assert decide(failed, now=5.0 + FURTHER_FAILURES_S) == Verdict("FAILED", "rank")
 
 
 def test_a_failure_need_not_wait_when_all_are_gone() -> None:
@@ -202,12 +202,12 @@ def test_a_kill_in_the_cgroup_counts_where_the_log_cannot_be_read(
     (events := tmp_path / "memory.events").write_text("oom 3\noom_kill 3\n")
     before = {str(events): 2}
     monkeypatch.setattr(watch, "_logged_kill", lambda pid, started_at: None)
-    assert watch.out_of_memory(7, 0.0, before) == (
+    assert watch.out_of_memory_text(7, 0.0, before) == (
         f"probably killed by the memory limit of its cgroup ({tmp_path})"
     )
-    assert watch.out_of_memory(7, 0.0, {str(events): 3}) == ""
+    assert watch.out_of_memory_text(7, 0.0, {str(events): 3}) == ""
     monkeypatch.setattr(watch, "_logged_kill", lambda pid, started_at: "")
-    assert watch.out_of_memory(7, 0.0, before) == ""
+    assert watch.out_of_memory_text(7, 0.0, before) == ""
 
 
 def test_a_note_of_a_rank_is_no_progress() -> None:

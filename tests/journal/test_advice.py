@@ -7,9 +7,11 @@ import pytest
 from taas_magic.journal.analysis import LoaderUse, RunCounts, advice_for_loader, advice_for_run
 from tests.events import event
 
-STORAGE = LoaderUse("train", 0.62, ranks=2, fetchers=1, workers=2, working=2, cpu=0.05, cores=0.02)
-CPU = replace(STORAGE, cpu=0.95, cores=0.25)
-IDLE = replace(STORAGE, busy=0.3, mb_per_s=110)
+STORAGE = LoaderUse(
+    "train", 0.62, ranks=2, fetchers=1, workers=2, working=2, cpu_fraction=0.05, cores_fraction=0.02
+)
+CPU = replace(STORAGE, cpu_fraction=0.95, cores_fraction=0.25)
+IDLE = replace(STORAGE, busy_fraction=0.3, mb_per_s=110)
 ALONE = LoaderUse("train", 0.62, ranks=2, fetchers=0, workers=0)
 
 CASES = {
@@ -25,17 +27,26 @@ CASES = {
         "--cpus 8 instead of 1 would make it about 8.0x as fast",
     ),
     "storage, workers idle now and then": (
-        replace(STORAGE, busy=0.8, waited=0.5),
+        replace(STORAGE, busy_fraction=0.8, waited=0.5),
         "--cpus 2 instead of 1 would make it about 2.0x as fast",
     ),
     "cpu, others' host": (CPU, "CPU time; --cpus 3 instead of 1 would make it about 2.6x as fast"),
-    "cpu, half its cores": (replace(CPU, cores=0.5), "--cpus 2 instead of 1 would make it about 2"),
-    "cpu, no core left": (replace(CPU, cores=0.95), "(--data-pool) would make it up to 2.6x"),
+    "cpu, half its cores": (
+        replace(CPU, cores_fraction=0.5),
+        "--cpus 2 instead of 1 would make it about 2",
+    ),
+    "cpu, no core left": (
+        replace(CPU, cores_fraction=0.95),
+        "(--data-pool) would make it up to 2.6x",
+    ),
     "cpu, hosts of their own": (
-        replace(CPU, cores=0.95, own_hosts=True),
+        replace(CPU, cores_fraction=0.95, own_hosts=True),
         "CPU time; --cpus 3 instead of 1 would make it about 2.6x as fast",
     ),
-    "storage, but no core left": (replace(STORAGE, cores=0.95), "preparing it takes CPU time"),
+    "storage, but no core left": (
+        replace(STORAGE, cores_fraction=0.95),
+        "preparing it takes CPU time",
+    ),
     "storage, cores for one more": (
         replace(STORAGE, max_fetchers=2),
         "its storage is slow; --cpus 3 instead of 1 would make it about 2.6x as",
@@ -65,22 +76,28 @@ CASES = {
         replace(IDLE, crosses=False),
         "no network limits it; a larger buffer lets them work",
     ),
-    "receiving": (replace(IDLE, receiving=0.9), "the ranks cannot receive more than 110 MB/s"),
+    "receiving": (
+        replace(IDLE, receive_cpu_fraction=0.9),
+        "the ranks cannot receive more than 110 MB/s",
+    ),
     "first batch": (
-        replace(STORAGE, waited=0.3, first=0.28),
+        replace(STORAGE, waited=0.3, waited_first=0.28),
         "most of it for the first batch; --prefill 2 would start",
     ),
     "first batch, not the network": (
-        replace(IDLE, first=0.4),
+        replace(IDLE, waited_first=0.4),
         "most of it for the first batch; --prefill 2 would start",
     ),
-    "first batch, no fetchers": (replace(ALONE, first=0.6), "--cpus 1 would prepare it while"),
+    "first batch, no fetchers": (
+        replace(ALONE, waited_first=0.6),
+        "--cpus 1 would prepare it while",
+    ),
     "in the ranks": (
         ALONE,
         "the run has no fetchers; --cpus 4 would make it about 2.6x as fast",
     ),
     "in the ranks, on their cores": (
-        replace(ALONE, receiving=0.9),
+        replace(ALONE, receive_cpu_fraction=0.9),
         "--cpus 4, with cores of their own, would make it about 2.6x",
     ),
     "in the ranks, on a host of two cores": (

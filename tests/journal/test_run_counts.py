@@ -26,7 +26,7 @@ def run_counts_of(*events: Event) -> RunCounts:
 def test_ranks_are_added_up() -> None:
     train = run_counts_of(data(0), data(1, batches=30, waited_s=3.0)).loaders["train"]
     assert (train.rank_total("batches"), train.rank_total("bytes")) == (40, 2e6)
-    assert train.shares == {0: 0.25, 1: 0.75}
+    assert train.waited_fractions == {0: 0.25, 1: 0.75}
     assert train.sums(0.0).waited_fraction == 0.5
     assert train.mean.rate(train.mean.batches) == 10.0
 

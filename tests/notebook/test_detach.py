@@ -84,7 +84,7 @@ def check_killed_kernels(
                 reply = killed.finish(cell, start_s)
                 assert reply["status"] == "ok", reply
                 assert head(killed, cell).startswith("DETACHED counts")
-                run = next(runs.newest())
+                run = next(runs.newest_first())
                 assert run.state == "RUNNING"
                 time.sleep(random.uniform(0.0, 1.0))
                 kill(killed)
@@ -217,7 +217,7 @@ def test_fetchers_of_a_detached_run_go_on_in_whatever_pool(
     with kernel(project, TAAS_WARM="0") as killed:
         killed.run(LOADER)
         killed.run(FED.format(pool=pool))
-        run = next(runs.newest())
+        run = next(runs.newest_first())
         assert run.state == "RUNNING"
         eventually(lambda: run.head.run_counts.fetchers)
         [fetcher] = run.head.run_counts.fetchers.values()
@@ -238,7 +238,7 @@ def test_without_detach_a_run_ends_with_its_kernel(frontend: Frontend, tmp_path:
     with kernel(tmp_path / "killed", TAAS_WARM="0") as killed:
         cell = killed.send(WAITS.format(go=str(tmp_path / "never")))
         killed.wait(lambda: len(re.findall("before", killed.text(cell))) == 2)
-        run = Run(next(runs.newest()).path)
+        run = Run(next(runs.newest_first()).path)
         kill(killed)
         eventually(lambda: not run.is_active)
     assert run.state == "INTERRUPTED"

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from taas_magic.config import Config, PoolConfig
 from taas_magic.errors import UsageError
-from taas_magic.notebook.flags import FLAGS, HELP, count, parse, parse_ranks
+from taas_magic.notebook.flags import FLAGS, HELP, parse, parse_count, parse_ranks
 from taas_magic.plan import Flags, Prefill
 
 NO_FILE = Config()
@@ -193,14 +193,14 @@ def test_with_a_taas_toml_a_pool_must_be_in_it() -> None:
 
 @given(st.integers(1, 10**15))
 def test_any_spelling_of_a_count_is_exact(number: int) -> None:
-    assert count(str(number)) == count(f"{number:_}") == number
+    assert parse_count(str(number)) == parse_count(f"{number:_}") == number
 
 
 @pytest.mark.parametrize(
     ("text", "number"), [("20M", 20_000_000), ("1.5G", 1_500_000_000), ("1k", 1000), ("0.5K", 500)]
 )
 def test_counts_with_units(text: str, number: int) -> None:
-    assert count(text) == number
+    assert parse_count(text) == number
 
 
 @given(st.sets(st.integers(0, 50), min_size=1))

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from taas_magic.shared_files import is_unlocked, lock, locked, replace_atomically, take_lock
+from taas_magic.shared_files import is_unlocked, lock, locked, open_and_lock, replace_atomically
 
 HOLDER = """
 import sys
 from pathlib import Path
-from taas_magic.shared_files import take_lock
+from taas_magic.shared_files import open_and_lock
 
-assert take_lock(Path(sys.argv[1])) is not None
+assert open_and_lock(Path(sys.argv[1])) is not None
 print("has it", flush=True)
 sys.stdin.read()
 """
@@ -25,7 +25,7 @@ def test_a_lock_is_held_until_its_holder_ends_however_it_does(tmp_path: Path) ->
     command = [sys.executable, "-c", HOLDER, str(path)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
         assert holder.stdout is not None and holder.stdout.readline() == b"has it\n"
-        assert take_lock(path) is None and not is_unlocked(path)
+        assert open_and_lock(path) is None and not is_unlocked(path)
         with locked(path, wait=False) as is_ours:
             assert not is_ours
         holder.kill()

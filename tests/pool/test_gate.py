@@ -40,8 +40,8 @@ from taas_magic.messages import (
     RegisterKernel,
     Request,
     SetFetcherAddress,
-    TakeFetchers,
-    TakeSession,
+    TakeOverFetchers,
+    TakeOverSession,
     WaitForHosts,
     from_bytes,
     leaf_subclasses,
@@ -200,8 +200,8 @@ def test_who_may_ask_what_and_who_answers(
         GetStatus,
         GetStacks,
     }
-    by_kernels |= {GetHostFacts, EndPool, RegisterKernel, Detach, TakeFetchers, AnswerInput}
-    by_kernels |= {TakeSession, AllowRestarts}
+    by_kernels |= {GetHostFacts, EndPool, RegisterKernel, Detach, TakeOverFetchers, AnswerInput}
+    by_kernels |= {TakeOverSession, AllowRestarts}
     of_hosts: Kinds = {
         DescribeHost,
         GetHostFacts,

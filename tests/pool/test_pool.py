@@ -27,7 +27,7 @@ from taas_magic.pool.address import PoolAddress
 from taas_magic.pool.client import Pool, PoolConnection, disconnect
 from taas_magic.pool.process import PoolFolder
 from taas_magic.setup.facts import KernelVersions
-from taas_magic.shared_files import take_lock
+from taas_magic.shared_files import open_and_lock
 from tests.events import line_of
 from tests.eventually import HUNG_S
 from tests.frontend import Frontend
@@ -166,7 +166,7 @@ def test_a_pool_of_another_version_is_one_of_the_same_name(
     lab, cpu = (PoolFolder(PoolConfig(name), tmp_path) for name in ("lab", "lab-cpu"))
     place = PoolAddress("tls://a:1", {}, str(tmp_path), KernelVersions("3.9.1", "1.13.1", ""))
     (cpu.path / "pool.json").write_bytes(to_json(place))
-    lock = take_lock(cpu.path / "lock")
+    lock = open_and_lock(cpu.path / "lock")
     assert lock is not None
     assert cpu.find_other_versions() == ["Python 3.9.1, torch 1.13.1"]
     assert lab.find_other_versions() == []
@@ -224,7 +224,7 @@ def test_a_pool_that_is_just_ending_is_followed_by_a_new_one_for_all_that_wait(
     """The warm-up of a pool and three cells wait for the same new process."""
     monkeypatch.setattr(pool_process, "LINGER_S", 0.2)
     pool = Pool(PoolConfig("local"), tmp_path)
-    lock = take_lock(pool.folder.path / "lock")
+    lock = open_and_lock(pool.folder.path / "lock")
     assert lock is not None
     threading.Timer(0.5, os.close, [lock]).start()
     pool.connect()

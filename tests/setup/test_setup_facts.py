@@ -73,7 +73,9 @@ def test_modules_in_the_home_folder_are_no_packages(shell: SubShell) -> None:
 def test_the_kernels_own_digest_is_that_of_a_host_with_the_same_files(shell: SubShell) -> None:
     shell.environ["PYTHONPATH"] = str(ROOT)
     facts = ask_host(shell, sys.executable)
-    assert facts.ours == this_kernel().ours != "" and facts.python_path == (str(ROOT),)
+    assert facts.taas_digest == this_kernel().taas_digest != "" and facts.python_path == (
+        str(ROOT),
+    )
 
 
 def test_a_cache_that_cannot_be_written_is_said(shell: SubShell, tmp_path: Path) -> None:
@@ -111,5 +113,5 @@ def test_the_hosts_own_shell_expands_its_home(shell: SubShell) -> None:
 
 def test_facts_of_a_newer_probe_are_read() -> None:
     said = b'{"python": "3.11.1", "no_such": 1, "gpu_names": ["a", "b"]}'
-    facts = from_json(said, HostFacts).of("h", 0.0)
+    facts = from_json(said, HostFacts).with_host("h", 0.0)
     assert facts.gpu_names == ("a", "b") and major_minor(facts.python) == "3.11"

@@ -54,7 +54,7 @@ def test_hosts_are_asked_at_the_same_time(pools: list[PoolConfig], tmp_path: Pat
     assert rows[0].facts is not None and rows[0].facts.sees_store
     if len(pools) > 1:
         (local,) = check(pools[:1], shells, here, packages_needed())
-        assert local.is_fit and local.facts and local.facts.ours == here.ours
+        assert local.is_fit and local.facts and local.facts.taas_digest == here.taas_digest
 
 
 def test_whoever_gives_up_leaves_nobody_asking(tmp_path: Path) -> None:

@@ -95,7 +95,7 @@ def test_a_bare_python_gets_all_that_the_host_side_imports(bare: Path, tmp_path:
 def test_an_environment_that_has_it_all_is_used_as_it_is(tmp_path: Path) -> None:
     shell = SubShell(tmp_path / "home", environ={"PYTHONPATH": str(Path(__file__).parents[2])})
     assert prepare(shell, pool_of(Path(sys.executable))) == () and shell.puts == []
-    assert ask_host(shell, sys.executable).ours == this_kernel().ours
+    assert ask_host(shell, sys.executable).taas_digest == this_kernel().taas_digest
 
 
 def test_the_hosts_own_pip_comes_first(with_pip: Path, tmp_path: Path) -> None:
