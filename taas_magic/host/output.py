@@ -54,6 +54,8 @@ MAX_BARS = 32
 _CUT_CURSOR_UP = (b"\x1b", b"\x1b[")
 # The end of a row that tqdm draws, `[00:01<00:02, 9.8it/s]`, if the bar is not at 100%.
 _BAR = re.compile(rb"^(?!.*100%\|).*\[(?:\d+:)?\d\d:\d\d[<,][^\]]*\]\s*$", re.DOTALL)
+# The end of a row that tqdm drew, also of a bar at 100%.
+_BAR_END = re.compile(rb"\[(?:\d+:)?\d\d:\d\d[<,][^\]]*\]\s*$")
 # A row that tqdm drew, and text that another print added to it. The row of a bar ends without a
 # newline. One pair of brackets may be nested, as in `lr=[0.1]`.
 _TEXT_AFTER_BAR = re.compile(
@@ -125,6 +127,11 @@ class _Row:
     def is_bar(self) -> bool:
         """Whether the row is an unfinished progress bar."""
         return self._may_have_bar and _BAR.search(self.head) is not None
+
+    @property
+    def ends_in_bar(self) -> bool:
+        """Whether the row is a progress bar, finished or not, without text behind the bar."""
+        return self._may_have_bar and _BAR_END.search(self.head) is not None
 
     @property
     def _may_have_bar(self) -> bool:
@@ -203,6 +210,14 @@ class LineAssembler:
         lines = [row.text(self._limit_bytes) for row in self._rows if row.head.strip()]
         self._rows, self._at, self._partial = [_Row()], 0, b""
         return lines
+
+    def end_line(self) -> list[str]:
+        """Return the unfinished line as a line, and begin a new row; keep progress bars.
+
+        Call this before a display: text before a display and text after it are separate lines.
+        """
+        is_bar = len(self._rows) > 1 or self._rows[0].ends_in_bar
+        return [] if is_bar else self.flush()
 
     def _whole_lines(self, body: bytes) -> list[str]:
         """Add whole lines, and return the lines that later output cannot change any more.
@@ -806,8 +821,9 @@ class PipeReader:
         Output goes to the rank's log file and to the rank's pending lines. Each message is passed
         to `on_message`. Before a message with a traceback is passed on, the traceback is appended
         to the log file. Before a request for input is passed on, the rank's pending output is sent.
-        Before a display or the order to clear the cell is passed on, the rank's whole lines are
-        sent. An unfinished line is not sent then, because it may be a progress bar.
+        Before a new display or the order to clear the cell is passed on, the rank's lines are sent,
+        also an unfinished line, but no progress bars. Before the update of a display, only whole
+        lines are sent.
 
         Returns:
             The data. None if the pipe is empty, and a process has the pipe open for writing. b"" if
@@ -830,7 +846,7 @@ class PipeReader:
                 elif isinstance(message, InputRequested):
                     self._send_output(stream.rank)
                 elif isinstance(message, Display | ClearOutput):
-                    self._flush_stream(self._logs[stream.rank])
+                    self._send_lines(stream.rank, ends_line=not getattr(message, "update", False))
                 self._sink.on_message(stream.rank, message)
         return data
 
@@ -862,6 +878,18 @@ class PipeReader:
         stream = self._logs[rank]
         self._read_all([stream])
         stream.pending += stream.assembler.flush()
+        self._flush_stream(stream)
+
+    def _send_lines(self, rank: int, ends_line: bool) -> None:
+        """Send the lines of a rank before a display is passed on.
+
+        Args:
+            ends_line: Whether to send an unfinished line, too, as a whole line. Progress bars are
+                not sent.
+        """
+        stream = self._logs[rank]
+        if ends_line:
+            stream.pending += stream.budget.admit(stream.assembler.end_line())
         self._flush_stream(stream)
 
     def _close_stream(self, stream: _LogStream | _MessageStream) -> None:

@@ -145,13 +145,14 @@ def test_displays_of_other_ranks_are_said_and_shown_on_request(
     assert not notebook.run("1 + 1").of_kind("note")  # another rank's last value is no display
 
 
-def test_lines_displays_and_clearings_keep_their_order(notebook: Notebook) -> None:
-    source = """
+@pytest.mark.parametrize("end", ["\\n", ""])
+def test_lines_displays_and_clearings_keep_their_order(notebook: Notebook, end: str) -> None:
+    source = f"""
 from IPython.display import clear_output, display
 for number in range(8):
-    print("before", number)
+    print("before", number, end="{end}")
     display(number)
-    print("after", number)
+    print("after", number, end="{end}")
     clear_output()
 """
     outcome = notebook.run(source, gpus=1)
@@ -165,6 +166,24 @@ for number in range(8):
             seen.append("cleared")
     one = ("before {0}", "{0}", "after {0}", "cleared")
     assert seen == [step.format(number) for number in range(8) for step in one]
+
+
+def test_a_display_leaves_a_progress_bar_in_the_header(notebook: Notebook) -> None:
+    source = """
+from IPython.display import display
+from tqdm import tqdm
+handle = display("first", display_id="one")
+print("dots: ", end="")
+for number in range(3):
+    print(".", end="")
+    handle.update(number)  # shown in place, so the line goes on
+print()
+for number in tqdm(range(3)):
+    display(number)
+"""
+    lines = notebook.run(source, gpus=1).lines[0]
+    assert lines[0] == "dots: ..." and len(lines) == 2
+    assert lines[1].startswith("100%")
 
 
 def test_out_brings_variables_back(notebook: Notebook) -> None:
