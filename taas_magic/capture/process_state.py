@@ -42,6 +42,15 @@ _NUMPY_PRINTS = {
     "legacy": False,
 }
 _NUMPY_ERRORS = {"divide": "warn", "over": "warn", "under": "ignore", "invalid": "warn"}
+_INTERACTIVITY = "last_expr"
+_TRACEBACK_MODE = "Context"
+_FIGURES = {
+    "figure_formats": {"png"},
+    "print_figure_kwargs": {"bbox_inches": "tight"},
+    "close_figures": True,
+}
+"""Defaults of IPython's settings for matplotlib's figures, `%config InlineBackend`."""
+
 _RC_OF_THE_PROCESS = {"backend", "backend_fallback", "interactive"}
 """rcParams of matplotlib that are not copied, because each process must choose its own value."""
 
@@ -361,6 +370,69 @@ def _apply_matplotlib(pickled: bytes) -> None:
     own.update({name: value for name, value in pickle.loads(pickled).items() if name in own})
 
 
+def _collect_ipython() -> dict[str, Any]:
+    """Return the settings of IPython for expressions, tracebacks and figures, by name.
+
+    - "interactivity": the shell's `ast_node_interactivity`.
+    - "traceback": the mode of `%xmode`.
+    - "figures": the settings of `%config InlineBackend`.
+    - "inline": True if IPython displays figures. The notebook's first use of `matplotlib.pyplot`
+      turns this on.
+
+    Settings with their default are left out.
+    """
+    shell, found = _shell(), dict[str, Any]()
+    if shell is None:
+        return found
+    if shell.ast_node_interactivity != _INTERACTIVITY:
+        found["interactivity"] = shell.ast_node_interactivity
+    if (mode := shell.InteractiveTB.mode) != _TRACEBACK_MODE:
+        found["traceback"] = mode
+    if (backend := _inline_backend()) is not None:
+        found["inline"] = True
+        own = {name: getattr(backend, name) for name in _FIGURES}
+        changed = {name: value for name, value in own.items() if value != _FIGURES[name]}
+        if all(map(_is_plain, own["print_figure_kwargs"].values())) and changed:
+            found["figures"] = changed
+    return found
+
+
+def _is_plain(value: object) -> bool:
+    return isinstance(value, str | int | float | None)
+
+
+def _apply_ipython(found: Mapping[str, Any]) -> None:
+    """Make this rank display expressions, tracebacks and figures as the notebook does.
+
+    If the cell uses a figure of the notebook, but not `matplotlib.pyplot`, this function makes
+    IPython display figures. Does nothing in a process without a shell, such as a fetcher.
+    """
+    if (shell := _shell()) is None:
+        return
+    shell.ast_node_interactivity = found.get("interactivity", shell.ast_node_interactivity)
+    shell.InteractiveTB.set_mode(found.get("traceback", shell.InteractiveTB.mode))
+    if figures := found.get("figures"):
+        config = importlib.import_module("traitlets.config").Config(InlineBackend=figures)
+        shell.config.merge(config)  # IPython reads it when `matplotlib.pyplot` draws first
+        if (backend := _inline_backend()) is not None:
+            backend.update_config(config)
+    if found.get("inline") and "matplotlib.figure" in sys.modules:
+        importlib.import_module("matplotlib_inline.backend_inline")
+
+
+def _shell() -> Any:
+    """Return this process's IPython shell; None without a shell."""
+    module = sys.modules.get("IPython.core.getipython")
+    return module.get_ipython() if module is not None else None
+
+
+def _inline_backend() -> Any:
+    """Return IPython's settings for figures; None if IPython does not display figures yet."""
+    module = sys.modules.get("matplotlib_inline.config")
+    is_used = module is not None and module.InlineBackend.initialized()
+    return module.InlineBackend.instance() if module is not None and is_used else None
+
+
 def _module_if_imported(name: str) -> Any:
     """Return a module if this process has imported it, else None.
 
@@ -387,6 +459,7 @@ _SETTING_KINDS = {
     ),
     "numpy": _SettingKind(_collect_numpy, _apply_numpy),
     "matplotlib": _SettingKind(_collect_matplotlib, _apply_matplotlib),
+    "ipython": _SettingKind(_collect_ipython, _apply_ipython),
     "torch": _SettingKind(_collect_torch, _apply_torch),
     "warnings": _SettingKind(_collect_filters, _apply_filters),
     "logging": _SettingKind(_collect_loggers, _apply_loggers),
