@@ -16,7 +16,7 @@ from inspect import CO_OPTIMIZED
 from types import CodeType, FunctionType
 from typing import Any
 
-from taas_magic.capture.syntax import parse
+from taas_magic.capture.syntax import parse, without_warnings
 from taas_magic.errors import listed
 
 _READS = {
@@ -171,6 +171,7 @@ _SWALLOWING = {"suppress"}
 _Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
 
+@without_warnings()
 def used_names(source: str, filename: str = "<cell>") -> "UsedNames":
     """Find the notebook names that a cell may read.
 
@@ -417,6 +418,7 @@ def _may_swallow(context: ast.expr) -> bool:
     return name in _SWALLOWING
 
 
+@without_warnings()
 def assigned_names(source: str) -> set[str]:
     """Return the variable names that a cell, or a function that the cell defines, may set."""
     code = compile(source, "<cell>", "exec", _FLAGS, dont_inherit=True)
@@ -431,6 +433,7 @@ _SETS_ANY_NAME |= {"run_cell_magic", "run_line_magic"}
 _MAX_LISTED = 12
 
 
+@without_warnings()
 def unknown_result_message(
     names: Sequence[str], source: str, captured: Collection[str], namespace: Mapping[str, Any]
 ) -> str | None:

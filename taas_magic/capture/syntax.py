@@ -2,7 +2,9 @@
 
 import ast
 import threading
-from contextlib import suppress
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 
 _lock = threading.Lock()
 _TRIES = 5
@@ -25,3 +27,15 @@ def parse(source: str, filename: str = "<unknown>") -> ast.Module:
             with suppress(SystemError):
                 return ast.parse(source, filename)
         return ast.parse(source, filename)
+
+
+@contextmanager
+def without_warnings() -> Iterator[None]:
+    """Show no warnings in the `with` block, such as the SyntaxWarnings of `compile`.
+
+    The rank compiles the cell again, and shows its warnings. Keep the block short, because the
+    warnings of all threads are hidden meanwhile.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield

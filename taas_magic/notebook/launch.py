@@ -2,6 +2,7 @@
 
 import linecache
 import os
+import re
 import sys
 import time
 import traceback
@@ -301,8 +302,12 @@ def _notes_to_show(notes: Sequence[str], differences: Sequence[str]) -> tuple[st
 def _cell_syntax_error(error: SyntaxError, cell: CellWork) -> CellSyntaxError:
     """Convert a SyntaxError of the compiled code to a CellSyntaxError of the notebook's cell.
 
-    Count the line number from the top of the cell, which includes its `%%taas` line or comments.
+    Count line numbers from the top of the cell, which includes its `%%taas` line or comments.
     """
+    # such as "expected an indented block after 'if' statement on line 1"
+    error.msg = re.sub(
+        r"(?<= on line )\d+", lambda found: str(int(found[0]) + cell.lines_above), error.msg
+    )
     error.filename = cell.label
     error.lineno = (error.lineno or 1) + cell.lines_above
     error.end_lineno = error.end_lineno and error.end_lineno + cell.lines_above

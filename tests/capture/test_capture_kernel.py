@@ -276,6 +276,39 @@ def test_what_cells_set_in_their_process(with_state: Frontend) -> None:
     frontend.run("torch.manual_seed(7); assert drawn == torch.rand(3, device='cpu').tolist()")
 
 
+def test_expressions_and_figures_are_displayed_as_in_the_notebook(frontend: Frontend) -> None:
+    frontend.run("""
+import matplotlib.pyplot as plt
+from IPython.core.interactiveshell import InteractiveShell
+%config InlineBackend.figure_format = "svg"
+figure, axes = plt.subplots(figsize=(1, 1))
+InteractiveShell.ast_node_interactivity = "all"
+%xmode Minimal
+""")
+    request = frontend.run("%%taas --gpus 1\n'one'\nfigure\n'two'")
+    shown = [content["data"] for content in frontend.contents(request, "display_data")]
+    one, image, two = (data for data in shown if "html" not in str(data.keys()))
+    assert (one["text/plain"], two["text/plain"]) == ("'one'", "'two'")
+    assert "image/svg+xml" in image
+    assert "---->" not in "".join(frontend.fail("%%taas --gpus 1\n1 / 0")["traceback"])
+    frontend.run("""
+%xmode Context
+%config InlineBackend.figure_format = "png"
+InteractiveShell.ast_node_interactivity = "last_expr"
+""")
+
+
+def test_a_warning_of_the_compiler_is_shown_by_the_rank_only(frontend: Frontend) -> None:
+    text = frontend.text(frontend.run("%%taas --gpus 1\n2 is 2"))
+    warned = [line for line in text.splitlines() if "SyntaxWarning" in line]
+    assert warned and all(line.startswith("[0]") for line in warned), text
+
+
+def test_a_syntax_error_counts_all_its_lines_from_the_top_of_the_cell(frontend: Frontend) -> None:
+    message = frontend.fail("%%taas --gpus 1\ndef f():\nreturn 1")["evalue"]
+    assert "line 3" in message and message.endswith("after function definition on line 2")
+
+
 def test_what_nobody_set_stays_as_it_is_in_a_program(frontend: Frontend) -> None:
     """The kernel's own arguments, loggers and seed are not sent to the ranks."""
     frontend.run("import torch; torch.seed()")
