@@ -241,11 +241,19 @@ def _install(shell: Shell, python: str | None, folder: str, how: Mapping[str, ob
 
 
 def our_bundle() -> bytes:
-    """Return a zip file with taas-magic: the files that this process uses, not a release."""
+    """Return a zip file with taas-magic: the files that this process uses, not a release.
+
+    The zip file also has the name, the version and the entry points of taas-magic, as an installed
+    package has them. Lightning finds the callback in `host/lightning.py` by these entry points.
+    """
     root = Path(__file__).parents[2]
     files = probe.package_files(str(root / "taas_magic"))
     programs = {"taas.py": (root / "taas.py").read_bytes()}  # `import taas` in the user's scripts
-    return zip_files({f"taas_magic/{path}": content for path, content in files} | programs)
+    known = importlib.metadata.distribution(PROJECT)
+    texts = {name: known.read_text(name) for name in ("METADATA", "entry_points.txt")}
+    info = f"taas_magic-{known.version}.dist-info"
+    facts = {f"{info}/{name}": text.encode() for name, text in texts.items() if text}
+    return zip_files({f"taas_magic/{path}": content for path, content in files} | programs | facts)
 
 
 def bundle_for(packages: Sequence[RequiredPackage], facts: HostFacts) -> bytes:

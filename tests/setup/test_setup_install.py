@@ -73,6 +73,11 @@ for package in (taas_magic.host, taas_magic.data, taas_magic.capture, taas_magic
 import importlib.metadata, taas
 print(importlib.metadata.version("dask"), taas.__name__, taas_magic.__file__)
 """
+FIND_CALLBACKS = """
+from importlib.metadata import entry_points
+[found] = entry_points(group="lightning.pytorch.callbacks_factory")
+print(found.load()(), found.load().__module__)
+"""
 
 
 @pytest.mark.nightly
@@ -84,6 +89,7 @@ def test_a_bare_python_gets_all_that_the_host_side_imports(bare: Path, tmp_path:
     dask, taas, place = said_by(bare, entries, IMPORT_ALL).split()
     assert (dask, taas) == (packages_needed()["dask"].version, "taas_magic.api")
     assert place.startswith(ours) and Path(deps).parent == Path(ours).parent
+    assert said_by(bare, entries, FIND_CALLBACKS) == "[] taas_magic.host.lightning"
     its_torch = said_by(bare, entries, "import torch; print(torch.__file__)")
     assert its_torch.startswith(str(bare.parents[1]))
 

@@ -1,6 +1,7 @@
 """Packages for a host: files from here, downloads by pip, or advice for another kind of host."""
 
 import io
+import re
 import zipfile
 from pathlib import Path
 
@@ -131,3 +132,4 @@ def test_our_own_bundle_is_this_code() -> None:
     names = names_in(our_bundle())
     assert {"taas_magic/host/supervisor.py", "taas.py"} <= names
     assert not any("__pycache__" in name for name in names)
+    assert any(re.fullmatch(r"taas_magic-.*\.dist-info/entry_points\.txt", name) for name in names)
