@@ -33,5 +33,6 @@ system.py      network addresses and processes of this host
 files.py       copies files of the run folder and the project store to and from the host
 vehicle.py     starts a supervisor on a host of a Dask cluster class
 metrics.py     metrics that ranks log by `taas.log`
+lightning.py   passes the scalars of Lightning's `self.log` to `taas.log`
 profile.py     records the first steps of a rank by torch.profiler, for `--profile`
 """

@@ -16,7 +16,7 @@ from taas_magic.host import tracebacks
 from taas_magic.host.debugger import is_debugpy_connected
 from taas_magic.host.feeding import SessionLoaders
 from taas_magic.host.link import CUT_CONNECTIONS, AgentLink
-from taas_magic.host.metrics import METRICS_VARIABLE, MetricBuffer, record_tensorboard, use_buffer
+from taas_magic.host.metrics import MetricBuffer, is_recording, record_tensorboard, use_buffer
 from taas_magic.late_imports import when_imported
 from taas_magic.leases import RANK_BEAT_S
 from taas_magic.messages import GpuUsage, Metrics, Note, RankBeat, RankReport, RankStackSample
@@ -59,7 +59,7 @@ def send_heartbeats(
     has set a rendezvous address at which all ranks wait (`_why_ranks_wait`).
 
     During the block, metrics of `taas.log` are collected for the heartbeats. Unless the environment
-    variable TAAS_METRICS is "0", this includes the scalars that the program gives to TensorBoard.
+    variable TAAS_METRICS is "0", this includes scalars that the program gives to other libraries.
 
     Args:
         link: Connection to the agent.
@@ -74,7 +74,7 @@ def send_heartbeats(
     run_address = {name: os.environ[name] for name in ("MASTER_ADDR", "MASTER_PORT")}
     metrics = MetricBuffer(int(os.environ["RANK"]))
     use_buffer(metrics)
-    if os.environ.get(METRICS_VARIABLE) != "0":
+    if is_recording():
         when_imported("torch.utils.tensorboard.writer", record_tensorboard)
 
     def send(waits_for_gpu: bool) -> None:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import torch
 
 METRICS_VARIABLE = "TAAS_METRICS"
-"""Environment variable. If its value is "0", ranks do not log the scalars of TensorBoard."""
+"""Environment variable. If its value is "0", ranks do not log the scalars of other libraries."""
 
 
 _GPU_POLL_S = 0.01
@@ -228,13 +228,22 @@ def log(
         _buffer.add({**(values or {}), **scalars}, step, all_ranks)
 
 
+def is_recording() -> bool:
+    """Return whether to log the scalars that a program gives to other libraries.
+
+    The result is True in a rank, unless the environment variable TAAS_METRICS is "0".
+    """
+    return _buffer is not None and os.environ.get(METRICS_VARIABLE) != "0"
+
+
 def record_tensorboard() -> None:
     """Make TensorBoard's `SummaryWriter` also pass each of its scalars to `log`.
 
     Replaces the methods `add_scalar` and `add_scalars`. Scalars of `add_scalar` keep their names.
     Scalars of `add_scalars` get the names `TAG/NAME`. If `log` refuses a scalar, only TensorBoard
     writes the scalar. Lightning's TensorBoardLogger and transformers' TensorBoardCallback call
-    `add_scalar`, so their scalars are logged, too.
+    `add_scalar`, so their scalars are logged, too. host/lightning.py handles Trainers of Lightning
+    without a TensorBoardLogger.
 
     Call this function after the import of `torch.utils.tensorboard.writer`.
     """
@@ -253,7 +262,7 @@ def record_tensorboard() -> None:
         **more: Any,
     ) -> Any:
         added = add_one(self, tag, scalar_value, global_step, *rest, **more)
-        _log_tensorboard({tag: scalar_value}, global_step)
+        log_accepted({tag: scalar_value}, global_step)
         return added
 
     def add_scalars(
@@ -266,14 +275,18 @@ def record_tensorboard() -> None:
     ) -> Any:
         added = add_many(self, main_tag, tag_scalar_dict, global_step, *rest, **more)
         values = {f"{main_tag}/{name}": value for name, value in tag_scalar_dict.items()}
-        _log_tensorboard(values, global_step)
+        log_accepted(values, global_step)
         return added
 
     kind.add_scalar, kind.add_scalars = add_scalar, add_scalars
 
 
-def _log_tensorboard(values: Mapping[str, Any], step: int | None) -> None:
+def log_accepted(values: Mapping[str, Any], step: int | None) -> None:
+    """Log those of the scalars that `log` accepts.
+
+    Other libraries accept more than `log`, such as a step of 0.5.
+    """
     for name, value in values.items():
-        if not isinstance(value, str):  # a str is the name of a caffe2 blob
-            with suppress(TypeError):  # TensorBoard accepts more than `log`, such as a step of 0.5
+        if not isinstance(value, str):  # for TensorBoard, a str is the name of a caffe2 blob
+            with suppress(TypeError):
                 log({name: value}, step=step)

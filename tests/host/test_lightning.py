@@ -1,0 +1,77 @@
+"""Scalars of Lightning's `self.log` become metrics of the run, whatever the Trainer's logger is."""
+
+import csv
+import pickle
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch
+import pytest
+import pytorch_lightning
+
+from taas_magic.host import metrics
+from taas_magic.host.lightning import lightning_callbacks, pytorch_lightning_callbacks
+from taas_magic.host.metrics import MetricBuffer
+from tests.cellfiles import cells_of
+from tests.harness import Notebook
+
+[TRAININGS] = cells_of("lightning_scalars")
+NAMES = ("csv", "none", "wandb", "tensorboard")
+
+Series = dict[str, dict[int, float]]
+"""Values by step, by the name of the scalar without the training's name."""
+
+
+def by_csv_logger(folder: Path) -> Series:
+    """Return the scalars that Lightning's CSVLogger wrote."""
+    found: Series = {}
+    with (folder / "lightning_logs/version_0/metrics.csv").open() as file:
+        for row in csv.DictReader(file):
+            for name, value in row.items():
+                if name.startswith("csv/") and value:
+                    found.setdefault(name.removeprefix("csv/"), {})[int(row["step"])] = float(value)
+    return found
+
+
+def test_ranks_record_what_a_logger_of_lightning_gets(notebook: Notebook) -> None:
+    outcome = notebook.run(TRAININGS)
+    assert outcome.error is None and outcome.run is not None, outcome.shown
+    recorded: dict[str, Series] = {name: {} for name in NAMES}
+    counts: Counter[tuple[str, int]] = Counter()
+    with (outcome.run.path / "metrics.csv").open() as file:
+        for row in csv.DictReader(file):
+            training, _, name = row["name"].partition("/")
+            if training in recorded:
+                counts[row["name"], int(row["step"])] += 1
+                values = recorded[training].setdefault(name, {})
+                values[int(row["step"])] = float(row["value"])
+    logged = by_csv_logger(notebook.project)
+    del logged["single"], recorded["tensorboard"]["single"]
+    assert {"loss", "both_step", "both_epoch", "late", "epoch", "validation", "test"} == {*logged}
+    assert {*logged["loss"]} == {1, 3, 5, 7, 9, 11, 13}
+    for training in NAMES:
+        assert recorded[training] == {
+            name: pytest.approx(series) for name, series in logged.items()
+        }, training
+    assert {*counts.values()} == {1}, counts
+
+
+FACTORIES = [
+    (lightning_callbacks, lightning.pytorch.Callback),
+    (pytorch_lightning_callbacks, pytorch_lightning.Callback),
+]
+
+
+@pytest.mark.parametrize(("factory", "kind"), FACTORIES, ids=["lightning", "pytorch_lightning"])
+def test_only_a_rank_that_records_has_the_callback(
+    factory: Callable[[], list[Any]], kind: type, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert factory() == []
+    monkeypatch.setattr(metrics, "_buffer", MetricBuffer(0))
+    [callback] = factory()
+    assert isinstance(callback, kind)
+    assert isinstance(pickle.loads(pickle.dumps(callback)), kind)
+    monkeypatch.setenv(metrics.METRICS_VARIABLE, "0")
+    assert factory() == []
