@@ -104,13 +104,19 @@ def rank_main(spec: ProcessSpec, environ: Mapping[str, str]) -> None:
     """
     rank = int(environ["RANK"])
     link = _become_a_rank(spec, environ, rank)
-    is_session = spec.share.run.is_session
-    with closing(SessionLoaders(spec, rank)) if is_session else run_feed(spec.share, rank) as fed:
-        # `set_num_threads` starts the OpenMP threads. `OMP_NUM_THREADS` may list one number for
-        # each nesting level; the first one applies to the rank.
-        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"].partition(",")[0]))
-        _use_gloo_without_cuda(link)
-        succeeded = _work_and_wait(spec, environ, link, rank, fed)
+    is_session, succeeded = spec.share.run.is_session, False
+    feeding = closing(SessionLoaders(spec, rank)) if is_session else run_feed(spec.share, rank)
+    try:
+        with feeding as fed:
+            # `set_num_threads` starts the OpenMP threads. `OMP_NUM_THREADS` may list one number for
+            # each nesting level; the first one applies to the rank.
+            torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"].partition(",")[0]))
+            _use_gloo_without_cuda(link)
+            succeeded = _work_and_wait(spec, environ, link, rank, fed)
+    except KeyboardInterrupt:  # SIGINT after the user's code: as in plain Python, the rank ends
+        succeeded = False
+        if not link.is_own:
+            os._exit(1)
     _end_program()
     if not succeeded:
         sys.exit(1)
@@ -169,8 +175,10 @@ def _work_and_wait(
     child exits.
 
     Returns:
-        Whether the work succeeded; True for a session. False if SIGINT arrived while this function
-        waited for threads.
+        Whether the work succeeded; True for a session.
+
+    Raises:
+        KeyboardInterrupt: SIGINT arrived after the work, for example during the wait for threads.
     """
     prompt = None
     if isinstance(fed, SessionLoaders):
@@ -186,14 +194,11 @@ def _work_and_wait(
         if not link.is_own:  # this process is a child that the work forked
             flush_output()
             os._exit(0 if succeeded else 1)
-        try:
-            if succeeded and prompt is None:
-                report(waits_for_gpu=True)
-                link.send(RankFinished())
-            # Wait for threads inside the block, because they may still use a loader.
-            threading._shutdown()  # type: ignore[attr-defined]
-        except KeyboardInterrupt:  # as in plain Python, the rank then ends despite its threads
-            succeeded = False
+        if succeeded and prompt is None:
+            report(waits_for_gpu=True)
+            link.send(RankFinished())
+        # Wait for threads inside the block, because they may still use a loader.
+        threading._shutdown()  # type: ignore[attr-defined]
     return succeeded
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from taas_magic.errors import RankFailed, RunLost
 from tests.data.test_data_hosts import check_batches_come_from_host_to_host
-from tests.harness import Notebook, Outcome, left_of, processes
+from tests.harness import Notebook, Outcome, left_of, on_event, processes
 
 ALL_REDUCE = """
 import os, sys, time, torch, torch.distributed as dist
@@ -57,18 +57,35 @@ elif rank == 5:
     assert outcome.lines == {5: ["[7.0, 7.0, 7.0, 7.0]"]}
 
 
-def test_the_cause_is_first_although_its_consequence_is_reported_first(several: Notebook) -> None:
-    source = """
+def test_the_cause_is_first_although_its_consequence_is_reported_first(
+    several: Notebook, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 5's agent is suspended when the rank dies, until rank 0's failure is reported."""
+    dead = tmp_path / "dead"
+    source = f"""
+import pathlib, psutil
+dead = pathlib.Path({str(dead)!r})
 if rank == 5:
-    journal = os.path.join(os.path.dirname(os.environ["TAAS_PAYLOAD"]), "events.jsonl")
-    while '"kind":"failure"' not in open(journal).read():
-        time.sleep(0.01)
+    agent = psutil.Process().parent().parent()
+    agent.suspend()
+    dead.with_suffix(".new").write_text(f"{{agent.pid}} {{os.getpid()}}")
+    dead.with_suffix(".new").rename(dead)
     os.kill(os.getpid(), 9)
 if rank == 0:
+    while not dead.exists():
+        time.sleep(0.01)
+    pid = int(dead.read_text().split()[1])
+    while psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie":
+        time.sleep(0.01)
     raise RuntimeError("Connection closed by peer")
 dist.all_reduce(torch.ones(1))
 """
-    outcome = run(several, ALL_REDUCE + source)
+
+    def resume(run: object) -> None:
+        psutil.Process(int(dead.read_text().split()[0])).resume()
+
+    with on_event(monkeypatch, lambda event: event["kind"] == "failure", resume):
+        outcome = run(several, ALL_REDUCE + source)
     assert isinstance(outcome.error, RankFailed)
     assert (first(outcome)["rank"], first(outcome)["signal"]) == (5, "SIGKILL")
     failed = [event["failure"]["rank"] for event in outcome.of_kind("failure")]

@@ -354,6 +354,22 @@ def arrive():
     assert outcome.lines == {}
 
 
+def test_an_interrupt_between_the_cell_and_the_end_of_its_rank_shows_no_traceback(
+    notebook: Notebook,
+) -> None:
+    source = """
+import sys
+def interrupt(frame, event, argument):
+    if frame.f_code.co_name == "__exit__" and frame.f_back.f_code.co_name == "_work_and_wait":
+        sys.setprofile(None)
+        raise KeyboardInterrupt
+sys.setprofile(interrupt)
+"""
+    outcome = notebook.run(source, gpus=1)
+    assert isinstance(outcome.error, RankFailed)  # nobody has interrupted the run
+    assert outcome.lines == {}
+
+
 def test_an_interrupt_while_a_rank_ends_shows_none_of_our_frames(notebook: Notebook) -> None:
     """Rank 0 has run its cell and waits for rank 1 to end when the interrupt arrives."""
     source = f"""
