@@ -39,8 +39,11 @@ STACK_SIGNAL = signal.SIGRTMAX - 3
 The user's program may use SIGUSR1 and SIGUSR2, so this signal is neither of them.
 """
 
-ORDER_S = 1.0
-"""Maximum seconds that `AgentLink.send_in_order` waits each time for the agent to read a pipe."""
+READ_S = 20.0
+"""Maximum seconds that `AgentLink.send_in_order` waits each time for the agent to read a pipe.
+
+The agent reads within milliseconds, unless its machine is overloaded or its process is suspended.
+"""
 
 _PIPE_BYTES = 1 << 20
 _READ_BYTES = 65536
@@ -267,8 +270,7 @@ class AgentLink:
 
         Output and messages travel in two pipes. So this method flushes stdout and stderr, and waits
         until the agent has read all output. It then sends the message, and waits until the agent
-        has read the message. Each wait ends after `ORDER_S` seconds, because other threads or
-        children of the rank may write output all the time.
+        has read the message. Each wait takes at most `READ_S` seconds.
         """
         flush_output()
         _wait_until_read(self._log)
@@ -277,10 +279,17 @@ class AgentLink:
 
 
 def _wait_until_read(pipe: int) -> None:
-    until = time.monotonic() + ORDER_S
-    unread = bytearray(4)
-    while time.monotonic() < until:
-        fcntl.ioctl(pipe, termios.FIONREAD, unread)
-        if not any(unread):
-            return
+    """Wait until the agent has read what a pipe contains now; at most `READ_S` seconds.
+
+    The agent reads the whole content of a pipe at once. So if the pipe has fewer bytes than before,
+    the agent has read them, even if other threads or children of the rank keep writing.
+    """
+    until, before = time.monotonic() + READ_S, _unread_bytes(pipe)
+    while (unread := _unread_bytes(pipe)) and unread >= before and time.monotonic() < until:
+        before = unread
         time.sleep(_UNREAD_POLL_S)
+
+
+def _unread_bytes(pipe: int) -> int:
+    found = fcntl.ioctl(pipe, termios.FIONREAD, bytes(4))
+    return int.from_bytes(found, sys.byteorder)
