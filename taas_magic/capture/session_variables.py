@@ -292,8 +292,16 @@ class RankVariables:
             self._reads[name] = choice.reads.get(name, frozenset())
 
     def record_returned(self, values: Mapping[str, Any]) -> None:
-        """Record values that `--out` returned, so that no note tells the user that they differ."""
+        """Record values that `--out` returned: from now on, their names belong to the ranks.
+
+        Otherwise, the kernel would send the returned value back to all ranks. Each rank would lose
+        its own value, and a returned model would no longer belong to its optimizer. No note tells
+        the user that a returned value differs from the ranks' values.
+        """
         self._returned |= {name: id(value) for name, value in values.items()}
+        for name in values:
+            if self._sent.pop(name, None) is not None:
+                self.owned[name] = ""
 
     def _is_at_ranks(self, name: str, digest: bytes) -> bool:
         known = self._sent.get(name)

@@ -85,7 +85,7 @@ class _SessionCells:
             loaded = payload.read(folder.payload)
             settings = loaded.load_settings()
             self._modules |= loaded.modules
-            if order.takes_part and (names := outdated(self._modules)):
+            if order.takes_part and (names := self._outdated()):
                 link.send(Note(text=_outdated_note(names)))
             loaded = structs.replace(loaded, modules=self._modules)
             install(self._modules)
@@ -113,6 +113,16 @@ class _SessionCells:
             link.send(changes)
             flush_output()
         return succeeded
+
+    def _outdated(self) -> list[str]:
+        """Return the names of edited modules whose old code the session uses.
+
+        If a cell has loaded IPython's extension `autoreload`, return no names, because this
+        extension renews the modules without importing them again.
+        """
+        if "AutoreloadMagics" in self._shell.magics_manager.registry:
+            return []
+        return outdated(self._modules)
 
     def _names(self) -> dict[str, Any]:
         return users_names(self._shell.users_names())

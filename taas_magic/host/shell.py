@@ -52,6 +52,9 @@ HIDDEN_DISPLAYS = (
     "some ranks displayed outputs that are not shown; --logs all shows the displays of all ranks"
 )
 
+_OWN_NAMES = frozenset({"exit", "quit", "_dh"})
+"""Names without leading double underscores for which `bind` sets other values than IPython."""
+
 
 class _CellCompiler(CachingCompiler):
     """A compiler that gives the cell's code the file name that the notebook's kernel would use.
@@ -224,6 +227,19 @@ class RankShell(InteractiveShell):
         when_imported("hydra._internal.utils", _make_hydra_use_notebook_folder)
         return main.__dict__
 
+    def reset(self, new_session: bool = True, aggressive: bool = False) -> None:
+        """Delete the user's variables (`%reset`), but keep the names that `bind` has set.
+
+        IPython's method would also delete `__spec__`, which spawned children need, and would
+        replace Python's `exit`, `quit` and `open`.
+        """
+        super().reset(new_session, aggressive)
+        start = self._at_start.items()
+        own = {name: it for name, it in start if name.startswith("__") or name in _OWN_NAMES}
+        self.user_ns.update(own)
+        del self.user_ns["open"]
+        self._at_start = dict(self.user_ns)
+
     def run(self, work: Work, sources: Mapping[str, CellSource]) -> ExecutionResult:
         """Run a cell or call a function. If it raises an exception, send this to the agent.
 
@@ -373,9 +389,10 @@ class RankShell(InteractiveShell):
             self.link.send(self.failure or shown)
         elif self.link.is_own:
             self.link.send(RankShowedError())
-        # IPython shows the frames of an exception group but not its exceptions. TaasErrors format
-        # themselves.
-        is_plain = isinstance(value, SyntaxError | TaasError) or tracebacks.is_group(value)
+        # IPython shows the frames of an exception group but not its exceptions, and takes minutes
+        # for the frames of a RecursionError. TaasErrors format themselves.
+        has_own_format = isinstance(value, SyntaxError | TaasError | RecursionError)
+        is_plain = has_own_format or tracebacks.is_group(value)
         if not is_plain and not is_exit and self.link.is_own:
             self._drawn = ""
             super().showtraceback((type(value), value, value.__traceback__), *args, **kwargs)

@@ -479,8 +479,10 @@ def _take_over_session(run: "Run", shell: "InteractiveShell", settings: Config) 
     session = launch.take_over_session(run, shell, settings)
     assert session.plan is not None
     names = sorted(name for name in session.names.owned if not name.startswith("_"))
+    n_ranks = session.plan.world_size
+    ranks = f"{n_ranks} rank{'s' * (n_ranks > 1)}"
     return (
-        f"Session {session.name} is in this kernel now: {session.plan.world_size} ranks with "
+        f"Session {session.name} is in this kernel now: {ranks} with "
         f"{', '.join(names) or 'no variables'}. Use it: %%taas --session {session.name}"
     )
 

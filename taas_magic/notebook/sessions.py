@@ -186,7 +186,8 @@ class Session:
         for name, flag in FIXED.items():
             asked = getattr(flags, name)
             if asked not in (getattr(nothing, name), getattr(mine, name)):
-                has = f"{mine.gpus} ranks" if name == "gpus" else "another value, or none"
+                ranks = f"{mine.gpus} rank{'s' * (mine.gpus > 1)}"
+                has = ranks if name == "gpus" else "another value, or none"
                 raise UsageError(
                     f'{flag}: session "{self.name}" was started with {has}, which it keeps. Leave '
                     f"{flag} out, or end the session first (%taas end {self.name})"

@@ -168,6 +168,34 @@ def test_an_edited_module_is_announced_until_the_ranks_reload_it(
     assert "2" in session.text(request) and "old code" not in notes(session, request)
 
 
+def test_ranks_with_autoreload_renew_an_edited_module_and_do_not_warn(session: Frontend) -> None:
+    session.run("%%writefile reloaded_helpers.py\ndef answer(): return 1")
+    session.run("%%taas --session exp\n%load_ext autoreload\n%autoreload 2")
+    use = "%%taas --session exp\nimport reloaded_helpers\nprint(reloaded_helpers.answer())"
+    assert printed(session, use) == ["1"]
+    session.run("%%writefile reloaded_helpers.py\ndef answer(): return 2  # edited")
+    for _ in range(2):
+        request = session.run(use)
+        assert "2" in session.text(request) and "old code" not in notes(session, request)
+
+
+def test_reset_deletes_the_variables_and_keeps_main(session: Frontend) -> None:
+    session.run("k = 5")
+    assert printed(session, "%%taas --session exp\nmine = k\nprint(mine)") == ["5"]
+    session.run("%%taas --session exp\n%reset -f")
+    assert printed(session, "%%taas --session exp\nprint('mine' in globals(), k)") == ["False 5"]
+    spawn = "from multiprocessing import get_context\ndef square(n): return n * n\n"
+    spawn += "with get_context('spawn').Pool(1) as pool: print(pool.map(square, [3]), exit is quit)"
+    assert printed(session, f"%%taas --session exp\n{spawn}") == ["[9] False"]
+    session.run("%%taas --session exp\nexit()")
+
+
+def test_a_recursion_error_is_shown_at_once(session: Frontend) -> None:
+    text = error(session, "%%taas --session exp\ndef deep(): return deep()\ndeep()")
+    # IPython would still format the frames when the other rank's failure interrupts this rank
+    assert "RecursionError" in text and "KeyboardInterrupt" not in text
+
+
 def test_a_cell_updates_a_display_of_an_earlier_cell(session: Frontend) -> None:
     of_cell = "%%taas --session exp\n"
     first = session.run(f"{of_cell}handle = display('old', display_id=True)")
@@ -314,6 +342,17 @@ def test_values_that_share_something_are_sent_together(session: Frontend) -> Non
     assert printed(session, f"%%taas --session exp\n{share}") == ["True"]
     session.run("%%taas --session exp --send half\nhalf.add_(1)")  # sent without the others
     assert printed(session, f"%%taas --session exp\n{share}") == ["True"]
+
+
+def test_a_value_that_out_returned_is_not_sent_back(session: Frontend) -> None:
+    session.run("import torch\nmodel = torch.nn.Linear(1, 1, bias=False)\nseen = []")
+    session.run("optimizer = torch.optim.SGD(model.parameters(), lr=1.0)")
+    step = "model(torch.ones(1, 1)).sum().backward()\noptimizer.step()\noptimizer.zero_grad()\n"
+    step += "seen.append(rank)\n"
+    session.run(f"%%taas --session exp --out model,seen@all\nmodel.weight.data.zero_()\n{step}")
+    assert value(session, "model.weight.item(), seen") == (-1.0, [[0], [1]])
+    request = session.run(f"%%taas --session exp\n{step}\nprint(model.weight.item(), len(seen))")
+    assert "-2.0 2" in session.text(request) and "note:" not in notes(session, request)
 
 
 def test_definitions_of_the_notebook_are_sent_again(session: Frontend) -> None:
