@@ -555,8 +555,8 @@ class ValuePickler(cloudpickle.Pickler):
         """Return a reducer that calls `handler`, except for importable objects.
 
         An importable object is pickled by its name, and the reducer adds the object's module to
-        `modules`. For any other object, the reducer also adds the name to `needs` if the namespace
-        has the object under this name.
+        `modules`. Before the reducer passes any other object to `handler`, it adds the object's
+        name to `needs` if the namespace has the object under its own name.
         """
 
         def reduce(definition: Any) -> Any:

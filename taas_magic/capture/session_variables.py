@@ -40,7 +40,9 @@ class SentValue:
 
 @dataclass(frozen=True)
 class _Candidate:
-    """Record of a notebook variable that a cell needs: its digest shows whether to send it.
+    """A notebook variable that a cell of a session needs.
+
+    The kernel sends the variable only if its digest differs from the digest that was sent last.
 
     Attributes:
         digest: Digest of the value's pickle.

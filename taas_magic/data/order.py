@@ -110,8 +110,9 @@ class EpochOrders:
     def _skip_epoch(self, number: int) -> None:
         """Run the sampler through an epoch; save the state of sampler and generator after it.
 
-        If the epoch does not end within `_MOST_PASSED` batches, the sampler may be endless. In this
-        case, save no state; from then on, every epoch begins from the state at registration.
+        If the sampler has no length, and the epoch does not end within `_MOST_PASSED` batches, the
+        sampler may be endless. In this case, save no state; from then on, every epoch begins from
+        the state at registration.
         """
         sampler, generator, indices = self._start_sampler(number)
         most = None if _has_length(sampler) else _MOST_PASSED

@@ -334,8 +334,8 @@ class PrefetchBuffer:
         """Record that connection `who` waits for a response, and queue the request if it is new.
 
         If the batch was sent before and is still kept (`_keep_sent`), use this batch again, and do
-        not queue the request. The first request of a new epoch also drops the unrequested
-        batches, and all recorded units, of epochs before `oldest_epoch`.
+        not queue the request. The first request of a new epoch also drops data of epochs that no
+        rank reads any more (before `oldest_epoch`): unrequested batches and all recorded units.
 
         Args:
             only_count: Whether `who` needs only the batch's units, not the batch. If so, and if the

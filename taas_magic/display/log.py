@@ -126,10 +126,10 @@ class LineMerger:
     def _release_unmatched(self) -> list[ShownLine]:
         """Remove and return lines that no further rank is likely to print soon.
 
-        While any rank has no waiting line, keep all lines, because the next line of this rank may
-        be equal to one of them. When every rank has a waiting line, remove a line if all its
-        waiting copies are the first waiting lines of their ranks. The line of the lowest rank comes
-        first, because rank 0 usually prints more than all other ranks.
+        Each rank has a queue of waiting lines. While a queue is empty, remove nothing, because the
+        next line of this rank may be equal to a waiting line. Otherwise, remove a line from the
+        heads of the queues if no equal line waits behind a head. Repeat this until a queue is
+        empty. The line of the lowest rank comes first, because rank 0 usually prints most.
         """
         shown: list[ShownLine] = []
         while len(self._waiting) == self._world_size:

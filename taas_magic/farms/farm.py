@@ -168,8 +168,9 @@ class Job(JobState):
     def add_done_callback(self, function: Callable[["Job"], object]) -> None:
         """Call `function` with this job when the job ends, or now if the job has already ended.
 
-        A thread of the farm calls `function`; if the job has already ended, this thread does. If
-        `function` raises an exception, the exception is only logged.
+        A thread of the farm calls `function`. If the job has already ended, the calling thread
+        calls it before this method returns. If `function` raises an exception, the exception is
+        only logged.
         """
         self.outcome.add_done_callback(lambda outcome: function(self))
 
@@ -683,6 +684,9 @@ class _StoredParts:
 
     def store_part(self, part: Any, is_shared: bool = False) -> Part:
         """Store a part in the farm's process if it is shared or larger than `INLINE_BYTES`.
+
+        An equal part that is stored already is used again. Each call counts one more user of a
+        stored part; `drop` releases it.
 
         Args:
             part: Bytes, or memory of an array or tensor.

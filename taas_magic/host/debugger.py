@@ -131,7 +131,11 @@ class _CellDebugger(pdb.Pdb):
         super().interaction(*args, **options)
 
     def user_call(self, frame: FrameType, argument_list: Any) -> None:
-        """Stop when a function is called, like `pdb`, but not when a cell's statement begins."""
+        """Stop when a function is called, as `pdb` does.
+
+        Do not stop when a statement of the cell begins. IPython runs each statement as a code
+        object of its own, so Python reports the statement's begin as a call.
+        """
         if not self._hook.is_statement(frame):
             super().user_call(frame, argument_list)
 

@@ -126,7 +126,9 @@ def _why_ranks_wait(run_address: Mapping[str, str], thread: int) -> str:
 
     While torchrun's variable TORCHELASTIC_USE_AGENT_STORE is True, every rank connects to the
     rendezvous address as a client, and no rank listens. The run itself listens at its own address.
-    If the cell has set another address, all ranks wait there in vain.
+    If the cell has set another address, all ranks wait there in vain. The cell can set the address
+    by these variables, or by the argument `init_method`, which this function reads from the stack
+    of `thread`. The message says what to undo.
 
     Args:
         run_address: Values that the run gave to the variables `MASTER_ADDR` and `MASTER_PORT`.

@@ -653,9 +653,10 @@ def cpu_s(process: psutil.Process) -> float:
 
 
 def processes_below(pids: Iterable[int]) -> dict[int, list[psutil.Process]]:
-    """Return, by pid, lists with each given process and all its descendants.
+    """Return, by pid, lists with each given process and its descendants.
 
-    Reads all processes of the host once, with their CPU times.
+    A process below two given processes is only in the list of the nearer one. The list of a process
+    that does not run is empty. Reads all processes of the host once, with their CPU times.
     """
     found = {it.pid: it for it in psutil.process_iter(["ppid", "cpu_times"])}
     below: dict[int, list[psutil.Process]] = {pid: [] for pid in pids}

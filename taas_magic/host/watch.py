@@ -544,7 +544,7 @@ def _failure_kind(state: RankState, verdict: Verdict) -> str:
       0.
     - "signal": a signal ended the process during the work.
     - "exit": the process exited during the work.
-    - The verdict's cause: the process still runs, and the cause is "stopped", "timeout" or "left".
+    - "stopped", "timeout" or "left": the process still runs, and this is the verdict's cause.
     - "left": all other cases.
     """
     if state.etype:

@@ -149,7 +149,7 @@ def cannot_write(path: Path, error: OSError) -> PoolError:
 
 
 class DataPlanHead(msgspec.Struct):
-    """The plan's part about fetchers in `plan.json`: only the field that a list of runs shows."""
+    """The field of a plan's `DataPlan` that a list of runs shows, as read from `plan.json`."""
 
     pool: str
 

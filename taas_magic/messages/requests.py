@@ -233,8 +233,8 @@ class Halt(Request[None]):
     If the ranks or fetchers have already ended, the request does nothing.
 
     Attributes:
-        run_id: Id of a run or of the run's fetchers. With `WaitForHosts.wait`, the pool's process
-            stops waiting for hosts.
+        run_id: Id of a run or of the run's fetchers. If it is the id of a wait for hosts
+            (`WaitForHosts.wait`), the pool's process ends this wait instead.
         how: "interrupt" or "kill".
     """
 
@@ -491,9 +491,9 @@ def handlers(answers: Mapping[type[Request[Any]], RequestHandler]) -> dict[str, 
 def make_handler(
     kind: type[Request[Any]], answer: RequestHandler
 ) -> Callable[[bytes], Awaitable[bytes]]:
-    """Return a handler that decodes a request, executes it and encodes the response.
+    """Return a handler that decodes a request, passes it to `answer`, and encodes the response.
 
-    The handler raises ProtocolError if the bytes are not a request of this type.
+    The handler raises ProtocolError if the bytes are not a request of the type `kind`.
     """
 
     async def handle(request: bytes) -> bytes:

@@ -76,10 +76,9 @@ def cleaned(value: _T) -> _T:
 
 
 def _cleaned(value: Any, clean: Callable[[str], str]) -> Any:
-    """Return a value whose strings have passed through the function `clean`.
+    """Clean all strings in a value by the function `clean`, and return the cleaned value.
 
-    Structs are changed in place; containers are copied. Strings in the fields of structs are
-    cleaned by the rules of `_cleaned_field`, not by `clean`.
+    Containers are copied. Structs are changed in place: `_cleaned_field` cleans their fields.
     """
     if isinstance(value, str):
         return clean(value)

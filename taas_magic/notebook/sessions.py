@@ -377,10 +377,10 @@ class Session:
         return self._cells
 
     def record_event(self, event: Event) -> None:
-        """Record the names that a cell changed on a rank, or that taas-magic has killed ranks.
+        """Record which names a cell changed on a rank (`CellNames`).
 
-        The caller passes every event of a cell. This method ignores all events except `CellNames`
-        and `RanksKilled`.
+        Also record that taas-magic has killed ranks (`RanksKilled`). The caller passes every event
+        of a cell; this method ignores events of all other types.
         """
         if isinstance(event, CellNames):
             self._loaded.add(event.rank)
@@ -438,7 +438,10 @@ class Session:
             self.names.record_changes(choice, said.assigned, said.deleted, said.plain)
 
     def end_message(self, may_have_died: bool) -> str:
-        """Return a message that the session has ended, with the reason; "" if it has not ended.
+        """Return a message that the session has ended; "" if it has not ended.
+
+        The message says why, which variables are lost, and how to start the session again. If
+        another kernel has taken the session over, the message says how to take it back.
 
         Args:
             may_have_died: Whether a rank may have died in the last cell. If True, or if taas-magic

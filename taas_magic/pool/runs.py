@@ -290,7 +290,11 @@ class Share(ABC):
 
     @abstractmethod
     def _publish_loss(self, part: HostPart, why: str) -> None:
-        """Publish that a host is gone, and so its ranks or fetchers, for the reason `why`."""
+        """Publish that a host was lost, together with its ranks or fetchers.
+
+        Args:
+            why: Reason of the loss.
+        """
 
     @property
     def session_id(self) -> str:
