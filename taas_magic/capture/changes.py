@@ -52,7 +52,8 @@ class ChangeDetector:
 
     The constructor digests the values, so it must be called before the cell runs. After the cell,
     `notes` digests the values again and compares the digests. If digesting all values would cost
-    more than `_BUDGET`, the last values in `values` are not compared.
+    more than `_BUDGET`, the last values in `values` are not compared. Modules, and names that begin
+    with an underscore, are never compared.
 
     Args:
         values: The notebook's values by name, small values first.
@@ -119,8 +120,9 @@ class ChangeDetector:
         """Return the names whose values have changed since the constructor was called.
 
         If the cell assigns another object to a name, the name's old object is compared, unless the
-        old object no longer exists. A value is skipped if digesting the value fails or would exceed
-        the cost limit.
+        old object no longer exists. Otherwise the value in `namespace` is compared; a name that
+        `namespace` lacks is skipped. A value is also skipped if digesting the value fails or would
+        exceed the cost limit.
         """
         found = []
         budget = _Budget()
@@ -215,8 +217,9 @@ class _DescriptionPickler(pickle.Pickler):
     def reducer_override(self, obj: Any) -> Any:
         """Reduce an object to the parts that `_description` returns. Called by pickle.
 
-        The parts are the arguments of `_placeholder`, which stands for the object's constructor. An
-        object that `--out` returns to the notebook is reduced to a constant.
+        First subtract the cost of the object from the budget. The parts are the arguments of
+        `_placeholder`, which stands for the object's constructor. An object that `--out` returns to
+        the notebook is reduced to a constant.
 
         Returns:
             The reduced object; NotImplemented if pickle's own rules apply.
@@ -245,7 +248,9 @@ def _description(obj: Any) -> Any:
     """Return the parts of an object that are compared before and after the cell.
 
     The parts depend on the class. For a tensor, they are its dtype, its shape and a sample of its
-    elements. For an instance of a user's class, they are its attributes.
+    elements. For an instance of a user's class, they are its attributes. Modules and optimizers of
+    torch, functions, classes, enum members and numpy arrays have rules of their own. Of a random
+    generator of numpy, only the name of the class counts.
 
     Returns:
         The name of the object's class, and the compared parts. For a class that this function does
@@ -318,6 +323,11 @@ def _sample_of_array(array: Any) -> Any:
 
 
 def _parts_of_module(module: Any) -> State:
+    """Return the parts of a torch module that are compared.
+
+    These are the module's own parameters and buffers, its children, and its other public
+    attributes. The attribute `training`, and values that can be called, are left out.
+    """
     own = {
         name: value
         for name, value in vars(module).items()
@@ -329,6 +339,11 @@ def _parts_of_module(module: Any) -> State:
 
 
 def _parts_of_function(function: types.FunctionType) -> State:
+    """Return the parts of a function that are compared.
+
+    For a function of the notebook or the project's modules, these are its name, the contents of its
+    closure, its attributes and its defaults. For any other function, only the name.
+    """
     if function.__module__ != "__main__" and not is_shipped(function.__module__ or ""):
         return (function.__qualname__,)
     contents = []

@@ -81,14 +81,16 @@ def capture_error(
 ) -> CaptureError:
     """Return the error for a variable whose value cannot be sent.
 
-    The message has the path to the innermost part that cannot be sent, the part's class, and advice
-    for this class and destination. If there is no advice for the class, the message has general
-    advice and pickle's error. For a widget, the message only suggests `.value`.
+    Search the value for the innermost part that cannot be sent (`culprit`). The message has the
+    path to this part, the part's class, and advice for this class and destination. If there is no
+    advice for the class, the message has general advice and pickle's error. For a widget, the
+    message only suggests `.value`.
 
     Args:
         probe: Function that pickles a value on trial, and raises if the value cannot be sent.
         error: The exception that pickling the variable raised.
-        note: Reason why the variable is captured; may be empty.
+        note: Reason why the variable is captured, for messages about `ranks` and `jobs`; may be
+            empty.
     """
     path, offender = culprit(name, value, probe)
     kind = type_name(offender)
@@ -118,9 +120,9 @@ def culprit(name: str, value: Any, dump: Probe) -> tuple[str, Any]:
     """Search `value` for the innermost part that `dump` cannot pickle.
 
     Each step of the search goes from a value to the first part of this value that cannot be
-    pickled. The search ends at a value whose parts can all be pickled. The search also ends at a
-    value whose class can never be sent, such as a thread. It ends at the latest after `_BUDGET_S`
-    seconds or `_MAX_DEPTH` steps.
+    pickled. Parts that were tried before are skipped. The search ends at a value whose parts can
+    all be pickled. The search also ends at a value whose class can never be sent, such as a thread.
+    It ends at the latest after `_BUDGET_S` seconds or `_MAX_DEPTH` steps.
 
     Args:
         name: Name of the variable that has the value. The path starts with this name.
@@ -156,7 +158,9 @@ def culprit(name: str, value: Any, dump: Probe) -> tuple[str, Any]:
 def _parts(value: Any) -> Iterator[tuple[str, Any]]:
     """Yield (path step, object) for each object that pickle would save as a part of `value`.
 
-    A path step is written as in Python, such as `[3]` or `.db`.
+    A path step is written as in Python, such as `[3]` or `.db`. Containers, functions, methods,
+    classes and properties have rules of their own. For any other object, yield the parts that its
+    `__reduce_ex__` returns.
     """
     match value:
         case dict() if type(value) is dict:
@@ -222,7 +226,9 @@ def _function_parts(function: FunctionType) -> Iterator[tuple[str, Any]]:
 def _reduced_parts(value: Any) -> Iterator[tuple[str, Any]]:
     """Yield (path step, object) for the parts that an object's `__reduce_ex__` returns.
 
-    Yield nothing if `__reduce_ex__` raises an error, or returns only the name of a global variable.
+    Yield the attributes in the state first, then list elements, dict entries, and the constructor's
+    arguments. Yield nothing if `__reduce_ex__` raises an error, or returns only the name of a
+    global variable.
     """
     try:
         reduced = value.__reduce_ex__(5)

@@ -23,6 +23,10 @@ def simple_digest(value: Any) -> str:
 def _is_simple(values: Iterable[Any], counted: list[int]) -> bool:
     """Return whether all `values` are simple, and together have at most `_MOST_PARTS` objects.
 
+    The elements of lists and tuples, and the keys and values of dicts, must be simple, too. A
+    string or bytes object must not be longer than `_MOST_PARTS`. Instances of subclasses are not
+    simple.
+
     Args:
         counted: List with one element, the number of objects counted so far. This function updates
             it.

@@ -119,6 +119,10 @@ class ResultPickler(ValuePickler):
         value. If the pickle lacks one of these variables, the method removes the value, adds the
         variables, and adds the value again. A variable that cannot be pickled is recorded in
         `problems`.
+
+        Args:
+            value: Function that returns the value to add.
+            owner: Name of the result that needs the variables.
         """
         with self.rollback() as undo:
             self.needs.clear()
@@ -132,6 +136,14 @@ class ResultPickler(ValuePickler):
             self.add(value())
 
     def _add_needed(self, name: str, owner: str) -> None:
+        """Add a variable of the cell, after the variables that its value needs.
+
+        Do nothing if the variable was added before. If the value cannot be pickled, record a
+        message in `problems`.
+
+        Args:
+            owner: Name of the result that needs the variable.
+        """
         if name in self._met:
             return
         self._met.add(name)
@@ -148,8 +160,9 @@ class ResultPickler(ValuePickler):
         """Return the notebook's variable name of an object that need not be sent back, else None.
 
         Only sentinels (instances of `object` itself), functions without state, and functions with
-        `functools.lru_cache` need not be sent, because the notebook has the same object. The cell
-        may have changed any other object.
+        `functools.lru_cache` need not be sent, because the notebook has the same object. The object
+        must still be the value of a variable in `scope.kept`; for a function, of the variable with
+        the function's name. The cell may have changed any other object.
         """
         kind, scope = type(obj), self.scope
         if kind is object:  # a sentinel: code compares it by identity
@@ -194,7 +207,8 @@ def load_results(
 
     This function sets the cell's variables that came with a result in `namespace`. A variable is
     skipped if its name is the name of a builtin, or of a variable that the notebook itself has set.
-    If the value of a skipped variable differs from the notebook's value, a note says so.
+    If the value of a skipped variable differs from the notebook's value, a note says so. There is
+    no note if the variable came with the value of the cell's last expression, or of the call.
 
     Args:
         buffers: Out-of-band buffers of the pickle: the memory of arrays and tensors.

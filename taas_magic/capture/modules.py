@@ -188,9 +188,10 @@ def notes_on_patches(
 ) -> Iterator[str]:
     """Yield notes on functions that the notebook has replaced in a module or class.
 
-    Ranks have the original functions. All members of a class are checked. Of a module, only the
-    members with a name in `attributes` are checked. If such a member is itself a module or a class,
-    its members are checked, too. Only the first `_MOST_DIFFERENCES` functions get a note.
+    Ranks have the original functions. All members of a class are checked; classes of the notebook
+    itself are skipped. Of a module, only the members with a name in `attributes` are checked. If
+    such a member is itself a module or a class, its members are checked, too. Names of replaced
+    functions are sorted, and only the first `_MOST_DIFFERENCES` functions get a note.
 
     Args:
         modules: Modules that the cell uses.
@@ -338,7 +339,9 @@ def _find(
     """Return the source of a module if it is local, else None.
 
     A submodule is searched only in the folder of its package, which must be in `found`. A top-level
-    module is searched on `sys.path` and in the project folder.
+    module is searched on `sys.path` and in the project folder. The result is None for modules of
+    taas-magic, for built-in modules, and for a module that this process has imported from outside
+    `folders`.
 
     Args:
         folders: The folders that `local_folders` returns.
@@ -430,6 +433,11 @@ Without this cache, a project with a thousand modules would delay each cell by a
 
 
 def _parse_module(module: ModuleSource) -> _ParsedModule:
+    """Return the imports and constants of a module, found by parsing its source.
+
+    The result is cached until the source of the module changes. A source that is not Python counts
+    as empty.
+    """
     text = _parsed_modules.get((module.name, module.path))
     if text is None or text.source != module.source:
         tree = _tree(module.source)
@@ -442,6 +450,11 @@ def _parse_module(module: ModuleSource) -> _ParsedModule:
 
 
 def _constants(tree: ast.Module) -> dict[str, Any]:
+    """Return the plain values that a module's source assigns at the top level, by name.
+
+    A name that the source assigns more than once is left out. So is a value that is not a literal,
+    or that can be changed in place.
+    """
     names = [node for node in ast.walk(tree) if isinstance(node, ast.Name)]
     times = Counter(node.id for node in names if not isinstance(node.ctx, ast.Load))
     found = {}

@@ -63,8 +63,10 @@ class CodeUse:
 def code_use(code: CodeType) -> CodeUse:
     """Find the names and modules that the bytecode instructions of `code` use.
 
-    Code of functions and classes that `code` defines counts, too. So do names in the text of
-    IPython's magics and shell commands.
+    Code of functions and classes that `code` defines counts, too. Code of classes, lambdas and
+    comprehensions counts as running at once; code of functions counts as running later. A name that
+    a class body sets before it reads the name is not counted as read. Also find names in the text
+    of IPython's magics and shell commands. The result is cached.
     """
     now: set[str] = set()
     later: set[str] = set()
@@ -126,7 +128,9 @@ def _names_bound_by_import(module: str, from_names: object) -> Iterator[str]:
 def _shell_names(texts: list[str]) -> set[str]:
     """Return the variables in magics and shell commands, such as `!command {x} $y` or `%time f(x)`.
 
-    IPython turns these into string constants, and evaluates the strings when the cell runs.
+    IPython turns these into string constants, and evaluates the strings when the cell runs. The
+    result has the names in `$name` and `{expression}`. If one of the strings is the name of a magic
+    in `_CODE_MAGICS`, every string also counts as code; options at its beginning are removed first.
 
     Args:
         texts: All string constants of the code.
@@ -246,7 +250,8 @@ class UsedNames:
     def _statement(self, node: ast.stmt) -> None:
         """Record the names that a statement reads, and the names that it certainly sets.
 
-        An `if` certainly sets the names that both branches set; a loop certainly sets none.
+        An `if` certainly sets the names that both branches set; a loop certainly sets none. Other
+        kinds of statements are handled by methods of their own.
         """
         match node:
             case ast.If():
@@ -297,8 +302,10 @@ class UsedNames:
 
         Names in default values, decorators and class bodies are read when the definition itself
         runs, so they count at once. Names that are read when the function is called are stored in
-        `_later` and `definitions`. But if the definition has a decorator, these names count at
-        once, too, because the decorator may call the function.
+        `_later` and `definitions`, together with those of an earlier definition of this name. But
+        if the definition has a decorator, these names count at once, too, because the decorator may
+        call the function. They also count at once if a function that may have run already needs
+        this name.
         """
         use = self._compiled(node)
         self.updates |= (use.names & use.stores) - {node.name}
@@ -367,7 +374,7 @@ class UsedNames:
 
         A name that the cell has certainly set before is skipped. If a name refers to a function of
         the cell, the function may be called from now on. So the names that the function's code
-        reads are recorded, too.
+        reads are recorded, too, and added to `_awaited`.
 
         Args:
             names: The names that the statement reads.

@@ -216,7 +216,10 @@ def is_user_variable(name: str, namespace: Mapping[str, Any]) -> bool:
 def belongs_to_ipython(name: str, namespace: Mapping[str, Any]) -> bool:
     """Return whether IPython or Python has set a variable of the notebook, such as `Out`.
 
-    False if the user has given another value to a name such as `In` or `_`.
+    True for all names such as `__name__` and `_ih`. For names such as `exit`, the module of the
+    value decides. For `In` and `Out`, the value must be IPython's own history. For `_i1` and `_1`,
+    the value must be in this history, or be an empty string. False if the user has given another
+    value to a name such as `In` or `_`.
     """
     value = namespace[name]
     if name in _MODULE_NAMES or name in _HISTORY:
@@ -349,10 +352,10 @@ class LoadedPayload(PayloadDescription, frozen=True, kw_only=True):
         """Set the captured variables in `namespace`, apply the process state, and return the work.
 
         This method first makes the project's modules importable, applies the warning filters, and
-        imports the submodules that the cell uses. Then it loads the values. Last, it applies the
-        process state. Call this method once per payload, immediately before the work runs, because
-        the process state may seed torch. The rank may change the values in place: the payload's
-        file stays the same.
+        imports the submodules that the cell uses. Then it loads the variables, and a call's
+        function and arguments. Last, it applies the process state. Call this method once per
+        payload, immediately before the work runs, because the process state may seed torch. The
+        rank may change the values in place: the payload's file stays the same.
 
         Args:
             namespace: The rank's namespace; must be `sys.modules["__main__"].__dict__`.
@@ -412,7 +415,9 @@ def capture(
     """Find and pickle the notebook objects that a cell or a function uses. Runs in the kernel.
 
     The payload also contains the notebook's process state, and the source of each project module
-    that the work uses. It lists the packages that hosts need, and has notes for the user.
+    that the work uses. In a session, `RankVariables.choose` selects the variables to send, and the
+    modules include those that were edited since the ranks got them. The payload lists the packages
+    that hosts need, and has notes for the user.
 
     Args:
         namespace: The notebook's own dict, not a copy. A function whose globals are this dict
@@ -431,9 +436,9 @@ def capture(
             belongs to the project, its source is captured.
 
     Raises:
-        CaptureError: A value cannot be sent (the message has the path to it), the values are too
-            large, or a module cannot be read. If `problems` is given, only a module that cannot be
-            read raises the error.
+        CaptureError: A value cannot be sent (the message has the path to it), the payload has more
+            than `limit_bytes` bytes, or a module cannot be read. If `problems` is given, only a
+            module that cannot be read raises the error.
         SyntaxError: The cell is not Python.
     """
     gathering = _NotebookPickler(namespace, problems, to)
@@ -586,7 +591,11 @@ def _submodules(modules: Iterable[ModuleType], attributes: set[str]) -> tuple[st
 
 
 def _too_large(payload: Payload, limit_bytes: int) -> CaptureError:
-    """Return the error for a payload above the limit. The message names the largest parts."""
+    """Return the error for a payload above the limit, with advice for the user.
+
+    The message names the `_MAX_LISTED` largest parts. Parts are captured variables, a call's
+    function and arguments, project modules, and the notebook's settings.
+    """
     sizes = Counter[str]()
     for part in (*payload.captured, *payload.call):
         sizes[f"`{part.name}`"] += part.size_bytes

@@ -113,6 +113,8 @@ class Archive:
 def write_archive(path: Path, pickled: Pickled, meta: Struct | None = None) -> None:
     """Write a pickle and its buffers to an archive, atomically and readable only by its owner.
 
+    The header has the sizes of all parts. Each part begins at a multiple of `_ALIGNMENT` bytes.
+
     Args:
         meta: Description of the content, which a reader can decode without the pickle; None for an
             empty description.
@@ -132,7 +134,10 @@ def write_archive(path: Path, pickled: Pickled, meta: Struct | None = None) -> N
 
 
 def read_archive(path: Path) -> Archive:
-    """Map an archive into memory. The archive stays readable if the file is removed.
+    """Map an archive into memory.
+
+    The archive stays readable if the file is removed. The caller may change the mapped memory,
+    because the file stays the same.
 
     Raises:
         CaptureError: The file is no archive, or is cut short.
@@ -390,7 +395,8 @@ class ValuePickler(cloudpickle.Pickler):
     def reducer_override(self, obj: Any) -> Any:
         """Reduce an object by the rules of this pickler; called by pickle.
 
-        If the destination is the ranks, a remote loader replaces a registered loader.
+        If the destination is the ranks, a remote loader replaces a registered loader. The rule of
+        each class is searched only once.
 
         Returns:
             The reduced object; NotImplemented if pickle's own rules apply.
@@ -421,7 +427,8 @@ class ValuePickler(cloudpickle.Pickler):
         """Return reducers by class; None means that pickle's own rules apply.
 
         A reducer also handles instances of subclasses. If an object is an instance of several
-        classes in the dict, the first of these classes decides.
+        classes in the dict, the first of these classes decides. Classes of zarr, numpy, torch and
+        IPython are included only if this process has imported the library.
         """
         rules: dict[type, Handler | None] = {
             type: self._reduce_class,
@@ -453,10 +460,17 @@ class ValuePickler(cloudpickle.Pickler):
         return rules
 
     def _reduce_class(self, cls: type) -> Any:
-        """Reduce a class: by name if the receiver can import it, else by id or by value.
+        """Reduce a class: by name if the receiver has it or can import it, else by id or by value.
 
-        For an importable class, record the class in `classes`, and its module in `modules`. For any
-        other class, add the name to `needs` if the namespace has the class under this name.
+        A class in `at_receiver` is reduced to its name there. For an importable class, record the
+        class in `classes`, and its module in `modules`. Any other class is added to `needs` if the
+        namespace has the class under its name, and is then reduced as follows:
+
+        - In a result, a class that came from the notebook is reduced to its id, with a copy for
+          kernels that do not have the class.
+        - For a digest, a class inside of the added value is reduced to its id, and `_add_needs_of`
+          records the names that its methods read.
+        - All other classes are reduced by value.
         """
         if (name := self.at_receiver.get(id(cls))) is not None:
             return notebooks_own, (name,)
@@ -499,11 +513,16 @@ class ValuePickler(cloudpickle.Pickler):
         return pickled.data, pickled.buffers
 
     def _reduce_function(self, function: FunctionType) -> Any:
-        """Reduce a function: by name if it can be imported, else by value.
+        """Reduce a function: by name if the receiver has it or can import it, else by value.
 
-        For an importable function, record the module. For any other function, record the file and
-        the names that the code uses (`needs`, `modules`, `attributes`, `stores`). For a function of
-        `functools.singledispatch`, call `reduce_single_dispatch`.
+        A function in `at_receiver` is reduced to its name there. For an importable function, record
+        the module. Any other function is added to `needs` if the namespace has it under its name.
+        If `functools.singledispatch` made the function, call `reduce_single_dispatch`.
+
+        Otherwise record the file, and the modules and attributes that the code uses. If the globals
+        are the notebook's namespace, also record the names that the code reads and sets (`needs`,
+        `stores`). Values in `coming` that the code reads are then pickled as globals. The closure
+        cells stay shared (`_with_cells`).
         """
         if (name := self.at_receiver.get(id(function))) is not None:
             return notebooks_own, (name,)

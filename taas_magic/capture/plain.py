@@ -152,6 +152,15 @@ class PlainWriter:
         return number
 
     def _write(self, value: Any) -> int:
+        """Write the node of a value that the table lacks, and return the node's number.
+
+        Containers, immutable objects (`_REDUCERS`), bytes, large ints and strings that are not
+        UTF-8 each have a form of their own. Values of torch and numpy are tried last, if this
+        process has imported the library.
+
+        Raises:
+            NotPlainError: The value is not plain data.
+        """
         kind = type(value)
         if kind in _PARTS and not getattr(value, "__dict__", None):
             return self._write_container(value, _PARTS[kind])
@@ -188,7 +197,7 @@ class PlainWriter:
 
         Return None, and write nothing, for any other object and for a tensor that `_is_dense`
         excludes. The storage of a tensor gets a separate node; tensors with the same storage share
-        this node.
+        this node. A storage on a GPU is copied to the CPU.
         """
         import torch
 
@@ -218,7 +227,7 @@ class PlainWriter:
         """Write a dtype, scalar or array of numpy; return the number of the node.
 
         Return None, and write nothing, for any other object, and if the dtype is not simple: for
-        example, if the dtype has fields.
+        example, if the dtype has fields. An array in Fortran order keeps its order.
         """
         import numpy
 
@@ -247,12 +256,14 @@ class PlainWriter:
 def read_plain(data: bytes, buffers: Sequence[memoryview]) -> Any:
     """Return the value of a table that `PlainWriter` wrote.
 
-    This function is safe for data from an untrusted sender: a forged table cannot run code. Arrays,
-    and tensors on the CPU, use the memory of `buffers` without copying it. A tensor from a GPU is
-    moved to a GPU of this process, or to the CPU if this process uses no GPU (`target_device`).
+    This function is safe for data from an untrusted sender: a forged table cannot run code. First
+    make all objects in the order of the nodes, with empty containers; then fill the containers.
+    Arrays, and tensors on the CPU, use the memory of `buffers` without copying it. A tensor from a
+    GPU is moved to a GPU of this process, or to the CPU if this process uses no GPU
+    (`target_device`).
 
     Raises:
-        ValueError: The table is damaged or forged.
+        ValueError: The table is damaged or forged, or an object cannot be made.
     """
     nodes = from_bytes(data, list[PlainNode])
     made: list[Any] = []

@@ -179,6 +179,8 @@ def lost_loggers(collected: State) -> list[str]:
     """Return notes on loggers whose messages below WARNING appear in the notebook, not in ranks.
 
     The notebook's logger has a handler that shows such messages, but the handler cannot be copied.
+    There is no note on a logger of a library, or if another handler of the logger or of the root
+    logger is copied.
 
     Args:
         collected: The process state that `collect` returned.
@@ -209,7 +211,7 @@ def _handler_state(handler: logging.Handler) -> tuple[str, int, bytes] | None:
 
     A handler can be copied if it is a StreamHandler, not an instance of a subclass, that writes to
     stdout or stderr. It must have no filters, and no formatter of a subclass of
-    `logging.Formatter`.
+    `logging.Formatter`. The formatter must be picklable.
     """
     if type(handler) is not logging.StreamHandler or handler.filters:
         return None
@@ -281,8 +283,9 @@ def _collect_start_method() -> str:
 def _collect_torch() -> dict[str, Any]:
     """Return each setting of torch that differs from torch's default, by name.
 
-    If the user has probably set a seed (`_SEED_LIMIT`), the result also has the seed. The result is
-    empty if this process has not imported torch.
+    If the user has probably set a seed (`_SEED_LIMIT`), the result also has the seed. A matmul
+    precision that torch cannot tell counts as the default. The result is empty if this process has
+    not imported torch.
     """
     torch = _module_if_imported("torch")
     if torch is None:
@@ -308,6 +311,10 @@ def _collect_torch() -> dict[str, Any]:
 
 
 def _apply_torch(values: Mapping[str, Any]) -> None:
+    """Apply the kernel's settings of torch to this process, including a seed.
+
+    If the default device of the notebook is a GPU, use the device that `target_device` chooses.
+    """
     import torch
 
     def set_device(device: str) -> None:
@@ -330,6 +337,10 @@ def _apply_torch(values: Mapping[str, Any]) -> None:
 
 
 def _collect_numpy() -> dict[str, Any]:
+    """Return the print options and error handling of numpy that differ from the defaults.
+
+    The result is empty if this process has not imported numpy.
+    """
     numpy = _module_if_imported("numpy")
     if numpy is None:
         return {}
@@ -375,7 +386,8 @@ def _collect_ipython() -> dict[str, Any]:
 
     - "interactivity": the shell's `ast_node_interactivity`.
     - "traceback": the mode of `%xmode`.
-    - "figures": the settings of `%config InlineBackend`.
+    - "figures": the settings of `%config InlineBackend`; left out if a value in its
+      `print_figure_kwargs` is not plain.
     - "inline": True if IPython displays figures. The notebook's first use of `matplotlib.pyplot`
       turns this on.
 
@@ -404,8 +416,9 @@ def _is_plain(value: object) -> bool:
 def _apply_ipython(found: Mapping[str, Any]) -> None:
     """Make this rank display expressions, tracebacks and figures as the notebook does.
 
-    If the cell uses a figure of the notebook, but not `matplotlib.pyplot`, this function makes
-    IPython display figures. Does nothing in a process without a shell, such as a fetcher.
+    If the notebook displays figures and this process has imported `matplotlib.figure`, also make
+    IPython display figures here. Reason: the cell may use a figure of the notebook without
+    `matplotlib.pyplot`. Does nothing in a process without a shell, such as a fetcher.
     """
     if (shell := _shell()) is None:
         return

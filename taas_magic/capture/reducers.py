@@ -44,6 +44,7 @@ def reduce_by_value(cls: type, reduced: Reduced, *, is_update: bool) -> Reduced:
     A process that has a class with this id uses its own class instead of making a copy. So objects
     that return to the notebook have the notebook's class. This function also saves what cloudpickle
     would lose: `__slots__`, the order of the attributes, and the attributes of an Enum's members.
+    The class is registered by its id in this process.
 
     Args:
         reduced: The class as cloudpickle reduced it. For a built-in type such as NoneType, this is
@@ -502,8 +503,8 @@ def reduce_loader(loader: Any) -> Any:
 def reduce_array(array: Any) -> Any:
     """Reduce an array of a user's subclass of `numpy.ndarray`, and keep the array's attributes.
 
-    numpy's own `__reduce__` would lose the attributes. Other arrays, and arrays whose class has a
-    `__reduce__` of its own, are left to numpy.
+    numpy's own `__reduce__` would lose the attributes. Memory maps, arrays without attributes, and
+    arrays whose class has a `__reduce__` of its own, are left to numpy.
     """
     import numpy
 
@@ -562,7 +563,11 @@ def _rebuild_script(data: bytes, device: str) -> Any:
 
 
 def torch_reducers(storages: Storages) -> dict[type, Callable[[Any], Any] | None]:
-    """Return the reducers of torch's classes, in the order in which they are tried."""
+    """Return the reducers of torch's classes, in the order in which they are tried.
+
+    Args:
+        storages: Storages in the pickle, by id. The reducers of storages add to this dict.
+    """
     import torch.optim.lr_scheduler
     import torch.utils.data
 
@@ -585,6 +590,8 @@ def _reduce_parametrized(module: Any) -> Any:
     """Reduce a module with parametrizations, such as weight norm. Leave other modules to torch.
 
     Torch gives each module with parametrizations a class of its own, which refuses to be pickled.
+    So save the class that the module had before, its attributes, and the names of the parametrized
+    tensors.
     """
     from torch.nn.utils import parametrize
 
@@ -596,7 +603,11 @@ def _reduce_parametrized(module: Any) -> Any:
 
 
 def _fill_parametrized(module: Any, given: tuple[dict[str, Any], list[str]]) -> None:
-    """Set the state of a module that pickle has just made, and register its parametrizations."""
+    """Set the state of a module that pickle has just made, and register its parametrizations.
+
+    Registering temporary parametrizations lets torch make the module's class. Afterwards, the
+    pickled parametrizations replace the temporary ones.
+    """
     import torch
     from torch.nn.utils import parametrize
 
@@ -624,6 +635,11 @@ def _reduce_scheduler(scheduler: Any) -> Any:
 
 
 def _fill_scheduler(scheduler: Any, state: dict[str, Any]) -> None:
+    """Set the state of an unpickled scheduler, and make it count its optimizer's steps.
+
+    The constructor of a temporary scheduler replaces the optimizer's method `step`. Afterwards, the
+    settings and learning rates of the optimizer are restored.
+    """
     import torch.optim.lr_scheduler
 
     vars(scheduler).update(state)

@@ -159,8 +159,10 @@ class RankVariables:
 
         Candidates that share an object are sent together if one of them is sent. They are also sent
         together if they were last sent for different cells, because the ranks then have several
-        copies of the object. A changed process state is sent, too. When the ranks have received the
-        variables, the caller must call `record_sent`.
+        copies of the object. A changed process state is sent, too. Values to send are pickled a
+        second time for their digests, because the first pickling may have changed a value. The
+        result also has the functions and classes that the ranks have already, and notes for the
+        user. When the ranks have received the variables, the caller must call `record_sent`.
 
         Args:
             send: Names whose values are sent although cells have assigned them (`--send`).
@@ -226,12 +228,13 @@ class RankVariables:
         """Pickle the wanted variables of the notebook, and the variables that their values need.
 
         Each variable is pickled on its own, only for its digest. A variable that a cell of the
-        session has assigned is not pickled unless it is in `forced`. If a value cannot be sent, the
-        error goes to `refuse`.
+        session has assigned is not pickled unless it is in `forced`. Names that are no variables of
+        the user are skipped. If a value cannot be sent, the error goes to `refuse`.
 
         Returns:
             A dict with a record of each pickled variable, in the order of pickling; and a list of
-            the variables that cells have assigned, but that have a new value in the notebook.
+            the variables that cells have assigned, but that have a new value in the notebook about
+            which no note has told the user.
         """
         needed: dict[str, _Candidate] = {}
         kept: list[str] = []
@@ -277,7 +280,8 @@ class RankVariables:
         """Record the variables that a cell assigned and deleted on a rank.
 
         From now on, the assigned names belong to the ranks: the kernel does not send the notebook's
-        values of these names. The deleted names are removed from this record.
+        values of these names. Also record the names that assigned functions and classes read. The
+        deleted names are removed from this record.
 
         Args:
             choice: The variables that were sent for this cell.
@@ -348,12 +352,12 @@ class RankVariables:
         namespace: dict[str, Any],
         forced: set[str],
     ) -> list[str]:
-        """Return notes for the user about variables that are not sent, or are sent again.
+        """Return notes about variables that are not sent, were deleted, or are sent again.
 
         Args:
             kept: Names that belong to the ranks, but have a new value in the notebook.
             deleted: Names that the notebook has deleted, but that the ranks have.
-            forced: Names in `--send`; there are no notes about them.
+            forced: Names in `--send`; no note says that they are sent again.
         """
         notes = []
         if kept:
@@ -388,6 +392,8 @@ def _pickle_value(
 ) -> _Candidate:
     """Pickle one variable on its own, and return a record with its digest; drop the pickle.
 
+    The digest also depends on the registered loaders in the value.
+
     Args:
         why: Reason why the cell needs the variable, for messages.
         hashes_buffers: Whether the digest depends on the memory of arrays and tensors. Hashing this
@@ -412,9 +418,10 @@ def _shared_ids(
 ) -> dict[str, set[int]]:
     """Return, for each candidate, the ids of its objects that other variables may also contain.
 
-    The pickle of a value includes the functions and classes that the value needs. Objects in these
-    functions and classes are left out, because all instances of a class would share them. In the
-    ranks, all instances have the same class, even if they were sent for different cells.
+    The pickle of a value includes the functions and classes that the value needs. Objects in the
+    functions and classes among the candidates are left out of other values, because all instances
+    of a class would share them. In the ranks, all instances have the same class, even if they were
+    sent for different cells.
     """
     definitions = {
         name: set(one.shared)
