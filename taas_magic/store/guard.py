@@ -63,9 +63,11 @@ class StoreProtection(str, Enum):
 def strongest_protection() -> StoreProtection:
     """Return the strongest protection mechanism that works on this host, found by trials.
 
-    If no other mechanism works, the result is `PYTHON`. Each trial takes about 0.1 s, so the result
-    is cached. Each trial runs in a process of its own, because a process that has entered a user
-    namespace cannot leave the namespace.
+    If no other mechanism works, the result is `PYTHON`. The trials start with the strongest
+    mechanism, and use a temporary folder. A trial that fails, or takes longer than
+    `_PROBE_TIMEOUT_S` seconds, is skipped. Each trial takes about 0.1 s, so the result is cached.
+    Each trial runs in a process of its own, because a process that has entered a user namespace
+    cannot leave the namespace.
     """
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     with suppress(OSError), tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
@@ -127,10 +129,11 @@ def apply_rule(
 
     Call once in a freshly forked process, before any of the user's code runs.
 
-    Make the store read-only, except for rank 0 of a real run. Cache folders, the temporary folder,
-    the run folder and the scratch folder stay writable. In a real run, shared folders also stay
-    writable. In a rehearsal, the rehearsal folder also stays writable. If this process can no
-    longer use the usual temporary folder, set TMPDIR to a folder in the scratch folder.
+    Make the scratch folder. Then make the store read-only, except for rank 0 of a real run. Cache
+    folders, the temporary folder, the run folder and the scratch folder stay writable. In a real
+    run, shared folders also stay writable. In a rehearsal, the rehearsal folder also stays
+    writable. If this process can no longer use the usual temporary folder, set TMPDIR to a folder
+    in the scratch folder. Also record the store for `why_refused`.
 
     At the end, replace the functions by which Python and libraries open and change files. For a
     write to a path in the store, a replaced function writes to another path, raises an error, or
@@ -379,6 +382,10 @@ def _renew_descriptors(store: str, writable: Sequence[str]) -> None:
 
 
 def _renew(descriptor: int, path: str) -> None:
+    """Replace a descriptor by a read-only one of the same path, number and offset.
+
+    If the path cannot be opened, the descriptor becomes one of /dev/null.
+    """
     try:
         renewed = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
@@ -425,7 +432,8 @@ The keys are the flags of statvfs(3); the values are the flags of mount(2) for t
 def _enter_namespace(*, as_user: bool) -> None:
     """Enter a private mount namespace, so that mounts of this process do not change the host.
 
-    Mounts that the host makes later still appear in this namespace.
+    Mounts that the host makes later still appear in this namespace. In a user namespace, this user
+    and group keep their ids.
 
     Args:
         as_user: Whether to also enter a user namespace, because only there an ordinary user may
@@ -444,10 +452,12 @@ def _enter_namespace(*, as_user: bool) -> None:
 def _mount_read_only(folder: str, writable: Sequence[str]) -> None:
     """Make `folder` and all mounts below it read-only in this mount namespace.
 
+    Mount `folder` and each folder in `writable` onto itself. Then mount again, as read-only, each
+    mount that is now below `folder`, except in `writable`; its other mount options stay.
+
     Args:
         folder: Absolute path without symbolic links.
-        writable: Folders inside `folder` that stay writable. Each becomes a mount of its own, which
-            is not made read-only.
+        writable: Folders inside `folder` that stay writable.
     """
     for path in (folder, *writable):
         _mount(path, path, _MS_BIND | _MS_REC)
@@ -496,8 +506,9 @@ _TRUNCATE = 1 << 14
 def _restrict_by_landlock(folder: str, writable: Sequence[str]) -> None:
     """Make Landlock refuse all changes below `folder`, for this process and its later children.
 
-    The effect is permanent. Changes stay possible in `writable`, in the entries beside `folder`,
-    and in the entries beside each folder that contains `folder`.
+    The kernel's Landlock version decides which kinds of changes are refused. The effect is
+    permanent, and the process can no longer gain privileges. Changes stay possible in `writable`,
+    in the entries beside `folder`, and in the entries beside each folder that contains `folder`.
 
     Args:
         folder: Absolute path without symbolic links.
@@ -542,7 +553,8 @@ def _siblings(folder: str) -> list[str]:
 def _allow(rules: int, path: str, rights: int) -> None:
     """Add a rule to a Landlock rule set: allow changes of `path` and of everything below `path`.
 
-    Symbolic links, and paths that cannot be opened, get no rule.
+    Symbolic links, and paths that cannot be opened, get no rule. A path that is no folder gets only
+    the rights to write and truncate.
 
     Args:
         rules: Descriptor of the rule set.

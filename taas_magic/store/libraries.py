@@ -81,8 +81,9 @@ def install(view: StoreView) -> None:
 def _replace_all(view: StoreView, calls: list[_Call]) -> None:
     """Replace the functions and classes named in `calls` by ones that get the redirected path.
 
-    A name that the library does not have is skipped. A function of a module is also replaced in all
-    other modules that have imported it under the same name.
+    A name that the library does not have is skipped. A class is replaced by a subclass if possible.
+    A function of a module is also replaced in all other modules that have imported it under the
+    same name.
 
     Args:
         calls: Items of `CALLS` for one module. The module must be imported already.
@@ -154,7 +155,9 @@ def _redirected(view: StoreView, call: _Call, real: Callable[..., Any]) -> Calla
 def _redirect_argument(view: StoreView, call: _Call, path: Any, mode: Any) -> Any:
     """Return the path that a library's function must use instead of the caller's `path`.
 
-    The result is `path` itself if `view` does not redirect it.
+    The call decides whether this is the path of a folder to make, of a file to write, or of a file
+    to read. If `mode` keeps the old content of a file to write, the content is copied first. The
+    result is `path` itself if `view` does not redirect it.
 
     Args:
         mode: The caller's `mode` argument; used only if `call.writes` is None.

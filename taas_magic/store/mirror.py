@@ -83,7 +83,8 @@ def reserve(store: str, owner: str, cache: Path | None = None) -> Mirror:
     """Reserve the first free mirror of a store on this host; make a new mirror if none is free.
 
     A mirror is free if no run uses it. First remove all free mirrors, of any store, that were last
-    used more than `KEPT_S` seconds ago. The result holds the mirror's lock until `Mirror.close`.
+    used more than `KEPT_S` seconds ago. Then record the time of use. The result holds the mirror's
+    lock until `Mirror.close`.
 
     Args:
         store: Path of the store on the notebook's machine.
@@ -183,7 +184,12 @@ def update_mirror(mirror: Mirror, send_request: SendRequest, fresh: bool = False
 
 
 def _apply_manifest(mirror: Mirror, want: Manifest, send_request: SendRequest) -> list[str]:
-    """Make, copy, fetch and remove files and folders until the mirror is equal to `want`.
+    """Make the mirror equal to `want`; fetch only files whose content the mirror does not have.
+
+    First hash the mirror's files (`_scan_files`), make missing folders, and copy files whose
+    content is elsewhere in the mirror. Then remove what `want` does not list, or lists as the other
+    kind (file or folder). Make the folders for which a file was in the way. Last, record the
+    folders, and fetch the remaining files.
 
     Returns:
         Paths of the files that could not be fetched, or arrived damaged.
@@ -210,6 +216,8 @@ def _copy_known_content(
     mirror: Mirror, want: Manifest, there: Mapping[str, ManifestEntry]
 ) -> list[ManifestEntry]:
     """Copy files whose content is already elsewhere in the mirror, for example after a rename.
+
+    Files that the mirror already has at the wanted path, and folders, are skipped.
 
     Args:
         want: Manifest to which the mirror shall become equal.
@@ -257,7 +265,11 @@ def _scan_files(mirror: Mirror, wanted: Collection[str]) -> dict[str, ManifestEn
 
 
 def _copy(mirror: Mirror, entry: ManifestEntry, source: str) -> bool:
-    """Copy the mirror's file `source` to the path of `entry`; return whether this succeeded."""
+    """Copy the mirror's file `source` to the path of `entry`; return whether this succeeded.
+
+    The copy is verified and moved to its path as an arrived file is. False if a step raises
+    OSError.
+    """
     with suppress(OSError), mirror.tree.open_file(source) as file:
         incoming = IncomingFile(mirror.staging)
         try:
@@ -275,7 +287,8 @@ def _fetch(
 ) -> dict[str, OSError]:
     """Fetch files from the notebook's side, and move them to their paths in the mirror.
 
-    A file that arrives damaged counts as not fetched.
+    A file is moved as soon as its last part has arrived. A file that arrives damaged counts as not
+    fetched. At the end, incomplete files are discarded.
 
     Returns:
         The error of each file that could not be fetched or moved, by path.
@@ -359,10 +372,11 @@ class StoreUpdater:
     def catch_up(self) -> None:
         """Fetch and apply all changes of other hosts since the last call.
 
-        First remove the paths that other hosts removed. Then make folders, and fetch the files
-        whose hash is new. The user gets a note for each file that cannot be fetched or moved to its
-        path. If a file changes while it is fetched, there is no note: the next call fetches the
-        file again.
+        Unsafe paths are skipped. First remove the paths that other hosts removed. Then remove what
+        is in the way of a changed file or folder; if that fails, skip the change. Then make
+        folders, and fetch the files whose hash is new. The user gets a note for each file that
+        cannot be fetched or moved to its path. If a file changes while it is fetched, there is no
+        note: a later call fetches the file again.
         """
         changes = self._send_request(ListChanges(self._number))
         for path in changes.removed:

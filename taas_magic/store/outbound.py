@@ -87,7 +87,7 @@ class _Watch:
         """Wait until something below `root` changes, `timeout_s` passes, or `wake` is called.
 
         If some folder cannot be watched, wait at most `BLIND_S` seconds. New folders are watched
-        from now on.
+        from now on. If events were lost, all folders are watched again.
 
         Args:
             timeout_s: Seconds to wait at most; None for no limit.
@@ -220,8 +220,9 @@ class _ChangeSender:
     def send_changes(self, paths: Iterable[str]) -> None:
         """Send the changes at `paths`; put large files into `large`, for `send_large`.
 
-        A path that no longer exists is sent as a removal. A path that an ignore rule names, or that
-        is neither a file nor a folder, is recorded as refused.
+        Changes are queued, and the queue is sent when it is full and at the end. A path that no
+        longer exists is sent as a removal. A path that may not be copied, that cannot be read, or
+        that is neither a file nor a folder, is recorded as refused.
 
         Args:
             paths: Paths relative to the mirror; a folder comes before its contents.
@@ -241,8 +242,9 @@ class _ChangeSender:
     def send_large(self) -> None:
         """Send the next piece of the first file in `large`.
 
-        If the file has changed since its first piece, or the store refuses the file, drop the
-        remaining pieces.
+        After the last piece, remove the file from `large`. Also remove it, without its remaining
+        pieces, if it has changed since its first piece, if a process has it open for writing, or if
+        the store refuses it. A file that cannot be read is recorded as refused.
         """
         path, pieces = next(iter(self.large.items()))
         try:
@@ -263,8 +265,9 @@ class _ChangeSender:
     def _pieces(self, path: str) -> Iterator[FilePiece]:
         """Yield the pieces of a file. A small file is a single piece.
 
-        The iterator ends early if a process has the file open for writing, or if the file has
-        changed since the first piece.
+        Only the last piece has the hash of the file. The iterator yields nothing if no regular file
+        is at the path, and ends early if a process has the file open for writing, or if the file
+        has changed since the first piece.
 
         Raises:
             UnsafeError: The file cannot be read.
@@ -342,9 +345,9 @@ class _ChangeSender:
         """Queue a changed small file for the next message; add a changed large file to `large`.
 
         A small file has changed if its hash differs from the recorded hash. A large file has
-        changed if its inode, size or modification time differs from the recorded one. A small file
-        that is being written is not queued. If the hash of a small file is unchanged, only record
-        the file's new status.
+        changed if its inode, size or modification time differs from the recorded one, or if it was
+        written less than `_FRESH_NS` ago. A small file that is being written is not queued. If the
+        hash of a small file is unchanged, only record the file's new status.
         """
         if status.st_size > SMALL_BYTES:
             # Shortly after a write, another write may leave the file's time stamp unchanged.
@@ -445,6 +448,11 @@ class MirrorSender:
         self._watch.close()
 
     def _run(self) -> None:
+        """Send each change when it is due, until `finish` is called; then send the rest.
+
+        At the end, first send the rest of the large files. Then check all paths at which the mirror
+        differs from the store. On an error, show a note to the user and stop.
+        """
         try:
             while not self._finishing.is_set():
                 first = min(self._due.values(), default=None)
@@ -460,7 +468,8 @@ class MirrorSender:
     def _schedule_checks(self, paths: Iterable[str], everything: bool) -> None:
         """Schedule a check of each path in `paths` whose changes this host sends.
 
-        The check is due after `SEND_DELAY_S` seconds, or later if the path was sent recently.
+        The check is due after `SEND_DELAY_S` seconds, or later if the path was sent recently. A
+        check that is already scheduled keeps its time.
 
         Args:
             everything: Whether to also check all other paths at which the mirror differs from the
@@ -517,7 +526,7 @@ class MirrorSender:
         """Yield all paths at which the mirror may differ from the store; read no file.
 
         A path differs if it is new, if it no longer exists, or if the inode, size or time of its
-        file has changed.
+        file has changed. Paths that a default ignore rule names are not searched.
         """
         hashes, there = self._mirror.hashes, set()
         left_out = self._ignore.leaves_out

@@ -183,6 +183,10 @@ class RunFileRecord:
                     self.record_file(path, status)
 
     def _append(self, record: _Record) -> None:
+        """Add a record to the list in memory and to the file, while holding the lock.
+
+        A record of a removal removes the path from the list in memory.
+        """
         with self._lock:
             if record.is_gone:
                 self._known.pop(record.path, None)

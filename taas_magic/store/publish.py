@@ -57,7 +57,8 @@ def _path_in_job(path: str | os.PathLike[str]) -> str | os.PathLike[str]:
     """Return the path at which a farm's job saves a file instead of `path` in the project store.
 
     The result is in the job's own folder. Make its missing parent folders. If this process runs no
-    job, or `path` is outside the store, return `path`, and make no folder.
+    job, or `path` is outside the working directory even after its links are followed, return
+    `path`, and make no folder.
     """
     folder = os.environ.get(SAVES_FOLDER_VARIABLE)
     # First try the path as given. If the path is outside the working directory, follow its symbolic
@@ -77,7 +78,8 @@ def atomic(path: str | os.PathLike[str]) -> Iterator[str]:
 
     The file is forced to the disk before it is moved, and gets the permissions of the old file. If
     `path` is a symbolic link, the link's target is replaced. If the block fails, the old file stays
-    and the temporary file is removed.
+    and the temporary file is removed. Before a StoreError, the local variables in the traceback are
+    cleared, so that the system frees the disk space.
 
     Raises:
         StoreError: The block or the move raised OSError, or torch's RuntimeError for a full disk.

@@ -67,7 +67,11 @@ class Receipt:
     not_sent: Mapping[str, str] = field(default_factory=dict)
 
     def with_event(self, event: StoreReceipt) -> "Receipt":
-        """Return a copy of this receipt with the receipt of one more host added."""
+        """Return a copy of this receipt with the receipt of one more host added.
+
+        A path that any host lists as written is not missing. The new receipt is complete only if
+        both are.
+        """
         kept_out = {path: set(ranks) for path, ranks in self.kept_out.items()}
         for file in event.kept_out:
             kept_out.setdefault(file.path, set()).add(file.rank)
@@ -144,8 +148,9 @@ class ReceiptBuilder:
         """Return this host's receipt. Call when the host's ranks have ended.
 
         The receipt lists rank 0's files with their sizes; files in shared folders are left out. It
-        also lists the writes of other ranks that were kept out, the shared folders, the protection,
-        and the files that the store refused from the mirror.
+        also lists the writes of other ranks that were kept out, each with whether the store has a
+        file there, the shared folders, the protection, and the files that the store refused from
+        the mirror and has never accepted.
 
         Args:
             searches: Whether the host ran rank 0 and shares the store. If True, search the store:

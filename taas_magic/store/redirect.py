@@ -518,10 +518,12 @@ def install(view: StoreView) -> None:
     """Permanently replace Python's file functions by ones that use the path from `view`. Call once.
 
     Replace `open` and the functions of `os` that change files. Also redirect torch's file writer
-    and the trace files of its profiler. For rank 0 of a real run, also make `torch.save` atomic.
+    and the trace files of its profiler. Make tempfile use the replaced `unlink`. For rank 0 of a
+    real run, also make `torch.save` atomic; for any other view, redirect `torch.from_file`.
 
-    Calls that only read, `shutil.rmtree`, locks and numpy's memory maps are replaced only for a
-    `DiscardingView`, because only a rank with this view can have its own versions of files.
+    Calls that only read, torch's file reader, `shutil.rmtree`, locks and numpy's memory maps are
+    replaced only for a `DiscardingView`, because only a rank with this view can have its own
+    versions of files.
     """
     _installed.append(view)
     for name, redirect in _writing_calls(view).items():
@@ -553,7 +555,9 @@ def install(view: StoreView) -> None:
 def _writing_calls(view: StoreView) -> dict[str, _Call]:
     """Return replacements for the functions of `os` that change files, by name.
 
-    A caller must pass the original function as the first argument of each replacement.
+    The replacement of a call that makes an entry uses `view.path_to_write`. One that removes or
+    changes an entry uses `view.path_to_change`; one that moves or links redirects both paths. A
+    caller must pass the original function as the first argument of each replacement.
     """
     makes = partial(_write, view, view.path_to_write)
     removes = partial(_write, view, view.path_to_change)
@@ -586,7 +590,9 @@ def _writing_calls(view: StoreView) -> dict[str, _Call]:
 def _reading_calls(view: StoreView) -> dict[str, _Call]:
     """Return replacements for the functions of `os` that only read, by name.
 
-    A caller must pass the original function as the first argument of each replacement.
+    Most replacements use the path of an existing version of the file; those of `listdir` and
+    `scandir` merge the entries of all versions of the folder. A caller must pass the original
+    function as the first argument of each replacement.
     """
     reads = partial(_call_on_existing, view)
     reads_link = partial(_call_on_existing, view, follow=False)
@@ -644,6 +650,10 @@ _OPENS = (
 
 
 def _replace_open(call: _Call) -> None:
+    """Replace `open` by `call` in pathlib, and in all modules of `_OPENS` that are imported.
+
+    Also replace numpy's own reference to `open`.
+    """
     call.__module__ = "io"
     _replace_in_pathlib("open", open, call)
     for module, name in _OPENS:
@@ -764,6 +774,12 @@ def path_to_open(view: StoreView, store_path: str, *, needs_content: bool = Fals
 
 
 def _open(view: StoreView, real: _Call, file: Path, mode: str = "r", *args: Any, **kw: Any) -> Any:
+    """Call `open` with the redirected path. Called in place of `open`.
+
+    For a mode that writes, use the path to write; if the mode keeps the old content, the file is
+    copied first. For a mode that only reads, use an existing version of the file. A descriptor, or
+    a call with an opener, is not redirected.
+    """
     if isinstance(file, int) or kw.get("opener") or any(args[5:]):
         return real(file, mode, *args, **kw)  # os.open, which an opener calls, is redirected
     if set(mode) & set("wxa+"):
@@ -839,10 +855,10 @@ def _path_to_set_times(view: StoreView, store_path: str) -> str | None:
 def _move(view: StoreView, across: _Call, real: _Call, src: Path, dst: Path, **kw: Any) -> None:
     """Call `real`, such as `os.rename` or `os.link`, with the redirected source and target paths.
 
-    If a redirected path is on another file system, call `across(source, target)` instead, which
-    moves or copies the file. If another rank has already moved the file away, do nothing. If a file
-    would be moved from a shared folder of the store to the scratch folder, copy the file instead,
-    so that the store keeps the file.
+    If another rank has already moved the file away, do nothing. If a file would be moved from a
+    shared folder of the store to the scratch folder, copy the file instead, so that the store keeps
+    the file. If a redirected path is on another file system, move or copy the file by
+    `across(source, target)` instead. At the end, report a file that was moved away (`record_move`).
     """
     is_gone = _is_gone(view, src, kw.get("src_dir_fd"))
     source, kw["src_dir_fd"] = _redirect_path(view, view.path_to_move, src, kw.get("src_dir_fd"))
@@ -887,7 +903,7 @@ def _access(
 
 
 def _list(view: StoreView, join: _Call, real: _Call, path: Path = None) -> Any:
-    """List a folder: entries of the store, of the scratch folder, and of the rehearsal folder.
+    """List a folder: entries of the rehearsal folder, of the store, and of the scratch folder.
 
     If the folder exists only in the store, call `real` with the caller's path.
 
@@ -1024,7 +1040,8 @@ def _save_atomically(view: StoreView) -> None:
 def _warn_about_locks(view: DiscardingView) -> None:
     """Make `fcntl` warn about locks on the rank's own version of a file.
 
-    Each rank locks its own version of the file, so the lock of one rank excludes no other rank.
+    Each rank locks its own version of the file, so the lock of one rank excludes no other rank. The
+    lock is then taken as usual; unlocking gives no warning.
     """
 
     def lock(real: _Call, file: Any, operation: int, *args: Any) -> Any:
@@ -1056,7 +1073,8 @@ def _redirect_torch_maps(view: StoreView) -> None:
     """Redirect `torch.from_file`, which maps a file into memory.
 
     Writes to a shared map would change the file. So with a `DiscardingView`, a file of the store is
-    mapped privately.
+    mapped privately, unless this rank has its own version of the file. A shared map uses the path
+    to write; any other map uses the path to read.
     """
     import torch
 
@@ -1079,7 +1097,7 @@ def _redirect_torch_maps(view: StoreView) -> None:
 def _map_privately(view: StoreView) -> None:
     """Make numpy map a file of the store privately if the mode allows writing (numpy's default).
 
-    So the file need not be copied, and only this rank sees its changes.
+    So the file need not be copied, and only this rank sees its changes. Without numpy, do nothing.
     """
     if importlib.util.find_spec("numpy") is None:  # torch works without numpy
         return

@@ -198,8 +198,8 @@ class MessageSizer:
 def part_lists(entries: Iterable[ManifestEntry], sizer: MessageSizer) -> Iterator[list[Part]]:
     """Divide files into parts, and yield lists of parts; each list is for one `ReadFiles`.
 
-    The parts have the order of `entries`. A list has at most `sizer.size` bytes of content, and at
-    most `MAX_PARTS` parts.
+    The parts have the order of `entries`; an empty file has one empty part. A list has at most
+    `sizer.size` bytes of content, and at most `MAX_PARTS` parts.
     """
     parts: list[Part] = []
     room = sizer.size

@@ -221,9 +221,10 @@ def locked_store(store: str, run_id: str, name: str = "") -> Iterator[None]:
     """Lock the store for one run against all other runs of this user, during the `with` block.
 
     The lock also covers folders inside the store, and folders that contain the store. The lock file
-    is in the state folder, and contains a `StoreOwner`. The lock file is removed at the end. The
-    system releases this flock(2) lock when the owning process ends, even by a kill. Enter this
-    context in the process that lives as long as the run.
+    is in the state folder, and contains a `StoreOwner`. A second lock is held while the lock files
+    of other runs are checked, and while this run's lock file is made or removed. The lock file is
+    removed at the end. The system releases this flock(2) lock when the owning process ends, even by
+    a kill. Enter this context in the process that lives as long as the run.
 
     Args:
         store: Path of the store, absolute and without symbolic links.

@@ -126,10 +126,10 @@ class StoreServer:
         return answer
 
     def close(self) -> None:
-        """Refuse further requests, discard incomplete files, and save the hashes.
+        """Refuse further requests, and wait until a running search of the store has ended.
 
-        Wait until a running search of the store has ended. Also remove the marker file, and close
-        the store's descriptor.
+        Then discard incomplete files, remove the marker file, save the hashes, and close the
+        store's descriptor.
         """
         self._is_closed = True
         self._searcher.shutdown()
@@ -207,7 +207,11 @@ class StoreServer:
             return None
 
     def _list_changes(self, host_rank: int, request: ListChanges) -> ChangeList:
-        """Return the changes that other hosts made after change number `request.since`."""
+        """Return the changes that other hosts made after change number `request.since`.
+
+        Files and folders are in the order of their changes. Of the removed paths, a folder comes
+        after its contents.
+        """
         entries, removed = [], []
         for path, change in reversed(self._changes.items()):
             if change.number <= request.since:
@@ -221,7 +225,11 @@ class StoreServer:
         return ChangeList(self._number, entries[::-1], sorted(removed, reverse=True))
 
     def _apply_changes(self, host_rank: int, request: WriteFiles) -> dict[str, str]:
-        """Apply a host's changes; return the reason for each refused path."""
+        """Apply a host's changes; return the reason for each refused path.
+
+        Write the pieces first, `PIECES_PER_FLUSH` at a time. Then remove the removed paths one by
+        one.
+        """
         answers: dict[str, str] = {}
         for first in range(0, len(request.pieces), PIECES_PER_FLUSH):
             answers |= self._write_pieces(
@@ -251,9 +259,9 @@ class StoreServer:
     def _check(self, host_rank: int, path: str) -> None:
         """Raise UnsafeError if the host may never change `path`, whether or not a file is there.
 
-        There are four possible reasons: the path is unsafe; `IgnoreRules.why_not_accepted` refuses
-        the path; the path differs from a known path only by case; or the host does not run rank 0,
-        and the path is outside the shared folders.
+        There are four possible reasons: the path is unsafe; the host does not run rank 0, and the
+        path is outside the shared folders; `IgnoreRules.why_not_accepted` refuses the path; or the
+        path differs from a known path only by case.
         """
         if why := why_unsafe(path):
             raise UnsafeError(path, why)
@@ -360,9 +368,11 @@ class StoreServer:
     ) -> None:
         """Write one piece of a file to its temporary file, or make a folder.
 
-        With the first piece of a file, check that the path may be made, and make missing parent
-        folders. With the last piece, verify the size and hash of the file. If a write fails, or the
-        file is damaged, discard the file. Record a new folder as a change for the other hosts.
+        With the first piece of a file, check that the path may be made, discard an incomplete file
+        of this host at the path, and make missing parent folders. The content of a `.pth` file is
+        checked as it arrives. With the last piece, verify the size and hash of the file. If a write
+        fails, or the file is damaged, discard the file. Record a new folder as a change for the
+        other hosts.
 
         Args:
             whole: List to which the file is added if this piece completes it.
@@ -413,8 +423,9 @@ class StoreServer:
     ) -> None:
         """Move a complete file from its temporary name to its path; discard the file on failure.
 
-        Record the file as made by a run, and as a change for the other hosts. If the user has a
-        file at `path`, move the new file beside the user's file (`a.txt.from-host`) instead.
+        The file may be executed only if `[store] overwrite` names it. Record the file as made by a
+        run, and as a change for the other hosts. If the user has a file at `path`, move the new
+        file beside the user's file (`a.txt.from-host`) instead.
 
         Args:
             flushed: Result of forcing the file to the disk; awaited here.

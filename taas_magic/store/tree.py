@@ -309,6 +309,17 @@ class Tree:
 
 
 def _open_folder(part: str, here: int, path: str) -> int:
+    """Open a folder, and return its descriptor. Follow no link.
+
+    Args:
+        part: Name of the folder.
+        here: Descriptor of the folder that contains it.
+        path: The whole path, for messages.
+
+    Raises:
+        UnsafeError: A link or another special file has this name.
+        NotADirectoryError: A regular file has this name.
+    """
     try:
         return os.open(part, _FOLDER, dir_fd=here)
     except OSError as error:
