@@ -29,7 +29,8 @@ _READS = {
 _ATTRIBUTES = {"LOAD_ATTR", "LOAD_METHOD"}
 _STORES = {"STORE_GLOBAL", "DELETE_GLOBAL"}
 _CODE_MAGICS = {"time", "timeit", "prun", "capture", "memit", "mprun", "lprun", "debug"}
-"""Magics whose argument is Python code."""
+_CODE_MAGICS |= {"pinfo", "pinfo2", "pdef", "pdoc", "psource"}
+"""Magics whose argument is Python code. `f?` is the magic `pinfo`, and `f??` is `pinfo2`."""
 
 _DOLLAR = re.compile(r"(?<!\$)\$([A-Za-z_]\w*)")
 """A variable in a shell command: `$name`."""

@@ -400,16 +400,22 @@ def _collect_ipython() -> dict[str, Any]:
         found["interactivity"] = shell.ast_node_interactivity
     if (mode := shell.InteractiveTB.mode) != _TRACEBACK_MODE:
         found["traceback"] = mode
-    if (backend := _inline_backend()) is not None:
+    backend = _inline_backend()
+    if backend is None:  # IPython keeps the settings until it displays the first figure
+        figures = dict(shell.config.get("InlineBackend", {}))
+    else:
         found["inline"] = True
         own = {name: getattr(backend, name) for name in _FIGURES}
-        changed = {name: value for name, value in own.items() if value != _FIGURES[name]}
-        if all(map(_is_plain, own["print_figure_kwargs"].values())) and changed:
-            found["figures"] = changed
+        figures = {name: value for name, value in own.items() if value != _FIGURES[name]}
+    if figures := {name: value for name, value in figures.items() if _is_plain(value)}:
+        found["figures"] = figures
     return found
 
 
 def _is_plain(value: object) -> bool:
+    """Return whether a value is a string, number, bool or None, or a set or dict of these."""
+    if isinstance(value, set | dict):
+        return all(map(_is_plain, value.values() if isinstance(value, dict) else value))
     return isinstance(value, str | int | float | None)
 
 

@@ -212,6 +212,7 @@ class RankShell(InteractiveShell):
         main.__dict__.update({name: vars(builtins)[name] for name in ("exit", "quit")})
         del main.__dict__["open"]
         main.__dict__["_dh"] = [os.getcwd()]  # hydra reads the notebook's folder here
+        self.user_ns_hidden.update(main.__dict__)  # `%who` lists only the user's names
         self._at_start = dict(main.__dict__)
         self.link, self.keyboard, self.shows = link, own_keyboard, shows
         own_keyboard.install()

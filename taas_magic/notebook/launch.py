@@ -304,9 +304,9 @@ def _cell_syntax_error(error: SyntaxError, cell: CellWork) -> CellSyntaxError:
 
     Count line numbers from the top of the cell, which includes its `%%taas` line or comments.
     """
-    # such as "expected an indented block after 'if' statement on line 1"
+    # such as "expected an indented block after 'if' statement on line 1", or "(detected at line 1)"
     error.msg = re.sub(
-        r"(?<= on line )\d+", lambda found: str(int(found[0]) + cell.lines_above), error.msg
+        r"(?<= [ao][tn] line )\d+", lambda found: str(int(found[0]) + cell.lines_above), error.msg
     )
     error.filename = cell.label
     error.lineno = (error.lineno or 1) + cell.lines_above

@@ -307,6 +307,15 @@ def test_a_warning_of_the_compiler_is_shown_by_the_rank_only(frontend: Frontend)
 def test_a_syntax_error_counts_all_its_lines_from_the_top_of_the_cell(frontend: Frontend) -> None:
     message = frontend.fail("%%taas --gpus 1\ndef f():\nreturn 1")["evalue"]
     assert "line 3" in message and message.endswith("after function definition on line 2")
+    message = frontend.fail("%%taas --gpus 1\n'abc")["evalue"]
+    assert message.endswith("(detected at line 2)")
+
+
+def test_the_magics_that_show_names_see_the_notebooks_names_only(frontend: Frontend) -> None:
+    frontend.run("def documented(first, second):\n    return first")
+    text = frontend.text(frontend.run("%%taas --gpus 1\nmine = 1\ndocumented?\n%who"))
+    assert "documented(first, second)" in text
+    assert re.search(r"] documented\s+mine\s*$", text, re.M), text
 
 
 def test_what_nobody_set_stays_as_it_is_in_a_program(frontend: Frontend) -> None:
