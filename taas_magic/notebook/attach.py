@@ -32,10 +32,11 @@ NOT_ATTACHED = "NOT ATTACHED"
 
 
 def attach(run: Run) -> None:
-    """Show a run, as recorded in its folder, until the run has ended.
+    """Show a run, as recorded in its folder, until the run has ended or the user interrupts.
 
-    At the end, close the view. If the run failed, print the details of its first failure, such as
-    the traceback. If `--timeout` ended the run, print no details.
+    After the end, no later cell needs to update the run's status header (`heads.forget`). If the
+    run failed, print the details of its first failure, such as the traceback, with the labels of
+    the notebook's cells. If `--timeout` ended the run, print no details.
 
     Raises:
         KeyboardInterrupt: The user interrupted the view. The run continues, and the error's message
@@ -54,9 +55,12 @@ def attach(run: Run) -> None:
 def _show(run: Run, interrupts: Interrupts) -> RunState:
     """Show the past and new events of a run until the run has ended or the user interrupts.
 
-    Read the events from the journal. While the journal has no new event, check whether the run's
-    owner still exists. If not, show the run as LOST, and stop. At the end, close the view. If the
-    user interrupts, the last status header has the title `NOT_ATTACHED`.
+    First read all past events from the journal, and open the view with their output. Then read the
+    journal every `POLL_S` seconds, and show new events. While the journal has no new event, check
+    whether the run's owner still exists. If not, show the run as LOST, and stop.
+
+    At the end, close the view. If the user interrupted, the last status header has the title
+    `NOT_ATTACHED`, and a cell after the run's end may update this header.
 
     Returns:
         The state that the view showed last.

@@ -37,8 +37,9 @@ _PRAGMA = re.compile(r"#\s?pragma\s+taas(?:\s+(.*))?")
 def parse_top_comments(lines: list[str]) -> tuple[str, int] | None:
     """Parse the taas comments at the top of a cell: `#!POOL` and `#pragma taas`.
 
-    The flags of all pragmas are joined; only the first `#!POOL` counts, as `--pool POOL`. In a cell
-    without a pragma, `#!POOL` must be the first line with text.
+    The flags of all pragmas are joined, without comments at their ends. Only the first `#!POOL`
+    counts, as `--pool POOL`. In a cell without a pragma, `#!POOL` must be the first line with text.
+    The search ends at the first line of code.
 
     Returns:
         The flags as one string, and the number of lines up to and including the last taas comment.
@@ -69,7 +70,10 @@ def transform_pragma(lines: list[str]) -> list[str]:
 
 
 def empty_cell_message(raw_cell: str) -> str:
-    """Return the error message for a cell without code below its `%%taas` line or taas comments."""
+    """Return the error message for a cell without code below its `%%taas` line or taas comments.
+
+    If the cell has a comment `#!POOL`, the message says that the code must be in the same cell.
+    """
     found = parse_top_comments(raw_cell.splitlines())
     pool = re.search(r"--pool (\S+)", found[0]) if found else None
     if pool is None:
@@ -83,7 +87,8 @@ def empty_cell_message(raw_cell: str) -> str:
 def misplaced_pragma(raw_cell: str) -> Iterator[str]:
     """Yield a warning for each `#pragma taas` below code; such a pragma has no effect.
 
-    A cell that begins with `%%` gets no warning.
+    The warning says whether the cell runs on ranks or in the notebook. Stop at the first line that
+    is not valid Python. A cell that begins with `%%` gets no warning.
     """
     if "pragma" not in raw_cell or raw_cell.lstrip().startswith("%%"):
         return
@@ -143,7 +148,7 @@ def whole_number_parser(least: int, most: int = MAX_RANKS) -> Callable[[str], in
 def parse_count(text: str) -> int:
     """Parse a count such as `20480000`, `20_480_000`, `20M` or `1.5G`.
 
-    The suffixes K, M, G and T are powers of 1000.
+    The suffixes K, M, G and T, also in lower case, are powers of 1000.
 
     Raises:
         ValueError: The text has none of these forms, the number is not whole, or the number is not
@@ -316,7 +321,11 @@ class Flag:
         return _FIELDS.get(self.name, self.name.removeprefix("--").replace("-", "_"))
 
     def add_to(self, parser: MagicArgumentParser, spelling: Spelling) -> None:
-        """Add the flag, with its help text and its `read` function, to an argparse parser."""
+        """Add the flag, with its help text and its `read` function, to an argparse parser.
+
+        Without a `metavar`, the flag takes no value. A flag in `REPEATED` collects its values in a
+        list. The help text ends with the first of the flag's examples.
+        """
         example = f" Example: {self.name} {self.examples[0]}" if self.examples else ""
         settings: dict[str, Any] = {"help": (self.help + example).replace("%", "%%")}
         if self.metavar:
@@ -330,7 +339,11 @@ class Flag:
         parser.add_argument(self.name, dest=self.field, **settings)
 
     def _value(self, spelling: Spelling, text: str) -> Any:
-        """Parse the flag's value for argparse; raise a UsageError that says what is allowed."""
+        """Parse the flag's value for argparse; raise a UsageError that says what is allowed.
+
+        If the text still has a `$name` or an `{expression}`, the error adds that the notebook does
+        not have this name.
+        """
         try:
             return self.read(text)
         except ValueError:
@@ -557,7 +570,11 @@ class FlagParser(MagicArgumentParser):
             flag.add_to(self, spelling)
 
     def error(self, message: str) -> NoReturn:
-        """Raise UsageError with a clearer text than argparse's "argument --gpus: expected …"."""
+        """Raise UsageError with a clearer text than argparse's "argument --gpus: expected …".
+
+        The text names the flag, and says what values the flag needs or that it takes no value. If
+        argparse's message names no known flag, use this message.
+        """
         flag = next((flag for flag in self._flags if f" {flag.name}:" in message), None)
         if flag is not None:
             says = f"needs {flag.possible}" if flag.metavar else "takes no value"
@@ -594,6 +611,9 @@ HELP: str = _PARSER.format_help().replace("[--gpus N]", "--gpus N", 1)  # no oth
 
 def parse(line: str, config: Config, spelling: Spelling = Spelling.CELL) -> Flags:
     """Parse the words after `%%taas`, in which IPython has replaced `{expression}` and `$variable`.
+
+    Then check that the pools exist, and that the flags fit together, such as `--rehearse` and
+    `--prefill` with the other flags.
 
     With `--session`, `--gpus` may be missing. In this case, the result has `gpus=0`, and the
     numbers of ranks in `--out`, `--logs` and `--ranks` are not checked.
@@ -657,7 +677,7 @@ def check_ranks(flags: Flags, spelling: Spelling = Spelling.CELL) -> None:
 def _check_prefill(prefill: Prefill, flags: Flags, memory: DataConfig, spelling: Spelling) -> None:
     """Raise UsageError if fetchers could never prepare the amount of `--prefill`.
 
-    `--prefill` needs `--cpus`, and `--prefill all` also needs `--units`. An amount in bytes must
+    `--prefill all` needs `--units`, and every `--prefill` needs `--cpus`. An amount in bytes must
     fit into the prefetch buffers of all fetchers together.
 
     Args:

@@ -149,7 +149,7 @@ def run_script(words: Sequence[str]) -> None:
 
     Raises:
         UsageError: No word ends with `.py`, or the first such word is not the path of a file. Or a
-            flag is wrong.
+            flag is wrong; if the script's path comes first, the message also shows the usage.
         CaptureError: The ranks need an object that cannot be pickled.
         PoolError: The pool could not be started.
         RunError: The script failed on a rank.
@@ -174,6 +174,9 @@ def run_script(words: Sequence[str]) -> None:
 
 def _split_words(words: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
     """Split the words after `python -m taas_magic run` into flags and script.
+
+    The words before the script's path are flags, and the words after it are the script's arguments.
+    If the path is the first word, the flags follow it up to `--`, and then the arguments.
 
     Returns:
         The flags of `%%taas`; and a list of the script's path and the script's own arguments.
@@ -208,6 +211,8 @@ def _execute(asked: Flags, work: Work, shell: InteractiveShell, settings: Config
 
 def _shell() -> InteractiveShell:
     """Return the current IPython shell. In a script, create a shell for the module `__main__`.
+
+    The created shell has no input history, and this module keeps it in `_of_script`.
 
     Raises:
         UsageError: This process is a rank.

@@ -86,6 +86,8 @@ class InputQueue:
 def prompt_of(request: InputRequested, plan: Plan) -> str:
     """Return the prompt that the user sees: the rank's prompt, and the number of the rank.
 
+    If the run has only one rank, the prompt does not show the number.
+
     The hosts of an untrusted pool could send a misleading prompt, such as a request for a password.
     So for such a pool, the text is a single line that begins with the pool's name.
     """
@@ -116,6 +118,9 @@ def ask_user(request: InputRequested, plan: Plan, is_void: Callable[[], bool]) -
     Hide the typed text if the rank requests a password. Ask again if the answer is longer than
     `ANSWER_LIMIT_BYTES`. Another thread calls `is_void` from time to time, and interrupts the main
     thread by SIGINT when the rank no longer needs the line.
+
+    During the call, SIGINT raises KeyboardInterrupt. At the end, stop the thread, and restore the
+    previous handler of SIGINT.
 
     Args:
         request: The rank's request.

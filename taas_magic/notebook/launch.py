@@ -86,11 +86,17 @@ _shown_notes: set[str] = set()
 def execute(flags: Flags, work: Work, shell: "InteractiveShell", config: Config) -> Run:
     """Run a cell or a function on the ranks of a pool, and store the variables of `--out`.
 
-    Check flags, project store and cell before the start of any process of the run. Then block until
-    the view shows the end of the run, or until the run is detached. Show a failure as an exception.
+    Complete the flags of a session's cell by the session's flags. Make the plan. Pickle the objects
+    that the work uses, while a thread checks the project store. Check `--out`, add fetchers and
+    notes to the plan, and write the run folder.
 
-    At the end, record the names that a cell without a session assigned on its ranks. If a later
-    cell of the notebook fails because the notebook lacks such a name, the user gets a hint.
+    Then start the run, or run the cell on the ranks of its session. Block until the view shows the
+    end of the run, or until the run is detached. Then store the variables of `--out`, and raise the
+    error of a failed run.
+
+    At the end, record which names a cell without a session assigned on its ranks. If a later
+    cell of the notebook fails because the notebook lacks such a name, the user gets a hint. For a
+    cell of a session, record which variables came back.
 
     Returns:
         The run, also after the kernel has detached it.
@@ -183,7 +189,8 @@ def prepare_run(
 ) -> tuple[RunDriver, RunSpec]:
     """Create the folder of a new run with all its files, and the objects to start the run.
 
-    Start no process.
+    Start no process. Count the cell in its session. Unless the pool is on this machine, the
+    `RunSpec` lists the modules that the pool's hosts must have.
 
     Args:
         plan: Plan of the run.
@@ -231,9 +238,10 @@ def _run_in_session(
 ) -> None:
     """Run a cell on a session's ranks. If the session has no ranks yet, start them first.
 
-    The view first shows the lines that threads of the ranks printed since the last cell. After the
-    cell, also after an error, record in `session` which variables the ranks have, and which rank
-    failed first. If the session has ended, print the reason.
+    The view first shows the lines that threads of the ranks printed since the last cell. During the
+    cell, `session` receives all events, and `running_cell` has the cell's run id. After the cell,
+    also after an error, record in `session` which variables the ranks have, and which rank failed
+    first. If the session has ended, print the reason.
     """
     driver.listener = session.record_event
     for event in session.pop_output():
@@ -251,7 +259,11 @@ def _run_in_session(
 
 
 def _context(plan: Plan, pool: Pool, config: Config) -> RunContext:
-    """Return the facts for a run's file `run.json`, without the labels of the notebook's cells."""
+    """Return the facts for a run's file `run.json`, without the labels of the notebook's cells.
+
+    These facts are the folders of the project, of the ranks' pool and of the fetchers' pool, and
+    the setting `notify`.
+    """
     data_pool = pools.named(plan.data.pool, config) if plan.data else None
     return RunContext(
         project=str(working_folder()),
@@ -264,9 +276,11 @@ def _context(plan: Plan, pool: Pool, config: Config) -> RunContext:
 def _write_run_folder(plan: Plan, captured: Payload, config: Config) -> RunFolder:
     """Create the folder of a new run, and write all files that its ranks and fetchers read.
 
-    If a file cannot be written, remove the folder. If batches may travel between hosts, and the
-    network of the ranks' or the fetchers' pool is not private, one of the files requires TLS for
-    batches.
+    The files are the payload, the registered loaders and, if the run has fetchers, the fetchers'
+    settings. If a file cannot be written, remove the folder.
+
+    If batches may travel between hosts, and the network of the ranks' or the fetchers' pool is not
+    private, one of the files requires TLS for batches.
     """
     folder = RunFolder.create(plan.run_id, plan, captured.work.raw)
     # Batches need TLS if they cross between hosts on a network that is not private.
@@ -302,7 +316,8 @@ def _notes_to_show(notes: Sequence[str], differences: Sequence[str]) -> tuple[st
 def _cell_syntax_error(error: SyntaxError, cell: CellWork) -> CellSyntaxError:
     """Convert a SyntaxError of the compiled code to a CellSyntaxError of the notebook's cell.
 
-    Count line numbers from the top of the cell, which includes its `%%taas` line or comments.
+    Count line numbers, also those in the message, from the top of the cell, which includes its
+    `%%taas` line or comments. The new error's text shows the label and the line of the cell.
     """
     # such as "expected an indented block after 'if' statement on line 1", or "(detected at line 1)"
     error.msg = re.sub(
@@ -327,10 +342,16 @@ def run_to_end(
 ) -> None:
     """Start the fetchers and ranks of a run, show the run until it has ended, and end the fetchers.
 
-    With `--prefill`, request the ranks' hosts only after the fetchers have prepared the data. If
-    the run gets no hosts before its view opens, remove its folder. After the cell of a session, the
-    session keeps the fetchers. Also remove the folders of the oldest runs if all run folders
-    together exceed a limit in `[runs]` of taas.toml.
+    Start the fetchers first, then request the ranks' hosts, and wait until both are ready. If this
+    fails, remove the run's folder. Then open the view. With `--prefill`, request the ranks' hosts
+    only after the view has opened and the fetchers have prepared the data.
+
+    If a session has no ranks yet, start them. Then start the run, and follow it until it has ended
+    or is detached. A session keeps the fetchers from the start of its cell on.
+
+    While the ranks start, remove the folders of the oldest runs if all run folders together exceed
+    a limit in `[runs]` of taas.toml. After cells of a session, do this at most every `PRUNE_S`
+    seconds.
 
     Args:
         driver: The kernel's side of the run.
@@ -391,7 +412,8 @@ def run_to_end(
 def _prune(config: Config) -> None:
     """Remove folders of the oldest ended runs if the folders of all runs together exceed a limit.
 
-    The limits are in the table `[runs]` of taas.toml: a number of folders and a total size.
+    The limits are in the table `[runs]` of taas.toml: a number of folders and a total size. Record
+    the time of the removal in `_pruned_at`.
     """
     global _pruned_at
     _pruned_at = time.monotonic()
@@ -438,7 +460,8 @@ def call_on_ranks(
     """Call `function(*args)` on each rank of a session, and return the results by rank.
 
     The call is a run of its own, like a cell of the session. But the notebook does not show this
-    run, and the run does not lock the project store. At the end, remove the run's folder.
+    run, and the run does not lock the project store or report hangs. At the end, also after an
+    error, record which names the ranks have, and remove the run's folder.
 
     Raises:
         PoolError: The session has ended, or is running a cell.
@@ -468,7 +491,8 @@ def call_on_ranks(
 def debug(session: Session, rank: int | None, shell: "InteractiveShell", config: Config) -> None:
     """Open IPython's debugger on a rank of a session, at the last exception of that rank.
 
-    This call blocks until the user leaves the debugger.
+    First ask all ranks for their last exceptions. Then run `%debug` as a cell of the session on
+    this rank only. The call blocks until the user leaves the debugger.
 
     Args:
         rank: Number of the rank; None for the rank that failed first in the last failed cell.
@@ -511,7 +535,8 @@ def learn_names(session: Session, shell: "InteractiveShell", config: Config) -> 
     """Ask the ranks of a session for the names of their variables, and record these names.
 
     After this kernel has taken a session over, `session` lacks the names. If the names are known,
-    do nothing.
+    do nothing. If ranks have different values for a variable, record rank 0's value. Also assume
+    that the ranks have the process state that the kernel has now.
 
     Raises:
         PoolError: The session has ended, or is running a cell.
@@ -536,7 +561,7 @@ def take_over_session(run: Run, shell: "InteractiveShell", config: Config) -> Se
     """Take over a detached session, show its running cell, and learn its ranks' variables.
 
     If no cell is running, show the newest cell that was still running when its kernel ended, if
-    any. The run of the shown cell becomes `last_run`.
+    any. The run of the shown cell becomes `last_run`. The view blocks until this run has ended.
 
     Args:
         run: The session's own run, which started the ranks.
@@ -710,7 +735,8 @@ def capture_settings(shell: "InteractiveShell", config: Config) -> dict[str, Any
 def _source_of(shell: "InteractiveShell", filename: str) -> CellSource | None:
     """Return text and label of the cell that the kernel compiled under the file name `filename`.
 
-    Return None if `filename` is not the file name of a cell.
+    The text has no empty lines at its top. Return None if `filename` is not the file name of a
+    cell.
     """
     number = payload.cell_number(shell, filename)
     cells = shell.history_manager.input_hist_raw
@@ -788,6 +814,7 @@ def _count(number: int, what: str) -> str:
 
 
 def _plan_lines(plan: Plan) -> list[str]:
+    """Return the lines of `--dry-run` about a plan: ranks and hosts, notes, fetchers and store."""
     ranks, n_hosts = _count(plan.world_size, "rank"), _count(len(plan.hosts), "host")
     lines = [f"pool {plan.pool}: {ranks} on {n_hosts}; nothing is started"]
     for host in plan.hosts:
@@ -813,6 +840,7 @@ def _plan_lines(plan: Plan) -> list[str]:
 
 
 def _payload_lines(captured: Payload) -> list[str]:
+    """Return the lines of `--dry-run` about the variables and modules that would be sent."""
     lines = [f"sent to each host, {size_text(captured.size_bytes, 1024)} in total:"]
     for value in captured.captured:
         size = size_text(value.size_bytes, 1024)

@@ -24,6 +24,9 @@ _CHUNK_BYTES = 1 << 20
 def log_text(path: Path, tail: int | None = None, grep: str = "") -> str:
     """Return the text of a rank's log file, or only some lines of it; "" if there is no such file.
 
+    With `tail` or `grep`, the lines are as a terminal would show them. Without both, return the
+    whole text as it is in the file.
+
     Args:
         path: Path of the log file.
         tail: Number of lines to return from the end, of the lines that match `grep`. None returns
@@ -47,8 +50,9 @@ def log_text(path: Path, tail: int | None = None, grep: str = "") -> str:
 def end_of_log(path: Path) -> str:
     """Return the last lines of a log as a terminal would show them; "" if there is no log file.
 
-    Read at most `READ_BYTES`, and return at most `SHOWN_CHARS` characters of the log. If earlier
-    lines are left out, the first line of the result says so and names the file.
+    Read at most `READ_BYTES` bytes. Return as many last lines as fit into `SHOWN_CHARS` characters,
+    but at least one line, without control sequences. If earlier text is left out, the first line of
+    the result gives the size of this text and names the file.
     """
     if not path.exists():
         return ""
@@ -64,7 +68,8 @@ def end_of_log(path: Path) -> str:
 def end_of_text(text: str, path: Path) -> str:
     """Return at most `SHOWN_CHARS` characters from the end of a text, without control sequences.
 
-    If earlier lines are left out, the first line of the result names the file with all lines.
+    If the text is longer, also leave out the first line of its end, which is incomplete, and put a
+    line above the result that names the file with all lines.
 
     Args:
         text: Text from a rank's log.

@@ -86,7 +86,8 @@ class TaasMagics(Magics):
         """Print a hint after a cell that installs PyPI's `taas` or lacks a variable of the ranks.
 
         A cell lacks a variable of the ranks if the cell raises NameError for a name that an earlier
-        `%%taas` cell assigned only on its ranks.
+        `%%taas` cell assigned only on its ranks. If a detached run returns this variable, the hint
+        says how to get it from the run. Otherwise, the hint advises `--out`.
 
         IPython calls this method for its event `post_run_cell`.
         """
@@ -137,8 +138,9 @@ class TaasMagics(Magics):
     def run_cell(self, line: str, body: str) -> None:
         """Run a cell, rehearse it (`--rehearse`), or print what would run (`--dry-run`).
 
-        If the user interrupts before the ranks start, the notebook shows one line instead of a
-        traceback. For users, the help text `flags.HELP` replaces this docstring.
+        Print a note first if there is no taas.toml, so that the pool's name stands for this
+        machine. If the user interrupts before the ranks start, the notebook shows one line instead
+        of a traceback. For users, the help text `flags.HELP` replaces this docstring.
 
         Raises:
             UsageError: The cell is empty, or its flags are wrong.
@@ -172,6 +174,9 @@ class TaasMagics(Magics):
     def run_line(self, line: str) -> None:
         """Run the command of the line magic `%taas`, and show its result.
 
+        If the user interrupts, the notebook shows one line instead of a traceback. Print a plain
+        text, and display any other result as rich output.
+
         For users, the list of all commands replaces this docstring.
 
         Raises:
@@ -186,6 +191,10 @@ class TaasMagics(Magics):
             _print_line(shown)
 
     def _cell(self, line: str, body: str) -> "CellWork":
+        """Return a `%%taas` cell as work for ranks: its text, its Python code, and its file name.
+
+        If the notebook uses the future import `annotations`, the work uses it, too.
+        """
         from taas_magic.capture.payload import cell_number
         from taas_magic.capture.work import CellWork
 
@@ -275,9 +284,9 @@ The percent sign is optional, because of IPython's automagic and `%%bash` cells.
 def load(shell: "InteractiveShell") -> None:
     """Register the magics, `#pragma taas` and Tab completion in a shell; warm the local pool.
 
-    If the shell has the extension already, do nothing. Make `import taas` import taas-magic, and
-    print a message if a different package named `taas` was imported before. Warm the pool in a
-    thread, unless the environment has `TAAS_WARM=0`.
+    If the shell has the extension already, do nothing. Keep a function that `unload` calls to undo
+    this. Make `import taas` import taas-magic, and print a message if a different package named
+    `taas` was imported before. Warm the pool in a thread, unless the environment has `TAAS_WARM=0`.
     """
     if shell in _loaded:
         return
@@ -377,7 +386,8 @@ def run_command(line: str, settings: Config) -> str:
         settings: Settings of taas.toml.
 
     Raises:
-        UsageError: The command does not exist, or does not accept these words.
+        UsageError: A quote is not closed, the command does not exist, or it does not accept these
+            words. If the line begins with a flag, the message explains `%%taas`.
         PoolError: The pool is not reachable.
     """
     try:
@@ -397,6 +407,7 @@ def run_command(line: str, settings: Config) -> str:
 
 
 def _status(words: Sequence[str], settings: Config) -> str:
+    """Return a table of the `_SHOWN_RUNS` newest runs, for `%taas status`."""
     from taas_magic.notebook import runs
 
     _optional_word("status", words, most=0)
@@ -418,6 +429,11 @@ _LOGS_FLAGS = FlagParser(
 
 
 def _logs(words: Sequence[str], settings: Config) -> str:
+    """Return lines of a rank's log for `%taas logs`: its end, or what `--tail` and `--grep` select.
+
+    Without `--rank`, choose the rank that failed first, or rank 0. A line above the log names a
+    failed rank that was chosen so. If there are no lines, say so.
+    """
     from taas_magic.notebook import runs
     from taas_magic.notebook.logs import end_of_log, end_of_text
 
@@ -437,8 +453,9 @@ def _logs(words: Sequence[str], settings: Config) -> str:
 def _attach(words: Sequence[str], settings: Config) -> str:
     """Show a run for `%taas attach`, or take over a running session.
 
-    Without a name, choose the newest active run of this project, or its newest run. In a terminal,
-    do not take over a session; show the session's running cell instead.
+    With a name, first look for a running session of another kernel, then for a run. Without a name,
+    choose the newest active run of this project, or its newest run. In a terminal, do not take over
+    a session; show the session's running cell instead. The shown run becomes `last_run`.
 
     Returns:
         The text to show after the run has ended, or after the session has been taken over.
@@ -474,6 +491,7 @@ def _attach(words: Sequence[str], settings: Config) -> str:
 
 
 def _take_over_session(run: "Run", shell: "InteractiveShell", settings: Config) -> str:
+    """Take over a detached session, and return a text with its ranks and their variables."""
     from taas_magic.notebook import launch
 
     session = launch.take_over_session(run, shell, settings)
@@ -512,6 +530,10 @@ def _cell_to_watch(session: "Run") -> "Run":
 
 
 def _detach(words: Sequence[str], settings: Config) -> str:
+    """Detach a session of this kernel or, if no session has the name, an active run.
+
+    Without a name, detach the newest active run. Return a text that says how to get it back.
+    """
     from taas_magic.notebook import pools, runs, sessions
 
     name = _optional_word("detach", words)
@@ -535,6 +557,10 @@ def _stop(words: Sequence[str], settings: Config) -> str:
 
 
 def _stacks(words: Sequence[str], settings: Config) -> str:
+    """Return the stacks of an active run's processes, with the labels of the notebook's cells.
+
+    In a terminal, use the labels that the run's kernel has recorded.
+    """
     from IPython.core.getipython import get_ipython
 
     from taas_magic.display.head import stacks_text
@@ -643,6 +669,7 @@ def _sessions(words: Sequence[str], settings: Config) -> str:
 
 
 def _vars(words: Sequence[str], settings: Config) -> str:
+    """Ask the ranks of a session for their variables, and return a table of them."""
     from msgspec import convert
 
     from taas_magic.display.variables import variable_rows
@@ -684,6 +711,10 @@ _DEBUG_FLAGS = FlagParser(
 
 
 def _debug(words: Sequence[str], settings: Config) -> str:
+    """Open IPython's debugger on a rank of a session, and return "" after the user has left it.
+
+    With `--debugpy`, make debugpy listen in the rank, by default rank 0, and return how to attach.
+    """
     from taas_magic.notebook import launch, sessions
 
     given, words = _DEBUG_FLAGS.parse_known_args(words)
@@ -715,6 +746,10 @@ def _shell() -> "InteractiveShell":
 
 
 def _down(words: Sequence[str], settings: Config) -> str:
+    """End a pool, by default the local pool. First cancel warm-ups of the local pool, if it ends.
+
+    A warm-up that has begun continues.
+    """
     from taas_magic.notebook import pools
 
     pool = settings.pool(_optional_word("down", words) or LOCAL)
@@ -726,6 +761,10 @@ def _down(words: Sequence[str], settings: Config) -> str:
 
 
 def _report(words: Sequence[str], settings: Config) -> str:
+    """Write a report about a run, by default the newest, to a file in the current folder.
+
+    If there is no run, write a report without one. Return a text that names the file.
+    """
     from taas_magic.notebook import runs
     from taas_magic.notebook.report import write_report
 
@@ -845,6 +884,11 @@ def _candidates(text: str, known: TaasMagics) -> tuple[str, list[str]] | None:
 
 
 def _after_head(text: str, known: TaasMagics) -> tuple[str, list[str]]:
+    """Return the word at the cursor and its completions, after `%%taas` or `#pragma taas`.
+
+    After a flag with a value, complete the value: names of pools, sessions or variables, or the
+    flag's examples. Otherwise, complete flags, without those that were given and are not repeated.
+    """
     words = text.split(" ")
     flag, equals, word = words[-1].partition("=")
     if not equals:
@@ -863,6 +907,11 @@ def _after_head(text: str, known: TaasMagics) -> tuple[str, list[str]]:
 
 
 def _after_line(text: str, known: TaasMagics) -> tuple[str, list[str]]:
+    """Return the word at the cursor and its completions, after `%taas`.
+
+    Complete the command first, and then what this command accepts: names of pools, sessions or
+    runs, and flags.
+    """
     *before, word = text.split(" ")
     before = [each for each in before if each]
     if not before:

@@ -52,8 +52,9 @@ _lock = threading.Lock()
 def named(name: str, config: Config) -> Pool:
     """Return this kernel's pool with the given name, without opening it.
 
-    Create the `Pool` object on the first call for this name. If the pool's settings in taas.toml
-    have changed since then, create a new object. Then the old pool ends when no kernel uses it.
+    Create the `Pool` object on the first call for this name, and keep it for later calls. If the
+    pool's settings in taas.toml have changed since then, retire the old object and create a new
+    one. Then the old pool ends when no kernel uses it.
 
     Raises:
         UsageError: taas.toml has no such pool.
@@ -72,7 +73,8 @@ def named(name: str, config: Config) -> Pool:
 def wait_for_pool(pool: Pool, interrupts: Interrupts, hosts: int = 1) -> PoolConnection:
     """Wait until a pool has `hosts` hosts, and return the connection to the pool.
 
-    If the hosts are not available at once, start the pool's process if needed, request the hosts,
+    If the hosts are available, return at once and print nothing. Otherwise, print whether other
+    versions of taas-magic use the pool. Then start the pool's process if needed, request the hosts,
     and print the progress below the cell.
 
     Raises:
@@ -202,6 +204,8 @@ class PoolRow:
 def pool_of_session(run: Run, config: Config) -> PoolConnection:
     """Return a connection to the pool's process that runs a session; never start a process.
 
+    If the session was started in another notebook's folder, look for the pool of that folder.
+
     Args:
         run: The session's own run, which started the ranks.
 
@@ -252,7 +256,8 @@ def check(config: Config, names: Sequence[str] = ()) -> "CheckReport":
     """Check whether the hosts of pools can run cells; allocate no host.
 
     During the check, the project store has a temporary file: a host that sees this file shares the
-    store with the notebook.
+    store with the notebook. Find the allocated hosts of all pools, ask the hosts of the chosen
+    pools, and remove the file. The report also says how allocated hosts protect the project store.
 
     Args:
         config: Settings of taas.toml.
@@ -386,7 +391,8 @@ def report(
 def _cells(row: HostCheck, here: KernelVersions, protection: str) -> tuple[str, ...]:
     """Return the texts of a host's row in the table of hosts, in the order of `_HEAD`.
 
-    "?" stands for each fact that is unknown because the host did not answer.
+    "?" stands for each fact that is unknown because the host did not answer. If the pool has no
+    host to ask, the row says "none is up".
 
     Args:
         row: Result of the host's check.

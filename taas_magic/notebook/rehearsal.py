@@ -97,8 +97,9 @@ class RehearsalFindings:
 def rehearse(flags: Flags, work: Work, shell: "InteractiveShell", config: Config) -> "Run":
     """Rehearse a cell: check its pool, run the cell on the local pool, and print the report.
 
-    Block until the rehearsed run has ended. If an object cannot be pickled, print the report
-    without running the cell. Print the report of a failed run, too.
+    First pickle the objects that the cell uses, check `--out`, and then check the pool. If an
+    object cannot be pickled, print the report without running the cell. Block until the rehearsed
+    run has ended. Print the report of a failed run, too, before the run's error is raised.
 
     Raises:
         UsageError: The flags are impossible, or `--out` names a variable that no rank will have.
@@ -186,8 +187,8 @@ def _run_here(
 ) -> "Run":
     """Run the cell on the local pool with few ranks and batches, and wait until the run has ended.
 
-    Record in `found` the run's state and duration, the counts of its loaders, and the ranks'
-    reports.
+    The run does not lock the project store. Record in `found` the ranks' reports when they arrive,
+    and at the end the run's state and duration, and the counts of its loaders.
 
     Returns:
         The run, also if it failed.
@@ -212,8 +213,12 @@ def _run_here(
 def flags_here(flags: Flags, loaders: int) -> Flags:
     """Return the flags of the rehearsed run: the cell's flags, changed for the local pool.
 
-    The run has at most `MAX_RANKS` ranks, without GPUs. The batches are prepared before the ranks
-    start, because a fetcher and ranks that work at the same time would slow each other down.
+    The run has at most `MAX_RANKS` ranks, without GPUs. From `--out` and `--logs`, remove the
+    numbers of ranks that the run lacks. An environment variable tells the ranks how many batches
+    they get.
+
+    If the cell uses registered loaders, one fetcher prepares all batches before the ranks start,
+    because a fetcher and ranks that work at the same time would slow each other down.
 
     Args:
         flags: Flags of the cell.
@@ -237,7 +242,11 @@ def flags_here(flags: Flags, loaders: int) -> Flags:
 
 
 def report(found: RehearsalFindings) -> str:
-    """Return the report of a rehearsal as text: a title, and one labelled line for each finding."""
+    """Return the report of a rehearsal as text: a title, and one labelled line for each finding.
+
+    The lines are, in this order: problems, hosts, the size of sent objects, loaders, memory and
+    files of ranks, and at most `_MAX_LISTED` notes of the plan.
+    """
     rows = [
         *_problem_rows(found),
         *_host_rows(found),
@@ -252,6 +261,7 @@ def report(found: RehearsalFindings) -> str:
 
 
 def _title(found: RehearsalFindings) -> str:
+    """Return the report's title: what ran here and how it ended, and the pool and its ranks."""
     flags, ranks = found.flags, min(found.flags.gpus, MAX_RANKS)
     what = f"{flags.rehearse} batch{'es' * (flags.rehearse > 1)} a pass"
     what += f" on {ranks} CPU rank{'s' * (ranks > 1)} here"
@@ -272,6 +282,10 @@ def _problem_rows(found: RehearsalFindings) -> list[tuple[str, str]]:
 
 
 def _host_rows(found: RehearsalFindings) -> list[tuple[str, str]]:
+    """Return a row that counts the hosts that can run the cell, if any can.
+
+    Further rows name the pools without a running host, whose modules could not be checked.
+    """
     rows = []
     fit = [row for row in found.host_rows if row.is_fit and row.host]
     if fit:
@@ -286,6 +300,7 @@ def _host_rows(found: RehearsalFindings) -> list[tuple[str, str]]:
 
 
 def _captured_text(found: RehearsalFindings) -> str:
+    """Return text with the size of all sent objects, and the `_MAX_LISTED` largest variables."""
     largest = sorted(found.captured, key=lambda value: value.size_bytes, reverse=True)
     named = [
         f"{value.name} {size_text(value.size_bytes, 1024)} ({value.type_name.rpartition('.')[2]})"
@@ -365,6 +380,11 @@ def _rate(per_s: float) -> str:
 
 
 def _rank_rows(found: RehearsalFindings) -> Iterable[tuple[str, str]]:
+    """Yield the rows about ranks; none if the cell was not run.
+
+    The rows have the largest memory of a rank, the ranks that ended without a report, the files
+    that the cell would write to the project store, and the files outside it.
+    """
     if not found.state:
         return
     if found.reports:

@@ -64,6 +64,10 @@ def write_report(config: Config, run: Path | None, target: Path) -> Path:
 
 
 def _system() -> Iterator[str]:
+    """Yield the report's title and its lines about this process, its machine and its packages.
+
+    Of the environment variables whose names begin with `TAAS_`, list only the names.
+    """
     yield f"# taas-magic report, {time.strftime('%Y-%m-%d %H:%M:%S %z')}"
     yield "# Read it before you send it: error messages may quote your code and data."
     yield "\n## System"

@@ -183,6 +183,9 @@ class BackgroundCall(Generic[T]):
     ) -> T:
         """Wait until the function has returned, show its progress, and return its result.
 
+        An interrupt wakes the wait at once, but only the last of `max_interrupts` interrupts ends
+        the wait.
+
         Args:
             interrupts: The user's interrupts.
             show_line: Function called with each line of progress, once for repeated lines.
@@ -357,8 +360,9 @@ class RunFetchers:
     def _begin(self, show_lines: ShowLines) -> None:
         """Get hosts for the fetchers, and start the fetchers there. Call this in a separate thread.
 
-        If `waits` is False, connect to the pool, but do not wait for hosts. If `close` was called
-        meanwhile, kill the fetchers at once.
+        If `waits` is False, connect to the pool, but do not wait for hosts. Record each event of
+        the fetchers, and also pass notes to `show_lines`. If `close` was called before the start,
+        do not start the fetchers. If `close` was called during the start, kill the fetchers.
         """
 
         def listen(event: Event) -> None:
@@ -590,12 +594,16 @@ class RunDriver:
         """Show the run until it has ended or is detached, then close the view. This call blocks.
 
         Meanwhile, ask the user for the lines that ranks request, and check whether the pool's
-        process is alive. After the user's first interrupt, ask the ranks to end within a grace
-        period. After the second interrupt, kill the ranks.
+        process is alive. With `detaches`, refuse the requests for lines, and ask for the detachment
+        when all ranks have started. After the user's first interrupt, ask the ranks to end within a
+        grace period. After the second interrupt, kill the ranks.
 
         If the run does not end within `KILL_WAIT_S` seconds after the first interrupt, or within
         `LEAVE_S` seconds after the second interrupt, the cell ends nevertheless. Then the cell's
         error names the hosts on which ranks are still stopping.
+
+        At the end, stop receiving the run's events. If the run was detached, the header says so, a
+        later cell may update it, and `run` reads its state from the journal.
 
         Args:
             connection: Connection on which the run was started.
@@ -636,8 +644,8 @@ class RunDriver:
     def store_results(self, namespace: dict[str, Any]) -> None:
         """Store the results in the notebook and print notes; then raise the run's error, if any.
 
-        The results are the variables of `--out`; a failed run may have some, too. If the run was
-        detached, do nothing.
+        The results are the variables of `--out`. If a failed run has returned some, print their
+        names. If the run was detached, do nothing.
 
         Args:
             namespace: The notebook's variables, by name. The results are added here.
@@ -674,8 +682,12 @@ class RunDriver:
     ) -> None:
         """Ask the user for the line that a rank waits for, if any, and send the line to the rank.
 
-        If nobody can type, or if the run was interrupted, refuse the rank's request. If the user
-        interrupts while typing, count this as an interrupt of the run, and send no answer.
+        If nobody can type, or if the rank no longer needs the line, refuse the rank's request. The
+        rank no longer needs the line if the run was interrupted or detached, has ended, restarts or
+        is lost.
+
+        Write the view's buffered output before the question. If the user interrupts while typing,
+        count this as an interrupt of the run, and send no answer.
 
         Args:
             view: View of the run; None if the run is about to be detached.
@@ -718,7 +730,8 @@ class RunDriver:
         """Pass events to `listener`, record them in this object, and show them in the view.
 
         Queue the ranks' requests for input; a restart of the ranks discards these requests. Record
-        the end of the run, but do not show it: the caller shows the end after all other events.
+        a detachment and the end of the run, but do not show the end: the caller shows the end after
+        all other events. At last, let the view write output that is due.
         """
         for seen in events:
             self.listener(seen)
@@ -735,7 +748,7 @@ class RunDriver:
         view.tick(time.monotonic())
 
     def _detach(self, connection: PoolConnection) -> None:
-        """Ask the pool's process to take the run over; do not wait for the answer.
+        """Ask the pool's process in a new thread to take the run over; do not wait for the answer.
 
         If the process agrees, it sends a `Detached` event. If the process refuses or does not
         answer, a note in the view gives the reason, and the run still ends with this kernel.
@@ -784,7 +797,8 @@ class RunDriver:
         """Record that the run has ended as LOST if the pool's process has ended or is silent.
 
         The process counts as silent after `SILENT_LOST_S` seconds without a heartbeat. After
-        `SILENT_NOTE_S` seconds without a heartbeat, show a note, but only once in the run.
+        `SILENT_NOTE_S` seconds without a heartbeat, show a note, but only once in the run. Write
+        the end to the journal, too, unless the connection is over but the process is alive.
         """
         if connection.is_over:
             # A pool's process that is alive writes the run's end to the journal itself.
@@ -801,8 +815,9 @@ class RunDriver:
     def _give_up_waiting(self, connection: PoolConnection) -> None:
         """End the cell as INTERRUPTED, although the interrupted run has not ended in time.
 
-        The cell's error names the run's hosts and says when their ranks are killed. The pool's
-        process later writes the run's real end to the journal.
+        The cell's error names the run's hosts and says when their ranks are killed. If the pool's
+        process is silent, this is after the pool's lease. The process later writes the run's real
+        end to the journal.
         """
         # After a restart, the run may have other hosts than in its first attempt.
         hosts = ", ".join(self.head.hosts or self.hosts)

@@ -325,6 +325,9 @@ class Run:
     def raise_failure(self) -> None:
         """Raise the error of a run that has ended. If the run has no error, do nothing.
 
+        The cause of the raised error is the rank's exception, if it is known. The messages name the
+        variables of `--out` that were returned.
+
         Raises:
             KeyboardInterrupt: The run was interrupted or stopped.
             ResultError: The run succeeded, but not all variables of `--out` could be returned.
@@ -454,7 +457,10 @@ _ERROR_CHARS = 160
 
 
 def row_of(run: Run) -> tuple[str, ...]:
-    """Return the texts of a run's row in the table of runs, in the order of `TABLE_HEAD`."""
+    """Return the texts of a run's row in the table of runs, in the order of `TABLE_HEAD`.
+
+    The start is in local time. The error is one line of at most `_ERROR_CHARS` characters.
+    """
     state, is_active = run.state, run.is_active
     started = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(run.started_at))
     took = duration(run.duration_s, decimals=int(not is_active))

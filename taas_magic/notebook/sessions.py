@@ -199,9 +199,10 @@ class Session:
     def begin_cell(self, plan: Plan) -> Plan:
         """Prepare the session for a new cell, and return the cell's plan on the session's ranks.
 
-        The first cell's plan also becomes the plan of the session's own run, without the options
-        that concern only the cell. Before a later cell, discard the ranks' reports on the last
-        cell, and allow the session's fetchers one restart.
+        The cell's plan gets the session's ranks, hosts, project store and environment variables.
+        The first cell's plan also becomes the plan of the session's own run, under a new run id and
+        without the options that concern only the cell. Before a later cell, discard the ranks'
+        reports on the last cell, and allow the session's fetchers one restart.
 
         Raises:
             PoolError: The session is running a cell, which another thread of the kernel started.
@@ -242,9 +243,10 @@ class Session:
         idle_s: float,
         interrupts: Interrupts,
     ) -> None:
-        """Start the session's ranks unless they were started already.
+        """Start the session's ranks, wait for their start, and keep the connection to their pool.
 
-        First write the folder of the session's own run. With the flag `--detach`, detach this run
+        First write the folder of the session's own run: its plan, `context`, and the session's
+        flags. Hold the folder's lock during the start. With the flag `--detach`, detach this run
         after its start. If the user ends the wait by two interrupts, the ranks that start later
         are killed.
 
@@ -310,6 +312,9 @@ class Session:
 
     def take_over(self, run: Run, connection: PoolConnection) -> str:
         """Take over the ranks of a detached session into this new, empty session object.
+
+        Copy the session's plan and its numbers of cells and fetchers. From now on, this object
+        receives the events of the session's own run. The names of the ranks' variables are unknown.
 
         Args:
             run: The session's own run, which started the ranks.
@@ -391,8 +396,9 @@ class Session:
     def end_cell(self, captured: Payload, *, counts: bool = True) -> None:
         """Record which names the ranks have after a cell; end fetchers that no rank needs any more.
 
-        Record the names that the cell sent only if all ranks have loaded them. End fetchers only if
-        all ranks have reported which fetchers they use.
+        Record the names that the cell sent only if all ranks have loaded them. Then record the
+        names that the cell changed on the ranks; rank 0's reports override those of other ranks.
+        End fetchers only if all ranks have reported which fetchers they use.
 
         Args:
             captured: The objects that the cell sent to the ranks.
@@ -443,6 +449,10 @@ class Session:
         The message says why, which variables are lost, and how to start the session again. If
         another kernel has taken the session over, the message says how to take it back.
 
+        The message lists the lost variables and says how to start the session again. If another
+        kernel has taken the session over, the message says how to take it back, or that it has
+        ended there.
+
         Args:
             may_have_died: Whether a rank may have died in the last cell. If True, or if taas-magic
                 has killed ranks of the session, wait up to `DEATH_SEEN_S` seconds for the report
@@ -467,7 +477,8 @@ class Session:
     def end(self, interrupts: Interrupts) -> None:
         """End the session's ranks, and wait until they and the fetchers have ended.
 
-        Do nothing if the ranks were not started or have ended.
+        Do nothing if the ranks were not started or have ended. Otherwise, note the user as the
+        reason for the session's end, before the wait begins.
 
         Raises:
             PoolError: The pool does not respond, or the ranks did not end within `END_S` seconds.
@@ -495,7 +506,8 @@ class Session:
 
         The thread of the connection to the pool's process calls this method. If the run has ended,
         end the session in this kernel, and its fetchers. If another kernel has taken the session
-        over, end the session only in this kernel; the other kernel keeps the fetchers.
+        over, end the session only in this kernel; the other kernel keeps the fetchers. In both
+        cases, wake the threads that wait for the end, and stop receiving the run's events.
         """
         if isinstance(event, Note):
             self._notes.append(event.text)
@@ -562,6 +574,11 @@ def for_cell(flags: Flags, *, registers: bool = True) -> Session | None:
 
 
 def _no_session_message(name: str, known: Session | None) -> str:
+    """Return the error message for the name of a session that this kernel cannot use now.
+
+    The session has ended, runs detached, was a detached session, or never existed. In the last
+    case, the message proposes a similar name.
+    """
     if known is not None and known.is_started:
         return known.end_message(may_have_died=False)
     if detached_session(name) is not None:
