@@ -110,7 +110,7 @@ def cause_text(failure: Failure) -> str:
 
     The result includes the first line of the failure's message. The message may quote a traceback
     of a worker process. Then the result also includes the last line of the message, because only
-    this line names the error in the worker process.
+    this line names the error in the worker process. Cut the result to `HEADLINE_CHARS` characters.
     """
     first_line, *others = failure.message.strip().split("\n")
     if any("Traceback (most recent call last)" in line for line in others):
@@ -146,9 +146,15 @@ def headline(failure: Failure) -> str:
 def details(failure: Failure) -> list[str]:
     """Return lines with the details of a failure, for the exception that the notebook raises.
 
-    The details are: traceback, the rest of the message, last known stack, last log lines of the
-    rank, path of the log, and advice. Details without content are left out. In long parts, a note
-    replaces the middle lines.
+    The details are, in this order:
+
+    - The traceback; if there is none, a message of several lines.
+    - The last known stack.
+    - The rank's last log lines, unless the rank raised an exception.
+    - The path of the log.
+    - The failure's advice, or else advice on a missing or broken GPU.
+
+    Details without content are left out. In long parts, a note replaces the middle lines.
     """
     traceback = [line for block in failure.traceback for line in block.split("\n")]
     lines = cut_middle(traceback)
@@ -277,6 +283,10 @@ def with_labels(failure: Failure | None, labels: Mapping[str, str]) -> Failure |
 
 def to_exception(ended: RunEnded) -> RunError | PoolError | StoreError:
     """Return the exception to raise for a run that did not succeed.
+
+    The exception's text begins with the first failure, or else with the run's state. The details of
+    this failure follow, or after `--timeout` the lines of code at which the ranks were. Then comes
+    a summary of the other failures.
 
     Returns:
         StoreError if a host could not receive the project store. RunLost if a host or the whole run

@@ -183,6 +183,10 @@ class RunState:
     def apply(self, event: Event, now: float | None = None) -> None:
         """Update this state by the next event; ignore events that do not concern the status header.
 
+        Pass each event also to `run_counts`. Reports of an earlier attempt on hangs, ended ranks
+        and resource use are ignored. `progress` is rank 0's newest unfinished line, or the newest
+        bar of tqdm in its lines; an empty line does not remove a bar.
+
         Args:
             event: The event.
             now: Time at which the event arrived, from the same clock as `began`. None to use the
@@ -268,9 +272,9 @@ class RunState:
     def _started(self, event: RanksStarted, now: float) -> None:
         """Record that a host has started its ranks.
 
-        Add the host's ranks to `live_ranks`, its GPUs to `gpus`, and its name to `hosts`, in the
-        order of the ranks. If the event is the first one of a new attempt, first remove the hosts
-        and GPUs of the last attempt.
+        Add the host's ranks to `live_ranks` and `processes`, its GPUs to `gpus`, and its name to
+        `hosts`, in the order of the ranks. If the event is the first one of a new attempt, first
+        remove the hosts, processes and GPUs of the last attempt.
         """
         gpus = self.gpus + event.gpus
         if event.attempt > self.hosts_attempt:  # a restart may have replaced hosts
@@ -301,6 +305,11 @@ class RunState:
             self.first = failure
 
     def _restarted(self, event: Restart) -> None:
+        """Record the number and the cause of a restart, and remove the facts of the last attempt.
+
+        These facts are the failures, live ranks, ended hosts, hangs, resource use, requests for
+        input and debuggers. The hosts and GPUs stay until a host has started ranks again.
+        """
         self.restarts = event.attempt
         self.restart_cause = headline(event.failure) if event.failure else ""
         self.first = None
@@ -392,7 +401,8 @@ def _css_text(lines: Sequence[str]) -> str:
 def _rank_table(state: RunState, now: float) -> list[str]:
     """Return the lines of the status header's table of ranks; [] if no rank has sent a report.
 
-    For an active run, return the last table again until it is `REDRAW_GAP_S` seconds old.
+    The table has at most `MAX_ROWS` ranks; a line below has the number of further ranks. Keep the
+    table in `state`. For an active run, return it again until it is `REDRAW_GAP_S` seconds old.
     """
     is_last = state.has_ended or state.final_title
     if is_last or not state.rank_table or now - state.rank_table_at >= REDRAW_GAP_S:
@@ -424,9 +434,12 @@ def _colour(state: RunState) -> str:
 def _parts(state: RunState, now: float) -> Iterator[tuple[str, str]]:
     """Yield the rows of the status header from top to bottom, as pairs of text and HTML.
 
-    The rows are: title and facts, progress, loaders, metrics, hang, requests for input, advice,
-    notes, failures, receipt, and the run folder with the ranks' last lines. Rows without content
-    are left out.
+    The rows are: title and facts, progress, loaders, metrics, hang, requests for input, attached
+    debuggers, advice, notes, failures, receipt, and the run folder. The HTML of the last row also
+    has the last reports and lines of the ranks. Rows without content are left out.
+
+    If the notebook has stopped following the run, a row below the title says how to show the run
+    again and how to end it.
     """
     found = facts(state, now)
     title = f"{state.final_title or state.state} {cut(state.plan.name, NAME_CHARS)}".rstrip()
@@ -720,6 +733,11 @@ def prefill_text(run_counts: RunCounts) -> str:
 
 
 def _loader_facts(loader: LoaderCounts, units: int | None, has_ended: bool) -> list[Fact]:
+    """Return the facts about one loader, with the same arguments as in `loader_lines`.
+
+    The facts are: batches, and units if their number differs; rates; buffers, for an active run;
+    and the time that ranks waited. The limit of `--units` follows the number that it limits.
+    """
     batches, bound = int(loader.rank_total("batches")), f" of {units:,}" if units else ""
     facts = [("batches", f"{batches:,}{bound}")]
     if loader.units != batches:
@@ -773,7 +791,7 @@ def receipt_lines(receipt: Receipt | None) -> list[Fact]:
 
     Leave out facts without content. The facts are, in this order:
 
-    - The files that rank 0 wrote, with their sizes.
+    - The files that rank 0 wrote, with their sizes; "nothing" if only other ranks wrote files.
     - The kept-out files of other ranks at whose paths the store has a file.
     - The kept-out files of other ranks at whose paths the store has no file.
     - The files of rank 0 that were not copied to the store, with the reasons.
@@ -924,6 +942,7 @@ def ranks_text(found: RunStacks, state: RunState) -> str:
 
 
 def _usage_of(row: RankStack) -> RankUsage:
+    """Convert a rank's stack report to a usage report; its memory includes child processes."""
     return RankUsage(
         rank=row.rank,
         cpus=row.cpus,

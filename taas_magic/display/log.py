@@ -408,7 +408,8 @@ class LogText:
     def _add(self, shown: Sequence[ShownLine]) -> None:
         """Add lines, with prefixes that name their ranks, to the text for the cell.
 
-        If the cell's limit is reached, add further lines to the summary instead.
+        At the cell's limit, create the summary, and add all further lines to the summary instead.
+        The summary also gets those of these lines that look like errors, up to the limit `ERRORS`.
         """
         for ranks, group in groupby(shown, lambda line: line.ranks):
             texts = [line.text for line in group]
@@ -431,8 +432,9 @@ class LogText:
     def _note_dropped(self, now: float) -> None:
         """Add a note with the number of lines dropped since the last note.
 
-        Double the pause before the next note, so that a long flood of output causes only a few
-        notes. Without dropped lines, do nothing.
+        The note names the ranks and the path of their logs. Start to count anew. Then double the
+        pause before the next note, up to a maximum, so that a long flood of output causes only a
+        few notes. Without dropped lines, do nothing.
         """
         if not self._dropped:
             return

@@ -95,9 +95,9 @@ class Replay:
         """Process the next chunk of the journal, which must consist of whole lines.
 
         For speed, keep some events undecoded: printed lines, numbers of dropped lines, counts of
-        loaders, resource use of ranks, and rank 0's newest progress. Apply all other events to the
-        state at once. If the plan has `log_ranks`, ignore lines that ranks outside `log_ranks`
-        printed.
+        loaders, resource use of ranks, and rank 0's newest progress. A progress bar in rank 0's
+        printed lines counts as progress. Apply all other events to the state at once. If the plan
+        has `log_ranks`, ignore lines that ranks outside `log_ranks` printed.
 
         Args:
             chunk: Lines of the journal.
@@ -322,9 +322,10 @@ class _PastOutput:
     def pieces(self, state: RunState) -> list[OutputPiece]:
         """Return the past output; shorten a log of more than `TAIL_BYTES`, and add a note on this.
 
-        If the run is active, leave out the first lines of the log. If the run has ended, leave out
-        the middle lines, except for lines that look like errors. Always include displays and
-        restarts.
+        If the run is active, leave out the first lines of the log. If the run has ended, return the
+        first lines, a note, the lines between that look like errors, and the last lines. Always
+        include displays and restarts; in a shortened log of an ended run, they come before the last
+        lines.
 
         Args:
             state: The run's state after the whole journal.

@@ -118,7 +118,8 @@ class NotebookScreen:
     def _clear_now(self) -> None:
         """If `clear` was called since the last output, clear the cell, and show the header again.
 
-        The frontend replaces the old output in one step, so the cell does not flicker.
+        Also show the table of ranks again, if it was shown, but not the summary. The frontend
+        replaces the old output in one step, so the cell does not flicker.
         """
         if self._clears_first:
             self._clears_first = False
@@ -219,7 +220,10 @@ class TerminalScreen:
         self._urgent.lines(state, now)
 
     def show(self, state: RunState, now: float) -> None:
-        """Redraw the status line in place if a change is due; write new notes or a hang report."""
+        """Redraw the status line in place if a change is due; write new notes or a hang report.
+
+        If standard output is no terminal, there is no status line.
+        """
         if now - self._status_at >= STATUS_GAP_S and sys.stdout.isatty():
             removal, before, self._status_at = self._removal(), self._status, now
             self._status = head.status_line(state, now)
@@ -399,9 +403,12 @@ class View:
     def _show(self, event: Event, now: float) -> None:
         """Add an event's text to the log: printed or dropped lines, or a line about a restart.
 
-        Show a display, or clear the cell, at once, but first write all waiting lines. Ignore
-        displays of ranks that the plan does not show. After any event except lines, mark the status
-        header as stale, so that `tick` updates it.
+        Show a display, or clear the cell, at once, but first write all waiting lines. A line above
+        a new display of a rank other than 0 names the rank. If the pool is untrusted, show only
+        text and pictures of the display. Ignore displays of ranks that the plan does not show. Only
+        the lowest shown rank can clear the cell.
+
+        After any event except lines, mark the status header as stale, so that `tick` updates it.
         """
         plan = self._state.plan
         match event:
