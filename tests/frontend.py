@@ -58,6 +58,8 @@ HeldPorts.instance()
 def environment(folder: Path) -> dict[str, str]:
     """Return environment variables that make Jupyter use the checkout's kernel.
 
+    Copy the kernelspec into `folder`, and write Jupyter's settings there.
+
     Args:
         folder: Folder for the kernelspec, Jupyter's settings, IPython's profile, and the state
             folder.
@@ -117,7 +119,10 @@ class Frontend:
         return found
 
     def asked(self, request: str, wait_s: float = HUNG_S) -> Message:
-        """Wait until the input box opens; return its prompt, and whether it hides what is typed."""
+        """Wait until the input box opens; return its prompt, and whether it hides what is typed.
+
+        Fail if the cell ends before that.
+        """
         found: list[Message] = []
 
         def has_asked() -> bool:

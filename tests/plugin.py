@@ -107,9 +107,10 @@ def warm_notebook(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Notebook
 
 @pytest.fixture
 def notebook(warm_notebook: Notebook, monkeypatch: pytest.MonkeyPatch) -> Iterator[Notebook]:
-    """Yield a notebook with an empty namespace, on the warm pool.
+    """Yield a notebook with an empty namespace and a new random seed, on the warm pool.
 
-    After the test, fail if processes, ports or shared memory are left that are not the pool's.
+    Cells wait up to `HUNG_S` seconds for the end of an interrupted run. After the test, fail if
+    processes, ports or shared memory are left that are not the pool's.
     """
     monkeypatch.setenv("TAAS_STATE_DIR", str(warm_notebook.state_dir))
     monkeypatch.chdir(warm_notebook.project)

@@ -80,7 +80,10 @@ class Hosts:
         return self._script("exec", number, *command)
 
     def processes(self, number: int) -> list[psutil.Process]:
-        """Return the processes of a host, without its pid 1 and sshd's listener."""
+        """Return the processes of a host, without its pid 1 and sshd's listener.
+
+        Also leave out zombies and `sleep`.
+        """
         pid = int((self.state / str(number) / "pid").read_text())
         controller = psutil.Process(pid)
         kept = {pid} | {child.pid for child in controller.children() if _is_listener(child)}
@@ -136,6 +139,7 @@ class Hosts:
         self._script("kill", number)
 
     def _script(self, command: str, *words: object) -> str:
+        """Run a command of hosts.sh, and return its output; raise RuntimeError if it fails."""
         done = subprocess.run(
             [str(SCRIPT), command, *map(str, words)],
             env={**os.environ, **self.environ},
@@ -158,6 +162,9 @@ def hosts_up(
     debian: bool = False,
 ) -> Iterator[Hosts]:
     """Run hosts until the block ends; skip the test if this machine cannot simulate hosts.
+
+    The hosts get names and a subnet that no other test process uses. Also remove hosts whose start
+    failed.
 
     Args:
         count: Number of hosts.

@@ -71,7 +71,7 @@ class Pbs:
 def pbs_up(
     slots: int, commands: list[list[str]] | None = None, parent: Path | None = None
 ) -> Iterator[Pbs]:
-    """Run a queue until the block ends; then delete its jobs.
+    """Run a queue until the block ends; then delete its jobs, wait for their end, and remove it.
 
     Args:
         slots: Number of jobs that can run at the same time.
@@ -112,6 +112,7 @@ def _state(folder: Path) -> Iterator[State]:
 
 
 def _submit(folder: Path, script: Path) -> int:
+    """Queue a copy of a job script with its directives, start what fits, and print the job's id."""
     text = script.read_text()
     directives = dict(re.findall(r"^#PBS -([A-Za-z]) (.*)$", text, flags=re.MULTILINE))
     with _state(folder) as state:
@@ -132,7 +133,11 @@ def _submit(folder: Path, script: Path) -> int:
 
 
 def _schedule(folder: Path) -> None:
-    """Start waiting jobs in free slots, in order of submission."""
+    """Start waiting jobs in free slots, in order of submission.
+
+    A process of its own (`watch`) runs each started job. If no slot is free, a job gets the comment
+    `FULL`.
+    """
     with _state(folder) as state:
         jobs = state["jobs"]
         used = {job["slot"] for job in jobs.values() if job["state"] == "R"}
@@ -155,7 +160,11 @@ def _schedule(folder: Path) -> None:
 
 
 def _watch(folder: Path, job_id: str) -> int:
-    """Run a job's script to its end, as PBS's mom does."""
+    """Run a job's script to its end, as PBS's mom does.
+
+    Do nothing if the job was deleted before. At the end, record the exit status, and start further
+    jobs.
+    """
     with _state(folder) as state:
         job = state["jobs"][job_id]
         if job["state"] == "F":
@@ -183,6 +192,10 @@ def _watch(folder: Path, job_id: str) -> int:
 
 
 def _delete(folder: Path, job_id: str) -> int:
+    """Delete a job as `qdel` does, and return the exit code; fail for an unknown or finished job.
+
+    A job that does not run yet counts as finished at once. Otherwise, end the job's processes.
+    """
     job_id = _whole(job_id)
     with _state(folder) as state:
         job = state["jobs"].get(job_id)
@@ -211,6 +224,7 @@ def _end(pid: int) -> None:
 
 
 def _show(folder: Path, words: list[str]) -> int:
+    """Print jobs as `qstat -f` does, and return the exit code; finished jobs need `-x`."""
     history = "-x" in words
     code = 0
     with _state(folder) as state:
@@ -227,6 +241,7 @@ def _show(folder: Path, words: list[str]) -> int:
 
 
 def _block(job_id: str, job: State) -> str:
+    """Return the text of `qstat -f` about a job; a comment continues in a second line."""
     lines = [
         f"Job Id: {job_id}",
         f"    Job_Name = {job['name']}",

@@ -97,6 +97,10 @@ def kept_out() -> list[str]:
 
 
 def _serve(connection: Connection, setting: Setting) -> None:
+    """Protect this process, and then run the functions that `connection` brings, until it closes.
+
+    Send back each result or error. If the protection fails, send the error and end.
+    """
     try:
         connection.send((False, _enter(setting)))
     except BaseException as error:
@@ -114,6 +118,11 @@ def _serve(connection: Connection, setting: Setting) -> None:
 
 
 def _enter(setting: Setting) -> StoreProtection:
+    """Prepare this process as a rank in the store, and apply the protection.
+
+    Switch to the user, change to the store's folder, and let the process end with its parent. Open
+    the descriptors in `INHERITED` before the protection begins.
+    """
     if setting.user is not None:
         become(*setting.user)
     os.environ["HOME"] = setting.home
@@ -157,7 +166,11 @@ def protected_process(setting: Setting) -> Iterator[ProtectedProcess]:
 
 @contextmanager
 def new_store(user: tuple[int, int] | None) -> Iterator[Path]:
-    """Create a folder with the folders `store` and `outside`, owned by `user`."""
+    """Create a folder with the folders `store` and `outside`, owned by `user`.
+
+    Both folders have a few files, and `outside` has a link into `store`. Remove the folder after
+    the block.
+    """
     base = Path(tempfile.mkdtemp(prefix="taas-test-"))
     base.chmod(0o755)
     store = base / "store"

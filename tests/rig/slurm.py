@@ -136,6 +136,7 @@ def slurm_up(hosts: int = 0, share: tuple[Path, ...] = ()) -> Iterator[Slurm]:
 
 
 def _configure(slurm: Slurm) -> None:
+    """Write slurm.conf with the nodes and free ports, cgroup.conf, and a new key for munge."""
     machine = socket.gethostname().partition(".")[0]
     address, names, places = "127.0.0.1", [machine], ["127.0.0.1"]
     spool = slurm.folder / "spool"
@@ -166,6 +167,7 @@ def _configure(slurm: Slurm) -> None:
 
 
 def _start(slurm: Slurm) -> None:
+    """Start munge, the controller, and the nodes: this machine or each of the hosts."""
     folder = slurm.folder
     slurm.run(
         "munged",

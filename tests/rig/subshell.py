@@ -29,6 +29,11 @@ class SubShell:
     sent_bytes: int | None = None
 
     def run(self, command: str, data: bytes = b"", timeout_s: float = 60.0) -> CommandResult:
+        """Run a command with `data` as its input, after the output of the login script.
+
+        Raises:
+            PoolError: The command did not end within `timeout_s`.
+        """
         self.home.mkdir(exist_ok=True)
         try:
             done = subprocess.run(

@@ -44,7 +44,10 @@ def results(text: str) -> list[str]:
 
 @cache
 def torchrun(script: Path, *arguments: str) -> list[str]:
-    """Run a script on two ranks by torchrun; return its RESULT lines."""
+    """Run a script on two ranks by torchrun; return its RESULT lines.
+
+    A second call in this process returns the same lines without a run.
+    """
     with tempfile.TemporaryDirectory() as folder:
         logs = Path(folder) / "logs"
         options = ("--standalone", "--nproc_per_node", "2", "--redirects", "1", "--log-dir", logs)
