@@ -50,6 +50,7 @@ def journal(run_id: str, kind: str) -> Run:
 
 
 def main() -> None:
+    """Attach five times to each run, and print the shortest elapsed time and CPU time."""
     with tempfile.TemporaryDirectory() as state:
         os.environ["TAAS_STATE_DIR"] = state
         for number, kind in enumerate(("lines", "reports")):

@@ -63,6 +63,8 @@ class Cost(NamedTuple):
 def measure(page: Page, cell: int) -> Cost:
     """Run the selected cell, and return its cost for the page.
 
+    Wait until the cell shows the run's end, and one more second, in which the page draws the rest.
+
     Args:
         cell: Index of the selected cell among the code cells.
     """

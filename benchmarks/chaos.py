@@ -87,6 +87,10 @@ def harm_the_data_service(faults: int, seed: int, is_tls: bool, rest_s: float) -
 
 
 def harm_processes(rounds: int, seed: int, program: Program, harms: tuple[str, ...]) -> None:
+    """Harm processes in `rounds` rounds, and print a table and all that went wrong.
+
+    After an interrupt by the user, print the results so far.
+    """
     started = time.perf_counter()
     _say(f"seed {seed}")
     with _scene() as scene:
@@ -102,6 +106,7 @@ def harm_processes(rounds: int, seed: int, program: Program, harms: tuple[str, .
 
 
 def harm_first_cells(rounds: int, seed: int, deeds: tuple[str, ...]) -> None:
+    """Disturb the first cells of `rounds` kernels, and print the results so far or at the end."""
     started = time.perf_counter()
     with _scene() as scene:
         cells = FirstCells(scene, seed, deeds, CELL_END_S, GONE_S + FIRST_KERNEL_S)
@@ -113,6 +118,11 @@ def harm_first_cells(rounds: int, seed: int, deeds: tuple[str, ...]) -> None:
 
 
 def run_again_and_again(runs: int) -> None:
+    """Run many cells, and print how much each process of the kernel's tree has grown.
+
+    Before the first measurement, run `WARM_RUNS` cells, and wait until an idle host has imported
+    its further modules.
+    """
     with _scene() as scene, scene.kernel() as frontend:
         _run(frontend, WARM_RUNS)
 

@@ -169,6 +169,10 @@ def floor() -> Figures:
 
 
 def _warm_figures(kernel: Notebook, cell: Callable[[str], str]) -> Figures:
+    """Measure the launches from a kernel that has launched ranks before, a line's delay, a flood.
+
+    Before the last launch, pause for `PAUSE_S` seconds.
+    """
     figures = {
         "warm": first_line_s(kernel.run(cell(ALL_PRINT))),
         "warm, one prints": first_line_s(kernel.run(cell(ONE_PRINTS))),
@@ -184,7 +188,10 @@ def _warm_figures(kernel: Notebook, cell: Callable[[str], str]) -> Figures:
 
 
 def _session_figures(kernel: Notebook, cell: Callable[[str], str]) -> Figures:
-    """Measure cells on ranks that have a process group from an earlier cell."""
+    """Return the median time of `SESSION_CELLS` cells on ranks that have a process group.
+
+    One more cell runs before them, and is not measured.
+    """
     kernel.run(cell(SESSION_PRINTS))
     seconds = [first_line_s(kernel.run(cell(SESSION_PRINTS))) for _ in range(SESSION_CELLS)]
     return {"session": statistics.median(seconds)}

@@ -176,7 +176,7 @@ def memory_from_here() -> int:
 
 
 def consume(make: Takes, seconds: float, results: Connection) -> None:
-    """Measure a row in this process, and send the figures."""
+    """Measure a row in this process, after three batches to warm up, and send the figures."""
     torch.set_num_threads(1)
     with make() as take:
         before = memory_from_here()
@@ -214,6 +214,11 @@ def consume_by_ranks(ranks: int, make: Services, seconds: float, results: Connec
 def one_rank(
     running: Service, rank: int, ranks: int, seconds: float, turns: Barrier, results: Connection
 ) -> None:
+    """Measure one rank in this process, after three batches to warm up, and send the figures.
+
+    Args:
+        turns: Barrier at which all ranks and their parent meet before and after the measurement.
+    """
     remote = running.remote(rank, ranks)
     batches = iter(remote)
     before = memory_from_here()
@@ -273,7 +278,8 @@ def compare(
 ) -> None:
     """Measure rows in turn, and print a table with the ratio of each row to another row.
 
-    The other row is the first row, unless `COMPARED_WITH` names another one.
+    The other row is the first row, unless `COMPARED_WITH` names another one. Each measurement runs
+    in a new process. Before each round, sample the cores that other processes use.
 
     Args:
         rows: For each row, a function that makes its source of batches.
@@ -314,6 +320,11 @@ def print_row(name: str, results: list[Figures], others: list[Figures]) -> None:
 
 
 def delivery(rounds: int, seconds: float, wanted: list[str]) -> None:
+    """Compare the delivery of ready batches by sockets, local loaders, this package and peers.
+
+    Args:
+        wanted: Names of the rows to measure; empty for all rows.
+    """
     tls, others = new_certificate(), peers.installed()
     for name, size in SIZES.items():
         loader = DataLoader(Ready(size), batch_size=None)
@@ -334,6 +345,7 @@ def delivery(rounds: int, seconds: float, wanted: list[str]) -> None:
 
 
 def several(rounds: int, seconds: float) -> None:
+    """Compare one and two fetchers, for one and several ranks, by TCP and by shared memory."""
     loader = DataLoader(Ready(SIZES["196 KiB"]), batch_size=None)
     for way, direct in (("TCP", False), ("shared memory", True)):
         make = partial(service, loader, direct=direct)
@@ -347,6 +359,7 @@ def several(rounds: int, seconds: float) -> None:
 
 
 def first(rounds: int) -> None:
+    """Print the time to a rank's first batch by TCP, under TLS and by shared memory."""
     tls = new_certificate()
     print("\nTime to a rank's first batch of 196 KiB, the fetcher's buffer filled, in ms")
     loader = DataLoader(Ready(SIZES["196 KiB"]), batch_size=None)
@@ -361,6 +374,7 @@ def first(rounds: int) -> None:
 
 
 def step(rounds: int) -> None:
+    """Print the time to the next batch after a step, of the data service and a local loader."""
     print(f"\nTime to the next batch of 196 KiB after a step of {STEP_S:g} s, in ms")
     loader = DataLoader(Ready(SIZES["196 KiB"]), batch_size=None)
     local_loader = DataLoader(Ready(SIZES["196 KiB"]), batch_size=None, num_workers=1)
@@ -384,6 +398,7 @@ def print_times(
 
 
 def prepared(title: str, dataset: Dataset[Any], rounds: int, seconds: float) -> None:
+    """Compare a local DataLoader and the data service with one and with two workers."""
     for workers in (1, 2):
         rows = {
             f"local DataLoader, {workers} workers": partial(

@@ -149,6 +149,7 @@ def numbers_of(shown: str) -> set[str]:
 
 @contextmanager
 def busy(processes: int) -> Iterator[None]:
+    """Keep the machine busy with some processes until the block ends."""
     context = multiprocessing.get_context("spawn")
     spinning = [context.Process(target=_spin, args=(os.getpid(),)) for _ in range(processes)]
     for process in spinning:

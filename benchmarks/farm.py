@@ -29,6 +29,7 @@ def nothing(x: int) -> int:
 
 @contextlib.contextmanager
 def dask() -> Iterator[Round]:
+    """Yield a function that runs jobs on a local Dask cluster."""
     from distributed import Client, LocalCluster
 
     with (
@@ -45,6 +46,7 @@ def dask() -> Iterator[Round]:
 
 @contextlib.contextmanager
 def ray() -> Iterator[Round]:
+    """Yield a function that runs jobs on a local Ray."""
     import ray
 
     ray.init(num_cpus=NODES, include_dashboard=False, log_to_driver=False)
@@ -59,6 +61,7 @@ def ray() -> Iterator[Round]:
 
 @contextlib.contextmanager
 def ipyparallel() -> Iterator[Round]:
+    """Yield a function that runs jobs on ipyparallel's engines."""
     import ipyparallel
 
     with ipyparallel.Cluster(n=NODES) as client:
@@ -72,6 +75,10 @@ def ipyparallel() -> Iterator[Round]:
 
 @contextlib.contextmanager
 def taas() -> Iterator[Round]:
+    """Yield a function that runs jobs on a farm, in an IPython shell with its own state folder.
+
+    Wait first until all nodes are ready. At the end, close the farm and end its pool.
+    """
     from IPython.core.interactiveshell import InteractiveShell
     from traitlets.config import Config
 

@@ -24,7 +24,10 @@ def warm() -> None:
 
 
 def launch(program: str, ranks: int) -> None:
-    """Run the text `program` on `ranks` ranks, and print their output until all have ended."""
+    """Run the text `program` on `ranks` ranks, and print their output until all have ended.
+
+    Start a TCPStore in this process as the ranks' rendezvous. All ranks write to one pipe.
+    """
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     store = TCPStore(HOST, 0, is_master=True, wait_for_workers=False)

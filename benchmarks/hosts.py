@@ -96,7 +96,11 @@ def _print(line: str) -> None:
 
 
 def measure(notebook: Notebook, rounds: int) -> list[str]:
-    """Measure one pool, and return its row: for each column the median, minimum and maximum."""
+    """Measure one pool, and return its row: for each column the median, minimum and maximum.
+
+    Each round starts the pools anew, runs four cells in which two ranks meet, and one cell that
+    reads batches, and then ends the pools. The first of these cells includes the pool's start.
+    """
     config = load_config(notebook.project)
     up, meet, delay, rate = [], [], [], []
     for number in range(rounds):
@@ -147,6 +151,7 @@ def _short(value: float) -> str:
 
 @contextmanager
 def _notebook(folder: Path) -> Iterator[Notebook]:
+    """Yield a notebook in this process, with its own state folder; its output goes to a file."""
     (folder / "project").mkdir()
     os.environ["TAAS_STATE_DIR"] = str(folder / "state")
     os.environ["TAAS_WARM"] = "0"
@@ -180,6 +185,7 @@ def _ssh(stack: ExitStack, folder: Path) -> str:
 
 
 def _slurm(stack: ExitStack, folder: Path) -> str:
+    """Start a Slurm with three nodes, and return the text of taas.toml with two pools on it."""
     slurm = stack.enter_context(slurm_up(3, share=(folder,)))
     assert slurm.hosts is not None
     os.environ["SLURM_CONF"], os.environ["PATH"] = str(slurm.conf), PATH

@@ -88,9 +88,13 @@ class Result:
 def interrupt(frontend: Frontend, kind: str, after_s: float, times: int, result: Result) -> None:
     """Play one round, and add its outcome to `result`.
 
+    Interrupt the cell, and then run `6 * 7` and the cell `NEXT`. Record the time until the reply of
+    `6 * 7`, and what went wrong.
+
     Args:
         kind: Kind of cell, a key of KINDS.
-        after_s: Seconds from the cell's start to the interrupt.
+        after_s: Seconds from the cell's start to the interrupt; less if the cell ends before.
+        times: Number of interrupts.
     """
     request = frontend.send(KINDS[kind])
     with suppress(AssertionError):  # raised if the cell still runs after `after_s`
@@ -114,6 +118,7 @@ def interrupt(frontend: Frontend, kind: str, after_s: float, times: int, result:
 
 @contextmanager
 def busy(processes: int) -> Iterator[None]:
+    """Keep the machine busy with some processes until the block ends."""
     spin = [sys.executable, "-c", "while True: sum(range(10_000))"]
     spinning = [subprocess.Popen(spin) for _ in range(processes)]
     try:

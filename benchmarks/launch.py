@@ -164,7 +164,10 @@ def machine() -> str:
 
 
 def end_leftovers() -> int:
-    """Kill and report processes that contestants left running; return 1 if there are any."""
+    """Kill and report processes that contestants left running; return 1 if there are any.
+
+    First give the processes 5 s to end by themselves.
+    """
     left = []
     deadline = time.monotonic() + 5
     while (left := [p for p in psutil.process_iter() if _is_ours(p)]) and (

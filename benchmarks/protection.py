@@ -62,6 +62,7 @@ def _measure(protection: StoreProtection, rank: int) -> tuple[str, float]:
 
 
 def _measure_in_child(writing: Connection, folder: str, protection: str, rank: int) -> None:
+    """Protect a new store in this process; send the used mechanism and the time in ms."""
     store = Path(folder, "store")
     store.mkdir()
     os.chdir(store)

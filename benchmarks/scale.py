@@ -44,6 +44,7 @@ def main() -> int:
 
 
 def _print_view(sizes: list[int]) -> None:
+    """Print the table of the view's costs, and whether its longest stretch reaches the aim."""
     longest_ms = 0.0
     for number, ranks in enumerate(sizes):
         scenes, held_mib = scale_view.measure(ranks)

@@ -107,6 +107,7 @@ class Agent:
         self._tasks: list[asyncio.Task[None]] = []
 
     async def join(self, address: str) -> None:
+        """Register at the scheduler as a worker, and start to send beats and to answer calls."""
         self._comm = await connect(address, **self._security.get_connection_args("worker"))
         high, low = divmod(self._number, 250)
         await self._comm.write(
@@ -176,6 +177,10 @@ class Agent:
                         self._answer(message)
 
     def _answer(self, call: dict[str, Any]) -> None:
+        """Answer a call of the controller, and send the event that it causes, if any.
+
+        At the start of the ranks, learn the run's id and the ranks' numbers.
+        """
         said: object = None
         match call["name"]:
             case "taas_DescribeHost":
@@ -220,6 +225,7 @@ def measure(world_size: int) -> Figures:
 
 
 async def _measure(world_size: int, folder: Path) -> Figures:
+    """Join the agents, launch a run, print lines, wait quietly, and end; return the costs."""
     logging.getLogger("distributed").setLevel(logging.WARNING)
     plan = plan_of(world_size)
     memory = psutil.Process().memory_info
@@ -312,6 +318,11 @@ class _Nowhere(Engine):
 
 @contextlib.asynccontextmanager
 async def _pool() -> AsyncIterator[tuple[str, Keys, Controller]]:
+    """Run a scheduler and a controller, whose engine requests no hosts, until the block ends.
+
+    Yields:
+        The scheduler's address, the keys for its TLS, and the controller.
+    """
     dask.config.set(DASK_SETTINGS)
     keys = Keys()
     security = Security(**keys.scheduler())

@@ -53,6 +53,7 @@ def plan_of(world_size: int) -> Plan:
 
 
 def scenes(world_size: int) -> dict[str, list[Event]]:
+    """Return the events of each scene: a start, three kinds of lines, failures, and the end."""
     ranks = range(world_size)
     firsts = range(0, world_size, RANKS_PER_HOST)
     pids = {first: {r: r for r in ranks[first : first + RANKS_PER_HOST]} for first in firsts}

@@ -101,7 +101,10 @@ def main() -> int:
 
 
 def steps_of(tool: Callable[[], AbstractContextManager[tuple[Notebook, Cell]]]) -> dict[str, str]:
-    """Run the steps with one tool; return the duration and the outcome of each, as text."""
+    """Run the steps with one tool; return the duration and the outcome of each, as text.
+
+    If a step does not end in time, or the tool fails, print this and leave out the other steps.
+    """
     found: dict[str, str] = {}
     try:
         with tool() as (kernel, cell):
@@ -116,7 +119,11 @@ def steps_of(tool: Callable[[], AbstractContextManager[tuple[Notebook, Cell]]]) 
 
 
 def timed(kernel: Notebook, cell: str, is_interrupted: bool) -> str:
-    """Run a cell; return its duration and how it ended, as text."""
+    """Run a cell; return its duration and how it ended, as text.
+
+    Args:
+        is_interrupted: Whether to interrupt the kernel after `INTERRUPT_AFTER_S` seconds.
+    """
     began, timer = time.monotonic(), threading.Timer(INTERRUPT_AFTER_S, kernel.interrupt)
     if is_interrupted:
         timer.start()
