@@ -582,8 +582,9 @@ def _ranks(words: Sequence[str], settings: Config) -> str:
 def _pools(words: Sequence[str], settings: Config) -> str:
     """Return the text of `%taas pools`: a table of all pools and their hosts.
 
-    Lines below the table show the pools' GPU-hours and refused connections. With `--check`, return
-    a report on whether the hosts can run cells instead.
+    The row of a host has its runs or sessions, or how long it has been idle. Hosts that start have
+    rows, too. Lines below the table show the pools' GPU-hours, refused connections, and the path of
+    taas.toml. With `--check`, return a report on whether the hosts can run cells instead.
     """
     from taas_magic.notebook import pools, sessions
 
