@@ -114,8 +114,8 @@ class PoolWait:
 def disconnect(client: "Client") -> None:
     """Close a Dask client, even if its scheduler was killed.
 
-    Wait at most 2 s for the client. Write no log messages of Dask about the lost connection. Ignore
-    the ValueError that Dask raises if the client is just reconnecting.
+    Wait at most 2 s for the client. Write no log messages of Dask about the lost connection. If the
+    client is just reconnecting, Dask raises ValueError: then only mark the client as closed.
     """
     # If the scheduler was killed, the client would log that it reconnects. So disable this log.
     logger = logging.getLogger("distributed.client")
@@ -134,10 +134,11 @@ def disconnect(client: "Client") -> None:
 def _connect(pool_address: PoolAddress, check: Callable[[], None]) -> "Client":
     """Return a Dask client that is connected to a pool's process.
 
+    A thread creates the client. Meanwhile, this call waits, and calls `check` every `_CHECK_S`.
+
     Args:
-        check: Called repeatedly while the client connects. If `check` raises PoolError, this call
-            raises this error too, and a client that connects later is closed. Without `check`, Dask
-            would keep trying for `ANSWER_S`, even if the process has ended.
+        check: Function that raises PoolError to end the wait, for example because the process has
+            ended. If it raises, a client that connects later is closed.
 
     Raises:
         OSError: The process does not respond within `ANSWER_S`.
@@ -178,7 +179,8 @@ def ask_pool(folder: Path, request: Request[_T]) -> _T:
     This call opens a connection for the request, and closes the connection afterwards.
 
     Args:
-        folder: The pool's folder, with `pool.json`.
+        folder: The pool's folder. Its `pool.json` has the address of the process. The process runs
+            if it has locked the file `lock` in this folder.
 
     Raises:
         PoolError: The folder's pool has no running process, or the process does not respond within
@@ -274,8 +276,8 @@ class PoolConnection:
     ) -> StartResponse:
         """Ask the pool's process for `hosts` hosts, and wait until they can start ranks.
 
-        If `wait` is cancelled, ask the process to stop waiting. The response then has an error, as
-        it has if the hosts are not available.
+        If `wait` is cancelled, or this kernel ends the pool, send `Halt` repeatedly until the
+        process responds. The response then has an error, as it has if the hosts are not available.
 
         Args:
             wait: Object by which another thread can cancel this call.
@@ -356,6 +358,9 @@ class PoolConnection:
     def take_over_session(self, run_id: str, on_event: Callable[[Event], None]) -> SessionState:
         """Make this kernel the owner of a detached session, and pass its events to `on_event`.
 
+        Events are passed from the start of this call. If the process refuses or does not respond,
+        no further event is passed.
+
         Returns:
             The session's state, such as the number of its cells and the running cell.
 
@@ -432,14 +437,17 @@ class PoolConnection:
     def call(self, request: Request[_T], on_poll: Callable[[], None] = lambda: None) -> _T:
         """Send a request to the pool's process and return the response.
 
-        While the process sends beats, this method waits for the response without a time limit.
+        While the process sends beats, this method waits for the response without a time limit. If
+        the connection breaks, wait up to 2.5 s for the reason, and mark the connection as ended.
 
         Args:
             on_poll: Function called every 0.25 s until the response arrives.
 
         Raises:
-            ConnectionEnded: The process has ended, or this kernel has closed the connection.
-            PoolError: The process has sent no beat for `SILENT_S`.
+            ConnectionEnded: The process has ended, the connection broke, or this kernel has closed
+                the connection.
+            PoolError: The process has sent no beat for `SILENT_S`, and this call has waited for
+                `_PATIENCE_S`.
         """
         answer = self._send(request)
         until = time.monotonic() + _PATIENCE_S
@@ -509,8 +517,9 @@ class PoolConnection:
     def _watch(self) -> None:
         """Wait until the connection ends, then close the Dask client. Runs in a thread of its own.
 
-        Meanwhile, check repeatedly whether the process has ended or the Dask client has lost its
-        connection. If so, mark this connection as ended, with the reason.
+        Meanwhile, check every `_CHECK_S` whether the process has ended or the Dask client has lost
+        its connection. If so, mark this connection as ended, with the reason. After a lost
+        connection, first wait up to `_PATIENCE_S` for the end of the process.
         """
         while not self.is_over and not self._over.wait(_CHECK_S):
             if self._client.status != "running" or self._client.scheduler_comm is not self._comm:
@@ -605,7 +614,8 @@ class Pool:
 
         Args:
             on_wait: Function called at each beat of the pool's process, in the thread of the Dask
-                client, with one line for each host that is not ready.
+                client, with one line for each host that is not ready. It also receives messages
+                about a process that does not answer, or that must end first.
             wait: Object whose method `cancel` cancels this call.
             has_run: Whether a run is to start on the hosts. False if the user only starts the pool
                 in advance (`%taas warm`).
@@ -681,8 +691,8 @@ class Pool:
         """Connect to the pool's process, and store the connection in this object.
 
         If a process ends normally before it accepts this kernel, try the pool's next process. If a
-        process does not respond, kill it and try the pool's next process. Try at most
-        `_MAX_PROCESSES` processes.
+        process does not respond, report this to `on_wait`, kill the process, and try the next one.
+        Try at most `_MAX_PROCESSES` processes.
 
         Args:
             starts: Whether to start a process if none is running.
@@ -713,9 +723,10 @@ class Pool:
     ) -> PoolConnection | None:
         """Connect to a pool's process and ask it to accept this kernel.
 
-        A process that has begun to end does not accept the kernel. In this case, wait up to `END_S`
-        for the end of the process. `on_wait` receives one message for the user if the process does
-        not answer within `REPORT_WAIT_AFTER_S`, and one message before the wait for its end.
+        First wait until the process has written its address to `pool.json`. A process that has
+        begun to end does not accept the kernel. In this case, wait up to `END_S` for the end of the
+        process. `on_wait` receives one message for the user if the process does not answer within
+        `REPORT_WAIT_AFTER_S`, and one message before the wait for its end.
 
         Returns:
             The connection. None if the process ended without a failure before it accepted this
@@ -823,7 +834,8 @@ class Pool:
     def down(self) -> None:
         """End the pool's runs, hosts and process, and cancel this kernel's waits for the pool.
 
-        If the pool's process does not end within `END_S`, or does not respond, kill it.
+        Connect to the running process, if there is one, and ask it to end. If this kernel cannot
+        connect, or the process does not end within `END_S`, kill it. Then close the connection.
         """
         self.end_count += 1
         with self._joining:  # a thread that is starting the process now stops waiting for it

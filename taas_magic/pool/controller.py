@@ -133,7 +133,8 @@ class Kernels:
         """Wait until the pool has the requested number of hosts that can start ranks.
 
         A kernel may have several waits at the same time. If the wait fails or is cancelled, the
-        response has a message in `error`. If the pool is ending, return such a response at once.
+        response has a message in `error`. If the pool is ending, return such a response at once,
+        with `is_ending` set.
         """
         if self.is_ending:
             return StartResponse(error="its process is ending", is_ending=True)
@@ -200,7 +201,8 @@ class PoolMeter:
     def update(self) -> bool:
         """Add the time since the last call of `update` to the hosts' and GPUs' hours.
 
-        Also record for each host since when it has been idle.
+        The GPUs of hosts with a run also count as used. Record for each host without a run since
+        when it has been idle.
 
         Returns:
             Whether any host has been idle for `idle_timeout_s`, so that the pool must return it.
@@ -330,10 +332,14 @@ class Controller(SchedulerPlugin):
     async def launch(self, request: LaunchRanks) -> StartResponse:
         """Start a run's ranks on hosts of this pool.
 
-        First wait until interrupted runs have ended, which may still own the project store. If the
-        new run may write to the store, lock it. Then open the run's journal and start the ranks. A
-        background task follows the started run to its end. The response has the names of the hosts;
-        if the start fails, it has a message instead.
+        First wait until interrupted runs have ended, which may still own the project store. For a
+        cell in a session, find the session, whose ranks run the cell. Lock the store, unless the
+        run only reads or is a session; each writing cell of a session locks the store itself. Then
+        open the journal and start the ranks. Each event of the run goes to the journal and to the
+        kernel that owns the run.
+
+        A background task follows the started run to its end. The response has the names of the
+        hosts. If the start fails, undo these steps, and respond with a message instead.
         """
         spec, owner, run_id = request.run, request.owner, request.run.plan.run_id
         send_event = self._event_sender(owner, run_id)
@@ -393,9 +399,11 @@ class Controller(SchedulerPlugin):
     async def detach(self, request: Detach) -> str:
         """Detach a run and its fetchers from the kernel: they continue when the kernel ends.
 
-        The kernel receives `Detached` as the run's last event. From now on, requests of the ranks
-        for the user's input are refused. If the run is a session, only record that it may continue
-        without its kernel. The session still belongs to the kernel until the kernel ends.
+        If the run is a session, only record that it may continue without its kernel. The session
+        still belongs to the kernel until the kernel ends. If the run is already detached, change
+        nothing. Otherwise, first take over the run's fetchers from the kernel. Then publish
+        `Detached`, the last event that the kernel receives, and remove the owner. From now on,
+        requests of the ranks for the user's input are refused.
 
         Returns:
             The reason why the run cannot be detached; "" if it is detached.
@@ -420,8 +428,10 @@ class Controller(SchedulerPlugin):
     async def take_over_session(self, request: TakeOverSession) -> SessionState:
         """Make the requesting kernel the owner of a detached session.
 
-        If another kernel owned the session, this other kernel receives `Detached` and loses the
-        session.
+        Refuse this if the session has ended or is ending, if it is not detached, or if the
+        requesting kernel has disconnected. For a session that is not detached, the message says how
+        to detach it. If another kernel owned the session, this other kernel receives `Detached`,
+        and the session's fetchers send their events to the session instead of that kernel.
 
         Returns:
             The session's state. Its field `cell` names the running cell. If no cell is running,
@@ -454,10 +464,11 @@ class Controller(SchedulerPlugin):
     def _continue_without_kernel(self, share: Share, session: PoolRun) -> None:
         """Let a detached session's ranks, cell or fetchers continue without their kernel.
 
-        If `share` is a cell, it continues as a detached run: publish `Detached`, refuse the cell's
-        requests for input, and record the cell, so that the next owner of the session can show it.
-        If `share` is the cell's fetchers, send their events to the session instead of the kernel.
-        If `share` is the session itself, only remove the owner.
+        In each case, first remove the owner of `share`. If `share` is the cell's fetchers, send
+        their events to the session instead of the kernel. If `share` is a cell, it continues as a
+        detached run: publish `Detached`, and record the cell, so that the next owner of the session
+        can show it. Refuse the cell's requests for input. At its end, the `notify` command runs.
+        If `share` is the session itself, nothing else changes.
 
         Args:
             share: The session itself, a cell that the session runs, or the fetchers of a cell.
@@ -484,8 +495,8 @@ class Controller(SchedulerPlugin):
     async def _end_fetchers(self, run: PoolRun) -> None:
         """End the fetchers of `run` if no kernel owns them, because no kernel will end them.
 
-        No kernel owns the fetchers of a detached run, or of a detached session whose kernel is
-        gone.
+        For a detached run, call the function that `_take_over_fetchers` returned, and ignore its
+        errors. For a session, kill those of its fetchers that have lost their kernel.
         """
         if end_fetchers := self._fetchers_of.pop(run.run_id, None):
             with contextlib.suppress(PoolError, OSError):  # the fetchers ended with their pool
@@ -498,7 +509,8 @@ class Controller(SchedulerPlugin):
         """Take over a run's fetchers from its kernel, if the run has fetchers.
 
         From now on, the fetchers' events no longer travel through the kernel. If the fetchers run
-        on another pool, ask the process of that pool to send the events to this process.
+        on this pool, remove their owner, and pass their events directly to the run. If they run on
+        another pool, ask the process of that pool to send the events to this process.
 
         Returns:
             A function that ends the fetchers. If the run has no fetchers, it does nothing.
@@ -544,7 +556,8 @@ class Controller(SchedulerPlugin):
         them. For a detached run, also run the `notify` command.
 
         Args:
-            until_end: Exit stack that releases the project store and closes the journal.
+            until_end: Exit stack that closes the journal, releases the project store, and removes
+                the run from this pool's runs.
         """
         try:
             ended = await _end_of(run)
@@ -580,8 +593,9 @@ class Controller(SchedulerPlugin):
     async def launch_fetchers(self, request: LaunchFetchers) -> StartResponse:
         """Start a run's fetchers on hosts of this pool.
 
-        A background task follows the fetchers to their end. If the start fails, kill the fetchers
-        that have started. The response has the names of the hosts; if the start fails, it has a
+        If a session's cell uses the fetchers, record their numbers in the session. If the start
+        fails, kill the fetchers that have started. In both cases, a background task follows the
+        fetchers to their end. The response has the names of the hosts; if the start fails, it has a
         message instead.
         """
         owner, run_id = request.owner, fetchers_share_id(request.run.plan.run_id)
@@ -692,7 +706,12 @@ class Controller(SchedulerPlugin):
         return await request_host_facts(self.pool_hosts, self.pool_hosts.all(), request)
 
     async def end_pool(self, request: EndPool) -> None:
-        """Cancel all waits for hosts, kill all runs, then end the pool's process."""
+        """Cancel all waits for hosts, kill all runs, then end the pool's process.
+
+        From the start of this call, the pool accepts no kernel and no wait. The last event of a run
+        says that a kernel ended the pool, unless the run was halted for another reason. The process
+        ends 0.1 s later.
+        """
         self._kernels.is_ending = True
         await self._kernels.cancel_all_waits()
         runs = list(self._runs.values())
@@ -710,7 +729,7 @@ class Controller(SchedulerPlugin):
         """End the runs of a kernel that has left or died, and cancel its waits. Called by Dask.
 
         Detached runs continue, and so do detached sessions with their cells and fetchers. All other
-        runs of the kernel get a note in their journals and are interrupted.
+        runs of the kernel publish a note that the kernel is gone, and are interrupted.
         """
         for run in self._runs.values():
             if run.owner == client and (session := self._detached_session_of(run)) is not None:
@@ -723,8 +742,9 @@ class Controller(SchedulerPlugin):
     async def _beat(self) -> None:
         """Send a beat to all kernels every `BEAT_S`, until this task is cancelled.
 
-        At each beat, also end idle sessions, return idle hosts to the engine, and end the pool if
-        no kernel and no run uses it.
+        A beat contains the lines about requested hosts that cannot start ranks yet. After each
+        beat, end the pool if no kernel and no run uses it, end idle sessions, and return idle hosts
+        to the engine.
         """
         while True:
             self._scheduler.log_event(POOL_BEAT, self.pool_hosts.awaited)

@@ -34,9 +34,10 @@ async def take_over_fetchers(
 ) -> EndFetchers:
     """Make this process the owner of fetchers on another pool; return a function that ends them.
 
-    From now on, this process receives the fetchers' events. It stays connected to the other pool's
-    process. If this connection breaks, for example because this process ends, the other pool's
-    process ends the fetchers.
+    Connect to the other pool's process and ask it to send the fetchers' events to this process. The
+    connection stays open until the returned function is called, which kills the fetchers. If the
+    connection breaks, for example because this process ends, the other process ends the fetchers.
+    After an error, this call closes the connection.
 
     Args:
         folder: Folder of the other pool, with its `pool.json`.
@@ -87,9 +88,9 @@ async def take_over_fetchers(
 def notify(folder: RunFolder, ended: RunEnded) -> None:
     """Run the user's `notify` command after a detached run, if taas.toml sets this command.
 
-    The command gets the run's id, state and duration in environment variables. Its output goes to
-    `notify.log` in the run folder. This call blocks until the command has ended. After `NOTIFY_S`,
-    the command is killed.
+    The shell runs the command in the project folder. The command gets the run's id, state and
+    duration in environment variables. Its output goes to `notify.log` in the run folder. This call
+    blocks until the command has ended. After `NOTIFY_S`, this call kills it and logs this there.
     """
     context = folder.context()
     if not context.notify:

@@ -212,9 +212,10 @@ class FileServer:
     def _answer_of_store(self, host_rank: int, asked: FileRequest[_T]) -> _T:
         """Pass a request about the project store to a `StoreServer`; return the response.
 
-        The first call creates the server. If the run owns the store, the server lets the host of
-        rank 0 write anywhere in the store. All other writes must be below shared folders. Only the
-        thread of this object calls this method.
+        The first call creates the server. For the ranks of a run that owns the store, the server
+        lets the host of rank 0 write anywhere in the store, and uses the store's state folder. For
+        fetchers, sessions and runs that only read, the server uses a subfolder. All other writes
+        must be below shared folders. Only the thread of this object calls this method.
         """
         if self._store_server is None:
             rule = self._run.plan.store

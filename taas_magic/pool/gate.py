@@ -168,8 +168,9 @@ def check_message(peer: Peer, message: Any) -> None:
     Check every part of the message that names an operation. A kernel may send everything.
 
     Raises:
-        ProtocolError: An operation is not in `ALLOWED_OPERATIONS` for the peer's role. Or the peer
-            uses the name of another peer.
+        ProtocolError: An operation is not in `ALLOWED_OPERATIONS` for the peer's role. Or a part
+            has the field `worker`, by which a peer could use another peer's name. Or a host
+            registers under another name than its certificate has.
     """
     may = ALLOWED_OPERATIONS.get(peer.role)
     if may is None:
@@ -242,8 +243,8 @@ class Gate(Listener):
     async def _serve_connection(self, stream: IOStream, address: Any) -> None:
         """Authenticate a new connection within `PROVE_S`, then serve it until it ends.
 
-        If the authentication fails, close the connection and add 1 to `refused`. If more than
-        `MOST_UNPROVED` connections are not authenticated yet, close the oldest of them.
+        First, if more than `MOST_UNPROVED` connections are not authenticated yet, close the oldest
+        of them. If the authentication fails, close the connection and add 1 to `refused`.
         """
         self._unproved[stream] = None
         if len(self._unproved) > MOST_UNPROVED:
@@ -386,9 +387,10 @@ class PoolScheduler(Scheduler):
     ) -> None:
         """Register a host's agent, or the Dask worker of a vehicle.
 
-        `check_message` has already verified the agent's name. Constants replace all fields that are
-        not in `JOINS_WITH`: Dask uses one worker's fields when the next worker joins, so a hostile
-        worker could affect other workers.
+        `check_message` has already verified the agent's name. Dask's method of this name registers
+        the worker with the fields in `JOINS_WITH`, the mark `AGENT` for an agent, and a vehicle's
+        nanny. Constants replace all other fields: Dask uses one worker's fields when the next
+        worker joins, so a hostile worker could affect other workers.
 
         Raises:
             ProtocolError: A vehicle registers as an agent.
@@ -412,6 +414,9 @@ class PoolScheduler(Scheduler):
 
     def on_heartbeat(self, comm: GateComm, *, address: str, **fields: Any) -> dict[str, Any]:
         """Pass a worker's heartbeat to Dask without the metrics that the worker reports.
+
+        Returns:
+            Dask's response to the worker.
 
         Raises:
             ProtocolError: A host sent a heartbeat in the name of another host.

@@ -217,10 +217,12 @@ class PoolHosts(SchedulerPlugin):
         """Check that a host responds to `DescribeHost`; drop a host that does not.
 
         After `REPORT_HOST_AFTER_S` without a response, send the user a message that names the host.
-        Drop the host if it responds with an error, or does not respond within `CALL_S`.
+        If the host also sends no beats, the message says since when, and when another host replaces
+        it. Drop the host if it responds with an error, or does not respond within `CALL_S`.
 
         Args:
-            on_wait: Receives the message; None sends it to all kernels that wait for hosts.
+            on_wait: Receives the message. If None, all kernels that wait for hosts receive the
+                message, and at the end an empty list, which removes it.
         """
 
         def report_wait() -> None:
@@ -251,7 +253,8 @@ class PoolHosts(SchedulerPlugin):
     async def _acquire(self, count: int, preferred: Collection[str]) -> list[PoolHost]:
         """Wait until `count` hosts can start ranks, and return the hosts that `choose` selects.
 
-        If too few hosts join, give all hosts without a run back to the engine.
+        If too few hosts join, give all hosts without a run back to the engine. In any case, remove
+        the kernels' lines about hosts. Mark the chosen hosts as no longer idle.
 
         Raises:
             PoolError: The hosts did not join in time, or the engine cannot provide a host.
@@ -392,7 +395,8 @@ class PoolHosts(SchedulerPlugin):
         """Remove a host that is gone. Called by Dask.
 
         Each `call` that waits for the host's response raises PoolError. If the host could start
-        ranks, or `drop` removed it, pass the host and the reason to `on_lost`.
+        ranks, or `drop` removed it, a task asks the engine for details, and passes the host and the
+        reason to `on_lost`.
         """
         host = self._hosts.pop(worker, None)
         if host is None:
@@ -412,10 +416,12 @@ class PoolHosts(SchedulerPlugin):
     async def _request_description(self, host: PoolHost) -> None:
         """Send `DescribeHost` to a new host, and mark the host as ready when the host responds.
 
-        Then wake the calls of `acquire` that wait for hosts. Drop a host that responds with an
-        error. This method waits without a time limit, because a host's imports may be slow. The
-        wait also ends when the host is gone: `watch` drops a host that sends no beats, and a host
-        whose imports are stuck ends itself.
+        The request says whether a run waits for hosts; if not, the host begins to import modules
+        that runs need later. A ready host gets its name, is added to the engine's `ready`, and
+        wakes the calls of `acquire`. Drop a host that responds with an error. This method waits
+        without a time limit, because a host's imports may be slow. The wait also ends when the host
+        is gone: `watch` drops a host that sends no beats, and a host whose imports are stuck ends
+        itself.
         """
         greeting = DescribeHost(has_run=self._runs_waiting > 0)
         try:
@@ -516,7 +522,8 @@ async def require_fit(
 ) -> None:
     """Check that all hosts have the notebook's versions of Python and torch, and all `modules`.
 
-    Send requests only to hosts that have not passed an earlier check of these modules.
+    Send requests only to hosts that have not passed an earlier check of these modules. Record the
+    modules for each host that passes.
 
     Raises:
         PoolError: A host lacks something. The message names the host, what it lacks, and what to
@@ -543,8 +550,9 @@ async def request_host_facts(
     """Request facts, such as versions and modules, from all `hosts` at the same time.
 
     Returns:
-        The facts about each host, in the order of `hosts`. If a host responds without facts, its
-        entry has the default values of `HostFacts`.
+        The facts about each host, in the order of `hosts`, with the host's name and the difference
+        of its clock. If a host responds without facts, its entry has the default values of
+        `HostFacts`.
 
     Raises:
         PoolError: A host is gone, did not respond in time, or failed to handle the request.

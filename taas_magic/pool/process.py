@@ -164,7 +164,9 @@ class PoolFolder:
     def find(self) -> PoolProcess | None:
         """Return the pool's running process; None if no process runs.
 
-        Also None while a new process has not yet written its pid to the lock file.
+        The pid is in the lock file. Return None if the file is not locked, if a new process has not
+        yet written its pid, or if the pid now belongs to a process that does not have the file
+        open. Also reap child processes that have ended.
         """
         self.reap_children()
         path = self.path / "lock"
@@ -185,9 +187,10 @@ class PoolFolder:
     def start(self) -> PoolProcess | None:
         """Start a process of the pool. If one is running or being started, return None instead.
 
-        Take the lock of the pool's folder, remove the `pool.json` of a killed process, start the
-        new process, and send the settings to its standard input. The new process inherits the lock.
-        Its output goes to the log.
+        Reap child processes that have ended. Take the lock of the pool's folder, remove the
+        `pool.json` of a killed process, and empty the lock file, to which the new process writes
+        its pid. Start the process, which inherits the lock, and send the settings to its standard
+        input. Its output goes to the log.
         """
         self.reap_children()
         path = self.path / "lock"
@@ -293,8 +296,9 @@ def main() -> int:
 async def _run_pool(engine: Engine, folder: Path, settings: PoolSettings) -> None:
     """Run the pool's Dask scheduler and controller until the pool ends.
 
-    When the scheduler listens, write its address and the keys for kernels to `pool.json` in
-    `folder`. At the end, remove this file.
+    Turn on garbage collection again, apply Dask's settings, and create the pool's keys. The engine
+    opens the scheduler. When the scheduler listens, write its address and the keys for kernels to
+    `pool.json` in `folder`. At the end, remove this file; then the engine ends all hosts.
     """
     import dask
 

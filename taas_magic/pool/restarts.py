@@ -27,7 +27,8 @@ class FetcherRestarts:
     def allow_one(self) -> tuple[list[Event], bool]:
         """Allow one further restart of the fetchers. Earlier restarts do not count.
 
-        If all fetchers have already ended, this restart begins now.
+        If all fetchers have already ended, this restart begins now. The events are then a note, and
+        a copy of the last `FetcherEnded` without addresses, by which ranks wait for new fetchers.
 
         Returns:
             Events to publish, and whether the caller must start all fetchers now.
@@ -44,10 +45,11 @@ class FetcherRestarts:
     def record(self, event: Event) -> tuple[list[Event], bool]:
         """Record an event of a fetcher; decide whether all fetchers start again.
 
-        They start again if `event` reports the unexpected end of the last fetcher, and a restart is
-        allowed. Then the events to publish are a note and a copy of `event` without addresses and
-        failures. The copy makes ranks wait for new fetchers. A `FetcherEnded` without `entry` means
-        that a fetcher ended on request; it does not count.
+        A `FetcherStarted` means that this fetcher runs again. All fetchers start again if `event`
+        reports the unexpected end of the last fetcher, and a restart is allowed. Then the events to
+        publish are a note and a copy of `event` without addresses and failures. The copy makes
+        ranks wait for new fetchers. A `FetcherEnded` without `entry` means that a fetcher ended on
+        request; it does not count.
 
         Returns:
             The events to publish instead of `event`, and whether the caller must start all fetchers

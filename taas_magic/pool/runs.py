@@ -393,7 +393,8 @@ class Share(ABC):
     async def stacks(self) -> RunStacks:
         """Request the Python stacks of all ranks or fetchers from their hosts; return the stacks.
 
-        The result also names each host that has not responded within `STACKS_S`.
+        The result also names each host that has not responded within `STACKS_S`, or that failed to
+        respond.
         """
         there = [part.host for part in self._parts.values() if not part.ended]
         found = await asyncio.gather(*map(self._stacks_on, there))
@@ -430,8 +431,8 @@ class Share(ABC):
 
         Args:
             preferred: Addresses of hosts that are chosen first.
-            retry_s: Seconds for which this call tries again if hosts are not available. The user
-                gets a note with each new reason.
+            retry_s: Seconds for which this call tries again, every `RETRY_HOSTS_S`, if hosts are
+                not available. The user gets a note with each new reason.
 
         Raises:
             PoolError: The hosts are not available, a host lacks a module or version that the run
@@ -568,8 +569,9 @@ class PoolFetchers(Share):
     async def start(self) -> list[str]:
         """Get hosts from the pool, and start the fetchers on them; return the hosts' names.
 
-        If the start fails on one host, fetchers may already run on other hosts, so the caller must
-        call `halt`.
+        For a session's fetchers, first lock the run folder, so that no kernel removes it before the
+        fetchers have ended. If the start fails on one host, fetchers may already run on other
+        hosts, so the caller must call `halt`.
 
         Raises:
             PoolError: Too few hosts are available, a host lacks a module or version that the run
@@ -596,7 +598,8 @@ class PoolFetchers(Share):
     async def run_to_end(self) -> None:
         """Wait until all fetchers have ended and cannot start again.
 
-        Then refuse further requests of their hosts about the project store.
+        Then release the lock on the run folder, and refuse further requests of their hosts about
+        the project store.
         """
         while self._running_addresses() or self._may_start_again():
             self._changed.clear()
@@ -618,8 +621,8 @@ class PoolFetchers(Share):
     async def _start_again(self) -> None:
         """Start all fetchers again, after their hosts have cleaned up after the ended fetchers.
 
-        If the start fails, kill the fetchers that have started, publish the failure of each
-        fetcher, and allow no further restart.
+        If the start fails, kill the fetchers that have started, allow no further restart, and
+        publish the failure of each fetcher. Count the restart as no longer pending.
         """
         try:
             await self.wait_until_ended()
@@ -802,8 +805,9 @@ class PoolRun(Share):
     def in_use(self, cell: "PoolRun") -> Iterator[None]:
         """Count a cell as running in this session until the `with` block ends.
 
-        At the start of the block, publish the start events of the session's running fetchers also
-        as events of the cell.
+        At the start of the block, record the cell's number, and publish the start events of the
+        session's running fetchers also as events of the cell. At the end of the block, the
+        session's idle time begins.
         """
         self._cells.append(cell)
         self._n_cells = max(self._n_cells, cell.cell_number)
@@ -863,8 +867,12 @@ class PoolRun(Share):
         """Wait until the started run has ended on all hosts; return the run's last event.
 
         If an attempt fails and a further attempt may succeed, start all ranks again, up to
-        `max_restarts` times. After the last attempt, let all hosts clean up. If a host is lost
-        during the cleanup, the run counts as LOST.
+        `max_restarts` times. A run that is halted during a restart counts as INTERRUPTED. After the
+        last attempt, let all hosts clean up, then refuse their requests about the project store. If
+        a host is lost during the cleanup, the run counts as LOST.
+
+        The event has the failures, and the first of them. If none of the last attempt's failures is
+        an original cause, the event also has failures that hosts reported during the cleanup.
         """
         outcome = await self._wait_for_outcome()
         most = self.plan.max_restarts
@@ -922,7 +930,7 @@ class PoolRun(Share):
                 publish(event)
 
     async def answer_input(self, answer: AnswerInput) -> None:
-        """Send the line that the user has typed to the rank that requested input.
+        """Publish `InputAnswered`, and send the user's line to the rank that requested input.
 
         Do nothing if the rank no longer waits for this line.
         """
@@ -994,10 +1002,11 @@ class PoolRun(Share):
     def _on_host_event(self, part: HostPart, event: Event) -> None:
         """Publish an event that a host has sent, and record what the event says about the run.
 
-        Recorded facts are: how the host's ranks ended; whether the host has cleaned up; whether a
-        rank waits for the user's input; whether a client of debugpy is attached to a rank; and
-        whether a federation has started. If the event says that the host can run no ranks, drop the
-        host.
+        Recorded facts are: how the host's ranks of the current attempt ended; whether the host has
+        cleaned up; whether a rank waits for the user's input; whether a client of debugpy is
+        attached to a rank; and whether a federation has started. A rank that has failed no longer
+        waits for the user. A detached run refuses requests for input. If the event says that the
+        host can run no ranks, drop the host.
         """
         self.publish(event)
         if isinstance(event, RanksEnded) and event.cause == "host":
@@ -1064,11 +1073,12 @@ class PoolRun(Share):
     async def _start_again(self, outcome: AttemptOutcome) -> bool:
         """Publish `Restart`, and start all ranks again, with new hosts in place of lost ones.
 
-        Wait up to the pool's `start_timeout_s` for new hosts. If too few hosts are available,
-        publish a note and start nothing.
+        Wait up to the pool's `start_timeout_s` for new hosts. If too few hosts are available, start
+        nothing, and publish a note, unless the run was halted. A host that is not lost keeps its
+        number.
 
         Args:
-            outcome: Outcome of the attempt that has failed.
+            outcome: Outcome of the attempt that has failed. `Restart` contains its first failure.
 
         Returns:
             Whether the next attempt was started.
@@ -1101,9 +1111,11 @@ class PoolRun(Share):
     async def _start_attempt(self, hosts: list[PoolHost]) -> None:
         """Start an attempt's ranks on `hosts`, given in the order of their ranks.
 
-        `hosts` replace the hosts of the previous attempt. The first host starts its ranks before
-        all other hosts, because it creates the ranks' rendezvous. If the first host fails to start
-        its ranks, the other hosts start none.
+        First forget requests for input, attached debuggers and a federation of the previous
+        attempt, and let the clock of `--timeout` run. `hosts` replace the hosts of the previous
+        attempt. The first host starts its ranks before all other hosts, because it creates the
+        ranks' rendezvous. If the first host fails to start its ranks, the other hosts start none;
+        those that did not run the previous attempt count as ended.
         """
         self._open_requests.clear()
         self._debugged.clear()
@@ -1127,8 +1139,8 @@ class PoolRun(Share):
     ) -> int:
         """Start an attempt's ranks on one host.
 
-        If the start fails, record the failure as if the host had reported it. If the run needs a
-        tunnel to the notebook's machine, open it first.
+        If the run needs a tunnel to the notebook's machine, open it first. If the tunnel or the
+        start fails, record the failure as if the host had reported it, and the host as ended.
 
         Args:
             running: Addresses of the hosts that ran the previous attempt.
