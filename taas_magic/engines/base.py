@@ -264,6 +264,9 @@ class HostsEngine(Engine):
     async def request_hosts(self, count: int) -> list[str]:
         """Start as many hosts as are missing from a total of `count`, in background tasks.
 
+        Starting hosts are part of the total. When the `with` block of `open` has ended, start no
+        more hosts.
+
         Returns:
             One line for the user about each host whose start takes unusually long.
 

@@ -77,9 +77,11 @@ class DaskClassEngine(Engine):
     async def open(self, scheduler: type, keys: "Keys", folder: str) -> AsyncIterator["Scheduler"]:
         """Create and run the Dask cluster until the `with` block ends; then end all its workers.
 
-        The cluster starts without workers. With TLS, it runs a scheduler of the class `scheduler`
-        instead of Dask's scheduler. For a class of dask-jobqueue, add defaults to its options, and
-        prepare queries of the batch system.
+        The class gets the pool's options, and those of our own options that it accepts. For a class
+        of dask-jobqueue, add defaults to its options, and prepare queries of the batch system. The
+        cluster starts without workers. With TLS, it runs a scheduler of the class `scheduler`
+        instead of Dask's scheduler. This scheduler makes each worker start an agent. At the end of
+        the block, first prevent `request_hosts` from starting further hosts.
 
         Args:
             scheduler: Class of the scheduler.
@@ -141,13 +143,16 @@ class DaskClassEngine(Engine):
     async def _request_hosts(self, count: int) -> list[str]:
         """Query the state of requested Dask workers, then request missing workers up to `count`.
 
+        Each missing worker gets a new name. After the request, record the batch jobs of the
+        workers.
+
         Returns:
             One line for the user about each worker that had been requested before this call and
             whose agent is not ready.
 
         Raises:
-            PoolError: A worker could not be started, and was removed. Or a batch job ended before
-                its agent was ready.
+            PoolError: A worker could not be started. All workers that do not run were removed. Or a
+                batch job ended before its agent was ready.
         """
         from distributed import Status
 
@@ -370,7 +375,10 @@ class BatchJob:
 
 
 def parse_squeue(text: str) -> dict[str, BatchJob]:
-    """Return the jobs in the output of `squeue --format=%i|%T|%r`, by job id."""
+    """Return the jobs in the output of `squeue --format=%i|%T|%r`, by job id.
+
+    A job has ended if its state is not in `_SLURM_LIVES`. Other lines are ignored.
+    """
     jobs = {}
     for line in text.splitlines():
         words = line.strip().split("|", 2)
@@ -382,7 +390,11 @@ def parse_squeue(text: str) -> dict[str, BatchJob]:
 
 
 def parse_qstat(text: str) -> dict[str, BatchJob]:
-    """Return the jobs in the output of `qstat -f` (OpenPBS, PBS Pro or Torque), by job number."""
+    """Return the jobs in the output of `qstat -f` (OpenPBS, PBS Pro or Torque), by job number.
+
+    `_PBS_STATES` translates the letter of the state. The reason is the exit status, or else the
+    comment. A job has ended if its state is C, F or X.
+    """
     jobs = {}
     for block in re.split(r"^Job Id: ", text.replace("\n\t", ""), flags=re.MULTILINE)[1:]:
         first, _, rest = block.partition("\n")
@@ -524,6 +536,8 @@ class Vehicles:
     def record_jobs(self, workers: Iterable[tuple[object, Any]]) -> None:
         """Record for each of a cluster's workers the id of the batch job that runs the worker.
 
+        If a worker has a new job, the next call of `describe_awaited` queries the jobs at once.
+
         Args:
             workers: Pairs of a worker's name and dask-jobqueue's worker object.
         """
@@ -571,6 +585,8 @@ class Vehicles:
         """Return the state of a lost host's batch job in words; "" if no batch job is known.
 
         Wait up to `JOB_END_WAIT_S` seconds until the batch system reports that the job has ended.
+        If the query fails, the text says that the state is unknown. `describe_awaited` no longer
+        queries this job.
 
         Args:
             name: Name of the host's Dask worker.
@@ -599,7 +615,8 @@ class Vehicles:
             awaited: Job id of each worker, by worker name.
 
         Raises:
-            PoolError: A job has ended. The message has the last lines of the job's output.
+            PoolError: A job has ended, or the batch system no longer knows it. The message has the
+                last lines of the job's output. Later calls do not query this job.
         """
         if self._system is None or not awaited:
             return {}

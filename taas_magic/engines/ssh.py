@@ -95,8 +95,9 @@ class SshEngine(HostsEngine):
     def _query_capacity(self) -> HostCapacity:
         """Connect to all hosts; return the GPUs and cores of the host that responds first.
 
-        One response is enough, because the hosts of a pool are alike. If the user interrupts this
-        call, it ends at once, because the connections run in threads.
+        One response is enough, because the hosts of a pool are alike. At the end, cancel the other
+        connections. If the user interrupts this call, it ends at once, because the connections run
+        in threads.
 
         Raises:
             PoolError: No host has responded. The message has the failure of each host.
@@ -245,7 +246,7 @@ class _SshHost(Host):
         and try the next free host.
 
         Raises:
-            PoolError: No free host could be started, or `end` was called.
+            PoolError: No free host could be started, all hosts are in use, or `end` was called.
         """
         failures: dict[str, str] = {}
         while (host := await self._engine.acquire_host(failures, self._stop)) is not None:
@@ -316,9 +317,10 @@ class _SshHost(Host):
     def _start_host(self, host: str) -> None:
         """Connect to the host, install packages there if needed, and start an agent's supervisor.
 
-        Also open a tunnel through which the agent reaches the pool's scheduler, and record each
-        step for `slow_start_note`. Send the agent's settings to the supervisor, and then an empty
-        line at regular intervals, which shows that the pool lives. Log the supervisor's output.
+        Before the supervisor starts, open a tunnel through which the agent reaches the pool's
+        scheduler. Send the agent's settings to the supervisor, and then an empty line at regular
+        intervals, which shows that the pool lives. Log the supervisor's output. Record each step
+        for `slow_start_note`.
 
         This method runs in a thread.
 

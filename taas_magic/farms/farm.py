@@ -177,8 +177,9 @@ class Job(JobState):
     def cancel(self) -> bool:
         """Cancel the job, unless the job has ended.
 
-        The job counts as cancelled at once. If the job is running, its node sends SIGINT to its
-        process, and kills the process if it has not ended 5 s later (`node.GRACE_S`).
+        The job counts as cancelled at once, and its stored arguments are removed. If the job is
+        running, its node sends SIGINT to its process, and kills the process if it has not ended 5 s
+        later (`node.GRACE_S`).
 
         Returns:
             True if this call cancelled the job; False if the job had already ended.
@@ -365,7 +366,8 @@ class Farm:
     def close(self) -> None:
         """Cancel the jobs that have not ended, release the hosts and end the farm's process.
 
-        If the process has not ended after `END_S`, kill it. Then show the farm as closed.
+        If the process has not ended after `END_S`, kill it. Then show the farm as closed. A further
+        call does nothing.
         """
         if self._closed.is_set():
             return
@@ -402,10 +404,14 @@ class Farm:
     ) -> list[Job]:
         """Submit one job for each item of `calls`, a pair of positional and keyword arguments.
 
-        First pickle the function and all arguments, and store the large parts in the farm's
-        process. Then send all jobs in one message. If the arguments of several jobs use the same
-        notebook variables and modules, capture the function once for these jobs. If an exception
-        (or an interrupt) ends this method, cancel all of these jobs.
+        If the farm accepts no more jobs, raise PoolError. Otherwise, pickle all arguments, and
+        capture the function. If the arguments of several jobs use the same notebook variables and
+        modules, capture the function once for these jobs. Store the large parts in the farm's
+        process. Then send all jobs in one message. If the farm has ended meanwhile, end all jobs
+        with an error.
+
+        If an exception (or an interrupt) ends this method, cancel all of these jobs and remove
+        their stored parts.
         """
         if self._why_over:
             raise PoolError(f"{self.name} accepts no jobs: {self._why_over}; create another farm")
@@ -468,6 +474,8 @@ class Farm:
     ) -> tuple[bytes, str]:
         """Capture a function and all notebook objects that the function and its arguments use.
 
+        Write the payload to a temporary file in the farm's folder, and read it from there.
+
         Returns:
             The payload, and the value of `JobCall.settings_hash`: a hash of the captured modules
             and of the process state.
@@ -512,7 +520,8 @@ class Farm:
     def _handle_lost_process(self) -> None:
         """End all jobs with an error, because the farm's process has ended or cannot be reached.
 
-        From now on, the farm accepts no jobs. If the user has closed the farm, do nothing.
+        If the user has closed the farm, do nothing. Otherwise, first wait up to `EXIT_CODE_S` for
+        the exit code, which the error reports. From now on, the farm accepts no jobs.
         """
         if self._closed.is_set():
             return
@@ -534,7 +543,7 @@ class Farm:
 
         This method runs in a thread until the farm is closed. It removes the Dask future and the
         stored arguments of each ended job. If the farm's process gives up starting nodes, end all
-        jobs with an error.
+        jobs with an error. At the end, make the thread of `_call_listeners` end, too.
         """
         while (message := self._ended.get()) is not None:
             if isinstance(message, NodeUpdate):
@@ -610,7 +619,8 @@ class Farm:
     def _call_listeners(self) -> None:
         """Call the listeners of `on_solution` with each job that returned, until the farm closes.
 
-        This method runs in a thread of its own, because a listener may wait for further jobs.
+        This method runs in a thread of its own, because a listener may wait for further jobs. An
+        exception of a listener is logged.
         """
         while (job := self._solved.get()) is not None:
             for listener in self._on_solution:
@@ -622,7 +632,8 @@ class Farm:
     def _make_exception(self, job: Job, error: BaseException) -> JobFailed:
         """Return the exception for a job that failed; its message has host, traceback and log path.
 
-        If the job failed because each node that ran it was lost, the message says so.
+        If the job failed because each node that ran it was lost, the message says so. Also record
+        the host on which the job failed.
 
         Args:
             error: Exception of the job's Dask future.
@@ -644,10 +655,10 @@ class Farm:
     def _on_message(self, pair: tuple[float, dict[str, Any]]) -> None:
         """Handle a message from a node or the farm's process. Runs in the Dask client's thread.
 
-        Append a job's output to `output.log` in the job's folder, and apply each change of a job or
-        node to the state that the table shows. Ignore updates of unknown jobs. Pass the outcome or
-        failure of a job to the thread of `_end_jobs`. If the farm gives up starting nodes and no
-        node is ready, pass this message to `_end_jobs`, too.
+        Pass the outcome or failure of a job only to the thread of `_end_jobs`. Ignore updates of
+        unknown jobs. Append a job's output to `output.log` in the job's folder, and apply each
+        change of a job or node to the state that the table shows. If the farm gives up starting
+        nodes and no node is ready, pass this message to `_end_jobs`, too.
         """
         message: FarmUpdate = msgspec.convert(pair[1], FarmUpdate)
         if isinstance(message, JobOutcome) or (
@@ -686,7 +697,8 @@ class _StoredParts:
         """Store a part in the farm's process if it is shared or larger than `INLINE_BYTES`.
 
         An equal part that is stored already is used again. Each call counts one more user of a
-        stored part; `drop` releases it.
+        stored part; `drop` releases it. If an exception or an interrupt ends the transfer of a new
+        part, the farm's process removes this part.
 
         Args:
             part: Bytes, or memory of an array or tensor.
@@ -888,6 +900,9 @@ def _start_process(
     settings: FarmSettings, folder: Path
 ) -> tuple[subprocess.Popen[bytes], FarmAddress]:
     """Start the farm's process, send it the settings, and wait until it reports its address.
+
+    The process inherits a shared lock on its log, so that no kernel removes the folder while the
+    process runs. If the start fails or is interrupted, kill the process.
 
     Args:
         folder: The farm's folder, in which the process writes its log.

@@ -61,7 +61,8 @@ def job_main(process_state: JobProcessState, control: Connection, output: Connec
     First become the leader of a POSIX session, redirect stdout and stderr to `output`, and apply
     the settings. A job makes the process unusable if the job failed, is `fresh`, took longer than
     `SHORT_S`, changed the process (for example its environment, see `_state`), or tried to write to
-    the project store.
+    the project store. After such a job, kill descendants that have left the session. If a child
+    that the job forked returns from the job, it ends without an answer.
 
     Args:
         process_state: Settings that this process applies to itself.
@@ -110,8 +111,10 @@ def job_main(process_state: JobProcessState, control: Connection, output: Connec
 def _apply_settings(process_state: JobProcessState, note: Callable[[str], None]) -> None:
     """Apply `process_state` to this process, and keep this process's writes out of the store.
 
-    Set the environment, `sys.path`, the working directory and torch's number of threads. Redirect
-    writes to the project store into the scratch folder.
+    Reset the start method of multiprocessing, and set the environment, `sys.path` and `sys.argv`.
+    Make `import taas` give `taas_magic.api`. Redirect writes to the project store into the
+    scratch folder. Then set the working directory, if this host has it, and torch's number of
+    threads.
 
     Args:
         note: Called with each path of the project store to which this process tries to write.
@@ -178,6 +181,9 @@ def _end_children() -> None:
 def _run(assignment: JobAssignment) -> tuple[JobOutcome, list[memoryview]]:
     """Call the job's function, and pickle its result or describe its exception.
 
+    First set the environment variable that names the folder for the job's saved files. If a child
+    that the job forked raises an exception, raise this exception again.
+
     Returns:
         The outcome, and a list of the result's parts: its pickle, then the buffers of this pickle.
         If the function raised an exception, the list is empty.
@@ -212,7 +218,8 @@ def _make_call(assignment: JobAssignment) -> tuple[Any, dict[str, Any], list[str
     """Call the job's function in a new `__main__` module, which contains the captured objects.
 
     First give the random generators of Python, torch and numpy new seeds, because all job processes
-    inherit the same generators from the forkserver.
+    inherit the same generators from the forkserver. Then load the payload: install its modules, and
+    load the captured objects into `__main__`. Unpickle the arguments there, and call the function.
 
     Returns:
         The function's result, the namespace of `__main__`, and the names in this namespace that the

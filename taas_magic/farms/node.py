@@ -89,8 +89,10 @@ _FLUSH_S = 0.2
 def run_node(settings: NodeSettings) -> None:
     """Start a node's process, and wait until it ends. The only rank of a node's run calls this.
 
-    Write the settings to the standard input of the process. Usually, the host's agent ends the run
-    by SIGINT to this rank. The rank then kills the node's process and returns.
+    The process gets this rank's environment without torchrun's variables, and with a PYTHONPATH by
+    which it finds taas-magic. Write the settings to its standard input, and wait until it has
+    joined the farm, then until it ends. Usually, the host's agent ends the run by SIGINT to this
+    rank. The rank then kills the node's process and returns. After an error, also kill the process.
 
     Raises:
         RuntimeError: The node's process ended by itself with an exit code other than 0, or did
@@ -268,8 +270,9 @@ class Slots:
         """Run a job in a free slot, and return its outcome with the files that it saved.
 
         A slot is always free, because Dask never runs more jobs at a time than there are slots.
-        After the job, remove the node's copy of the saved files, and free the slot. If the slot's
-        process must not run a further job, end the process.
+        After the job, end the slot's process if it must not run a further job, and free the slot.
+        If the job has imported the forkserver's deferred modules, make the forkserver import them
+        for later jobs. Then read the saved files, and remove the node's copy of them.
 
         Args:
             parts: Awaitable whose result is a list: the payload, then the job's pickled arguments
@@ -353,10 +356,12 @@ class Slot:
     async def run(self, assignment: JobAssignment, report: ReportOutput) -> JobOutcome:
         """Run a job in this slot, if necessary in a new process; return the job's outcome.
 
-        The process of the previous job runs this job if three conditions hold: the previous job
-        left the process unchanged; both jobs have the same `JobCall.settings_hash`; this job is not
-        `fresh`. If the process ends during the job, the outcome says how the process ended, or that
-        the job was cancelled.
+        The process of the previous job runs this job if four conditions hold: the previous job left
+        the process unchanged; both jobs have the same `JobCall.settings_hash`; this job is not
+        `fresh`; the process has neither ended nor sent anything since. During the job, pass its
+        output to `report`. If the process ends during the job, the outcome says how the process
+        ended, or that the job was cancelled. A job that was cancelled before its process started is
+        not sent.
         """
         is_other = assignment.call.fresh or assignment.call.settings_hash != self._settings_hash
         # An idle process must send nothing. If it has sent something or has ended, replace it.
@@ -382,7 +387,10 @@ class Slot:
         return outcome
 
     async def prepare_next(self) -> None:
-        """End the slot's process if it must not run a further job. Call this after each job."""
+        """End the slot's process if it must not run a further job. Call this after each job.
+
+        Also stop the timer that would kill the process of a cancelled job.
+        """
         if self._kill_timer is not None:
             self._kill_timer.cancel()
         if self._is_cancelled or not self._is_reusable:
@@ -404,7 +412,8 @@ class Slot:
     def close(self) -> None:
         """End the slot's process and its children, and remove its scratch folder. Blocks.
 
-        If the process does not end within `_END_S`, kill it. If the slot has no process, do
+        Close the pipe to the process, which makes it end. If it does not end within `_END_S`, kill
+        it. Then kill all processes that remain in its session. If the slot has no process, do
         nothing.
         """
         process, self._process = self._process, None
@@ -447,6 +456,8 @@ class Slot:
 
     async def _wait(self, lines: "_OutputBuffer", report: ReportOutput) -> JobOutcome:
         """Pass the job's state and output to `report` until the job ends; return its outcome.
+
+        Report the state "running" once, unless the job ends at once.
 
         Args:
             lines: Buffer for the output, which passes it to `report`.

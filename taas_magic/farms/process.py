@@ -252,7 +252,8 @@ class NodeManager(SchedulerPlugin):
     async def _end_unneeded_nodes(self, count: int) -> None:
         """End up to `count` nodes that run no job, so that their pools can use the hosts.
 
-        End nodes that have not joined yet first, then idle nodes.
+        End nodes that have not joined yet first, then idle nodes. Remove an ended idle node from
+        Dask's scheduler, so that it gets no job meanwhile.
         """
         here, workers = self._living(["ready"]), self._scheduler.workers
         places = {name: place for place, name in self._names.items() if name in here}
@@ -271,10 +272,11 @@ class NodeManager(SchedulerPlugin):
     def _start_node(self, name: str) -> None:
         """Choose a pool for a node, wait for a host, and launch the node's run. Runs in a thread.
 
-        If some pools have a free host, consider only these pools. Of the considered pools, choose
-        the pool with the fewest recent failures. If the launch fails, record the node as lost. If
-        the last `FAILED_STARTS` nodes did not start, do not start this node, but report it as
-        "given up".
+        If the last `FAILED_STARTS` nodes did not start, do not start this node, but report it as
+        "given up". If some pools have a free host, consider only these pools. Of the considered
+        pools, choose the pool with the fewest recent failures, and report the node as "requested".
+        If getting the host or the launch fails, record the node as lost. If the farm has ended the
+        node meanwhile, do not launch it.
         """
         node = self._nodes[name]
         with self._lock:
@@ -356,7 +358,9 @@ class NodeManager(SchedulerPlugin):
     def _make_spec(self, name: str, pool: Pool, scheduler: str) -> RunSpec:
         """Write the run folder for a node's run; return the description of the run.
 
-        The run has one rank, which calls `node.run_node`.
+        The run has one rank, which calls `node.run_node` with the node's settings, such as its own
+        key and address. The run only reads the project store, has no limit for hangs, and needs a
+        tunnel to the farm's scheduler.
 
         Args:
             name: Name of the node.
@@ -399,8 +403,9 @@ class NodeManager(SchedulerPlugin):
     def _record_lost_node(self, name: str, why: str) -> None:
         """Record and report that a node is lost, because it ended by itself or did not start.
 
-        End the node's run in a thread. If the node never accepted jobs, count a failed start. If
-        the farm itself has ended the node, do nothing.
+        If the node never accepted jobs, count a failed start, also for its pool. End the node's run
+        in a thread; if the node was ready, `LOST_RUN_END_S` later. If the node is already recorded
+        as lost, only report the new reason. If the farm itself has ended the node, do nothing.
 
         Args:
             why: The reason, for the user.
@@ -455,10 +460,10 @@ class NodeManager(SchedulerPlugin):
             self._scheduler.log_event(TOPIC, msgspec.to_builtins(JobUpdate(key, "", "erred")))
 
     def _end_run(self, name: str, wait_s: float = 0.0) -> None:
-        """Interrupt a node's run, and cancel the node's wait for a host. Blocks.
+        """Cancel a node's wait for a host, and interrupt the node's run. Blocks.
 
-        Stop receiving events of the run. If the node neither has a run nor waits for a host, do
-        nothing.
+        Before the interrupt, stop receiving events of the run. If the node neither has a run nor
+        waits for a host, do nothing. Ignore that the pool's process has ended.
 
         Args:
             wait_s: Seconds to wait first. In this time, the run may end by itself and send its last

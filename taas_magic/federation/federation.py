@@ -86,8 +86,9 @@ class Federation:
     ) -> Any:
         """Run a ServerApp and a ClientApp of the notebook on the hosts, and wait for the end.
 
-        The notebook shows the run like the run of a cell. The run's project store is the
-        federation's `store`, not the notebook's folder.
+        First check the arguments, and make a certificate and a key for this run. The notebook shows
+        the run like the run of a cell. The run's project store is not the notebook's folder, but
+        the federation's `store`, or a temporary folder that is removed after the run.
 
         If the first host is lost, the run ends. If any other host is lost after all hosts have
         taken part, Flower's settings, such as `min_available_nodes`, decide whether the training

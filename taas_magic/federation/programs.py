@@ -93,9 +93,11 @@ is the SuperLink's address. The third key exists when the training has ended.
 def run_programs(settings: FederationSettings, server_app: Any, client_app: Any) -> Any:
     """Run Flower's programs on this host until the ServerApp has ended; then end the programs.
 
-    Each rank of a federation calls this function. Rank 0 runs the SuperLink, the ServerApp and a
-    SuperNode. Each further rank waits for the SuperLink's address in the run's TCPStore, and then
-    runs only a SuperNode.
+    Each rank of a federation calls this function. First check the types of the apps, connect to the
+    run's TCPStore, and publish this host's name there. Rank 0 then runs the SuperLink, the
+    ServerApp and a SuperNode, and at the end sets a key in the TCPStore. Each further rank waits
+    for the SuperLink's address in the TCPStore, and starts only a SuperNode. It then checks
+    repeatedly that its programs run, until this key is set.
 
     Args:
         settings: The settings of the federation.
@@ -214,7 +216,8 @@ class _HostPrograms:
         """Start the SuperLink and the SuperExec that starts the ServerApp.
 
         The SuperLink gets a certificate for `host`, signed by the federation's certificate. If a
-        foreign program takes the SuperLink's port first, try a new port.
+        foreign program takes the SuperLink's port first, try a new port. Before the SuperExec
+        starts, check that the SuperLink refuses a wrong key.
 
         Args:
             host: Address at which all hosts reach this host.
@@ -313,6 +316,8 @@ class _HostPrograms:
 
     def _run_server_app(self, superlink: str) -> Any:
         """Start the ServerApp through the Control API, print its log, and return its result.
+
+        The app's process has written the result to a file. If there is no such file, return None.
 
         Raises:
             RuntimeError: The ServerApp failed or was stopped.
@@ -468,7 +473,7 @@ def _bundle(config: Mapping[str, Any]) -> str:
 def _free_port(host: str) -> int:
     """Return a port of `PORTS` that is free now on the address `host`.
 
-    Flower's programs cannot choose a free port themselves.
+    Flower's programs cannot choose a free port themselves. Try up to `_PORTS_TRIED` random ports.
 
     Raises:
         RuntimeError: All tried ports failed, for example because this machine does not have the

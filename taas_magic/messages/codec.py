@@ -67,7 +67,7 @@ def to_bytes(value: object) -> bytes:
 
 
 def from_bytes(packed: bytes, kind: type[_T]) -> _T:
-    """Decode a value that `to_bytes` encoded.
+    """Decode a value that `to_bytes` encoded: msgpack, or JSON. The first byte shows which.
 
     Raises:
         ValueError: `packed` does not decode to a value of the type `kind`.

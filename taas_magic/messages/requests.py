@@ -34,6 +34,8 @@ class Request(Struct, Generic[_T]):
     def read_answer(self, packed: bytes) -> _T:
         """Decode the response to this request.
 
+        If people read this type of response, also remove terminal control sequences.
+
         Raises:
             ValueError: The response has another type.
         """

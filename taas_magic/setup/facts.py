@@ -108,7 +108,7 @@ def call_probe(
     """Call a function of `probe` in the host's own Python; return the function's result as JSON.
 
     The source of `probe` is sent to the standard input of the host's Python. So taas-magic need not
-    be installed there.
+    be installed there. The result is the last line of output that begins with `MARK`.
 
     Args:
         python: The interpreter on the host; None means `python3`.
@@ -286,6 +286,9 @@ def find_problems(
     packages: Mapping[str, RequiredPackage] = MappingProxyType({}),
 ) -> list[HostProblem]:
     """Return all problems of a host, errors first; empty if there are none.
+
+    If the host's Python has another minor version, return only this error, because the other facts
+    are those of the wrong interpreter.
 
     Args:
         here: Versions that the host must match.

@@ -94,7 +94,9 @@ def packages_needed(
 ) -> dict[str, RequiredPackage]:
     """Return the packages that a host needs to run taas-magic, by canonical name.
 
-    The result includes the dependencies of these packages, but not torch.
+    The result includes the dependencies of these packages, but not those in `NOT_INSTALLED`. The
+    allowed versions of a package meet the requirements of all packages that need it. A package in
+    `EXACT_VERSION` must have this machine's version.
 
     Environment markers are evaluated for this Python, because the host's Python has the same minor
     version.
@@ -318,7 +320,8 @@ def installed_files(name: str) -> Files | None:
     """Return a package's files from this environment; None if they may not work on other machines.
 
     Only files from a wheel for any Linux (PEP 600) work on other machines. The result is also None
-    if the package is not installed here.
+    if the package is not installed here, or if it is installed as editable. The result contains no
+    programs and no `__pycache__`.
     """
     if installed(name) is None:
         return None

@@ -147,8 +147,9 @@ def find_target(
 ) -> SshTarget:
     """Return the `SshTarget` of a host, as `ssh` would connect to it. Blocks.
 
-    If no `ssh` is installed, take the user and the port from `host`, and OpenSSH's defaults for all
-    other settings.
+    Read the settings from the output of `ssh -G`. If no `ssh` is installed, take the user and the
+    port from `host`, and OpenSSH's defaults for all other settings. If the host has jump hosts,
+    find the settings of the last of them in the same way.
 
     Args:
         host: The host, such as `gpu1`, `me@gpu3:2222`, `[fe80::1]:22` or `ssh://gpu1`.
@@ -427,8 +428,8 @@ class KnownHosts(MissingHostKeyPolicy):
     def missing_host_key(self, client: SSHClient, hostname: str, key: PKey) -> None:
         """Check the key that a host has shown; called by paramiko.
 
-        If known_hosts lists no key of the host, and the target has `adds_new_keys`, accept and
-        store the key.
+        Accept the key if known_hosts lists it for the host, and has not revoked it. If known_hosts
+        lists no key of the host, and the target has `adds_new_keys`, accept and store the key.
 
         Raises:
             PoolError: The key is unknown, revoked, or not the one in known_hosts. The text says
@@ -644,7 +645,10 @@ def _public_blob(path: str) -> bytes:
 
 
 def login_refused_message(target: SshTarget, failure: AuthFailure) -> str:
-    """Return the error message for a refused login: user, host, each key tried, and a remedy."""
+    """Return the error message for a refused login: user, host, each key tried, and a remedy.
+
+    The message also says if there is no ssh agent, or if the agent does not answer.
+    """
     tried = [f"  {each.source!r}: {_why(each.result)}" for each in failure.result]
     if not tried:
         tried = ["  no key: there is none in ~/.ssh and no ssh agent has one"]

@@ -116,6 +116,9 @@ class Connection:
     def run(self, command: str, data: bytes = b"", timeout_s: float = _RUN_S) -> CommandResult:
         """Run a command in the host's shell, and wait until it ends.
 
+        The result has its exit code, output and errors. Threads write the input and read the
+        errors, while this thread reads the output.
+
         Args:
             data: Standard input of the command.
             timeout_s: Maximum seconds without output. After this time, raise PoolError.
@@ -136,6 +139,9 @@ class Connection:
 
     def put(self, data: bytes, path: str) -> None:
         """Write a small file to the host atomically, accessible to the user only.
+
+        A shell script on the host writes a temporary file, checks its size, and renames it. If the
+        script fails, raise PoolError.
 
         Args:
             path: Absolute, or relative to the home folder. The parent folder must exist.
@@ -178,6 +184,10 @@ def connect(
     silence_s: float = SILENCE_S,
 ) -> Connection:
     """Connect to a host, through its jump hosts if it has any. Blocks.
+
+    At most `_MAX_HANDSHAKES` threads connect to the same address at a time. Check the host's key
+    against the known_hosts files, then offer the user's keys. After an error, close everything that
+    this call has opened.
 
     Args:
         stop: Event that the caller sets to cancel; the call then raises within about 0.1 s.
@@ -344,7 +354,8 @@ def _open_stream(
 def _start_proxy_command(command: str, undo: ExitStack) -> socket.socket:
     """Start a ProxyCommand, and return a socket that leads to its standard input and output.
 
-    A shell runs the command, as with ssh; paramiko's own ProxyCommand uses no shell.
+    A shell runs the command, as with ssh; paramiko's own ProxyCommand uses no shell. Add callbacks
+    to `undo` that end the command and close the socket.
     """
     ours, its = socket.socketpair()
     undo.callback(ours.close)
@@ -538,8 +549,9 @@ def shell_words(
 def open_tunnel(connection: Connection, host: str, port: int) -> int:
     """Forward a loopback port of the connected host to the server at (`host`, `port`).
 
-    The tunnel lasts as long as the connection, or until `close_tunnel`. Every user of the connected
-    host may use the tunnel, so the server must authenticate its clients.
+    A thread relays each connection to the port. The tunnel lasts as long as the SSH connection, or
+    until `close_tunnel`. Every user of the connected host may use the tunnel, so the server must
+    authenticate its clients.
 
     Args:
         host: Address of the server, as reachable from this machine.
