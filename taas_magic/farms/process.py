@@ -95,6 +95,12 @@ def main() -> int:
 
 
 async def _run_farm(settings: FarmSettings) -> None:
+    """Run the farm's Dask scheduler and its nodes until standard input has a line or is closed.
+
+    Create keys, listen on the loopback interface, and write the `FarmAddress` to standard output. A
+    thread waits for the line on standard input, and then ends the maintenance of nodes. At the end,
+    close the `NodeManager`.
+    """
     from taas_magic.host.agent_worker import use_steady_clock
 
     use_steady_clock()

@@ -342,6 +342,13 @@ class _HostPrograms:
                 raise RuntimeError(f"Flower's {name} ended with exit code {code}; see above")
 
     def _start(self, name: str, *command: str) -> None:
+        """Start a program with this object's environment, and record it as `name`.
+
+        All programs except a SuperExec log only warnings.
+
+        Raises:
+            RuntimeError: The program is not installed beside this Python or on `PATH`.
+        """
         program = shutil.which(command[0], path=self._environ["PATH"])
         if program is None:
             raise RuntimeError(

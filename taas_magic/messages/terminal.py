@@ -96,6 +96,12 @@ def _cleaned(value: Any, clean: Callable[[str], str]) -> Any:
 
 
 def _cleaned_field(struct: Struct, name: str) -> Any:
+    """Return the cleaned value of the field `name` of a struct.
+
+    `Display.metadata` does not change. Of `Display.data`, only plain text changes, and keeps line
+    breaks and colours. Fields in `_BLOCKS` keep line breaks and colours, and fields in `_COLOURED`
+    keep colours. All other fields keep neither.
+    """
     value, where = getattr(struct, name), f"{type(struct).__name__}.{name}"
     if where == "Display.metadata":
         return value

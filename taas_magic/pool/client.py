@@ -343,6 +343,14 @@ class PoolConnection:
         run_id: str,
         on_event: Callable[[Event], None],
     ) -> list[str]:
+        """Send a launch request, and return the names of the hosts.
+
+        Pass the run's events to `on_event` from now on. If the launch fails, stop passing them.
+
+        Raises:
+            PoolError: The response has an error about hosts.
+            StoreError: The response has an error about the project store.
+        """
         self._listeners[run_id] = on_event
         answer = StartResponse()
         try:
@@ -539,6 +547,10 @@ class PoolConnection:
         self._over.set()
 
     def _how_process_ended(self) -> str:
+        """Return a message for the user: how the process ended, and what to do.
+
+        If the process failed, the message has the end of its log, else only the log's path.
+        """
         text = (
             f'pool "{self.config.name}": its process {self.process.pid} '
             f"{self.process.state_text()}. "

@@ -213,7 +213,7 @@ class FileServer:
         """Pass a request about the project store to a `StoreServer`; return the response.
 
         The first call creates the server. For the ranks of a run that owns the store, the server
-        lets the host of rank 0 write anywhere in the store, and uses the store's state folder. For
+        uses the store's state folder, and lets the host of rank 0 write anywhere in the store. For
         fetchers, sessions and runs that only read, the server uses a subfolder. All other writes
         must be below shared folders. Only the thread of this object calls this method.
         """

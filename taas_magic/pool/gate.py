@@ -113,6 +113,14 @@ class GateComm(TLS):
         return message
 
     async def _frame(self) -> memoryview:
+        """Read the header and the only frame of a message; return the frame.
+
+        If the connection breaks or the caller's task is cancelled, close the connection.
+
+        Raises:
+            CommClosedError: The connection has ended.
+            ProtocolError: The message has several frames or is too large.
+        """
         if self.stream is None:
             raise CommClosedError("the connection has ended")
         try:

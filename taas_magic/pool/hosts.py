@@ -481,6 +481,10 @@ class PoolHosts(SchedulerPlugin):
                 stream.send(message)
 
     def _on_answer(self, worker: str, id: int, answer: bytes = b"", error: str = "") -> None:
+        """Pass a host's response or error to the `call` that waits for it. Called by Dask.
+
+        If no call waits for the response, ignore it and count it as refused.
+        """
         host = self._hosts.get(worker)
         waiting = host.pending.get(id) if host is not None else None
         if host is None or waiting is None or waiting.done():
@@ -491,6 +495,15 @@ class PoolHosts(SchedulerPlugin):
             waiting.set_result(answer)
 
     def _on_beat(self, worker: str, beat: float, starting: bytes = b"") -> None:
+        """Record the time of a host's beat, and send an acknowledgement. Called by Dask.
+
+        If the host cannot start ranks yet, also store its progress report. Ignore a beat of an
+        unknown host, and an invalid report, and count both as refused.
+
+        Args:
+            beat: Mark of the beat, which the acknowledgement repeats.
+            starting: A `StartingHost` as JSON; empty if there is no report.
+        """
         host = self._hosts.get(worker)
         if host is None:
             self.refused += 1

@@ -164,9 +164,9 @@ class PoolFolder:
     def find(self) -> PoolProcess | None:
         """Return the pool's running process; None if no process runs.
 
-        The pid is in the lock file. Return None if the file is not locked, if a new process has not
-        yet written its pid, or if the pid now belongs to a process that does not have the file
-        open. Also reap child processes that have ended.
+        First reap child processes that have ended. The pid is in the lock file. Return None if the
+        file is not locked, or if a new process has not yet written its pid. Also return None if the
+        pid now belongs to a process that does not have the lock file open.
         """
         self.reap_children()
         path = self.path / "lock"
@@ -187,9 +187,9 @@ class PoolFolder:
     def start(self) -> PoolProcess | None:
         """Start a process of the pool. If one is running or being started, return None instead.
 
-        Reap child processes that have ended. Take the lock of the pool's folder, remove the
-        `pool.json` of a killed process, and empty the lock file, to which the new process writes
-        its pid. Start the process, which inherits the lock, and send the settings to its standard
+        Reap child processes that have ended. Take the lock of the pool's folder. Remove the
+        `pool.json` of a killed process, and empty the lock file: the new process writes its pid
+        there. Start the process, which inherits the lock, and send the settings to its standard
         input. Its output goes to the log.
         """
         self.reap_children()

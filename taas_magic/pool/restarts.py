@@ -69,6 +69,11 @@ class FetcherRestarts:
         return have_all_ended and self._used < self._most
 
     def _count_restart(self, last: FetcherEnded) -> tuple[list[Event], bool]:
+        """Count a restart of all fetchers; return the events to publish, and True.
+
+        The events are a note with the number of the restart, and a copy of `last` without the
+        addresses of the fetchers.
+        """
         assert last.entry
         self._used += 1
         self._ended.clear()

@@ -405,6 +405,10 @@ class Share(ABC):
         )
 
     async def _stacks_on(self, host: PoolHost) -> RunStacks:
+        """Request the stacks of the processes on one host; set the host's name in each of them.
+
+        If the host does not respond within `STACKS_S`, or fails, the result only says so.
+        """
         asking = self._pool_hosts.call(host.address, GetStacks(self.run_id))
         try:
             stacks = await asyncio.wait_for(asking, STACKS_S)
@@ -456,6 +460,13 @@ class Share(ABC):
         return hosts
 
     async def _acquire_hosts_once(self, count: int, preferred: Collection[str]) -> list[PoolHost]:
+        """Wait until the pool has `count` hosts, or until `halt` is called; return the hosts.
+
+        Publish a note about each host that does not respond soon.
+
+        Raises:
+            PoolError: The hosts are not available, or `halt` was called.
+        """
         acquire = self._pool_hosts.acquire
         taking = asyncio.ensure_future(
             acquire(count, preferred, lambda line: self.publish(Note(text=line)))
@@ -585,6 +596,10 @@ class PoolFetchers(Share):
         return await self._start_all()
 
     async def _start_all(self) -> list[str]:
+        """Get hosts from the pool, start all fetchers on them, and return the hosts' names.
+
+        If the start fails on any host, raise the first error when all hosts have responded.
+        """
         chosen = (await self._acquire_hosts(self._data.pool_hosts))[: self._data.hosts]
         parts = [HostPart(host, number) for number, host in enumerate(chosen)]
         self._parts = {part.host.address: part for part in parts}
@@ -684,6 +699,10 @@ class PoolFetchers(Share):
             self._tasks.start(self._start_again())
 
     def _publish_loss(self, part: HostPart, why: str) -> None:
+        """Publish a note that a host with fetchers is gone, and then the failure of each fetcher.
+
+        The note says whether other fetchers remain.
+        """
         numbers, host = self._numbers(part), part.host.name
         fetchers = f"fetcher{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))}"
         are_others = len(self._running_addresses()) > 1
@@ -1200,6 +1219,7 @@ class PoolRun(Share):
 
 
 def _ranks_of(event: Event) -> set[int]:
+    """Return the ranks that an event is about; an empty set if it is about none."""
     match event:
         case RankEvent():
             return {event.rank}

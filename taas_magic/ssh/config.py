@@ -234,6 +234,7 @@ def forward_command(host: str, config_file: str | None, port: int) -> str:
 
 
 def _settings_without_ssh(name: str, user: str | None, port: str | None) -> _Settings:
+    """Return OpenSSH's default settings for a host, in the form in which `ssh -G` prints them."""
     return {
         "hostname": [name],
         "user": [user or user_name()],
