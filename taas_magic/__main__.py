@@ -20,6 +20,9 @@ INTERRUPTED_EXIT_CODE = 130
 def main(words: list[str]) -> int:
     """Run one command, print its result or error, and return the exit code.
 
+    For a `%taas` command, first load the taas.toml of the working folder. Errors go to stderr. The
+    exit code is 1 after a `TaasError`, `INTERRUPTED_EXIT_CODE` after an interrupt, else 0.
+
     Args:
         words: Arguments after `python -m taas_magic`: "run" with the arguments of
             `functions.run_script`, or a command of `%taas`, such as "attach", with its arguments.

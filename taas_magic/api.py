@@ -88,9 +88,9 @@ def get_worker_info() -> Any:
 
     Returns:
         An object with `id`, `num_workers` and `seed`. In a rank, the replacement has the rank as
-        its `id` and the world size as its `num_workers`. In a fetcher that runs a registered loader
-        with `num_workers=0`, `id` is 0 and `num_workers` is 1: the fetcher loads all data, and its
-        batches are divided among the ranks.
+        its `id`, the world size as its `num_workers`, and torch's initial seed. In a fetcher that
+        runs a registered loader with `num_workers=0`, `id` is 0 and `num_workers` is 1: the fetcher
+        loads all data, and its batches are divided among the ranks.
     """
     import torch
     from torch.utils.data import get_worker_info

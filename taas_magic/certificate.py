@@ -65,12 +65,14 @@ class Authority:
 def _issue(
     name: str, issuer: str, signer: str, *extensions: tuple[x509.ExtensionType, bool]
 ) -> tuple[str, str]:
-    """Make a certificate and its private key, both as PEM.
+    """Make a new private key and a signed certificate for this key; return both as PEM.
+
+    The certificate has a random serial number, and is valid at any time.
 
     Args:
         name: Common name of the holder.
         issuer: Common name of the issuer.
-        signer: The issuer's private key; "" for a self-signed certificate.
+        signer: The issuer's private key; "" to sign with the new key itself.
         *extensions: Extensions, each with a flag that marks the extension as critical.
     """
     key = ec.generate_private_key(ec.SECP256R1())

@@ -278,7 +278,8 @@ def load_config(folder: Path) -> Config:
 def _read_own(path: Path) -> str:
     """Return the text of a taas.toml that only the user and root can write.
 
-    The file may name programs to start, so a file that another user can write is not trusted.
+    The file may name programs to start, so a file that another user can write is not trusted. Check
+    the file, its folder and, for a symbolic link, also the folder of the target.
 
     Raises:
         UsageError: Another user can write the file, or replace it in its folder.
@@ -300,8 +301,9 @@ def _read_own(path: Path) -> str:
 def _why_untrusted(place: Path, status: os.stat_result) -> str:
     """Return who else can change a file or folder, and a remedy, as text for a message.
 
-    Return "" if only the current user and root can change the file or folder. Ignore write access
-    of the user's private group. If a folder has the sticky bit, ignore all users but its owner.
+    Check the owner first, then the write access of everybody and of the group. Return "" if only
+    the current user and root can change the file or folder. Ignore write access of the user's
+    private group. If a folder has the sticky bit, ignore all users but its owner.
     """
     user, quoted = os.geteuid(), shlex.quote(str(place))
     if status.st_uid not in (user, 0):
@@ -338,13 +340,14 @@ def _is_own(group: int) -> bool:
 def parse(values: Mapping[str, Any], source: Path) -> Config:
     """Check the contents of taas.toml and convert them to a `Config`.
 
-    Missing tables get their defaults, and the pool `local` always exists.
+    Refuse unknown tables and keys first. Missing tables get their defaults, and the pool `local`
+    always exists. The `path` of the store becomes an absolute path.
 
     Args:
         source: Path of the file. A relative `path` of the store is relative to the file's folder.
 
     Raises:
-        UsageError: The file has an unknown key or a wrong value.
+        UsageError: The file has an unknown key or a wrong value. The message names the key.
     """
     _refuse_unknown(
         values, [name for name in Config.__struct_fields__ if name != "source"], f"{source}:"
@@ -430,11 +433,14 @@ def _field_meta(kind: object) -> str:
 def _pool(name: str, table: object, source: Path) -> PoolConfig:
     """Check the table of one pool and convert it to a `PoolConfig`.
 
-    If the table has `hosts`, the default of `max_hosts` is their number. The default of
-    `idle_timeout_s` is `IDLE_TIMEOUT_S`, except for the engine `local`.
+    After the checks, set two defaults. If the table has `hosts`, the default of `max_hosts` is
+    their number. The default of `idle_timeout_s` is `IDLE_TIMEOUT_S`, except for the engine
+    `local`.
 
     Raises:
-        UsageError: The name is not allowed, or a value is wrong or does not fit the engine.
+        UsageError: The name is not allowed, or a value is wrong or does not fit the engine: `ssh`
+            needs `hosts`, and other engines refuse `hosts`. Or the table contains another table
+            than `options`, as after `[pools.g2.8]` without quotes; the message shows the quotes.
     """
     where = f'{source}: [pools."{name}"]'
     if not re.fullmatch(r"[A-Za-z][\w.-]*", name):

@@ -36,10 +36,12 @@ class _Finder(MetaPathFinder):
     ) -> ModuleSpec | None:
         """Return the module's spec, with a changed loader, if `fullname` is this finder's module.
 
-        The spec comes from the later finders. The changed loader executes the module, then removes
-        this finder from `sys.meta_path` and calls the finder's function.
+        The spec comes from the later finders. The changed loader first undoes its change, and then
+        executes the module. If this finder is still in `sys.meta_path`, the changed loader removes
+        it and calls the finder's function.
 
-        For any other module, return None, so that the import system asks the later finders.
+        For any other module, return None, so that the import system asks the later finders. Also
+        return None if this finder is no longer in `sys.meta_path`.
         """
         if fullname != self._name or self not in sys.meta_path:
             return None

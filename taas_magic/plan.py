@@ -98,7 +98,7 @@ def place_fetchers(
 
     Each loader gets `cpus` fetchers on hosts that no other loader uses. If the pool has too few
     hosts for this, loaders share fetchers. If the pool has fewer than `cpus` hosts, fetchers share
-    hosts.
+    hosts. Fetchers on the same host share the host's cores equally.
 
     Args:
         loaders: Names of the registered loaders that the cell uses; at least one.
@@ -401,7 +401,8 @@ def _check_fits(
 ) -> None:
     """Raise a UsageError if the ranks do not fit on the hosts, or do not divide evenly over them.
 
-    With `--uneven-hosts`, the ranks need not divide evenly.
+    With `--uneven-hosts`, the ranks need not divide evenly. If there are too few GPUs, the message
+    says how to run the ranks on CPUs.
 
     Args:
         per_host: Maximum number of ranks on a host.

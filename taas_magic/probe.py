@@ -49,9 +49,11 @@ def main(
 ) -> dict[str, Any]:
     """Return the facts of this host, such as versions and free disk space, as plain values.
 
-    `messages.HostFacts` describes each fact.
+    `messages.HostFacts` describes each fact. To find out whether the cache folder is writable, this
+    function creates the folder if it is missing.
 
     Args:
+        packages: Distributions to check; the result has the versions of the installed ones.
         modules: Top-level modules to check; the result has the missing ones.
         mark: Path of a file that was just created in the project store. If the file exists on this
             host, the host shares the store.
@@ -118,7 +120,8 @@ def cores() -> int:
 def _cgroup_folders() -> list[str]:
     """Return the folders of this process's cgroup and of all parent cgroups, for cgroup v1 or v2.
 
-    In v1, only cgroups of the controller `cpu` count. The top folder is always included.
+    Read the cgroups from /proc/self/cgroup. In v1, only cgroups of the controller `cpu` count. The
+    top folder is always included.
     """
     found = []
     for line in _read("/proc/self/cgroup").splitlines():
@@ -244,9 +247,9 @@ def sites(cache: str) -> list[str]:
 def count_gpus() -> int:
     """Count the CUDA devices that a process on this host would see, without using CUDA.
 
-    Count the entries of `CUDA_VISIBLE_DEVICES` if it is set, else the NVIDIA devices in `/dev`. Do
-    not ask torch: torch could create a CUDA context in this process, and then CUDA would not work
-    in forks of the process.
+    Count the entries of `CUDA_VISIBLE_DEVICES` if it is set, without empty entries and `-1`. Else
+    count the NVIDIA devices in `/dev`. Do not ask torch: torch could create a CUDA context in this
+    process, and then CUDA would not work in forks of the process.
     """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
@@ -258,7 +261,7 @@ def count_gpus() -> int:
 
 
 def gpu_names() -> list[str]:
-    """Return the GPU names that nvidia-smi prints; empty if it does not answer within 3 s."""
+    """Return the GPU names that nvidia-smi prints; empty if it fails or needs more than 3 s."""
     command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
     try:
         said = subprocess.run(
@@ -280,7 +283,8 @@ def addresses_of(name: str) -> list[str]:
 def interfaces() -> dict[str, list[str]]:
     """Return the IP addresses of each network interface, by name of the interface.
 
-    The result has at most one IPv4 address of each interface, and no link-local IPv6 addresses.
+    The system call ioctl returns at most one IPv4 address of each interface. /proc/net/if_inet6 has
+    the IPv6 addresses; link-local ones are left out.
     """
     found: dict[str, list[str]] = {}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
@@ -309,10 +313,10 @@ def install(
 ) -> str:
     """Create a folder of packages with pip or from a zip file; return an error text, or "".
 
-    If the folder exists already, install nothing. The folder is filled under a temporary name and
-    then renamed, so a folder with the final name is always complete. If several hosts share a home
-    folder and install the same packages at once, all use the folder of the first one that finishes.
-    Also remove temporary folders that are older than a day.
+    If the folder exists already, install nothing. Otherwise, first remove temporary folders that
+    are older than a day. The new folder is filled under a temporary name and then renamed, so a
+    folder with the final name is always complete. If several hosts share a home folder and install
+    the same packages at once, all use the folder of the first one that finishes.
 
     Args:
         folder: The folder to create; its name identifies the content.
@@ -376,7 +380,8 @@ def _pip(words: Sequence[str], into: str, limit_s: float) -> str:
     """Install wheels into a folder with pip, without their dependencies.
 
     Returns:
-        The end of pip's output if pip failed; else "".
+        An error text if pip failed: the end of pip's output, or the exit code if there is no
+        output, or that pip did not finish within `limit_s`. Else "".
     """
     command = [sys.executable, "-m", "pip", "install", "--target", into, "--no-deps", "--no-input"]
     command += ["--only-binary=:all:", "--no-compile", "--quiet", "--disable-pip-version-check"]
@@ -396,7 +401,10 @@ def _pip(words: Sequence[str], into: str, limit_s: float) -> str:
 
 
 def _sweep(parent: str) -> None:
-    """Remove the temporary folders of installations that were interrupted more than a day ago."""
+    """Remove the temporary folders (`.new-…`) in `parent` that are older than a day.
+
+    Their installations were interrupted.
+    """
     for name in os.listdir(parent):
         path = os.path.join(parent, name)
         try:

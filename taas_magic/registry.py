@@ -117,8 +117,10 @@ def register(
     An earlier registration of the same loader, or with the same `name`, is replaced. If a cell runs
     again and puts a new loader into the same variable, the new loader replaces the old one. Without
     a `name`, a loader stays registered as long as the notebook refers to it. Every run starts with
-    the state that the loader's sampler and generator have now. If the dataset has a random
-    generator that nothing seeds, this function warns.
+    the state that the loader's sampler and generator have now. This function pickles the loader
+    once, to check that it can be sent to fetchers. From now on, ranks get a description of the
+    loader instead of its data. If the dataset has a random generator that nothing seeds, this
+    function warns.
 
     Args:
         loader: A DataLoader, or any object that can be iterated several times.
@@ -215,7 +217,8 @@ def is_registered(loader: Any) -> bool:
 def registered() -> dict[str, RegisteredLoader]:
     """Return the registered loaders by name.
 
-    A loader that has neither a name nor a variable gets a name such as `loader0`.
+    First update the names and the list of loaders from the notebook's variables. A loader that has
+    neither a name nor a variable gets a name such as `loader0`.
     """
     _name_by_variables()
     for key, entry in list(_registered.items()):
@@ -229,7 +232,8 @@ def registered() -> dict[str, RegisteredLoader]:
 def reduce_loader(loader: Any, used: dict[str, PackedLoader]) -> Any:
     """Make pickle replace a registered loader by a description of the loader.
 
-    From the description, a rank makes a remote loader.
+    From the description, a rank makes a remote loader. If a result contains this remote loader, the
+    kernel finds its own loader by the function `find_registered`, which this call sets.
 
     Args:
         used: Mapping to which this function adds the loader's `PackedLoader` under its name,
@@ -262,7 +266,8 @@ def write_files(
     """Write the files that a run's ranks and fetchers need to run registered loaders.
 
     The files have the loaders' payloads and settings, a new secret key and, for TLS, a new
-    certificate. Without loaders, do nothing.
+    certificate. A loader without a seed gets torch's seed in the notebook. Without loaders, do
+    nothing.
 
     Args:
         tls: Whether to encrypt batches on the network. Must be True if other people use the
@@ -297,9 +302,9 @@ def write_files(
 def _check_kind(loader: Any, uneven: str) -> None:
     """Raise a RegistrationError if fetchers cannot run a loader, or if `uneven` is not allowed.
 
-    Fetchers cannot run these objects: an object that is not iterable, an object that can be
-    iterated only once, a collection such as a list, and a subclass of DataLoader with an `__iter__`
-    of its own.
+    Fetchers cannot run these objects, in the order of the checks: a class, an object that is not
+    iterable, an object that can be iterated only once, a collection such as a list, and a subclass
+    of DataLoader with an `__iter__` of its own.
     """
     if isinstance(loader, type):
         raise RegistrationError(
