@@ -181,7 +181,8 @@ class Config(Struct, frozen=True):
         Without a taas.toml, names such as `g2.8` are aliases of `local`.
 
         Raises:
-            UsageError: There is no pool with this name.
+            UsageError: There is no pool with this name. The message lists the pools of taas.toml,
+                and suggests a similar name.
         """
         if name in self.pools:
             return self.pools[name]
@@ -340,11 +341,12 @@ def _is_own(group: int) -> bool:
 def parse(values: Mapping[str, Any], source: Path) -> Config:
     """Check the contents of taas.toml and convert them to a `Config`.
 
-    Refuse unknown tables and keys first. Missing tables get their defaults, and the pool `local`
-    always exists. The `path` of the store becomes an absolute path.
+    Refuse unknown tables first. Then convert each table. Missing tables get their defaults, and the
+    pool `local` always exists.
 
     Args:
-        source: Path of the file. A relative `path` of the store is relative to the file's folder.
+        source: Path of the file. The `path` of the store may begin with `~`. A relative `path` is
+            relative to the file's folder.
 
     Raises:
         UsageError: The file has an unknown key or a wrong value. The message names the key.

@@ -88,7 +88,8 @@ def patch_accelerate() -> None:
 
     The patched `Accelerator.prepare` wraps a registered loader; the original function would return
     the loader unchanged. The patched `skip_first_batches` receives the first batches from fetchers
-    and discards them; the original function would run the loader's sampler in the rank.
+    and discards them; the original function would run the loader's sampler in the rank. Both return
+    a DataLoaderShard with `_RemoteShardMixin`. For any other loader, both call the original.
     """
     from accelerate import accelerator, data_loader
     from accelerate.accelerator import Accelerator

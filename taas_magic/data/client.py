@@ -106,12 +106,15 @@ class Route:
     def choose_fetcher(self, slot: int, streams: int | None, preferred: int | None = None) -> int:
         """Return the index of the fetcher to request a batch from.
 
-        The result is the fetcher that `sharding.assigned_worker` assigns to the batch. If this
-        fetcher is paused or has not started, the result is another usable fetcher, if there is one.
+        First wait until a fetcher has started. For an iterable-style loader, also wait up to
+        `start_s` seconds for the start of the assigned fetcher. The reason: if the dataset is not
+        seeded, another fetcher may read the stream in a different order. Then samples could arrive
+        twice or not at all.
 
-        For an iterable-style loader, this method first waits up to `start_s` seconds for the start
-        of the assigned fetcher. The reason: if the dataset is not seeded, another fetcher may read
-        the stream in a different order. Then samples could arrive twice or not at all.
+        If `preferred` is usable, return it; a fetcher is usable if it has started and is not
+        paused. Otherwise, return the fetcher that `sharding.assigned_worker` assigns to the batch.
+        If this fetcher is not usable, return another usable one, if there is one. Prefer fetchers
+        that have not failed since the last response of any fetcher.
 
         Args:
             slot: Number of the batch in its epoch.
@@ -202,11 +205,12 @@ class Route:
             self._reasons.clear()
 
     def record_failure(self, number: int, error: Exception, silent_s: float) -> None:
-        """Send no requests to a fetcher for a while (a pause), because it has failed.
+        """Pause a fetcher that has failed: it gets no requests for a while.
 
-        If no fetcher can be tried now, sleep until a pause ends, but at most 0.25 s. Each further
-        failure of a fetcher doubles the pause, up to a limit. This method also closes the idle
-        connections to the fetcher, and reads the current addresses of all fetchers.
+        First close the idle connections to the fetcher. Each further failure of a fetcher doubles
+        the pause, up to a limit. But if the fetcher was silent for more than `ALIVE_S`, the pause
+        is a multiple of the silence. Then read the current addresses of all fetchers. If no fetcher
+        can be tried now, sleep until a pause ends, but at most 0.25 s.
 
         Args:
             number: Index of the fetcher.
@@ -477,6 +481,9 @@ class Client:
         """End the pass: cancel pending requests, and store the connections for the next pass.
 
         If cancelling fails on a connection, close this connection and do not store it.
+
+        Raises:
+            OSError: A signal handler of the cell raised this error.
         """
         for number, link in list(self._links.items()):
             try:
@@ -547,11 +554,14 @@ class Client:
     def _queue_request(self, request: LoaderRequest) -> None:
         """Choose a fetcher for a request, and queue the request on the connection to the fetcher.
 
-        Connect to the fetcher if there is no connection yet. If that fails, record the failure and
-        choose a fetcher again. `_flush` sends the queued requests.
+        For the order of an epoch, prefer the fetcher that opened the epoch. Connect to the chosen
+        fetcher if there is no connection yet. If that fails, record the failure and choose a
+        fetcher again. Last, record in `_where` which fetcher has the request. `_flush` sends the
+        queued requests.
 
         Raises:
             RunLost: No fetcher can be reached.
+            OSError: A signal handler of the cell raised this error.
         """
         while True:
             of_order = request.kind in (RequestKind.OPEN, RequestKind.ORDER)
@@ -656,9 +666,10 @@ class Client:
     ) -> None:
         """Store the response to `request`, or send a further request for the same batch.
 
-        A further request is necessary if the worker prepared the batch in an order that is not the
-        epoch's order (`_follow_up_request`). When the batch of the epoch's order has arrived, store
-        this batch as the response to the original request.
+        After a response to OPEN, first record the fetcher as the opener of the epoch. A further
+        request is necessary if the worker prepared the batch in an order that is not the epoch's
+        order (`_follow_up_request`). When the batch of the epoch's order has arrived, store this
+        batch as the response to the original request.
         """
         number = self._where.pop(request)
         if request.kind is RequestKind.OPEN:
@@ -730,8 +741,8 @@ class Client:
 def decode_slot_response(response: Response, body: memoryview) -> SlotResponse:
     """Decode the response to a GET or PEEK request.
 
-    If the user's code raised an exception, this function returns it as `failure`. The response to
-    a PEEK request has units, but no batch.
+    If the user's code raised an exception, this function returns it as `failure`. If the slot has
+    no batch, the units are VOID. The response to a PEEK request has units, but no batch.
 
     Raises:
         ProtocolError: The response has a kind that these requests do not allow.

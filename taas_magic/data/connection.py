@@ -164,8 +164,8 @@ class FetcherLink:
     def receive(self, blocks: ReceiveBlocks) -> Iterator[tuple[FromServer, memoryview]]:
         """Wait for the next message; yield this message and all messages that arrived with it.
 
-        After a cancellation, messages are skipped until the fetcher has confirmed the cancellation
-        (`Cancelled`).
+        If a body is in the fetcher's shared memory, map this memory. After a cancellation, messages
+        are skipped until the fetcher has confirmed the cancellation (`Cancelled`).
 
         Yields:
             A message and its body. The body is in `blocks` or in shared memory.
@@ -199,6 +199,9 @@ class FetcherLink:
 
     def _authenticate(self, loader: str, key: bytes) -> None:
         """Do the handshake, in which each side proves that it knows the run's key.
+
+        Receive the fetcher's challenge. Send this rank's proof, the loader's name and a challenge
+        for the fetcher. Then receive the fetcher's answer and check the fetcher's proof.
 
         Raises:
             ProtocolError: The fetcher rejects this rank, or does not know the run's key.
@@ -339,7 +342,8 @@ class Inbox:
     def _receive_chunk(self, blocks: ReceiveBlocks) -> None:
         """Receive into the chunk: the rest of a body, or all frames that have arrived.
 
-        If the chunk has too little space left, first replace the chunk.
+        If the chunk has too little space left, first replace the chunk, and copy the unread data to
+        the new chunk.
 
         Raises:
             PeerSilent: No data arrived for `ALIVE_S` seconds, and no frame has begun.
@@ -384,9 +388,12 @@ class Inbox:
     def _receive_into(self, room: memoryview, flags: int = 0) -> int:
         """Receive data into `room`; return the number of bytes. Store received file descriptors.
 
+        If data arrives, also reset the count of silent seconds (`_count_silence`).
+
         Raises:
             PeerSilent: No data arrived for `ALIVE_S` seconds.
-            OSError: The connection failed or the peer closed it.
+            OSError: The connection failed or the peer closed it. Or a signal handler of the cell
+                raised this error.
         """
         try:
             if self._is_unix:

@@ -379,8 +379,10 @@ class BatchSource:
     def _fetch(self, epoch: int, slot: int, indices: Any) -> Any:
         """Seed the random generators for a batch of a map-style loader, and return the batch.
 
-        If reading an item raises an exception, add the item's index to the attribute `_at`, from
-        which the caller makes the error message.
+        Read the items by the dataset's `__getitems__` if it exists, else one by one, and call
+        `collate_fn`. Without a batch sampler, `indices` is a single index, and the batch has only
+        this item. If reading an item raises an exception, add the item's index to the attribute
+        `_at`, from which the caller makes the error message.
 
         Args:
             indices: Indices of the batch's samples; None to read them from this worker's own order.
@@ -420,7 +422,11 @@ class BatchSource:
         A cursor is an iterator over a stream. If the stream's cursor is before the batch, read and
         discard the batches in between, and ignore their errors. Make a new cursor if the cursor is
         past the batch, or if a saved state of the dataset is nearer to the batch. A new cursor
-        replaces the stream's cursors of other epochs, except the cursor that was used last.
+        replaces the stream's cursors of other epochs, except the cursor that was used last. If the
+        cursor discards item 0, record the hash of this item (`first_hash`).
+
+        Raises:
+            NoBatch: The stream has ended before the batch.
         """
         assert self.streams is not None
         item, stream = divmod(slot, self.streams)
@@ -461,8 +467,9 @@ class BatchSource:
         """Return a new cursor (iterator) over a stream, with a fresh copy of the dataset.
 
         Unpickle the loader again for this copy, and call the dataset's `set_epoch`. If the loader
-        has workers, also call `worker_init_fn`. The cursor begins at the latest saved state that is
-        not beyond `item`; without such a state, the cursor begins at item 0.
+        has workers, also call `worker_init_fn`. Then seed the random generators. The cursor begins
+        at the latest saved state that is not beyond `item`; without such a state, the cursor begins
+        at item 0.
         """
         loader, definitions = load(self._payload)
         loader = _with_own_memory(loader)
@@ -477,8 +484,9 @@ class BatchSource:
     def _start_worker(self, loader: Any, worker_id: int, seed: int) -> Any:
         """Run `worker_init_fn` as a worker of a local DataLoader does; return the `WorkerInfo`.
 
-        First seed the random generators. If the loader has no `worker_init_fn`, only return the
-        `WorkerInfo`, which `get_worker_info()` later gives to the dataset.
+        The worker's number is `worker_id` modulo the loader's number of workers. If the loader has
+        a `worker_init_fn`, seed the random generators, and then call it. `get_worker_info()` later
+        gives the `WorkerInfo` to the dataset.
 
         Raises:
             UserCodeFailed: `worker_init_fn` raised an exception.
@@ -560,12 +568,13 @@ class Cursor:
     def next_batch(self) -> Any:
         """Read and return the stream's next batch, and advance the cursor by one batch.
 
+        Before the first batches, record the dataset's int attributes, to find a counter of epochs.
         If a snapshot is due, save the dataset's state before reading the batch. No state is saved
         before the cursor's first batch. If the user's code raises an exception, the cursor still
         advances.
 
         Raises:
-            NoBatch: The stream has ended.
+            NoBatch: The stream has ended. If it had ended before this call, the dataset is freed.
         """
         if self._ended:
             # Free the dataset, but keep the cursor: ranks may request more slots at the end.
@@ -745,9 +754,11 @@ class UserErrorReport:
     def _exception(self) -> Exception:
         """Return the exception that `reraise` raises, with the original traceback in its message.
 
-        The exception is a RuntimeError in the cases that `reraise` lists. Some types of exceptions
-        do not keep the message that they are given. For such a type, a note of the exception
-        contains the traceback (from Python 3.11 on).
+        The exception is a RuntimeError if the user's exception would end the process (`sys.exit`)
+        or the loop (`StopIteration`), or if its type's constructor does not accept a message.
+        Otherwise, it has the original type. An exception group also contains new exceptions in
+        place of its parts. Some types do not keep the message that they are given. For such a type,
+        a note of the exception contains the traceback (from Python 3.11 on).
         """
         text = f"Caught {self.kind.__name__} {self.where}.\nOriginal {self.text}"
         if not issubclass(self.kind, Exception):

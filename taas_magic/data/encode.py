@@ -210,6 +210,8 @@ def _reduce_array(array: Any) -> Any:
     """Return the function call that rebuilds a numpy array with its strides.
 
     This is a reducer for pickle's `dispatch_table`. numpy's own reducer would make the array dense.
+    It is used if the array is dense or empty, has Python objects, or has too large gaps. Otherwise,
+    the result is a call of `_strided_array` with a dense copy of the array.
     """
     low, high = _span(array.shape, array.strides)
     is_far = high - low > max(_MOST_SPREAD * array.nbytes, _SPREAD_FROM_BYTES)
@@ -293,7 +295,9 @@ def encode(value: object) -> Encoded:
     """Encode a batch in a worker, if possible without copying its tensors and arrays.
 
     The result uses the memory of the batch, so do not modify the batch while the result is in use.
-    For a common batch (`_split`), the table of contents comes from a cache.
+    For a common batch (`_split`), the table of contents comes from a cache; a missing table is
+    made by pickling the batch, and added to the cache. A full cache is emptied first. Any other
+    batch is pickled each time (`_encode_any`).
 
     Raises:
         Exception: Any exception that a custom type raises when it is pickled.
@@ -315,9 +319,10 @@ def encode(value: object) -> Encoded:
 def _split(batch: Any) -> tuple[Hashable, tuple[memoryview, ...]] | None:
     """Split a common batch into its form and the memory of its tensors.
 
-    A common batch is a tensor, or a list, tuple or dict of at most `_MOST_PARTS` tensors. The
-    tensors are dense and do not overlap. The table of contents depends only on the batch's form:
-    container, names, dtypes and shapes. So the table is cached by form, which saves pickling.
+    A common batch is a tensor, or a list, tuple or dict (with strings as keys) of 1 to
+    `_MOST_PARTS` tensors. The tensors are dense and do not overlap. The table of contents depends
+    only on the batch's form: container, names, dtypes and shapes. So the table is cached by form,
+    which saves pickling.
 
     Returns:
         The form and the tensors' memory; None if the batch is not a common one.
@@ -367,8 +372,9 @@ def _overlap(parts: Sequence[torch.Tensor]) -> bool:
 def _encode_any(value: object) -> Encoded:
     """Encode a batch of any form.
 
-    If the batch may contain types that the notebook defines, use the slower `_CloudPickler`, which
-    also pickles the definitions of these types.
+    Use the fast pickler. If it fails, or if the batch may contain types that the notebook defines,
+    use the slower `_CloudPickler`, which also pickles the definitions of these types. Then choose
+    the spans of the tensors' memory, and make the table of contents.
     """
     try:
         pickled, arrays, tensors = _pickle(value, _FastPickler)
@@ -489,8 +495,9 @@ def decode(body: memoryview, head_bytes: int) -> Any:
     """Decode a body and return the batch.
 
     The tensors and arrays of the batch are views of the memory of `body`, and keep this memory
-    alive. A tensor is a copy instead of a view if its
-    strides have gaps, but its values were sent without gaps.
+    alive. A tensor is a copy instead of a view if its strides have gaps, but its values were sent
+    without gaps. First decode the table of contents, with a cache for small tables. If the batch is
+    a single tensor, return this tensor; otherwise, unpickle the batch with the rebuilt tensors.
 
     The body is unpickled, so it must come from a peer that has proved the run's key.
 
@@ -546,6 +553,10 @@ class _TableOfContents(NamedTuple):
 
 @lru_cache(_MOST_FORMS)
 def _contents(head: bytes) -> _TableOfContents:
+    """Decode a body's table of contents, and compute the location of each tensor in the body.
+
+    The latest results are cached.
+    """
     table_bytes, pickle_bytes = _PREFIX.unpack_from(head)
     after = _PREFIX.size + table_bytes
     sizes, rows = pickle.loads(head[_PREFIX.size : after])

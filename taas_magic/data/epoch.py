@@ -171,6 +171,10 @@ class EpochIterator(Iterator[Any]):
         self.ended = False
 
     def __next__(self) -> Any:
+        """Return the next batch, and record the wait for it in the profile, if there is a profiler.
+
+        In a rehearsal, end the pass after `pass_batches` batches.
+        """
         if self._yielded == self._loader.feed.pass_batches:
             self.close()
         if self.ended:
@@ -234,7 +238,9 @@ class EpochIterator(Iterator[Any]):
     def current_counts(self) -> RankCounts:
         """Return a copy of the loader's counts that includes the time of this pass so far.
 
-        This method may be called from any thread.
+        While the rank waits for a batch, the time of this wait is included. Otherwise, at most
+        `_MAX_LOOP_GAP_S` seconds since the latest batch count as time in the loop. This method may
+        be called from any thread.
         """
         found = structs.replace(self._loader.counts)
         now, began, waits_since = time.perf_counter(), self._began, self._waits_since
@@ -258,9 +264,11 @@ class EpochIterator(Iterator[Any]):
     def _begin(self) -> Iterator[Step]:
         """Open the epoch on the fetchers, and return an iterator over this rank's steps.
 
-        Also send loaded states of streams to the workers, and add a line for the pass to the
-        ledger. Rank 0 warns if the dataset counts its epochs, because the counter cannot advance.
-        Rank 0 also warns if the dataset has a random generator of its own, which is not seeded.
+        Make all ranks use the same order, and check that a loaded state has this order. Then send
+        loaded states of streams to the workers. Rank 0 warns if the dataset counts its epochs,
+        because the counter cannot advance. In the loader's first pass, rank 0 also warns if the
+        dataset has a random generator of its own, which is not seeded. Last, add a line for the
+        pass to the ledger, and compute how many units `--units` leaves for the pass.
 
         Raises:
             ValueError: The epoch's order is not the one that the loaded state requires.
@@ -292,9 +300,13 @@ class EpochIterator(Iterator[Any]):
 
         In a run without fetchers, each rank runs the sampler itself. In a run with fetchers, ranks
         may get the order from different fetchers, if a fetcher has ended. If the sampler draws from
-        an unseeded generator, these orders differ. In this case, the rank that was the first to
-        open the epoch publishes its order, and the clients of all ranks request batches in that
-        order. In any other case, return `opened` unchanged.
+        an unseeded generator, these orders differ.
+
+        Return `opened` unchanged for a single rank, an iterable-style loader or a sampler of torch.
+        Otherwise, the first rank to open the epoch stores the hash of its order for all ranks. If
+        the sampler has a length, this rank also publishes the order, and removes an old one. A rank
+        with another hash waits for the published order, and its client then requests batches in
+        that order. A rank with the same hash returns `opened` unchanged.
 
         Raises:
             RunLost: This rank's order differs, and the sampler has no length.
@@ -316,14 +328,18 @@ class EpochIterator(Iterator[Any]):
         return structs.replace(opened, batches=batches, order=int(first))
 
     def _compare(self, slot: int, order: int) -> None:
-        """Warn if this rank and another rank read different data for the same batch of a stream.
+        """Compare the hash of a stream's batch with other hashes; warn if the data differ.
 
-        Ranks compare hashes only in a run without fetchers, where each rank reads the whole stream.
+        The comparisons are, in this order:
 
-        There are two further reasons to warn. First, a loaded state requires a different first
-        batch of the epoch. Second, a worker has read the stream again from the beginning, and now
-        the stream's first batch is different. If `slot` is 0, store the hash in the attribute
-        `order`.
+        - If `order` is the hash of the stream's first batch, compare it with the first such hash. A
+          difference means that a worker has read the stream again and got other data.
+        - If `slot` is 0, compare `order` with the hash that a loaded state requires, and store it
+          in the attribute `order`.
+        - In a run without fetchers, each rank reads the whole stream. So compare `order` with the
+          hash that the first rank has stored for this slot.
+
+        The first and third comparison together warn only once for each loader.
 
         Args:
             order: Hash of the slot's batch, or of the first batch of this batch's stream
@@ -355,9 +371,10 @@ class EpochIterator(Iterator[Any]):
     def _count_batch(self, step: Step) -> Any:
         """Count a received batch in the loader's counts and the ledger, and return the batch.
 
-        After the first large batch (`_THREAD_FROM_BYTES`), start a thread that receives all later
-        batches. If the loader pins memory, copy the batch to pinned memory, unless the thread has
-        done so.
+        If the batch would exceed `--units`, close the pass instead. After the first large batch
+        (`_THREAD_FROM_BYTES`), start a thread that receives all later batches. If the loader pins
+        memory, copy the batch to pinned memory, unless the thread has done so. Every
+        `_MEASURE_EVERY` batches, also measure the memory for batches.
 
         Raises:
             StopIteration: With this step's batches, the ranks together would exceed `--units`.
@@ -446,7 +463,8 @@ class EpochRequests:
 
         First, request batches of later steps, if enough steps have passed since the last request.
         If the schedule does not know the step's slot yet, receive responses for other slots until
-        the slot is known. Keep the received batches that this rank needs later.
+        the slot is known. Record their units in the schedule, and pass their hashes to `compare`.
+        Keep the received batches that this rank needs later.
 
         Raises:
             ProtocolError: The fetchers announced the batch, but do not have it.

@@ -303,7 +303,8 @@ class RemoteLoader(DataLoader[Any]):
     def __iter__(self) -> Any:
         """Return an iterator over the next epoch.
 
-        After `load_state_dict`, the iterator begins at the loaded position.
+        After `load_state_dict`, the iterator begins at the loaded position. Also warn if the cell
+        has changed this rank's copy of the sampler or of another part that only fetchers use.
         """
         epoch, place, order = self.next_epoch, self._resume, self._resume_order
         self.next_epoch, self._resume, self._resume_order = epoch + 1, EpochPosition(), 0
@@ -374,6 +375,10 @@ class RemoteLoader(DataLoader[Any]):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Make the next iterator resume at the position in `state`.
 
+        Also set the counts of spent and resumed units to the state's units, and the count of units
+        received in this run to 0. Stop using the current pass as the source of positions and
+        counts.
+
         The number of fetchers may differ from the number in the run that saved the state. If the
         order of a map-style loader's epoch has changed, the iterator raises `ValueError` at the
         first batch. If the epoch of an iterable-style loader now begins with a different
@@ -401,6 +406,11 @@ class RemoteLoader(DataLoader[Any]):
         self._states = state.get("streams", {})
 
     def _raise_if_state_of_other(self, state: dict[str, Any]) -> None:
+        """Raise a ValueError if `state` is not the state of a loader like this one.
+
+        Check, in this order: that no entry is missing; the dataset's type and length; the seed; and
+        for an iterable-style dataset, the number of workers and the batch size.
+        """
         about, mine = f'load_state_dict of loader "{self.name}"', self._identity()
         if missing := [name for name in ("place", "order", *mine) if name not in state]:
             raise ValueError(
@@ -423,10 +433,10 @@ class RemoteLoader(DataLoader[Any]):
     def with_states(self, position: dict[str, Any]) -> dict[str, Any]:
         """Add the saved states of the dataset's streams to a position, and return the result.
 
-        Request the states from the fetchers. For each stream, a fetcher sends the latest state that
-        a worker saved before it went beyond the position. If states from `load_state_dict` have not
-        been sent to the workers yet, add these states instead. Add nothing if the dataset has no
-        `state_dict`, or at the beginning of an epoch.
+        Add nothing if the dataset has no `state_dict`, or at the beginning of an epoch. If states
+        from `load_state_dict` have not been sent to the workers yet, add these states. Otherwise,
+        open the epoch with a new client, and request the state of each stream. A fetcher sends the
+        latest state that a worker saved before it went beyond the position.
 
         Args:
             position: Result of the method `position`.
@@ -484,7 +494,8 @@ class RemoteLoader(DataLoader[Any]):
         """Return a new route: the addresses and connections of the loader's fetchers.
 
         In a run without fetchers, start a data server of this rank, and return a route to this
-        server. The server ends when this loader is deleted.
+        server. The server has the loader's number of workers, but at least one. The server ends
+        when this loader is deleted.
         """
         feed, name = self.feed, self.shape.name
         if feed.directory is not None:
@@ -726,6 +737,13 @@ class RemoteDataset(Dataset[Any]):
             return client.sample(index)
 
     def __getattr__(self, name: str) -> Any:
+        """Return an attribute of the dataset.
+
+        Small attributes come from the loader's description. `set_epoch` is the method of the
+        loader. Other attributes come from this rank's copy of the dataset, which is unpickled on
+        first use. If the attribute is a dataset, return a `RemoteDataset` for it. A method is
+        wrapped, to warn if a call changes the copy (`_warning_of_changes`).
+        """
         if name.startswith("__") or name in _OURS:
             raise AttributeError(name)
         loader, path, dataset = self._taas_loader, self._taas_path, self._taas_copy

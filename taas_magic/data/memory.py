@@ -43,7 +43,11 @@ class SpanAllocator:
         self._holes: list[tuple[int, int]] = []
 
     def allocate(self, size: int) -> int:
-        """Allocate a span of `size` bytes; return its aligned start."""
+        """Allocate a span of `size` bytes, rounded up to the alignment; return its start.
+
+        Use the first hole that is large enough. If there is none, the span begins at `end`, and
+        `end` grows.
+        """
         size = aligned(max(size, 1))
         for at, (start, end) in enumerate(self._holes):
             if end - start >= size:
@@ -55,7 +59,10 @@ class SpanAllocator:
         return start
 
     def free(self, start: int) -> None:
-        """Free the span that begins at `start`, and merge it with adjacent holes."""
+        """Free the span that begins at `start`, and merge it with adjacent holes.
+
+        If the merged hole reaches `end`, set `end` to the start of the hole instead.
+        """
         end = start + self._used.pop(start)
         at = bisect.bisect(self._holes, (start, end))
         if at < len(self._holes) and self._holes[at][0] == end:
@@ -118,7 +125,7 @@ class Arena(ArenaMapping):
     def allocate(self, size: int) -> tuple[int, memoryview]:
         """Allocate a span of `size` bytes; return its offset and its memory.
 
-        Enlarge the arena's file if necessary.
+        If necessary, double the size of the arena's file, but at most to the largest file size.
 
         Raises:
             OSError: The arena would exceed the largest file size of this process.

@@ -99,6 +99,11 @@ class EpochOrders:
         return self._starts.get(1) == self._starts[0]
 
     def _enumerate(self, number: int) -> EpochOrder:
+        """Run the sampler from its state before an epoch, and return the epoch's order.
+
+        Also save the sampler's state after the epoch. If the sampler has no length, draw only the
+        first batches and save no state; the order then draws further batches when they are needed.
+        """
         sampler, generator, indices = self._start_sampler(number)
         if not _has_length(sampler):
             unsized = UnsizedBatches(lambda: self._start_sampler(number)[2])
@@ -138,7 +143,9 @@ class EpochOrders:
         """Seed all random generators, and start the sampler for an epoch.
 
         First unpickle the sampler with its state before this epoch, and call the sampler's
-        `set_epoch`. Last, draw a base seed from the generator, as a local DataLoader does.
+        `set_epoch`. After the start, draw a base seed from the generator, as a local DataLoader
+        does. If the loader has workers, then start the sampler once more. Persistent workers need
+        the last two steps only in epoch 0.
 
         Returns:
             The sampler, its generator, and the iterator over the epoch's batches.
@@ -229,6 +236,11 @@ class UnsizedBatches:
         raise IndexError(batch)
 
     def _draw(self) -> None:
+        """Draw up to `_UNSIZED_STEP` further batches from the sampler, and store their indices.
+
+        Before this, restore the state of the random generators, and save their state afterwards. If
+        the sampler raises an exception, store it until the batch of the exception is requested.
+        """
         _set_random_state(self._random)
         try:
             for _ in range(_UNSIZED_STEP):
@@ -268,7 +280,8 @@ class PackedBatches:
     def append_if_exact(self, batch: Any) -> bool:
         """Append a batch if it can be stored exactly; return whether it was appended.
 
-        Only lists of int, or only lists of numpy's int64, can be stored.
+        Only lists of int, or only lists of numpy's int64, can be stored. The first indices decide
+        which of the two. An int that needs more than 64 bits cannot be stored.
         """
         if type(batch) is not list:
             return False
@@ -290,8 +303,9 @@ def _pack_batches(drawn: Iterable[Any]) -> tuple[PackedBatches | list[Any], int]
     """Pack the indices of all batches that a sampler draws.
 
     Returns:
-        The batches, as `PackedBatches` if all of them can be stored exactly; and a hash of all
-        indices.
+        The batches, as `PackedBatches` if all of them can be stored exactly, else as a list; and a
+        hash of all indices. The hash of a list is computed from its pickle or, if the list cannot
+        be pickled, from its repr.
     """
     packed, others = PackedBatches(), list[Any]()
     for batch in drawn:

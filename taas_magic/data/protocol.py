@@ -333,7 +333,8 @@ class ProtocolState:
     def decode_message(self, data: memoryview) -> ReceivedFrame | None:
         """Decode the message whose header is at the start of `data`.
 
-        A decoded message moves the connection to its next state.
+        Check the prefix's checksum, the size limits of the current state, the message's checksum,
+        and the message itself. A decoded message moves the connection to its next state.
 
         Returns:
             The message and its sizes; None if the header is not complete.
@@ -377,7 +378,11 @@ class ProtocolState:
 
 
 def _check_size(response: Response, body_bytes: int) -> None:
-    """Raise ProtocolError if the sizes that a response announces conflict with each other."""
+    """Raise ProtocolError if the sizes that a response announces conflict with each other.
+
+    All bodies of a response must have the same size. Each must be at least as large as its table of
+    contents (`head_bytes`).
+    """
     bodies, name = 1 + response.more, response.kind.name
     size = body_bytes if response.shared is None else response.shared.size
     if size % bodies:
@@ -402,6 +407,8 @@ class Assembler:
 
     def feed(self, data: bytes) -> Iterable[tuple[Any, bytes]]:
         """Yield every message that `data` completes, with its body.
+
+        The rest of the data is stored, until a later call completes its message or body.
 
         Raises:
             ProtocolError: A message is not allowed or damaged; the connection is no longer usable.

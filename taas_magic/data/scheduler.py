@@ -333,9 +333,10 @@ class PrefetchBuffer:
     def add_request(self, who: Hashable, request: LoaderRequest, only_count: bool = False) -> None:
         """Record that connection `who` waits for a response, and queue the request if it is new.
 
-        If the batch was sent before and is still kept (`_keep_sent`), use this batch again, and do
-        not queue the request. The first request of a new epoch also drops data of epochs that no
-        rank reads any more (before `oldest_epoch`): unrequested batches and all recorded units.
+        The first request of a new epoch first drops the data of epochs that no rank reads any more
+        (before `oldest_epoch`): unrequested batches and all recorded units. If the batch was sent
+        before and is still kept (`_keep_sent`), use this batch again, and do not queue the request.
+        If the buffer already has the request, only add `who` to the connections that wait.
 
         Args:
             only_count: Whether `who` needs only the batch's units, not the batch. If so, and if the
@@ -381,8 +382,10 @@ class PrefetchBuffer:
         """Return a prepared response for connection `who`; the caller must release the response.
 
         If no other connection waits for this response, remove the response from the buffer, unless
-        a rank may still need it. If the response is not ready, return None, and record that `who`
-        can send nothing before this response. Workers then prepare it even if the buffer is full.
+        it stays until the epoch is over (`_is_kept`). If another rank may still need the removed
+        batch, keep it separately (`_keep_sent`). If the response is not ready, return None, and
+        record that `who` can send nothing before this response. Workers then prepare it even if the
+        buffer is full.
         """
         entry = self._entries.get(request)
         if entry is None or entry.prepared is None:
@@ -504,8 +507,9 @@ class PrefetchBuffer:
     def make_room(self, before: tuple[int, int] | None = None) -> None:
         """Drop responses for which no connection waits, until memory is below the limit.
 
-        The last slots are dropped first. Workers can prepare dropped batches again. Responses
-        without a body stay, and so do batches that must be kept until the epoch's end (`_is_kept`).
+        The last slots are dropped first, together with their recorded units. Workers can prepare
+        dropped batches again. Responses without a body stay, and so do batches that must be kept
+        until the epoch's end (`_is_kept`).
 
         Args:
             before: Drop only responses before this epoch and slot; None to drop any.
@@ -538,7 +542,9 @@ class PrefetchBuffer:
     def _is_kept(self, request: LoaderRequest, prepared: PreparedResponse) -> bool:
         """Return whether a batch stays in the buffer until its epoch is over (`keep_first`).
 
-        Large batches do not stay: together they would need over a quarter of the memory.
+        Only the first `keep_first` batches of an iterable-style loader stay, in epochs from
+        `oldest_epoch` on. Large batches do not stay: together they would need over a quarter of the
+        memory.
         """
         keep_first = self._part.keep_first
         return (
@@ -614,8 +620,10 @@ class PrefetchBuffer:
     ) -> LoaderRequest | None:
         """Return the next queued request that a worker may prepare; the connections take turns.
 
-        If the worker would have to restart a stream for the next request's batch, prefer a later
-        request of the same epoch that needs no restart.
+        The worker's own queues come before the queues that all workers share. The connection of the
+        returned request moves to the end of the turns. If the worker would have to restart a stream
+        for the next request's batch, prefer a later request of the same epoch that needs no
+        restart.
         """
         owners = [it for it in (worker, None) if it in self._queues]
         if not owners:
@@ -674,6 +682,7 @@ class PrefetchBuffer:
         entry.queued = worker, who
 
     def _unqueue(self, request: LoaderRequest, entry: _RequestState) -> None:
+        """Remove a request from its queue, if it is queued; delete queues that are then empty."""
         if entry.queued is None:
             return
         worker, who = entry.queued
@@ -688,9 +697,10 @@ class PrefetchBuffer:
     def _remove_waiter(self, who: Hashable, request: LoaderRequest) -> None:
         """Record that a connection no longer waits for a request.
 
-        If a further connection waits, and the request is still queued, move the request to the
-        queue of this connection. If no connection waits any more, drop a queued request, or mark a
-        prepared response as unrequested.
+        Do nothing if the connection does not wait for the request. If a further connection waits,
+        and the request is still queued, move the request to the queue of this connection. If no
+        connection waits any more, drop a queued request, or mark a prepared response as
+        unrequested.
         """
         entry = self._entries.get(request)
         if entry is None or who not in entry.waiting:
@@ -795,8 +805,8 @@ class Scheduler:
     def dispatch(self) -> None:
         """Send the next commands to every worker whose queue has room.
 
-        A command answers a request of a rank, or prepares a batch ahead if there is no such
-        request.
+        A command answers a request of a rank, or prepares a batch ahead if there is no such request
+        and the buffer is not full. For a batch of a stream, also record the stream's position.
         """
         for one in self._workers.values():
             if not (room := one.room):
@@ -820,7 +830,10 @@ class Scheduler:
         self._stopped.kill_stopped([self._parent.pid])
 
     def close(self) -> None:
-        """End all workers and their parent process."""
+        """End all workers and their parent process, and wait for the end of the parent process.
+
+        When the socket to the parent process is shut down, the parent process kills the workers.
+        """
         self._selector.unregister(self._control)
         # A plain close does not signal the end: other loaders' parent processes share the socket.
         self._control.shutdown(socket.SHUT_RDWR)
@@ -920,8 +933,9 @@ class Scheduler:
     def _store_reply(self, one: WorkerHandle, request: LoaderRequest, reply: Reply) -> None:
         """Store a worker's reply in the buffer as the response to `request`, and count it.
 
-        Call `ready` for each connection that waits for the response. From a reply to OPEN, also
-        record the loader's kind and the epoch's description.
+        Also forget the failed attempts to prepare this response. From a reply to OPEN, record the
+        loader's kind and the epoch's description. Last, call `ready` for each connection that waits
+        for the response.
         """
         self.counts.prepared += 1
         self._wall_s[one.number] = self._wall_s.get(one.number, 0.0) + reply.wall_s
@@ -959,9 +973,10 @@ class Scheduler:
     def _replace_worker(self, ended: protocol.WorkerChange) -> None:
         """Restart a worker that has ended, and queue its pending requests again.
 
-        First, store the replies that the ended worker has sent. Also pass a message for the user to
-        `note`. The first pending request may be the reason why the worker ended. So if this request
-        has been the first in `_TRIES` such cases, it gets a LOST response, and the rank fails.
+        First, store the replies that the ended worker has sent. Then start the new worker, which
+        gets only one command at a time, and pass a message for the user to `note`. The first
+        pending request may be the reason why the worker ended. So if this request has been the
+        first in `_TRIES` such cases, it gets a LOST response, and the rank fails.
 
         Raises:
             RuntimeError: More than `_MAX_LOST` workers have ended.

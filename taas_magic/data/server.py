@@ -456,9 +456,10 @@ class Server:
         self._ready_connections[connection] = None
 
     def _accept(self, listener: socket.socket) -> None:
-        """Accept the connections that wait at a listener.
+        """Accept waiting connections of a listener (at most `_ACCEPT_AT_ONCE`); begin handshakes.
 
-        If no file descriptor is free, close the oldest unauthenticated connection instead.
+        If no file descriptor is free, close the oldest unauthenticated connection instead; the next
+        step of the event loop accepts again. If a handshake cannot begin, close the new socket.
         """
         for _ in range(_ACCEPT_AT_ONCE):
             try:
@@ -488,10 +489,11 @@ class Server:
     def _begin_handshake(self, sock: socket.socket) -> None:
         """Begin the handshake with a new peer, unless another user runs the peer.
 
-        Watch the socket for input, and queue the challenge. With TLS, queue the challenge only
-        after the TLS handshake. If too many peers are unauthenticated, or if few file descriptors
-        are left, close the oldest unauthenticated connection. If another user runs the peer, only
-        close the socket.
+        If another user runs the peer, only close the socket, and count the peer as refused.
+        Otherwise, set the socket's options, and watch the socket for input. If too many peers are
+        unauthenticated, or if few file descriptors are left, close the oldest unauthenticated
+        connection. Then queue the challenge. With TLS, the challenge follows only after the TLS
+        handshake.
         """
         sock.setblocking(False)
         is_unix = sock.family == socket.AF_UNIX
@@ -544,6 +546,12 @@ class Server:
             self._drop(connection, is_gone=True)
 
     def _receive_messages(self, connection: RankConnection) -> None:
+        """Receive and handle all messages that have arrived on a connection.
+
+        If the TLS handshake is in progress, continue it first, and return if it is not complete. If
+        the peer has closed the connection, drop the connection. Otherwise, mark the connection, so
+        that `step` sends responses that are ready.
+        """
         if connection.is_greeting and not self._has_shaken_hands(connection):
             return
         while True:
@@ -561,6 +569,11 @@ class Server:
         self._ready_connections[connection] = None
 
     def _has_shaken_hands(self, connection: RankConnection) -> bool:
+        """Continue the TLS handshake; return whether it is complete.
+
+        If the socket cannot send now, wait for the moment when it can. After the handshake, queue
+        the challenge.
+        """
         assert isinstance(connection.socket, ssl.SSLSocket)
         try:
             connection.socket.do_handshake()
@@ -581,7 +594,8 @@ class Server:
     ) -> None:
         """Authenticate a peer, release spans, or cancel or queue requests, as `message` says.
 
-        After cancelling, also queue the confirmation for the rank (`Cancelled`).
+        After cancelling, also queue the confirmation for the rank (`Cancelled`). A PEEK request is
+        stored as a GET request of which the rank needs only the units.
         """
         if isinstance(message, Proof):
             self._authenticate(connection, message)
@@ -612,7 +626,8 @@ class Server:
         """Accept a peer that knows the run's key and requests a loader of this server.
 
         Record the loader, and queue the server's own proof that it knows the key. Reject all other
-        peers. If too few file descriptors are left, reject this peer, too.
+        peers. If too few file descriptors are left, close the oldest unauthenticated connection; if
+        there is none, reject this peer, too.
 
         Raises:
             ProtocolError: The peer is rejected; a message with the reason was sent to the peer.
@@ -677,8 +692,8 @@ class Server:
     def _flush(self, connection: RankConnection) -> bool:
         """Send a connection's queued output until the socket would block.
 
-        If output is left, the event loop continues when the socket can send again. Return whether
-        everything was sent.
+        If anything was sent, update `last_sent_at`. If output is left, the event loop continues
+        when the socket can send again. Return whether everything was sent.
         """
         before = connection.out_bytes
         has_gone = connection.send()
@@ -729,7 +744,8 @@ class Server:
 
         Kill a parent process of workers if it has been stopped (SIGSTOP) for `STOPPED_S` seconds.
         Close a peer's connection if the peer has not authenticated within `PROOF_S` seconds. Send
-        an `Alive` message every `ALIVE_S` seconds to each rank that waits for a response.
+        an `Alive` message every `ALIVE_S` seconds to each rank that waits for a response, unless
+        output for the rank is queued.
         """
         for loader in self._loaders.values():
             loader.kill_stopped_parent()
@@ -809,7 +825,9 @@ class RankServers:
     def start(self, served: ServedLoader, timeout_s: float) -> tuple[str, socket.socket]:
         """Start a server's process for one loader; wait until the server listens.
 
-        Forks of this process may also call this method.
+        Send the loader's settings and one end of a new socket pair to the starter process. The
+        server then sends its name over this socket. Forks of this process may also call this
+        method.
 
         Returns:
             The name of the server's Unix socket, and a socket that is connected to the server. To
@@ -854,7 +872,7 @@ class RankServers:
         self._control.close()
 
     def _start_servers(self, control: socket.socket, life: socket.socket) -> None:
-        """Run the starter process, which starts the servers that the rank requests.
+        """Run the starter process, which forks a server for each request of the rank.
 
         When the rank closes `control` or `life`, wait up to `_END_S` seconds for the end of each
         server, then kill the server.
@@ -889,9 +907,9 @@ class RankServers:
     def _serve(self, served: ServedLoader, answer: socket.socket, life: socket.socket) -> None:
         """Run one loader's server in this process until the rank closes `answer` or `life`.
 
-        First, send the name of the server's Unix socket to the rank over `answer`. If the rank's
-        process ends, Linux closes the rank's ends of both sockets, so the server ends too. Write
-        warnings to stderr.
+        First, prepare this process and get the pickled loader (`load`). Start the server, and send
+        the name of its Unix socket to the rank over `answer`. If the rank's process ends, Linux
+        closes the rank's ends of both sockets, so the server ends too. Write warnings to stderr.
         """
         payload = self._load(served)
         server = Server(self._key, [dataclasses.replace(served, payload=payload)])

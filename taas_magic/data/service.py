@@ -56,6 +56,13 @@ class Tls:
         return self._context(ssl.PROTOCOL_TLS_CLIENT)
 
     def _context(self, side: int) -> ssl.SSLContext:
+        """Return a TLS 1.3 context that presents the run's certificate, and trusts only this one.
+
+        The certificate's key is loaded from a file in memory, so that it is never on a disk.
+
+        Args:
+            side: Protocol constant of module `ssl` for a server or a client.
+        """
         context = ssl.SSLContext(side)
         context.minimum_version = ssl.TLSVersion.TLSv1_3
         # No other run has this certificate, so a check of the host name would add no security.
@@ -298,7 +305,10 @@ class BatchLedger:
         self._file.close()
 
     def _grow(self) -> None:
-        """Make room for more lines of the ledger; if the disk is full, count only in memory."""
+        """Make room for more lines of the ledger, and map the enlarged file into memory.
+
+        If the disk is full, from now on count only in memory; the file stays as it is.
+        """
         size = (self._lines + _GROW_LINES) * _LINE_BYTES
         try:  # allocate now: a write to a page without disk space would end the process (SIGBUS)
             os.posix_fallocate(self._file.fileno(), 0, size)

@@ -460,7 +460,11 @@ class DynamicSchedule:
         return row + [first[k % len(first)] for k in range(world_size - len(row))]
 
     def _exceeds_units(self, step: int) -> bool:
-        """Return whether the units of this step and all earlier ones exceed the `--units` limit."""
+        """Return whether the units of this step and all earlier ones exceed the `--units` limit.
+
+        Without the limit, return False. The sum is stored, and each call adds only a step that is
+        new. So the steps must come in order.
+        """
         if self._part.units is None:
             return False
         if step >= self._summed_steps:

@@ -340,9 +340,10 @@ class Worker:
             self._socket.send(_encode(replies))
 
     def _prepare(self, request: LoaderRequest) -> "_ResponseParts":
-        """Return the response to a request; VOID if the slot has no batch.
+        """Return the response to a request.
 
-        The response is ERROR if the user's code raises, or if the loader could not be unpickled.
+        If the slot has no batch, the response is VOID, with the hash of this worker's order. The
+        response is ERROR if the user's code raises, or if the loader could not be unpickled.
         It is also ERROR if the result cannot be sent, for example because it is too large.
         """
         try:
@@ -515,6 +516,8 @@ def parent_main(served: ServedLoader, control: socket.socket, servers: socket.so
 
 def _preload(served: ServedLoader) -> Any:
     """Unpickle a large loader once, so that all workers share its memory.
+
+    Before unpickling, limit torch to one thread.
 
     Returns:
         The loader; None if the loader is small, the workers are not forks, or unpickling fails.

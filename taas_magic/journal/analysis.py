@@ -145,9 +145,11 @@ class LoaderCounts:
     def apply_counts(self, rank: int, counts: RankCounts, now: float) -> None:
         """Store the newest counts of a rank; if the last point is old enough, add a point.
 
-        A new point has the sums of all ranks' counts. It is added `POINT_GAP_S` after the last
-        point. If the new point has more batches than the last point, the fetchers' counts are
-        copied to `counts_at_last_batch`, and also to `counts_at_first_batch` if that is empty.
+        If there is no point yet, first add a point with zeros, at the time when the rank's loop
+        began. A new point has the sums of all ranks' counts. It is added at least `POINT_GAP_S`
+        after the last point. If the new point has more batches than the last point, the fetchers'
+        counts are copied to `counts_at_last_batch`, and also to `counts_at_first_batch` if that is
+        empty.
 
         Args:
             now: Time at which the counts arrived, in seconds on the caller's clock.
@@ -198,7 +200,9 @@ class RunCounts:
     def apply(self, event: Event, now: float) -> None:
         """Update the counts by the run's next event; ignore events that do not concern loaders.
 
-        A restart of the ranks removes the ranks' counts for all loaders.
+        Reports of ranks and fetchers replace their earlier counts. Starts and ends of fetchers
+        update `fetchers` and `fetchers_ended`. `--prefill` sets `filling` until the ranks start. A
+        restart of the ranks removes the ranks' counts for all loaders.
 
         Args:
             now: Time at which the event arrived, in seconds on the caller's clock.
@@ -389,7 +393,8 @@ def _advise_on_delivery(load: LoaderUse) -> str:
     """Return the advice for a loader whose workers are idle, because batches reach ranks slowly.
 
     If the CPUs of the ranks are the limit, advise smaller batches. If ranks and fetchers are on one
-    host, advise a larger buffer. Otherwise, advise more fetchers or fetchers on other hosts.
+    host, advise a larger buffer. Otherwise, advise more fetchers, or fetchers on other hosts if the
+    hosts have too few cores.
     """
     if load.receive_cpu_fraction >= _CPU_BOUND_FRACTION:
         return (
@@ -457,7 +462,8 @@ def loader_use(run_counts: RunCounts, loader: LoaderCounts) -> LoaderUse:
     """Compute the use of one loader from the counts that ranks and fetchers have sent.
 
     Of the fetchers' work, this function counts only the time between the first and the last batch
-    that ranks received.
+    that ranks received. The cores are those of the fetchers' hosts or, in a run without fetchers,
+    of the ranks' hosts.
     """
     sums, last = loader.mean, loader.counts_at_last_batch or loader.fetchers
     spent = [

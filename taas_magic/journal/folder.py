@@ -115,7 +115,7 @@ def state_dir() -> Path:
     The folder is `$TAAS_STATE_DIR`, else `$XDG_STATE_HOME/taas`, else `~/.local/state/taas`.
 
     Raises:
-        PoolError: The folder cannot be created or written.
+        PoolError: The folder cannot be created or written, or the user has no home folder.
     """
     base = os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")
     path = Path(os.environ.get("TAAS_STATE_DIR") or os.path.join(base, "taas"))
@@ -132,6 +132,9 @@ def state_dir() -> Path:
 
 def cannot_write(path: Path, error: OSError) -> PoolError:
     """Return a `PoolError` which tells the user why a write to the state folder has failed.
+
+    If this process has too many open files, advise to close some, or to raise the limit. Otherwise,
+    advise to correct the error, or to use another state folder.
 
     Args:
         path: The file or folder that could not be written.

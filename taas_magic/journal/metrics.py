@@ -51,7 +51,12 @@ class Curve:
         self._width, self._open = 1, list[float]()
 
     def add(self, value: float, step: int = 0) -> None:
-        """Add the next value, which the rank logged at `step`."""
+        """Add the next value, which the rank logged at `step`.
+
+        When `_width` values have arrived since the last point, add their mean as a new point. If
+        the curve then has `CURVE_POINTS` points, replace each two neighbouring points by their
+        mean, and double `_width`.
+        """
         self.last, self.last_step = value, step
         self.count += 1
         self._open.append(value)
@@ -117,7 +122,9 @@ def _range(values: Iterable[float]) -> tuple[float, float]:
 def svg_data_url(curves: Sequence[Sequence[float]]) -> str:
     """Return an SVG image of curves as a data URL for `<img src=…>`.
 
-    In an untrusted notebook, Jupyter shows such an image, but removes an `<svg>` element.
+    All curves have the same scale, and each has its own colour; curves for which there is no colour
+    are left out. A curve has a gap where a value is not finite. In an untrusted notebook, Jupyter
+    shows such an image, but removes an `<svg>` element.
     """
     low, high = _range(value for points in curves for value in points)
     lines = []
@@ -172,7 +179,7 @@ def read(folder: Path) -> Any:
     """Return all metrics of a run: one row for each step and rank, one column for each metric.
 
     If a value was logged again, for example after a restart, the later value counts. A missing
-    value is NaN.
+    value is NaN. Without a `metrics.csv`, the table is empty. An incomplete last line is ignored.
 
     Returns:
         A pandas DataFrame with the columns `step`, `rank`, `time` and the metrics; a dict of lists

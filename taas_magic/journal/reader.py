@@ -82,6 +82,8 @@ class JournalReader:
     def _events_of(self, kind: str, wanted: type[_T]) -> Iterator[_T]:
         """Yield the events of one kind, oldest first; do not decode events of other kinds.
 
+        Decode only lines with the kind in their first 40 bytes. Skip lines that cannot be decoded.
+
         Args:
             kind: Value of the field `kind` in the JSON of these events.
             wanted: Class of these events.
@@ -95,7 +97,11 @@ class JournalReader:
                             yield event
 
     def _lines_backwards(self) -> Iterator[bytes]:
-        """Yield the complete lines, newest first; read only as much of the journal as needed."""
+        """Yield the complete lines, newest first; read only as much of the journal as needed.
+
+        Read parts from the end of the file, each twice as large as the part before. Ignore empty
+        lines, and an incomplete last line.
+        """
         with contextlib.suppress(FileNotFoundError), self._path.open("rb") as file:
             start, step = file.seek(0, os.SEEK_END), _TAIL_BYTES
             rest, is_torn = b"", True  # the part after the last newline is an incomplete line

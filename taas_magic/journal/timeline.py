@@ -110,8 +110,10 @@ def trace_file(folder: Path, attempt: int, rank: int) -> Path:
 def trace_of(loaded: Mapping[str, Any]) -> Trace:
     """Reduce a trace in Chrome's format, as torch.profiler writes it, to a `Trace`.
 
-    If the trace has kernels of NCCL, each of these kernels is a collective. Otherwise, the
-    collectives are the events that torch.distributed records on the CPU.
+    Read only events with a duration (`"ph": "X"`). The names of the events tell which of them are
+    steps, loads, collectives and torch's operators. If the trace has kernels of NCCL, each of these
+    kernels is a collective. Otherwise, the collectives are the events that torch.distributed
+    records on the CPU. The work is all other GPU kernels or, without them, torch's operators.
     """
     base_us = loaded.get("baseTimeNanoseconds", 0) / 1e3
     host = str(loaded.get("host_name", ""))
@@ -148,7 +150,8 @@ def align_clocks(traces: Mapping[int, Trace]) -> tuple[dict[int, Trace], dict[in
     """Convert the times in all traces to the clock of the first rank's host.
 
     A collective ends on all ranks at the same time. So the ends of the same collectives in two
-    traces show how much the clocks of two hosts differ. Traces of the first rank's host stay
+    traces show how much the clocks of two hosts differ; the median of these differences is added to
+    the times of a trace. Traces of the first rank's host stay
     unchanged. Traces without a collective that is also in the first rank's trace stay unchanged,
     too.
 
@@ -255,6 +258,9 @@ def length_within(spans: Sequence[Span], bounds: Span) -> float:
 
 def merge_traces(traces: Mapping[int, Mapping[str, Any]], offsets_us: Mapping[int, float]) -> bytes:
     """Return one trace of all ranks in Chrome's format, with a group of tracks for each rank.
+
+    Convert all times to the earliest base time. Give each process of a trace a new number, and a
+    name with the rank and the host.
 
     Args:
         traces: Traces in Chrome's format, by rank.
@@ -373,7 +379,10 @@ def _mean_busy(steps: Sequence[StepTimes]) -> float:
 
 
 def read(folder: Path) -> Timeline:
-    """Read the traces of a run's last attempt, and write the merged trace to the run's folder.
+    """Read the traces of a run's last attempt, and return their timeline.
+
+    Convert the times of all traces to one clock (`align_clocks`). Also write the merged trace to
+    the file `timeline.json` in the run's folder for profiles.
 
     Raises:
         UsageError: The run has no trace, or a trace is too large.
