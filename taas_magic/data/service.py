@@ -58,7 +58,7 @@ class Tls:
     def _context(self, side: int) -> ssl.SSLContext:
         """Return a TLS 1.3 context that presents the run's certificate, and trusts only this one.
 
-        The certificate's key is loaded from a file in memory, so that it is never on a disk.
+        `ssl` loads keys only from files, so first write the key to a file in memory.
 
         Args:
             side: Protocol constant of module `ssl` for a server or a client.
