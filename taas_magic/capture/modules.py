@@ -143,7 +143,8 @@ def _recorded_modules(folder: Path, changed_ns: int) -> frozenset[str]:
 def install(modules: Mapping[str, ModuleSource]) -> None:
     """Make this process (a rank) import these modules from the source that the notebook sent.
 
-    These modules take precedence over everything else on the import path.
+    These modules replace those of an earlier call, and take precedence over everything else on the
+    import path. Tracebacks show the lines of the sent source.
     """
     sys.meta_path[:] = [f for f in sys.meta_path if not isinstance(f, _ShippedFinder)]
     sys.meta_path.insert(0, _ShippedFinder(dict(modules)))

@@ -279,9 +279,9 @@ class RankVariables:
     ) -> None:
         """Record the variables that a cell assigned and deleted on a rank.
 
-        From now on, the assigned names belong to the ranks: the kernel does not send the notebook's
-        values of these names. Also record the names that assigned functions and classes read. The
-        deleted names are removed from this record.
+        First remove the deleted names from this record. From now on, the assigned names belong to
+        the ranks: the kernel does not send the notebook's values of these names. Also record the
+        names that assigned functions and classes read.
 
         Args:
             choice: The variables that were sent for this cell.

@@ -504,7 +504,7 @@ _TRUNCATE = 1 << 14
 
 
 def _restrict_by_landlock(folder: str, writable: Sequence[str]) -> None:
-    """Make Landlock refuse all changes below `folder`, for this process and its later children.
+    """Make Landlock refuse changes below `folder`, for this process and its later children.
 
     The kernel's Landlock version decides which kinds of changes are refused. The effect is
     permanent, and the process can no longer gain privileges. Changes stay possible in `writable`,

@@ -83,8 +83,8 @@ def reserve(store: str, owner: str, cache: Path | None = None) -> Mirror:
     """Reserve the first free mirror of a store on this host; make a new mirror if none is free.
 
     A mirror is free if no run uses it. First remove all free mirrors, of any store, that were last
-    used more than `KEPT_S` seconds ago. Then record the time of use. The result holds the mirror's
-    lock until `Mirror.close`.
+    used more than `KEPT_S` seconds ago. The reserved mirror counts as used from now on. The result
+    holds the mirror's lock until `Mirror.close`.
 
     Args:
         store: Path of the store on the notebook's machine.

@@ -366,10 +366,10 @@ class _ChangeSender:
     def _send_queued(self) -> dict[str, str]:
         """Send the queued changes, and record which of them the store has accepted.
 
-        An accepted file gets its new hash and an entry in the receipt. A refused path is recorded
-        with the reason; the user gets one note for each reason. If the store has kept a file beside
-        the user's file (`a.txt.from-host`), the path counts as refused, but its new hash is
-        recorded. If nothing is queued, do nothing.
+        If nothing is queued, do nothing. An accepted file gets its new hash and an entry in the
+        receipt. A refused path is recorded with the reason; the user gets one note for each reason.
+        If the store has kept a file beside the user's file (`a.txt.from-host`), the path counts as
+        refused, but its new hash is recorded.
 
         Returns:
             The reason for each refused path.

@@ -106,7 +106,7 @@ def atomic(path: str | os.PathLike[str]) -> Iterator[str]:
 
 @contextlib.contextmanager
 def _folder_beside(destination: str) -> Iterator[str]:
-    """Yield a new temporary folder beside the destination; remove old ones of killed writers.
+    """Remove temporary folders of killed writers beside the destination; yield a new one.
 
     While the `with` block runs, this process holds a lock on the folder. So other processes know
     that the folder is in use. At the end, remove the folder with all its files.

@@ -148,9 +148,9 @@ class ReceiptBuilder:
         """Return this host's receipt. Call when the host's ranks have ended.
 
         The receipt lists rank 0's files with their sizes; files in shared folders are left out. It
-        also lists the writes of other ranks that were kept out, each with whether the store has a
-        file there, the shared folders, the protection, and the files that the store refused from
-        the mirror and has never accepted.
+        also lists the writes of other ranks that were kept out, and says whether the store has a
+        file at each of these paths. Finally, it has the shared folders, the protection, and the
+        files that the store refused from the mirror and has never accepted.
 
         Args:
             searches: Whether the host ran rank 0 and shares the store. If True, search the store:

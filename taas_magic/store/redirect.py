@@ -286,7 +286,8 @@ class DiscardingView(StoreView):
     def path_to_write(self, store_path: str, *, needs_content: bool = False) -> str | None:
         """Return the path in the scratch folder that a call must write instead of `store_path`.
 
-        Make the missing parent folders in the scratch folder, and record the write.
+        Make the missing parent folders in the scratch folder, and record the write. From now on,
+        calls that read also find the rank's own versions of files.
 
         Args:
             needs_content: Whether to first copy the existing file to the scratch folder.
@@ -442,6 +443,8 @@ class RehearsalView(DiscardingView):
     def record_outside(self, path: Path, folder: int | None = None) -> None:
         """Record a path that a call writes or changes, if it is outside the store.
 
+        A path in a folder of `ignored`, in the scratch folder, or in the rehearsal folder is not
+        recorded. A descriptor is not recorded, and neither is a path from inside a redirected call.
         A forked child of the rank records paths only in its own memory. So `outside` does not
         return the child's paths.
         """

@@ -396,7 +396,8 @@ class IncomingFile:
     def move_to(self, tree: Tree, path: str, *, executable: bool) -> None:
         """Move the file to `path`, and replace an old file there.
 
-        The new file keeps the old file's permissions for reading and writing.
+        The new file keeps the old file's permissions for reading and writing. At the end, close the
+        file, which releases its lock.
 
         Args:
             path: Relative path; missing parent folders are made.
