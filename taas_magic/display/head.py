@@ -340,6 +340,7 @@ def text(state: RunState, now: float) -> str:
 def status_line(state: RunState, now: float) -> str:
     """Return one line with the state, the metrics and rank 0's progress, for a terminal.
 
+    With metrics, the line also has the elapsed time. Without metrics, it is only the progress.
     Return "" if the run has ended, or has neither metrics nor progress. The most important items
     come first, because the terminal cuts the line. A line with metrics has no progress bar, only
     the text around the bar.
@@ -493,7 +494,8 @@ def _parts(state: RunState, now: float) -> Iterator[tuple[str, str]]:
 def _tails_html(state: RunState) -> str:
     """Return collapsible HTML with the last log lines of each rank.
 
-    Ranks whose last lines are equal share one entry. Returns "" if there are no lines.
+    Ranks whose last lines are equal share one entry. Cut long lines, and remove colours. Return ""
+    if there are no lines.
     """
     alike: defaultdict[tuple[str, ...], list[int]] = defaultdict(list)
     for rank, lines in state.tails.items():
@@ -577,6 +579,9 @@ def facts(state: RunState, now: float) -> list[Fact]:
 
     The facts are: ranks, pool, hosts, elapsed time, progress of `--prefill`, GPU-seconds, restarts
     and run id. The progress, the GPU-seconds and the restarts are left out if the run has none.
+
+    While an active run has fewer live ranks than its world size, the first fact has both numbers.
+    At most `MAX_HOSTS` hosts are named. The restarts include the cause of the last one.
     """
     ranks = f"{state.plan.world_size:,}"
     if not state.has_ended and len(state.live_ranks) < state.plan.world_size:

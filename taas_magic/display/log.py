@@ -287,7 +287,11 @@ class LogSummary:
         self._errors += [f"{prefix}{_short(line)}" for line in errors]
 
     def text(self) -> str:
-        """Return the text of the summary, and set `has_unshown_lines` to False."""
+        """Return the text of the summary, and set `has_unshown_lines` to False.
+
+        The text has the number and size of the lines beyond the limit, a command that shows all
+        lines, the lines with errors, if any, and the last lines.
+        """
         self.has_unshown_lines = False
         size = size_text(self._bytes)
         s = "s" * (self._lines != 1)

@@ -86,9 +86,10 @@ _shown_notes: set[str] = set()
 def execute(flags: Flags, work: Work, shell: "InteractiveShell", config: Config) -> Run:
     """Run a cell or a function on the ranks of a pool, and store the variables of `--out`.
 
-    Complete the flags of a session's cell by the session's flags. Make the plan. Pickle the objects
-    that the work uses, while a thread checks the project store. Check `--out`, add fetchers and
-    notes to the plan, and write the run folder.
+    Complete the flags of a session's cell by the session's flags. After a takeover of the session,
+    ask its ranks which variables they have. Make the plan. Pickle the objects that the work uses,
+    while a thread checks the project store. Check `--out`, add fetchers and notes to the plan, and
+    write the run folder.
 
     Then start the run, or run the cell on the ranks of its session. Block until the view shows the
     end of the run, or until the run is detached. Then store the variables of `--out`, and raise the

@@ -747,9 +747,9 @@ def _shell() -> "InteractiveShell":
 
 
 def _down(words: Sequence[str], settings: Config) -> str:
-    """End a pool, by default the local pool. First cancel warm-ups of the local pool, if it ends.
+    """End a pool, by default the local pool, for `%taas down`.
 
-    A warm-up that has begun continues.
+    Before the end of the local pool, cancel its warm-ups that have not begun.
     """
     from taas_magic.notebook import pools
 
@@ -868,6 +868,9 @@ _OF_A_SESSION = ("vars", "debug", "restart", "end")
 
 def _candidates(text: str, known: TaasMagics) -> tuple[str, list[str]] | None:
     """Return the word at the cursor and its completions; None without a taas magic or comment.
+
+    After `#!`, complete names of pools; after `#pragma`, the word `taas`. After `%%taas` and
+    `#pragma taas`, complete flags and their values; after `%taas`, commands and their words.
 
     Args:
         text: The line up to the cursor.

@@ -199,7 +199,8 @@ class Run:
         None if the value could not be pickled, or if it is larger than 1 MB. In these cases, a
         warning gives the reason. Variables of `--out` may be larger.
 
-        If `taas.run` started the run, the value that the function returned on rank 0.
+        If `taas.run` started the run, the value that the function returned on rank 0. With
+        `gather=True`, this is the first of `results`, without a warning.
         """
         if VALUES in self.plan.out:
             return self.results[0] if self.results else None

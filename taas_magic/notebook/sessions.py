@@ -447,11 +447,8 @@ class Session:
         """Return a message that the session has ended; "" if it has not ended.
 
         The message says why, which variables are lost, and how to start the session again. If
-        another kernel has taken the session over, the message says how to take it back.
-
-        The message lists the lost variables and says how to start the session again. If another
-        kernel has taken the session over, the message says how to take it back, or that it has
-        ended there.
+        another kernel has taken the session over, the message says how to take it back, or that the
+        session has ended there.
 
         Args:
             may_have_died: Whether a rank may have died in the last cell. If True, or if taas-magic

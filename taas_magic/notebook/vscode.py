@@ -45,6 +45,9 @@ def attach_debugpy(session: Session, rank: int, shell: "InteractiveShell", confi
 def listener_text(listener: DebugpyListener, rank: str, pool: PoolConfig) -> str:
     """Return text for the user about a rank in which debugpy listens.
 
+    The text has the address, and a configuration for VS Code's launch.json. Unless the pool is on
+    this machine, the text also has a command that forwards the port.
+
     Args:
         rank: The rank as text, such as "rank 1 of session exp".
         pool: Settings of the rank's pool.
