@@ -434,7 +434,8 @@ def _shape_of(entry: RegisteredLoader, loader: Any, parts: "LoaderParts") -> "Lo
     """Return the description of a loader, from which ranks make a remote loader.
 
     It has the loader's settings, its numbers of batches and samples, and the dataset's small
-    attributes, but no data.
+    attributes, but no data. It also has the pickled samplers, generator and functions, which a rank
+    may read.
 
     Args:
         entry: Registration of the loader.

@@ -200,7 +200,7 @@ class PrefetchOrder:
 
         - Each later epoch begins with a request that opens the epoch. Only worker 0 gets it.
         - Of the epoch after `epoch`, yield only the first `_NEXT_EPOCH_BATCHES` batches, or as many
-          as `--prefill` needs.
+          as `--prefill` needs. Later epochs follow only if `--prefill` needs more.
         - The iterator ends if an epoch cannot be opened, at the `--units` limit, or if the worker
           has no batch in a later epoch.
         """
@@ -333,10 +333,10 @@ class PrefetchBuffer:
     def add_request(self, who: Hashable, request: LoaderRequest, only_count: bool = False) -> None:
         """Record that connection `who` waits for a response, and queue the request if it is new.
 
-        The first request of a new epoch first drops the data of epochs that no rank reads any more
-        (before `oldest_epoch`): unrequested batches and all recorded units. If the batch was sent
-        before and is still kept (`_keep_sent`), use this batch again, and do not queue the request.
-        If the buffer already has the request, only add `who` to the connections that wait.
+        The first request of a new epoch first drops data of epochs before `oldest_epoch`:
+        unrequested batches, batches kept after sending, and all recorded units. If the batch was
+        sent before and is still kept (`_keep_sent`), use this batch again, and do not queue the
+        request. If the buffer already has the request, only add `who` to the connections that wait.
 
         Args:
             only_count: Whether `who` needs only the batch's units, not the batch. If so, and if the
@@ -431,9 +431,11 @@ class PrefetchBuffer:
     ) -> LoaderRequest | None:
         """Return the queued request that a worker prepares next; None if the worker has none.
 
-        The request then counts as being prepared. If the buffer is full, this method first drops
-        responses for which no connection waits. If the buffer is still full, choose only a request
-        whose response a connection must send next; all other requests wait.
+        If the buffer is full, this method first drops responses for which no connection waits; of
+        streams, only those before the first batch that a rank needs. If the buffer is still full,
+        choose only a request whose response a connection must send next; all other requests wait.
+        The chosen request leaves its queue and counts as being prepared. A GET request is also
+        recorded for preparing ahead (`record_requested`).
 
         Args:
             follows: Function that returns whether the worker can prepare a batch without restarting

@@ -247,7 +247,8 @@ class RankConnection:
 
         If the rank can read the batch in shared memory (`_lend`), queue only a message with the
         batch's position. A small batch is first collected in `_alike`, together with similar small
-        batches. They share one header, and `queue_alike` queues them together.
+        batches. They share one header, and `queue_alike` queues them together. Any other response
+        is queued at once.
         """
         reply = prepared.reply
         is_batch = reply.kind is ResponseKind.BATCH
@@ -529,7 +530,8 @@ class Server:
         """Call `work` with a connection, unless the connection is closed.
 
         If `work` raises OSError or ProtocolError, log the error and close the connection. After a
-        ProtocolError or a failed TLS handshake, also count the peer as a refused peer.
+        ProtocolError or a failed TLS handshake, also count the peer as a refused peer. After any
+        other OSError, the peer counts as ended, and its spans of shared memory are released.
         """
         if connection not in self._connections:
             return

@@ -122,7 +122,9 @@ class FetcherPart:
         return assigned_worker(slot, streams, self.fetchers, self.workers, self.stride)
 
     def slots(self, worker: int, streams: int | None, first_slot: int) -> Iterator[int]:
-        """Yield the slots whose batches a worker of this fetcher prepares; never ends.
+        """Yield the slots whose batches a worker of this fetcher prepares, without an end.
+
+        If no stream is assigned to the worker, yield nothing.
 
         Args:
             streams: Number of streams; None for a map-style loader.

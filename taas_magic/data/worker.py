@@ -181,7 +181,7 @@ class WorkerHandle:
         worker has ended, this method raises nothing; `receive_replies` raises `EOFError`.
 
         Args:
-            oldest_epoch: First epoch that ranks may still request.
+            oldest_epoch: The worker drops saved dataset states of epochs before this epoch.
         """
         if not self._commands:
             return

@@ -539,7 +539,8 @@ def curves(events: Iterable[Event]) -> dict[str, list[tuple[float, LoaderTotals]
 
     Returns:
         For each loader, a list of pairs, one for each interval. A pair has the middle of the
-        interval, in seconds since the run's first event, and the growth of the ranks' counts.
+        interval, in seconds since the run's first event, and the growth of the ranks' counts. An
+        interval in which the ranks restarted is left out.
     """
     run_counts, began = RunCounts(keep_points=None), None
     for event in events:
