@@ -31,8 +31,10 @@ def main() -> int:
     """Run the agent: start the forkserver, join the pool, and carry out the pool's calls.
 
     Before these steps, this function makes the system kill this process when the supervisor ends.
-    It also changes the current folder to /, and sets the folder for temporary files. At the end, it
-    sends SIGCONT to the supervisor, because a suspended supervisor cannot exit.
+    It also changes the current folder to /, and sets the folder for temporary files. While it
+    imports Dask, garbage collection is disabled. The agent's settings are the first line of
+    standard input. At the end, this function sends SIGCONT to the supervisor, because a suspended
+    supervisor cannot exit.
 
     Returns:
         0 when the pool has closed, the connection to the pool is lost, or the forkserver has ended.
@@ -76,12 +78,13 @@ def use_temporary_folder(folder: str) -> None:
 
 
 def _change_to_root_folder() -> None:
-    """Change the current folder to /, and remove the old current folder from PYTHONPATH.
+    """Remove the current folder from PYTHONPATH, then change the current folder to /.
 
-    The old current folder may be the notebook's folder. If that folder has a file random.py or
-    torch.py, this process and the forkserver would import the file instead of the real module.
+    The current folder may be the notebook's folder. If that folder has a file random.py or
+    torch.py, the forkserver would import the file instead of the real module.
 
-    If this package itself is imported from the old current folder, the folder stays in PYTHONPATH.
+    If this package itself is imported from the current folder, the folder stays in PYTHONPATH. All
+    entries that stay become absolute paths.
     """
     here, ours = os.getcwd(), os.path.dirname(os.path.dirname(os.path.dirname(__file__)))
     named = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))

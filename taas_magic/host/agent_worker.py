@@ -447,9 +447,12 @@ class AgentWorker(ClosedWorker):
 async def serve(packed_settings: bytes) -> None:
     """Join the pool, and carry out the controller's calls until the connection to the pool ends.
 
-    The agent joins the pool before the forkserver has finished its imports. Background tasks send
-    heartbeats, watch the forkserver, and start the deferred imports. Unless the host is the
-    notebook's machine, this function also starts the host's lease.
+    First makes Dask use a steady clock, and determines the host's address and how the host protects
+    the project store. Then starts a task that waits for the forkserver's imports. Joins the pool
+    without waiting for this task, and tells the supervisor so (`report_joined`).
+
+    Unless the host is the notebook's machine, then starts the host's lease. Background tasks send
+    heartbeats, watch the forkserver, and start the deferred imports, until the connection ends.
 
     Args:
         packed_settings: `AgentSettings` as JSON.

@@ -67,8 +67,9 @@ def _only_defines(statement: ast.stmt) -> bool:
 def load(path: Path, namespace: dict[str, Any]) -> "Work":
     """Load the names of a run's payload into a child's main namespace.
 
-    If the work of the run is a cell, also runs the cell's `definitions`. If the work is a function,
-    does not call the function. Registers the notebook's source code, which tracebacks show.
+    First registers the notebook's source code, which tracebacks show. If the work of the run is a
+    cell, also runs the cell's `definitions` after the names are loaded. If the work is a function,
+    does not call the function.
 
     Args:
         path: Path of the payload.

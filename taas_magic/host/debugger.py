@@ -183,7 +183,7 @@ def listen_with_debugpy(rank: int) -> dict[str, Any] | None:
     """If this process is rank `rank`, make debugpy listen for a client such as VS Code.
 
     All ranks of a session call this function with the same argument. A second call returns the same
-    port.
+    port. If debugpy could not listen, the second call tries again.
 
     Returns:
         In rank `rank`, the fields of a `DebugpyListener`, with the port or the problem. In the
@@ -215,8 +215,12 @@ def _fields(listener: DebugpyListener) -> dict[str, Any]:
 def _start_debugpy() -> int:
     """Make debugpy listen at a free port of the loopback address, and return the port.
 
-    Also makes `breakpoint()` call `_stop_in_debugpy_or_here`, because debugpy's own hook ignores
-    `breakpoint()` while no client is attached.
+    Meanwhile, the environment variable `_NO_WARNING` is set. Child processes, such as workers of a
+    DataLoader, will not wait for a client of their own.
+
+    Then makes `breakpoint()` call `_stop_in_debugpy_or_here`, because debugpy's own hook ignores
+    `breakpoint()` while no client is attached. Stores the rank's previous hook in `_own_hook`. Does
+    neither if `breakpoint()` called another hook before.
 
     Raises:
         ImportError: debugpy is not installed.

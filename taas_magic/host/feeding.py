@@ -43,9 +43,10 @@ _SETTINGS = "settings"
 def run_feed(share: LocalShare, rank: int) -> Iterator[RankFeed | None]:
     """Connect a rank's registered loaders to the data service while the `with` block runs.
 
-    Unpickle the loaders inside the block. If the run has no fetchers, this function forks a starter
-    process, which later starts the rank's data servers. So enter the block before the rank starts a
-    thread or runs code of the user. The end of the block ends the data servers.
+    Loaders that are unpickled inside the block use this connection. If the run has no fetchers,
+    this function forks a starter process, which later starts the rank's data servers. So enter the
+    block before the rank starts a thread or runs code of the user. The end of the block ends the
+    data servers.
 
     If the program uses registered loaders and imports accelerate, accelerate is patched for these
     loaders.
@@ -172,9 +173,14 @@ class SessionLoaders:
     def begin_cell(self, number: int, run_dir: Path, settings: FetcherSettings) -> None:
         """Set the batch counts of all loaders to 0, and connect the loaders of the cell's payload.
 
+        Also stores `settings` for the data servers of this and later cells. If the payload has no
+        loaders, the current feed stays.
+
         If the payload has loaders, copies these loaders to the session's folder, and creates a
-        `RankFeed`, which replaces the current feed. If the payload has no loaders, the current feed
-        stays. In both cases, stores `settings` for the data servers of this and later cells.
+        `RankFeed`, which replaces the current feed. If the cell has fetchers, the new feed uses
+        them, and `end_cell` reports for how long they are needed. Otherwise, the new feed uses the
+        rank's own data servers. Several ranks agree on the order of an epoch by the feed's
+        `LoaderAgreement`.
 
         Call this method before the cell's payload is unpickled.
 
@@ -216,6 +222,9 @@ class SessionLoaders:
 
     def end_cell(self) -> list[int]:
         """Forget the feeds that no loader uses, and return which cells' fetchers are still needed.
+
+        If two loaders have the same name, first runs the garbage collector, because one of them may
+        be an old loader that nothing uses any more.
 
         Returns:
             Numbers of the cells whose fetchers this rank still needs. The rank needs a cell's

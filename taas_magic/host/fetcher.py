@@ -92,6 +92,9 @@ class Fetcher:
     def _served(self, loader: LoaderSettings) -> ServedLoader:
         """Return the settings with which this fetcher's `Server` serves a loader.
 
+        Reads the pickled loader from the run folder. If batches travel over TCP without TLS, they
+        get checksums.
+
         This fetcher's memory budget is divided among its loaders, in proportion to their numbers of
         workers. Fetchers may also have to prepare an amount of data before ranks request data. This
         amount is divided equally among the fetchers. Each fetcher then divides its part among its
@@ -163,9 +166,9 @@ def fetcher_main(spec: FetcherSpec, control: Connection) -> None:
 def _apply_settings(setting: ProcessSpec, number: int) -> None:
     """Redirect the output to the fetcher's log file, and apply the run's settings to this process.
 
-    The settings are the environment, the current folder, `sys.path`, and the project's modules and
-    the notebook's process state. Also makes the project store read-only for this process, except
-    the folders of `--shared-writes`.
+    First replaces the environment, the current folder and `sys.path`. If the run has a rule for the
+    project store, makes the store read-only for this process, except the folders of
+    `--shared-writes`. Last, applies the project's modules and the notebook's process state.
 
     Call this function before any thread starts.
 

@@ -372,9 +372,10 @@ class HostFiles:
         """Copy the share's files to this host, and start the record of files that the share writes.
 
         If the host shares the notebook's run folder, that folder is not copied. If the host does
-        not share the project store, this method reserves a mirror, or uses the session's mirror.
-        From then on, background threads copy changes between the mirror and the store. For a
-        session, no changes are copied, because each cell of the session copies its own changes.
+        not share the project store, this method reserves a mirror, or uses the session's mirror,
+        and copies the store to the mirror. From then on, background threads copy changes between
+        the mirror and the store. For a session, no changes are copied, because each cell of the
+        session copies its own changes.
 
         The record of written files becomes the receipt. Fetchers, sessions, and runs that only read
         the store have no receipt.
@@ -448,6 +449,12 @@ class HostFiles:
                 self._folder.close()
 
     def _local_share(self, spec: ShareSpec) -> LocalShare:
+        """Return the share `spec` with the paths, environment and import path of this host.
+
+        On the notebook's machine, environment and import path are the kernel's. On other hosts,
+        they are the agent's, with the notebook's changes. If this host has a mirror, paths in the
+        project store become paths in the mirror, and variables tell ranks both paths.
+        """
         origin, store, cwd = spec.run.origin, spec.plan.store, spec.run.origin.cwd
         environ, sys_path = dict(origin.environ), origin.sys_path
         if self._host_address.is_foreign:
@@ -461,6 +468,9 @@ class HostFiles:
 
     def _close_store(self) -> None:
         """Send this host's remaining files to the project store, then the receipt to the pool.
+
+        If rank 0 ran on this host, and the host has no mirror, the store is searched for files that
+        belong in the receipt.
 
         If this host is the notebook's machine, and has no mirror, the files in the receipt are also
         recorded, so that later runs on other hosts may replace these files (`_record_receipt`). At

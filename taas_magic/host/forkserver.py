@@ -113,8 +113,9 @@ imported."""
 def start_forkserver(modules: Sequence[str]) -> None:
     """Start the forkserver, without waiting for its imports. `warm_up` waits for the imports.
 
-    Sets environment variables that tell the forkserver what to import, and stores the forkserver's
-    process in `_server`.
+    First writes the imports file, and sets environment variables that tell the forkserver what to
+    import. Then starts multiprocessing's resource tracker and the forkserver, and stores the
+    forkserver's process in `_server`.
 
     Call this function in the main thread. When the thread that started the forkserver ends, the
     system kills the forkserver (prctl(2)).
@@ -359,8 +360,12 @@ def _import_deferred_once() -> None:
     """Make the forkserver import `DEFERRED_MODULES`, and wait until the import is over.
 
     First creates a stand-in, which starts all new processes until the end of the import. When the
-    stand-in is the only child of the forkserver, sends SIGUSR1 to the forkserver, which starts the
-    import. Does nothing if the forkserver has ended, or has already imported these modules.
+    stand-in is the only child of the forkserver, writes the imports file, and sends SIGUSR1 to the
+    forkserver, which starts the import. The import is over when the forkserver has emptied this
+    file, or has ended.
+
+    Does nothing if the modules were imported before. If the forkserver has ended, or the disk is
+    full, returns without an exception. Runs in a thread, and holds the lock `_importing`.
     """
     global _has_deferred
     with _importing:
@@ -439,6 +444,9 @@ def caused_ends(codes: Collection[int | None]) -> bool:
 def start_process(function: str, *arguments: Any) -> Any:
     """Make the forkserver, or the stand-in if one is in use, fork a process that calls `function`.
 
+    During the start, this function holds `_lock`. The thread of `_watch` kills the forkserver and
+    its stand-ins if the start gets stuck.
+
     Args:
         function: Dotted name of the function that the new process calls.
         arguments: The function's arguments; may include sockets and connections.
@@ -448,6 +456,7 @@ def start_process(function: str, *arguments: Any) -> Any:
 
     Raises:
         PoolError: The forkserver has ended. The pool replaces this host.
+        OSError: The process could not be started, although the forkserver runs.
     """
     global _starting
     process = _context.Process(target=call, args=(function, *arguments))
@@ -635,9 +644,9 @@ def _close_input() -> None:
 def _import_deferred(number: int, frame: FrameType | None) -> None:
     """Import `DEFERRED_MODULES` in the forkserver. Handler of SIGUSR1, which the agent sends.
 
-    Before each import, write the module's name to the imports file, unless the disk is full. At the
-    end, empty this file, by which the agent knows that the imports are over. Ignore errors of an
-    import.
+    Before each import, write the module's name to the imports file, unless the disk is full. Ignore
+    errors of an import. At the end, prepare the forkserver for forks (`_prepare_for_forks`), and
+    empty the imports file, by which the agent knows that the imports are over.
     """
     gc.disable()
     imports_file = Path(os.environ[_IMPORTS])

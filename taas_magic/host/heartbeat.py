@@ -89,6 +89,11 @@ def send_heartbeats(
             send(waits_for_gpu)
 
     def beat() -> None:
+        """Send heartbeats, or stack reports on request, until the `with` block ends.
+
+        With each of them, send counts and metrics. If the agent requests to cut connections, only
+        call `cut_connections` this time.
+        """
         while not ended.is_set():
             asked = link.wait_for_request(RANK_BEAT_S)
             if CUT_CONNECTIONS in asked and cut_connections is not None:
@@ -127,8 +132,8 @@ def _why_ranks_wait(run_address: Mapping[str, str], thread: int) -> str:
     While torchrun's variable TORCHELASTIC_USE_AGENT_STORE is True, every rank connects to the
     rendezvous address as a client, and no rank listens. The run itself listens at its own address.
     If the cell has set another address, all ranks wait there in vain. The cell can set the address
-    by these variables, or by the argument `init_method`, which this function reads from the stack
-    of `thread`. The message says what to undo.
+    by the variables MASTER_ADDR and MASTER_PORT, or by the argument `init_method`, which this
+    function reads from the stack of `thread`. The message says what to undo.
 
     Args:
         run_address: Values that the run gave to the variables `MASTER_ADDR` and `MASTER_PORT`.

@@ -195,8 +195,8 @@ class HostShare(ABC):
     def handle_command(self, command: PoolCommand) -> None:
         """If the command is `Halt`, make the share's thread end the processes.
 
-        Ignore the other commands, which only `HostRun` carries out. Called in the thread of the
-        agent's event loop.
+        If `how` is "kill", the processes get no time to end. Ignore the other commands, which only
+        `HostRun` carries out. Called in the thread of the agent's event loop.
         """
         if isinstance(command, Halt):
             if command.how == "kill":
@@ -337,12 +337,13 @@ class Attempt:
     def check(self, deadline: float | None, interrupted_at: float | None) -> None:
         """Update the ranks' states, and end the attempt on this host if the attempt is over.
 
+        If the user has interrupted the run, this method first sends SIGINT to the ranks. Then it
+        reads the last messages of ranks that have ended, and records these ends.
+
         `decide` says whether the attempt is over: after success, a failure, an interrupt by the
         user, or the time of `--timeout`. If the attempt has failed because the forkserver ended,
         the verdict gets the cause "host". If the attempt continues, this method checks whether the
         ranks make progress, and reports their use of CPUs, GPUs and memory.
-
-        If the user has interrupted the run, this method first sends SIGINT to the ranks.
 
         All times are in seconds of the monotonic clock.
 
@@ -501,8 +502,9 @@ class HostRun(HostShare):
     def start_next_attempt(self, spec: ShareSpec) -> int:
         """Make the share's thread start the next attempt; wait until the current one is cleaned up.
 
-        Waits for at most `CLEAN_UP_S` seconds. Do not call this method in the share's own thread,
-        which does the cleanup.
+        On the run's first host, first binds the port of a new rendezvous. Waits for at most
+        `CLEAN_UP_S` seconds. Do not call this method in the share's own thread, which does the
+        cleanup.
 
         Returns:
             The port of the attempt's key-value store on the run's first host; 0 on other hosts.
@@ -566,6 +568,7 @@ class HostRun(HostShare):
 
         First writes the fetchers' addresses to the folder where ranks read them. When the ranks of
         an attempt have ended, waits until the controller requests the next attempt or ends the run.
+        Then closes the attempt, and prepares the files for the next attempt, if any.
         """
         self.set_address_folder(self.local.folder.path)
         while not self._is_over:
@@ -618,8 +621,9 @@ class HostRun(HostShare):
     def _follow_attempt(self, attempt: Attempt) -> None:
         """Check the ranks regularly, until the next attempt is requested or the run ends.
 
-        Waits at most `POLL_S` seconds between checks. Each time, also kills the process of the
-        rendezvous if SIGSTOP has suspended this process for too long.
+        Waits at most `POLL_S` seconds between checks. Before each check, kills the process of the
+        rendezvous if SIGSTOP has suspended this process for too long. Does not check the ranks if
+        the attempt has ended on this host, or if `_checks_ranks` returns False.
         """
         while self._next is None and not self._is_over:
             connection.wait([*attempt.sentinels, self.wakeup.fileno()], POLL_S)
@@ -642,8 +646,9 @@ class HostRun(HostShare):
     def _prepare_attempt(self, next_attempt: _NextAttempt) -> None:
         """Replace the rendezvous, and prepare this host's files for the next attempt.
 
-        Also resumes the clocks of `--timeout` and `--hang`. At the end, even after an error, sets
-        `is_clean`, for which `start_next_attempt` waits.
+        Before it prepares the files, resumes the clocks of `--timeout` and `--hang`, and clears the
+        set of ranks with a debugger. At the end, even after an error, sets `is_clean`, for which
+        `start_next_attempt` waits.
         """
         if self._rendezvous is not None:
             self._rendezvous.close()
@@ -659,9 +664,10 @@ class HostRun(HostShare):
     def _on_message(self, rank: int, message: Event | RankMessage | StoreMessage) -> None:
         """Record a rank's message in the rank's state, and send it to the pool if it is an event.
 
-        A message about a file of the project store is recorded for the receipt. A message about the
-        rank itself wakes the share's thread, which checks the ranks, unless the message is a
-        heartbeat or stack report. Called by the thread of the `PipeReader`.
+        If a heartbeat says that a client of debugpy was attached or detached, also sends the event
+        `DebuggerChanged`. A message about the rank itself wakes the share's thread, which checks
+        the ranks, unless the message is a heartbeat or stack report. A message about a file of the
+        project store is recorded for the receipt. Called by the thread of the `PipeReader`.
         """
         if self._attempt is not None:
             self._attempt.ranks.record_message(rank, message)
@@ -795,6 +801,12 @@ class HostFetchers(HostShare):
                 self._kill_if_stopped(one)
 
     def _specs(self) -> Iterator[FetcherSpec]:
+        """Yield the description of each fetcher that the run's plan has on this host.
+
+        The amounts of `--prefill` are divided equally among the groups of fetchers: a group serves
+        the same loaders. A fetcher gets an address for TCP connections only if batches travel
+        between hosts.
+        """
         share, folder = self.local, self.folder
         served = service.read_settings(share.folder.path)
         data = share.plan.data
@@ -844,8 +856,9 @@ class HostFetchers(HostShare):
     def _forward_messages(self) -> list[connection.Connection]:
         """Wait up to `POLL_S` seconds for messages of fetchers, and forward them to the pool.
 
-        Forwards at most one message of each fetcher. A `FetcherFailed` is not forwarded, but its
-        reason is stored for the report of the fetcher's end.
+        The wait also ends when another thread sets `wakeup`, which this method clears. Forwards at
+        most one message of each fetcher. A `FetcherFailed` is not forwarded, but its reason is
+        stored for the report of the fetcher's end.
 
         Returns:
             The agent's connections to the fetchers that have ended.

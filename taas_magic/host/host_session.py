@@ -122,7 +122,10 @@ class CellAttempt(_AttemptOfSession):
         self._drained: set[int] = set()
 
     def start(self, port: int) -> None:
-        """Send the cell to this host's ranks, and report their process ids to the pool.
+        """Report the process ids of this host's ranks to the pool, then send each rank the cell.
+
+        The order to a rank says whether the rank takes part in the cell, and whether its displays
+        are shown.
 
         Args:
             port: Not used, because the ranks of a session are running already.
@@ -190,7 +193,7 @@ class CellAttempt(_AttemptOfSession):
             self._emit(Note(text=text))
 
     def _interrupt(self, since: float) -> None:
-        """Send SIGINT, once, to the ranks that run the cell.
+        """Send SIGINT, once, to the ranks that run the cell. Store the time of the first interrupt.
 
         Every `CUT_AFTER_S` seconds after the interrupt, also request that each rank that still runs
         the cell cut the rank's own connections to other ranks (`CUT_CONNECTIONS`).
@@ -209,8 +212,12 @@ class CellAttempt(_AttemptOfSession):
     def _end_ranks(self, grace_s: float) -> None:
         """Interrupt the ranks that still run the cell. Kill ranks that do not end the cell in time.
 
+        Until the time limit, records the ends of ranks, and repeats `_interrupt`. Ranks that were
+        killed before are not killed again.
+
         Args:
-            grace_s: Not used. The time limit is `_return_limit_s()` seconds after the interrupt.
+            grace_s: Not used. The time limit is `_return_limit_s()` seconds after the interrupt. If
+                there was no interrupt yet, the time counts from this call.
         """
         if self._interrupted_at is None:
             self._interrupted_at = time.monotonic()
@@ -236,8 +243,8 @@ class CellAttempt(_AttemptOfSession):
     def _kill(self, lost: list[RankState]) -> None:
         """Kill the ranks that did not end the cell in time; tell the pool, and tell the user why.
 
-        The note to the user also says that the session ends. The reason is also stored in `killed`,
-        from which `collect_failures` takes it.
+        The reason is stored in `killed`, from which `collect_failures` takes it. The event
+        `RanksKilled` tells the pool. A note tells the user the reason, and that the session ends.
 
         Args:
             lost: States of the ranks to kill.
@@ -296,7 +303,9 @@ class HostSession(HostRun):
     def end_cell(self) -> None:
         """End a cell's reservation of the ranks.
 
-        Until the next cell, the ranks' output and messages go to the session's own run.
+        Until the next cell, the ranks' output and messages go to the session's own run, unless the
+        session is over. Also wakes the session's thread, and an ending session that waits for the
+        cell's end.
         """
         with self._cell_lock:
             self._cell = None

@@ -66,7 +66,8 @@ class Keyboard:
 
         First flushes stdout and stderr, so that earlier output is shown above the input. If several
         threads call this method, each request waits until the previous request is answered. Late
-        answers to interrupted requests are ignored.
+        answers to interrupted requests are ignored. `was_refused` then says whether the kernel
+        refused the request.
 
         Args:
             prompt: Text to show before the input.

@@ -57,7 +57,11 @@ class _ScalarHooks:
         self._is_recorded_otherwise = False
 
     def setup(self, trainer: Any, module: Any, stage: str) -> None:
-        """Prepare for one call of `fit`, `validate`, `test` or `predict` of the Trainer."""
+        """Reset the hooks' state for a call of `fit`, `validate`, `test` or `predict`.
+
+        Also record whether a logger of the Trainer uses a `SummaryWriter` of TensorBoard. If so,
+        the hooks pass no scalars, because `record_tensorboard` passes them.
+        """
         self._seen = {}
         self._step = trainer.global_step
         self._has_stepped = self._is_logged_step = False
@@ -68,7 +72,11 @@ class _ScalarHooks:
         )
 
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-        """Pass the scalars of a training step if Lightning's loggers get them, too."""
+        """Pass the scalars of a training step if Lightning's loggers get them, too.
+
+        A batch that only accumulates gradients is no step. After the last batch of an epoch, mark
+        the scalars as seen if they are not passed.
+        """
         self._has_stepped = trainer.global_step != self._step  # False: gradients were accumulated
         self._step = trainer.global_step
         is_due = _is_due(trainer, self._step) or trainer.should_stop
@@ -102,7 +110,11 @@ class _ScalarHooks:
     on_test_end = on_train_end = on_validation_end
 
     def _handle_new(self, trainer: Any, is_logged: bool) -> None:
-        """Mark all new scalars as seen, and pass them to `taas.log` if `is_logged` is True."""
+        """Mark all new scalars as seen, and pass them to `taas.log` if `is_logged` is True.
+
+        Do nothing during Lightning's sanity check. Pass no scalars if `record_tensorboard` passes
+        them. The step is the Trainer's step, counted from 0, or the value of the scalar "step".
+        """
         if trainer.sanity_checking:
             return
         new = {

@@ -108,7 +108,9 @@ class MetricBuffer:
         """Make the buffer's scalars a group. When the GPU has computed it, return it as numbers.
 
         If the GPU has not computed all scalars of the group, return []. Later calls then check the
-        same group again, and scalars that arrive meanwhile wait for the next group.
+        same group again, and scalars that arrive meanwhile wait for the next group. A scalar
+        without a step gets the last step of its name plus 1. If the GPU has failed, its scalars are
+        left out.
 
         One CUDA event for each stream shows when the GPU has computed the group. An event for each
         scalar would make `log` slow.

@@ -370,7 +370,9 @@ class LogBudget:
     def select(self, lines: list[str]) -> tuple[list[str], list[str]]:
         """Select the lines that may be sent now, and drop all others.
 
-        All lines go to `tail`. `pop_dropped` returns how many lines and bytes were dropped.
+        First refills the budget. All lines go to `tail`. If all lines fit into the budget, records
+        whether a traceback has begun in `tail`. `pop_dropped` returns how many lines and bytes were
+        dropped.
 
         Returns:
             Two lists. The first list has the beginning of `lines`, as far as it fits into the
@@ -520,9 +522,10 @@ class _LogStream:
         self.is_cut = self.has_traceback = False
 
     def feed(self, data: bytes) -> str:
-        """Write bytes of output to the log file, and append whole lines to `pending`.
+        """Append whole lines of output to `pending`, then write the bytes to the log file.
 
         `pending` gets only the lines that the rank's `LogBudget` admits; other lines are dropped.
+        Also records the time, and whether the output ends in the middle of a line.
 
         If writing fails or the disk has too little room, closes the log file. Later calls then only
         append to `pending`.
@@ -605,6 +608,11 @@ class _MessageStream:
     def _decode(
         self, parts: list[bytes], size_bytes: int
     ) -> Event | RankMessage | StoreMessage | None:
+        """Decode a complete message from its pieces.
+
+        Return a note for the user instead of a message above `MESSAGE_LIMIT_BYTES`, and instead of
+        the first invalid message. For further invalid messages, return None.
+        """
         if size_bytes > MESSAGE_LIMIT_BYTES:
             text = f"rank {self.rank} sent {size_bytes / 1e6:,.0f} MB at once: not shown"
             return Note(text=text)
@@ -762,7 +770,7 @@ class PipeReader:
         """Send all output so far to the old sink; then use the new `sink` and `logs`.
 
         First reads what the pipes contain now. Sends unfinished lines as whole lines, and closes
-        the old log files.
+        the old log files. For a rank whose pipe has ended meanwhile, closes the new log file.
 
         Args:
             sink: Destination of all later output and messages.
@@ -818,12 +826,14 @@ class PipeReader:
     def _read(self, stream: _LogStream | _MessageStream) -> bytes | None:
         """Read a pipe once, and process the data.
 
-        Output goes to the rank's log file and to the rank's pending lines. Each message is passed
-        to `on_message`. Before a message with a traceback is passed on, the traceback is appended
-        to the log file. Before a request for input is passed on, the rank's pending output is sent.
-        Before a new display or the order to clear the cell is passed on, the rank's lines are sent,
-        also an unfinished line, but no progress bars. Before the update of a display, only whole
-        lines are sent.
+        Output goes to the rank's log file and to the rank's pending lines. If the log file cannot
+        be written any more, a note tells the user.
+
+        Each message is passed to `on_message`. Before a message with a traceback is passed on, the
+        traceback is appended to the log file. Before a request for input is passed on, the rank's
+        pending output is sent. Before a new display or the order to clear the cell is passed on,
+        the rank's lines are sent, also an unfinished line, but no progress bars. Before the update
+        of a display, only whole lines are sent.
 
         Returns:
             The data. None if the pipe is empty, and a process has the pipe open for writing. b"" if

@@ -61,13 +61,13 @@ class Prompt:
     def serve(self, report: ReportSender) -> None:
         """Run each cell that the agent sends. Return when the agent sends the order to end.
 
-        SIGINT has no effect between cells. After each cell, sends `RankFinished` if the cell
-        succeeded, then `RankIdle`. At the end, sends `RankFinished`. If a child process that a cell
-        forked reaches the end of the cell, the child exits.
+        SIGINT has no effect between cells. After each cell, calls `report`, sends `RankFinished` if
+        the cell succeeded, and then sends `RankIdle`. At the end, sends `RankFinished`. If a child
+        process that a cell forked reaches the end of the cell, the child flushes stdout and exits.
 
         Args:
-            report: Function that sends batch counts and metrics to the agent; called after each
-                cell.
+            report: Function that sends batch counts and metrics to the agent. After a cell that
+                succeeded, it waits for the GPU.
         """
         signal.signal(signal.SIGINT, _ignore)
         while (order := _order_of(self._orders.read_line())).number:
@@ -85,6 +85,9 @@ class Prompt:
 
     def cut_connections(self, cell: int) -> None:
         """Cut this rank's connections to other ranks if the rank waits for other ranks in a cell.
+
+        The rank waits if its main thread runs code of torch.distributed, or if a collective is
+        pending. `RankIdle` then reports the cut.
 
         A collective of gloo then raises an exception. So the rank returns from C++ code to Python,
         and Python raises KeyboardInterrupt for a SIGINT that has arrived before. Any thread may

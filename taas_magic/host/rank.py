@@ -67,14 +67,15 @@ The agent or the supervisor removes the folder.
 
 
 def prepare() -> None:
-    """Create the shell and import modules in the forkserver, so that each rank inherits them.
+    """Import modules and create the shell in the forkserver, so that each rank inherits them.
 
-    The shell runs a cell that raises an exception, so that IPython imports the modules that format
-    tracebacks. Otherwise, a failing rank would import these modules while the agent already ends
-    the other ranks. Then this function deletes the exception.
+    First finds out whether horovod is installed. If numpy is loaded, this function also imports
+    `numpy.random`, which numpy imports only on first use.
 
-    If numpy is loaded, this function also imports `numpy.random`, which numpy imports only on first
-    use.
+    Then it creates the shell, without a history. The shell runs a cell that raises an exception, so
+    that IPython imports the modules that format tracebacks. Otherwise, a failing rank would import
+    these modules while the agent already ends the other ranks. Last, this function deletes the
+    exception.
     """
     rendezvous.has_horovod()
     if "numpy" in sys.modules:
@@ -95,8 +96,9 @@ def rank_main(spec: ProcessSpec, environ: Mapping[str, str]) -> None:
     torch's number of threads. Without a GPU, process groups use gloo instead of nccl.
 
     Returns if the work succeeded; otherwise, ends the process with exit code 1. A session counts as
-    successful, even if cells failed. If the rank still has a process group after successful work,
-    waits up to `OTHERS_END_S` seconds until all other ranks are ending, too.
+    successful, even if cells failed. SIGINT after the user's code counts as a failure. If the rank
+    still has a process group after successful work, waits, after the cleanup, up to `OTHERS_END_S`
+    seconds until all other ranks are ending, too.
 
     Args:
         spec: Settings of all ranks of this host.
@@ -130,12 +132,14 @@ def rank_main(spec: ProcessSpec, environ: Mapping[str, str]) -> None:
 def _become_a_rank(spec: ProcessSpec, environ: Mapping[str, str], rank: int) -> AgentLink:
     """Make this fork of the forkserver a rank that may run the user's code.
 
-    Connects the process to the agent, and redirects stdout and stderr to the agent. Applies the
-    run's environment. Protects the project store from the rank's writes; if this fails, sends the
-    failure and ends the process.
+    Starts a new POSIX session (setsid). Connects the process to the agent, tells the agent that the
+    rank accepts SIGINT, and redirects stdout and stderr to the agent. Until the work starts, SIGINT
+    kills the process. Makes the process write its stack to a file when it crashes or gets
+    `STACK_SIGNAL`.
 
-    Also makes the process write its stack to a file when it crashes or gets `STACK_SIGNAL`. If
-    horovod is installed, gets horovod's environment variables from the rendezvous.
+    Then applies the run's environment. If horovod is installed, gets horovod's environment
+    variables from the rendezvous; variables of `--env` override them. Last, protects the project
+    store from the rank's writes. If this fails, sends the failure and ends the process.
 
     Returns:
         The rank's connection to the agent.
@@ -170,9 +174,10 @@ def _work_and_wait(
 ) -> bool:
     """Run the work, or the cells of a session; then wait for the program's other threads.
 
-    Sends heartbeats meanwhile, and `RankFinished` when the work has succeeded. With `--profile`,
-    profiles the work. If a child process that the work forked reaches the end of the work, the
-    child exits.
+    Sends heartbeats meanwhile. With `--profile`, profiles the work. If a child process that the
+    work forked reaches the end of the work, the child flushes its output and exits. After
+    successful work, sends the last batch counts and metrics, and then `RankFinished`; in a session,
+    `Prompt.serve` does so.
 
     Returns:
         Whether the work succeeded; True for a session.
@@ -207,7 +212,8 @@ def _become_a_program(spec: ProcessSpec, environ: Mapping[str, str]) -> None:
 
     Resets multiprocessing's start method, and seeds the random generators of torch and numpy anew.
     Then replaces the variables in `os.environ`, makes torch and tempfile read the new variables,
-    and sets the current folder, `sys.path` and `sys.argv`.
+    and sets `attempt_folder`, the current folder, `sys.path` and `sys.argv`. torchrun's variables
+    override the run's variables, and variables of `--env` override both.
     """
     # Remove the start method that the forkserver has set, so that the cell may set one.
     multiprocessing.set_start_method(None, force=True)
@@ -233,8 +239,9 @@ def _become_a_program(spec: ProcessSpec, environ: Mapping[str, str]) -> None:
 def _apply_store_rule(spec: ProcessSpec, link: AgentLink, rank: int) -> None:
     """Make this process enforce the rule that only rank 0 writes to the project store.
 
-    From now on, the process reports each write to the agent. A rank other than 0 also reports which
-    mechanism enforces the rule. If only Python enforces the rule, a note tells the user.
+    From now on, the process reports each write to the agent. In a rehearsal, not even rank 0 writes
+    to the project store. A rank other than 0 also reports which mechanism enforces the rule. If
+    only Python enforces the rule, a note tells the user.
 
     Does nothing if the share has no rule for the project store. Does nothing in a run that only
     reads the project store, unless the run is a rehearsal.
@@ -296,8 +303,9 @@ def _profiled(
 def _use_gloo_without_cuda(link: AgentLink) -> None:
     """Make `init_process_group("nccl")` and `Accelerator()` use gloo if there is no GPU.
 
-    Replaces torch's `init_process_group` by a function that uses gloo instead of nccl, and then
-    sends the user a note. For accelerate, sets the environment variable `ACCELERATE_USE_CPU`.
+    For accelerate, sets the environment variable `ACCELERATE_USE_CPU`, unless it is set already.
+    Replaces torch's `init_process_group` by a function that uses gloo instead of nccl. When this
+    happens, the function sends the user a note, and ignores the argument `device_id`.
     """
     if torch.cuda.is_available():
         return
@@ -369,10 +377,11 @@ def _end_program() -> None:
     """Run atexit handlers, delete the program's objects, and flush output, as at a normal exit.
 
     A fork of the forkserver exits by `os._exit`, without cleanup. So this function runs atexit
-    handlers and `weakref.finalize` callbacks. Then it deletes the program's objects, so that Python
-    flushes their open files. It deletes modules, functions and classes after all other objects. At
-    the end, it flushes stdout and stderr. From the end of the atexit handlers until this function
-    returns, SIGINT is ignored.
+    handlers and `weakref.finalize` callbacks. It makes process groups of DDP models stay alive
+    (`_keep_groups`). Then it deletes the program's objects, so that Python flushes their open
+    files. It deletes modules, functions and classes after all other objects. At the end, it flushes
+    stdout and stderr. From the end of the atexit handlers until this function returns, SIGINT is
+    ignored; afterwards, SIGINT ends the process.
 
     This function does not do these other parts of a normal exit:
 

@@ -236,8 +236,9 @@ class LoaderAgreement:
 def serve(listener: socket.socket, address: str) -> None:
     """Serve the ranks' key-value store, and horovod's server if horovod is installed.
 
-    Writes the port of horovod's server to the store, or the reason why there is no server. Ignores
-    SIGINT.
+    Ignores SIGINT. If torch's default store does not accept a listening socket, as in torch 2.4,
+    uses the store without libuv. Writes the port of horovod's server to the store, or the reason
+    why there is no server.
 
     Runs in a fork of the forkserver. Never returns: the agent kills this process.
 

@@ -228,6 +228,13 @@ class _TorchResultPickler(ResultPickler):
         _TorchResultPickler(self.scope).dump(value)
 
     def reducer_override(self, obj: Any) -> Any:
+        """Apply the special rules of this class to an object; else the rules of `ResultPickler`.
+
+        Set `unwrapped` if a DistributedDataParallel is replaced.
+
+        Raises:
+            TypeError: The object is a sharded tensor or model.
+        """
         torch = sys.modules.get("torch")
         if torch is not None and isinstance(obj, torch.nn.parallel.DistributedDataParallel):
             self.unwrapped = True
@@ -280,7 +287,9 @@ class ResultWriter:
 
         Every rank must call this method, even a rank that sends nothing, because sharded values are
         gathered by a collective. If a value cannot be sent, the user gets a note; no exception is
-        raised. The reasons for missing values are also written, to an archive without values.
+        raised. First writes the values that are not sharded, then gathers and writes sharded
+        values. Only rank 0 writes a gathered model. Last, writes the reasons for missing values, to
+        an archive without values.
 
         Args:
             namespace: Variables of the rank.

@@ -68,12 +68,15 @@ class _SessionCells:
     def run(self, order: CellOrder) -> bool:
         """Run a cell, and send its results or failure; return whether the cell succeeded.
 
-        First loads the cell's payload into the session's namespace, and connects the payload's
-        registered loaders to the data service. If this fails, sends the failure and returns False.
-        If modules were edited since the session imported them, sends the user a note.
+        First makes the payload's modules importable, connects its registered loaders to the data
+        service, and loads its objects into the session's namespace. If modules were edited since
+        the session imported them, sends the user a note. If one of these steps fails, sends the
+        failure and returns False.
 
-        After the cell, sends the names that the cell has assigned or deleted. If this rank does not
-        take part in the cell, the rank does not run it, and only sends the results of `--out`.
+        If this rank does not take part in the cell, the rank does not run it, and only sends the
+        results of `--out`. At the end, sends the names that the cell has assigned or deleted, and
+        the cells whose fetchers this rank still needs (`CellNames`), and flushes the output. A
+        child that the cell forked skips these last steps.
         """
         folder, shell, link = RunFolder(Path(order.run_dir)), self._shell, self._link
         shell.shows, shell.last_value = order.shows, None

@@ -107,6 +107,11 @@ class _LinkDisplayHook(DisplayHook):
         return cell is not None and self.semicolon_at_end_of_expression(cell.source)
 
     def __call__(self, result: Any = None) -> None:
+        """Store the value in `last_value`, send it as a display, and set IPython's `_` and `Out`.
+
+        Do nothing if the value is None, or if the cell ends in a semicolon. Send no display if the
+        displays of this rank are not shown, or if the value's `__repr__` raises an exception.
+        """
         if result is None or self.quiet():
             return
         shell = RankShell.instance()
@@ -189,7 +194,7 @@ class RankShell(InteractiveShell):
         In `__main__`, `exit`, `quit` and `open` are Python's own functions. `input`, `sys.stdin`
         and `breakpoint()` ask the user. Also adapts tqdm.notebook and hydra when the program
         imports them, and removes `sys.ps1`, so that Lightning does not assume an interactive
-        session.
+        session. Stores the first values of `__main__`, which `users_names` leaves out.
 
         Args:
             link: The rank's connection to its agent.
@@ -245,8 +250,9 @@ class RankShell(InteractiveShell):
         """Run a cell or call a function. If it raises an exception, send this to the agent.
 
         First registers the notebook's cells for tracebacks, installs hooks that print exceptions of
-        threads and finalizers, and sets `failure` to None. The code of a cell gets the line numbers
-        that it has in the notebook.
+        threads and finalizers, disables IPython's warning about SystemExit, and sets `failure` to
+        None. The code of a cell gets the line numbers that it has in the notebook. At the end,
+        stops the single-stepping of the rank's debugger.
 
         Args:
             work: The cell or function call.
@@ -270,6 +276,11 @@ class RankShell(InteractiveShell):
                 self.breakpoints.end_stepping()
 
     def _run_work(self, work: Work, compiler: _CellCompiler) -> ExecutionResult:
+        """Call a function, or run a cell by IPython, and return IPython's result.
+
+        Before a cell, give the compiler the cell and its flags, and replace the AST transformer
+        that changes line numbers to those in the notebook.
+        """
         if isinstance(work, FunctionWork):
             compiler.cell = None
             return self._call(work)
@@ -332,7 +343,7 @@ class RankShell(InteractiveShell):
     def publish(
         self, data: Any, metadata: Any, display_id: str | None = None, update: bool = False
     ) -> None:
-        """Send a display to the agent.
+        """Send a display to the agent, without representations that are too large for a browser.
 
         If the displays of this rank are not shown (`shows`), do not send the display. Instead, send
         the user a note at the first display.
@@ -363,16 +374,18 @@ class RankShell(InteractiveShell):
     def showtraceback(self, exc_tuple: Any = None, *args: Any, **kwargs: Any) -> None:
         """Record an exception that IPython shows, and send the agent a message about the exception.
 
-        The first such exception is the rank's failure, even if the cell continues afterwards. The
-        message is sent before IPython formats the traceback, which takes up to 0.1 s. So the order
-        of the ranks' messages shows which rank has failed first.
+        The first such exception is the rank's failure, even if the cell continues afterwards. First
+        removes this package's frames from the exception's traceback. The message is sent before
+        IPython formats the traceback, which takes up to 0.1 s. So the order of the ranks' messages
+        shows which rank has failed first.
 
-        - If the exception ends the cell, the message has a traceback in Python's format. The agent
-          may kill the rank before IPython's traceback is ready.
-        - If the cell continues, the message is a `RankShowedError`, which has no traceback. The
-          traceback goes to the log, because in a cell without `%%taas`, Jupyter would show it.
+        - If the exception ends the cell, the message is the rank's failure, with a traceback in
+          Python's format. The agent may kill the rank before IPython's traceback is ready.
+        - If the cell continues, the message is a `RankShowedError`, which has no traceback.
 
-        Does nothing for `sys.exit(0)`. A child that the cell forked sends no message.
+        The traceback goes to the log if the cell continues, or if another exception is the rank's
+        failure: in a cell without `%%taas`, Jupyter would show it. Does nothing for `sys.exit(0)`.
+        A child that the cell forked sends no message. In the forkserver, only shows the exception.
         """
         value = exc_tuple[1] if exc_tuple else sys.exc_info()[1]
         if self.link is None:  # in the forkserver (`prepare`)

@@ -289,13 +289,14 @@ class StackMonitor:
     def check(self, now: float) -> None:
         """Record which ranks make progress. If no rank makes progress for too long, report a hang.
 
-        A thread that this method starts collects the stacks and sends the `Hang` event, so the
-        method does not block. When a rank makes progress again, the method sends a `Hang` event
-        without ranks, which reports the end of the hang.
-
         The method does nothing in these cases: `--hang` is 0, a rank waits for the user's input,
         another thread collects stacks, or the last check was too recent. Time in which this host
         was stalled does not count.
+
+        A thread that this method starts collects the stacks and sends the `Hang` event, so the
+        method does not block. The thread starts after `COLLECTIVE_S` seconds without progress, and
+        after the time of `--hang`, unless the hang is already reported. When a rank makes progress
+        again, the method sends a `Hang` event without ranks, which reports the end of the hang.
 
         Args:
             now: The agent's monotonic clock, in seconds.
@@ -325,7 +326,8 @@ class StackMonitor:
     def collect(self) -> list[tuple[RankState, StackSample]]:
         """Collect the stacks of all ranks and their children. Blocks for some seconds.
 
-        Also measures how many CPUs each rank uses. At the end, records the CPU time of each rank as
+        Also measures, for at least `_CPUS_LEAST_S`, how many CPUs each rank uses. Only one thread
+        at a time runs this method. At the end, records the CPU time of each rank as
         the start of the next sample, because CPU time used for stack reports is no progress.
         """
         with self._collecting:
@@ -370,7 +372,7 @@ class StackMonitor:
 
         The limit is the time of `--hang`. If a rank waits in a collective, the limit is at most
         `COLLECTIVE_S`. If a rank makes progress or ends while the stacks are collected, send no
-        event.
+        event. The event has no stacks of threads and children.
 
         Args:
             still_s: Seconds for which no rank has made progress.

@@ -63,7 +63,8 @@ def main() -> int:
     """Create the host's folder and run the agent. At the end, kill this process's descendants.
 
     First makes this process the new parent of orphans among its descendants. SIGINT is ignored.
-    SIGTERM makes the supervisor end all processes and exit.
+    SIGTERM makes the supervisor end all processes and exit. `system.supervisor_arguments` makes the
+    command-line arguments.
 
     Returns:
         The agent's exit code. If signal N killed the agent, 128 + N.
@@ -86,11 +87,13 @@ def main() -> int:
 def _supervise(preload: str, folder: Path, lease_s: float | None, start_timeout_s: float) -> int:
     """Start an agent, and wait until it ends or SIGTERM arrives. Then end all descendants.
 
-    Starts two threads, which send SIGTERM to this process if the lease ends, or if the agent gets
-    stuck while it starts. At the end, this function first kills all descendants except the agent.
-    Then it sends SIGTERM to the agent, which has `GRACE_S` seconds to exit.
+    First writes an empty line to standard error, which tells an engine that uses SSH that this
+    process has started. After the agent, starts two threads, which send SIGTERM to this process if
+    the lease ends, or if the agent gets stuck while it starts.
 
-    An empty line on standard error tells an engine that uses SSH that this process has started.
+    At the end, this function first kills all descendants except the agent and resource trackers.
+    Then it sends SIGTERM to the agent, which has `GRACE_S` seconds to exit. Last, it kills the
+    remaining descendants.
 
     Args:
         preload: Modules for the forkserver to import, separated by commas.
@@ -147,7 +150,8 @@ def _watch_lease(
     """Pass the first line of standard input to the agent. When the lease ends, start the cleanup.
 
     The cleanup ends the supervisor and all its descendants. The lease ends when standard input
-    closes, or after `lease_s` seconds without input. Runs in a thread.
+    closes, or after `lease_s` seconds without input, which standard error then reports. Runs in a
+    thread.
 
     Args:
         lease_s: Seconds without input after which the lease ends. None for no limit.

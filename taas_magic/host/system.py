@@ -257,7 +257,10 @@ def status_of(process: psutil.Process | None) -> str:
 
 
 def pids_and_names(processes: Iterable[psutil.Process]) -> str:
-    """Return the pids and names of processes for the user, such as `4711 (sudo), 4712 (ssh)`."""
+    """Return the pids and names of processes for the user, such as `4711 (sudo), 4712 (ssh)`.
+
+    The name is `?` if it cannot be read, for example because the process has ended.
+    """
     found = []
     for process in processes:
         try:
@@ -271,7 +274,8 @@ def pids_and_names(processes: Iterable[psutil.Process]) -> str:
 def leftovers(run_id: str, pipes: Path, alone: bool) -> list[psutil.Process]:
     """Return the processes that remain on this host after the end of a share. Runs in the agent.
 
-    A process belongs to the share if any of these conditions is true:
+    The function searches the supervisor's descendants except the agent. A process belongs to the
+    share if any of these conditions is true:
 
     - The process's environment has the share's id. So the function finds programs that a rank or
       fetcher has started.
@@ -293,6 +297,14 @@ def leftovers(run_id: str, pipes: Path, alone: bool) -> list[psutil.Process]:
 
 
 def _is_of_run(process: psutil.Process, run_id: str, pipes: str) -> bool:
+    """Return whether a process has a share's id in its environment, or a file of the share open.
+
+    Return False if the process has ended or belongs to another user.
+
+    Args:
+        run_id: Id of the share, the value of the variable `RUN_TOKEN`.
+        pipes: Path prefix of the share's files and named pipes.
+    """
     with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
         if process.environ().get(RUN_TOKEN) == run_id:
             return True

@@ -173,7 +173,8 @@ def innermost_frames(thread: int) -> list[StackFrame]:
 def sample_threads(main: int) -> dict[str, list[StackFrame]]:
     """Return the stack of each thread of this process, outermost frame first, by the thread's name.
 
-    The main thread comes first. Threads of this package are left out.
+    The main thread comes first. Threads of this package are left out. If two threads have the same
+    name, the key of the second thread also has its identifier.
 
     Args:
         main: Identifier of the main thread.
@@ -255,7 +256,8 @@ def message_of(error: BaseException) -> str:
 
     The causes with a hint are a full disk, a file that this host does not have, and a refused write
     to the project store. If `torch.load` raised the exception, the name of the file precedes the
-    text. A text longer than `MESSAGE_LIMIT_CHARS` is cut.
+    text. A text longer than `MESSAGE_LIMIT_CHARS` is cut. If the exception's `__str__` fails, the
+    result only says so.
     """
     try:
         hint = _disk_full_hint(error) or _missing_file_hint(error) or guard.why_refused(error)
@@ -340,7 +342,8 @@ def _disk_full_hint(error: BaseException) -> str:
     """Return a hint with the free space if a disk or a quota is full; "" for any other error.
 
     The hint names the disk of the file that could not be written. If this file is not known, the
-    hint names the disks of the working directory and of the folder for temporary files.
+    hint names the disks of the working directory and of the folder for temporary files. If the free
+    space cannot be read, the result is "".
     """
     if not isinstance(error, OSError) or error.errno not in (errno.ENOSPC, errno.EDQUOT):
         return ""

@@ -69,6 +69,13 @@ class UsageReporter:
             self._is_closed = True
 
     def _report(self) -> None:
+        """Measure what the running ranks use, set the time of the next report, and send the report.
+
+        The pause until the next report grows with the attempt's duration (`USAGE_S`) and with the
+        time of the measurement (`_PAUSE_FACTOR`). The first measurement is not sent, and no report
+        is sent after `close`. After the measurement, releases `_busy`, so that another report may
+        begin.
+        """
         began, is_first = time.monotonic(), not self._cpu_s
         try:
             self._measure([state for state in self._ranks.states() if not state.ended])
@@ -86,9 +93,10 @@ class UsageReporter:
     def _measure(self, states: Sequence[RankState]) -> None:
         """Measure what these ranks use, and store one row of the table for each of them.
 
-        A rank that has ended keeps its last row. The CPU use is the mean since the last
-        measurement. So the first measurement is not reported: ranks of a session have used CPU time
-        before it.
+        The use of a rank includes its descendants. The row also has the rank's line of code, GPU
+        use and time in collectives, from its heartbeats. A rank that has ended keeps its last row.
+        The CPU use is the mean since the last measurement. So the first measurement is not
+        reported: ranks of a session have used CPU time before it.
         """
         before_s, before_at = self._cpu_s, self._measured_at
         below = processes_below(state.pid for state in states)

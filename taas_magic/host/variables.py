@@ -121,6 +121,11 @@ def memory() -> Any:
 
 
 def _described(value: Any) -> Variable:
+    """Return the description of a value: a tensor or array, a model, or any other value.
+
+    For a model, element types and devices are those of its parameters. Of other values, only
+    containers and strings have a shape, which is their length.
+    """
     kind = type(value).__name__
     if hasattr(value, "dtype") and hasattr(value, "shape"):  # a tensor or an array
         return Variable(
@@ -162,6 +167,7 @@ def _parts(value: Any) -> list[Any] | None:
 def _value_bytes(value: Any, depth: int = 0) -> int:
     """Return the approximate size of a value in memory; 0 if the size cannot be computed.
 
+    The size of a tensor or array is its `nbytes`; other values have the size of `sys.getsizeof`.
     For a DTensor, only this rank's part counts. For a container or model, the sizes of its first
     `_MOST_PARTS` elements are added. Elements that are nested deeper than `_MAX_DEPTH` levels do
     not count.
@@ -185,7 +191,8 @@ def _digest(value: Any) -> str:
     """Return a digest of a value, by which the kernel compares the values of ranks.
 
     The digest of a simple value is its `simple_digest`. The digest of any other value is a SHA-256
-    hash, or "" if the value is larger than `COMPARED_BYTES` or has an element without a digest.
+    hash. It is "" if the value is larger than `COMPARED_BYTES`, has an element without a digest, or
+    raises an exception while it is read.
     """
     if digest := simple_digest(value):
         return digest
@@ -203,7 +210,8 @@ def _update_hash(found: Any, value: Any, depth: int) -> None:
     """Add a value to a hash, so that different values give different hashes.
 
     For an array or tensor, adds the element type, the shape and the bytes. For a DTensor, adds only
-    this rank's part. For a container or model, adds each element.
+    this rank's part. For a container or model, adds its type, its length and each element. For a
+    simple value, adds its `simple_digest`.
 
     Args:
         found: A hash object of hashlib.
@@ -211,7 +219,7 @@ def _update_hash(found: Any, value: Any, depth: int) -> None:
 
     Raises:
         _NotComparedError: The value or one of its elements has an unknown type, is nested too deep,
-            or has too many elements.
+            has too many elements, or is an array of Python objects.
     """
     parts = _parts(value)
     if hasattr(value, "dtype") and hasattr(value, "tobytes"):

@@ -95,10 +95,10 @@ class Vehicle(WorkerPlugin):
     async def teardown(self, worker: Worker) -> None:
         """End the supervisor and all processes that it has started.
 
-        Dask calls this method when the worker closes. Closes the supervisor's standard input, and
-        kills the supervisor if it has not ended after `HOST_END_S` seconds. If this process is a
-        `dask` command without a nanny, also makes it exit within `EXIT_S` seconds. Does nothing if
-        no supervisor was started.
+        Dask calls this method when the worker closes. First cancels the task of `_follow`. If this
+        process is a `dask` command without a nanny, this makes it exit within `EXIT_S` seconds.
+        Then closes the supervisor's standard input, and kills the supervisor if it has not ended
+        after `HOST_END_S` seconds. Does nothing if no supervisor was started.
         """
         if self._supervisor is None or self._following is None:
             return

@@ -315,8 +315,8 @@ def failed_ranks(ranks: Collection[RankState], cause: str) -> list[RankState]:
     """Return the failed ranks. The rank that most probably caused the failure comes first.
 
     - Ranks whose error looks like a consequence of another rank's end come after all other ranks.
-    - If all failed ranks have such an error, the result also has the ranks that left by
-      `sys.exit(0)`, before the failed ranks.
+    - If no rank has failed, or all failed ranks have such an error, the result also has the ranks
+      that left by `sys.exit(0)`, before the failed ranks.
     - Within each of these groups, the rank that failed first comes first.
     - If the cause is "stopped", the result also has the suspended ranks.
     - If the cause is "timeout", the result has all ranks that have not succeeded, by rank number.
@@ -399,7 +399,11 @@ def out_of_memory_text(pid: int, started_at: float, before: dict[str, int]) -> s
 
 
 def _logged_kill(pid: int, started_at: float, log: Path = _KERNEL_LOG) -> str | None:
-    """Search the Linux kernel's log for the record that a process was killed to free memory.
+    """Search the Linux kernel's log for the last record that a process was killed to free memory.
+
+    Args:
+        started_at: Time at which the process started, in seconds of the monotonic clock. Older
+            records are ignored, because another process may have had the same pid.
 
     Returns:
         "cgroup" if the process's cgroup ran out of memory, "machine" if the machine did. "" if the
@@ -484,6 +488,9 @@ def describe_failure(
     timeout_s: float | None = None,
 ) -> Failure:
     """Return the description of a rank's failure for the journal and the user (docs/events.md).
+
+    If the rank sent no traceback, the description has the rank's last known stack. The advice
+    depends on the signal that ended the rank, or on the kind of the failure (`_failure_kind`).
 
     Args:
         verdict: Why the run has ended on this host.
