@@ -49,7 +49,7 @@ def last_active(before: ResourceUsage | None, now: ResourceUsage) -> ResourceUsa
 def usage_of(processes: Iterable[psutil.Process]) -> ResourceUsage:
     """Return a sample of the resources that `processes` have used since their start.
 
-    Processes that have ended or belong to another user are ignored.
+    A process that has ended is ignored. For another user's process, only the CPU time counts.
     """
     cpu_s, io_total, pids = 0.0, 0, set()
     for process in processes:

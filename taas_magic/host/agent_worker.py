@@ -262,8 +262,9 @@ class AgentWorker(ClosedWorker):
     async def start_run(self, asked: StartShare) -> int:
         """Start this host's share of a run, or the next attempt of a share that runs already.
 
-        A new share runs in a new thread. If the share starts ranks, also send the user a note for
-        each module of the pool's settings that the forkserver could not import.
+        For a next attempt, only passes the request to the share, and waits until the share is ready
+        for it. A new share runs in a new thread. If the share starts ranks, also sends the user a
+        note for each module of the pool's settings that the forkserver could not import.
 
         Returns:
             The port of the ranks' rendezvous if this is the run's first host, else 0. For a cell in

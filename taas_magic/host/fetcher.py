@@ -51,7 +51,10 @@ class Fetcher:
         self.server = Server(served.key, loaders, spec.listen, served.tls)
 
     def entry(self) -> AddressesByLoader:
-        """Return the addresses at which this fetcher serves its loaders, by the loader's name."""
+        """Return the addresses at which this fetcher serves its loaders, by the loader's name.
+
+        The value for a loader also has the numbers of its fetchers and of all their workers.
+        """
         plan, fetchers = self._spec.plan, self._spec.service.fetchers
         address = Address(plan.number, *self.server.addresses, service.machine_id())
         return {

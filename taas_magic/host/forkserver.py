@@ -583,9 +583,10 @@ def report_imports(control: Connection) -> None:
 def _preload() -> None:
     """Import all modules except `DEFERRED_MODULES`, and prepare the forkserver for forks.
 
-    Runs in the forkserver. Also makes the system kill the forkserver when the agent ends, makes
-    standard input empty, and installs `_import_deferred` as the handler of SIGUSR1. At the end,
-    empties the imports file, by which the agent knows that the imports are over.
+    Runs in the forkserver. First makes the system kill the forkserver when the agent ends, and
+    makes standard input empty. After the imports, installs `_import_deferred` as the handler of
+    SIGUSR1. At the end, empties the imports file, by which the agent knows that the imports are
+    over.
 
     No import may create a CUDA context or a thread, because a fork can use neither.
 

@@ -50,9 +50,10 @@ def send_heartbeats(
     """Send a rank's heartbeats to the agent, in a new thread, until the `with` block ends.
 
     Every `RANK_BEAT_S` seconds, the thread sends a heartbeat: the main thread's stack, the progress
-    of collectives and the use of the GPU. With each heartbeat, the thread also sends the counts of
-    received batches, and the metrics logged since the last heartbeat. The thread never waits for
-    the GPU. At the end of the block, counts and metrics are sent once more.
+    of collectives, the use of the GPU, and whether a client of debugpy is attached. With each
+    heartbeat, the thread also sends the counts of received batches, and the metrics logged since
+    the last heartbeat. The thread never waits for the GPU. At the end of the block, counts and
+    metrics are sent once more.
 
     If the agent requests a stack report, the thread sends this report instead of the heartbeat: the
     stacks of all threads and the pending collectives. The thread then also sends a note if the cell

@@ -170,9 +170,11 @@ class HostShare(ABC):
         """Copy files to this host, run the share's processes, clean up, and send files back.
 
         If the share must end while files are copied to this host, no processes start. If an error
-        occurs before the cleanup, this method passes the error to `_fail`. If one step of the
-        cleanup fails, a note tells the user, and the other steps still happen. If files cannot be
-        sent back, this method passes the error to `_record_files_error`.
+        occurs before the cleanup, this method passes the error to `_fail`.
+
+        The cleanup takes the steps of `_end_steps`, kills processes that remain, and removes the
+        share's private folder. If one step fails, a note tells the user, and the other steps still
+        happen. If files cannot be sent back, this method passes the error to `_record_files_error`.
         """
         try:
             self._local = self._files.copy_in(self._may_continue)

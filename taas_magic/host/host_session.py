@@ -317,7 +317,8 @@ class HostSession(HostRun):
     def attempt_of(self, cell: "HostCell") -> CellAttempt:
         """Return a new attempt that can run `cell` on the session's ranks.
 
-        From now on, all output and messages of the ranks go to the cell's run.
+        First directs all further output and messages of the ranks to the cell's run. The attempt
+        uses the session's pipes, processes and record of killed ranks.
         """
         ours = self._attempt
         assert isinstance(ours, SessionAttempt)

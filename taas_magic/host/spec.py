@@ -171,7 +171,7 @@ def users_path(
 ) -> list[str]:
     """Return the import path's entries that the user has added.
 
-    These are all entries except the folders of Python itself and of installed packages.
+    These are all entries except zip files, and the folders of Python and of installed packages.
 
     Args:
         path: The import path.

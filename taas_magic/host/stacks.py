@@ -140,6 +140,9 @@ class StackSample:
     def report(self, kind: type[_Report], **more: Any) -> _Report:
         """Return a stack report about this process and its children, with frames as text.
 
+        The report also says which code the main thread runs (`code_position`), and what the thread
+        waits for (`waits_for`).
+
         Args:
             kind: Class of the report, a subclass of `ProcessStack`.
             more: Values of the fields that `kind` adds to `ProcessStack`.
@@ -351,6 +354,9 @@ class StackMonitor:
     def rows(self, found: Iterable[tuple[RankState, StackSample]]) -> list[RankStack]:
         """Return one stack report for each rank.
 
+        A report also has the seconds since the rank's last progress, and the rank's use of CPUs, of
+        the GPU and of collectives.
+
         Args:
             found: State and stacks of each rank, as returned by `collect`.
         """
@@ -459,7 +465,9 @@ class StackMonitor:
 
         If the rank has not responded to the request for stacks, send it `STACK_SIGNAL`, and use the
         stack that it then writes. If it writes none, use the stack of its last heartbeat. Children
-        of the rank also get `STACK_SIGNAL`. For a rank that has ended, the result only says so.
+        of the rank also get `STACK_SIGNAL`. A rank that has sent a heartbeat in the last
+        `_BEATS_S` seconds also counts as responding. For a rank that has ended, the result only
+        says so.
         """
         if state.ended:
             return StackSample(state.pid, state=_GONE)

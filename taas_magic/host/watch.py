@@ -381,7 +381,8 @@ def out_of_memory_text(pid: int, started_at: float, before: dict[str, int]) -> s
     """If Linux killed a process because memory ran out, return text that says so; otherwise "".
 
     Searches the Linux kernel's log. If the log is not usable, compares the numbers of kills in the
-    process's cgroups with `before`.
+    process's cgroups with `before`. The text says whether a cgroup or the machine ran out of
+    memory.
 
     Args:
         started_at: Time at which the process started, in seconds of the monotonic clock.
@@ -616,9 +617,11 @@ class Ranks:
     def record_message(self, rank: int, message: Event | RankMessage | StoreMessage) -> None:
         """Record a message from a rank in the rank's state. Most messages count as progress.
 
-        For example, records the rank's last heartbeat, and whether its work succeeded or failed. If
-        a rank reports several failures, the state keeps the time of the first failure, and the
-        exception and traceback of the last failure.
+        For example, records the last heartbeat, the last stack report and the numbers of received
+        batches. Also records whether the rank accepts SIGINT, whether its work succeeded or failed,
+        and whether the rank left by `sys.exit(0)` or is back at its session's prompt. If a rank
+        reports several failures, the state keeps the time of the first failure, and the exception
+        and traceback of the last failure.
 
         These messages do not count as progress: stack reports, notes, batch counts that have not
         changed, and heartbeats if no collective has begun or ended since the last heartbeat.
