@@ -194,7 +194,8 @@ class RankShell(InteractiveShell):
         In `__main__`, `exit`, `quit` and `open` are Python's own functions. `input`, `sys.stdin`
         and `breakpoint()` ask the user. Also adapts tqdm.notebook and hydra when the program
         imports them, and removes `sys.ps1`, so that Lightning does not assume an interactive
-        session. Stores the first values of `__main__`, which `users_names` leaves out.
+        session. Stores the first values of `__main__`, which `users_names` and `%who` leave
+        out.
 
         Args:
             link: The rank's connection to its agent.
@@ -237,7 +238,8 @@ class RankShell(InteractiveShell):
         """Delete the user's variables (`%reset`), but keep the names that `bind` has set.
 
         IPython's method would also delete `__spec__`, which spawned children need, and would
-        replace Python's `exit`, `quit` and `open`.
+        replace Python's `exit`, `quit` and `open`. The names that remain no longer count as the
+        user's names (`users_names`).
         """
         super().reset(new_session, aggressive)
         start = self._at_start.items()
@@ -383,9 +385,13 @@ class RankShell(InteractiveShell):
           Python's format. The agent may kill the rank before IPython's traceback is ready.
         - If the cell continues, the message is a `RankShowedError`, which has no traceback.
 
-        The traceback goes to the log if the cell continues, or if another exception is the rank's
-        failure: in a cell without `%%taas`, Jupyter would show it. Does nothing for `sys.exit(0)`.
-        A child that the cell forked sends no message. In the forkserver, only shows the exception.
+        The tracebacks of SystemExit, SyntaxError, TaasError, RecursionError and exception groups
+        stay in Python's format. The traceback goes to the log if the cell continues, or if another
+        exception is the rank's failure, because Jupyter would show it, too. For SystemExit, the
+        traceback goes to the log only in the second case.
+
+        Does nothing for `sys.exit(0)`. A child that the cell forked sends no message. In the
+        forkserver, only shows the exception.
         """
         value = exc_tuple[1] if exc_tuple else sys.exc_info()[1]
         if self.link is None:  # in the forkserver (`prepare`)
