@@ -481,7 +481,11 @@ def _mutable_parts(loader: Any) -> tuple[Any, ...]:
 
 
 def _batches(parts: "LoaderParts") -> int | None:
-    """Return the loader's number of batches, computed from its parts; None if it has no length."""
+    """Return the loader's number of batches; None if it has no length.
+
+    The number is the length of the batch sampler or, without one, of the sampler. Without both, it
+    is computed from the length of the dataset, `batch_size` and `drop_last`.
+    """
     if parts.batch_sampler is not None:
         return _length(parts.batch_sampler)
     if parts.sampler is not None:

@@ -351,7 +351,9 @@ class RemoteLoader(DataLoader[Any]):
     def position(self) -> dict[str, Any]:
         """Return the position in the epoch after the last yielded batch; send no request.
 
-        The result is `state_dict()` without the dataset's own state.
+        Without an active pass, the position is where the next iterator will begin. The result is
+        `state_dict()` without the dataset's own state. It also has the spent units, the hash of the
+        order, and facts by which `load_state_dict` recognizes the loader.
         """
         epoch, place, order = self.next_epoch, self._resume, self._resume_order
         if self._current is not None and not self._current.ended:

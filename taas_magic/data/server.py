@@ -672,8 +672,9 @@ class Server:
     def _send_ready_responses(self, connection: RankConnection) -> None:
         """Send the responses that are ready, until the socket would block.
 
-        If the socket would block, the event loop calls this method again when the socket can send.
-        If the TLS handshake is still in progress, continue the handshake instead.
+        Queue the responses in the order of the requests, about `_OUT_BYTES` at a time. If the
+        socket would block, the event loop calls this method again when the socket can send. If the
+        TLS handshake is still in progress, continue the handshake instead.
         """
         if connection.is_greeting:
             self._receive_messages(connection)
