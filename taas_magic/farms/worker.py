@@ -13,11 +13,14 @@ from distributed.protocol import to_serialize
 from msgspec import structs
 
 from taas_magic.farms.messages import (
+    CANCELLED,
     DROP_PART,
     GET_PART,
     INLINE_BYTES,
     TOPIC,
     JobCall,
+    JobEnded,
+    JobOutcome,
     JobUpdate,
     Part,
     SharedBytes,
@@ -114,6 +117,10 @@ async def run_job(call: JobCall, parts: list[Part]) -> None:
     def report(update: JobUpdate) -> None:
         worker.log_event(TOPIC, msgspec.to_builtins(update))
 
+    # A message of Dask may contain both the job and its cancellation. Then the job has no slot when
+    # `_JobEndPlugin` would interrupt it.
+    if worker.state.tasks[call.name].state == "cancelled":
+        raise JobEnded(JobOutcome(job=call.name, etype=CANCELLED))
     loaded_parts = asyncio.gather(*map(worker.load_part, parts))
     result = await worker.slots.run(call, loaded_parts, report)
     result.parts = [_wrap_if_large(part) for part in result.parts]

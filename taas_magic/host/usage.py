@@ -94,9 +94,10 @@ class UsageReporter:
         """Measure what these ranks use, and store one row of the table for each of them.
 
         The use of a rank includes its descendants. The row also has the rank's line of code, GPU
-        use and time in collectives, from its heartbeats. A rank that has ended keeps its last row.
-        The CPU use is the mean since the last measurement. So the first measurement is not
-        reported: ranks of a session have used CPU time before it.
+        use and time in collectives, from its heartbeats. A rank that has ended keeps its last row,
+        and a rank that runs no code of the user any more keeps its last line of code. The CPU use
+        is the mean since the last measurement. So the first measurement is not reported: ranks of a
+        session have used CPU time before it.
         """
         before_s, before_at = self._cpu_s, self._measured_at
         below = processes_below(state.pid for state in states)
@@ -104,13 +105,16 @@ class UsageReporter:
         self._cpu_s = {pid: sum(map(cpu_s, found)) for pid, found in below.items()}
         passed_s = max(self._measured_at - before_at, 1e-3)
         for state in states:
+            place = code_position(state.beat.stack)[:_PLACE_CHARS]
+            if not place and state.rank in self._rows:
+                place = self._rows[state.rank].place
             used_s = self._cpu_s[state.pid] - before_s.get(state.pid, 0.0)
             self._rows[state.rank] = RankUsage(
                 rank=state.rank,
                 cpus=max(0.0, used_s) / passed_s,
                 memory_bytes=sum(map(_memory_of, below[state.pid])),
                 in_collectives=state.collective_fraction,
-                place=code_position(state.beat.stack)[:_PLACE_CHARS],
+                place=place,
                 gpu=state.beat.gpu,
             )
 

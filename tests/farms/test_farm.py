@@ -511,10 +511,28 @@ def test_a_job_is_like_a_future(farm: Farm, names: dict[str, Any]) -> None:
     assert job.done() and not job.running() and not job.cancelled()
     assert job.result(timeout=0).value == 6 and job.exception(timeout=0) is None
     assert not job.cancel() and not job.cancelled()
-    waiting = farm.submit(time.sleep, 1000)
+    waiting = farm.submit(time.sleep, 10_000)
     with pytest.raises(TimeoutError, match="has not ended after 0 s"):
         waiting.result(timeout=0)
     assert waiting.cancel() and waiting.cancelled() and not waiting.cancel()
+
+
+def test_a_job_that_is_cancelled_before_it_has_a_slot_does_not_run(
+    farm: Farm, names: dict[str, Any], tmp_path: Path
+) -> None:
+    """Dask may send a node the end of one job, the next job and its cancellation at once."""
+
+    def meet(number: int) -> int:
+        (tmp_path / str(number)).touch()
+        while len(list(tmp_path.iterdir())) < 4:
+            time.sleep(0.01)
+        return number
+
+    for number in range(20):
+        assert farm.submit(names["train"], number).result().value == 3 * number
+        farm.submit(time.sleep, 10_000).cancel()
+    jobs = farm.map(meet, range(4))  # needs all slots of both nodes
+    assert [job.result(timeout=HUNG_S) for job in jobs] == [0, 1, 2, 3]
 
 
 def test_an_option_of_submit_that_is_a_parameter_of_the_function_is_refused(farm: Farm) -> None:

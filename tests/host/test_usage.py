@@ -12,7 +12,7 @@ import pytest
 from taas_magic.host import usage
 from taas_magic.host.usage import UsageReporter
 from taas_magic.host.watch import Ranks
-from taas_magic.messages import Event, Usage
+from taas_magic.messages import Event, RankBeat, StackFrame, Usage
 from tests.eventually import eventually
 
 HOLDS = """
@@ -51,6 +51,7 @@ def test_a_report_has_the_use_since_the_last_one_and_the_last_row_of_an_ended_ra
     monkeypatch.setattr(usage, "USAGE_S", (0.1, 0.1))
     ranks, sent = Ranks([3]), list[Event]()
     ranks.record_start({3: rank.pid})
+    ranks.record_message(3, RankBeat(stack=[StackFrame("Cell In[1]", 2, "<module>")]))
     reporter = UsageReporter(1, ranks, sent.append)
     eventually(reports(reporter, sent))
     first = sent[0]
@@ -58,6 +59,11 @@ def test_a_report_has_the_use_since_the_last_one_and_the_last_row_of_an_ended_ra
     [row] = first.ranks
     assert row.rank == 3 and 60e6 < row.memory_bytes < 200e6
     assert row.cpus < 0.5, "CPU time from before the first measurement counts"
+    assert row.place == "Cell In[1], line 2"
+    ranks.record_message(3, RankBeat())  # the rank has run its cell
+    sent.clear()
+    eventually(reports(reporter, sent))
+    assert isinstance(sent[0], Usage) and sent[0].ranks[0].place == "Cell In[1], line 2"
     rank.kill()
     rank.wait()
     for state in ranks.states():
