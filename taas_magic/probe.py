@@ -210,7 +210,11 @@ def package_files(folder: str) -> list[tuple[str, bytes]]:
 
 
 def digest(files: Iterable[tuple[str, bytes]]) -> str:
-    """Return a digest of a package's files: pairs of path and content, sorted by path."""
+    """Return a digest of a package's files.
+
+    Args:
+        files: Pairs of path and content, sorted by path.
+    """
     sums = [hashlib.sha256(content).hexdigest() + " " + path for path, content in files]
     return hashlib.sha256("\n".join(sums).encode()).hexdigest()[:16]
 

@@ -57,8 +57,8 @@ class ChangeDetector:
 
     Args:
         values: The notebook's values by name, small values first.
-        out: Variables listed in `--out`. Of these variables, only classes are compared, because the
-            notebook keeps its own class. The other values return to the notebook.
+        out: Variables listed in `--out`. Their new values return to the notebook, so they are not
+            compared. But classes are compared, because the notebook keeps its own class.
         stores: Names that the cell, or a captured function, sets or deletes. For such a name, the
             old object is compared, not the object that the cell assigns to the name.
         updates: Names in `stores` whose new value the cell computes from the old value

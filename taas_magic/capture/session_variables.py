@@ -300,9 +300,12 @@ class RankVariables:
     def record_returned(self, values: Mapping[str, Any]) -> None:
         """Record values that `--out` returned: from now on, their names belong to the ranks.
 
-        Otherwise, the kernel would send the returned value back to all ranks. Each rank would lose
-        its own value, and a returned model would no longer belong to its optimizer. No note tells
-        the user that a returned value differs from the ranks' values.
+        If the names did not belong to the ranks, the kernel would send the returned value back to
+        all ranks. Each rank would lose its own value, and a returned model would no longer belong
+        to its optimizer.
+
+        For these names, the user gets no note that the notebook's value differs from the ranks'
+        values.
         """
         self._returned |= {name: id(value) for name, value in values.items()}
         for name in values:

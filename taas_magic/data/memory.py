@@ -61,7 +61,8 @@ class SpanAllocator:
     def free(self, start: int) -> None:
         """Free the span that begins at `start`, and merge it with adjacent holes.
 
-        If the merged hole reaches `end`, set `end` to the start of the hole instead.
+        If the merged hole reaches `end`, which is the end of the used part, record no hole, but set
+        `end` to the start of the hole.
         """
         end = start + self._used.pop(start)
         at = bisect.bisect(self._holes, (start, end))
@@ -225,8 +226,9 @@ class ReceiveBlocks:
     """Set of reusable, page-aligned memory blocks, in which a rank receives batches.
 
     Only one thread may use the set at a time. Blocks are reused because fresh memory costs a page
-    fault for every 4 KiB, which would halve the throughput of large batches. A batch's tensors
-    refer to the block with their values. A block is free if only this set refers to the block.
+    fault for every 4 KiB, which would halve the throughput of large batches. Each tensor of a batch
+    holds a reference to the block that contains its values. A block is free if only this set refers
+    to it.
 
     Args:
         keep_bytes: Maximum total size of all blocks in bytes. If a new block exceeds the limit, the

@@ -183,9 +183,9 @@ class RunState:
     def apply(self, event: Event, now: float | None = None) -> None:
         """Update this state by the next event; ignore events that do not concern the status header.
 
-        Pass each event also to `run_counts`. Reports of an earlier attempt on hangs, ended ranks
-        and resource use are ignored. `progress` is rank 0's newest unfinished line, or the newest
-        bar of tqdm in its lines; an empty line does not remove a bar.
+        Pass each event also to `run_counts`. Reports on hangs, ended ranks and resource use are
+        ignored if they come from an earlier attempt. `progress` is rank 0's newest unfinished line,
+        or the newest bar of tqdm in its lines; an empty line does not remove a bar.
 
         Args:
             event: The event.

@@ -278,7 +278,7 @@ class LogSummary:
         """Count lines beyond the cell's limit; keep the last lines and the errors for the summary.
 
         Args:
-            prefix: Text before each line that names the ranks that printed the lines.
+            prefix: Names of the ranks that printed the lines, as text to put before each line.
             lines: All lines to add.
             errors: The lines of `lines` that look like errors. The caller limits their number.
         """

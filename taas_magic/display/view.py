@@ -261,7 +261,7 @@ class TerminalScreen:
         return "\r\x1b[K" if self._status else ""
 
     def _print(self, text: str) -> None:
-        """Write text, then the status line, if any, cut to the width of the terminal."""
+        """Write `text`. Then write the status line, if any, cut to the terminal's width."""
         width = shutil.get_terminal_size().columns - 1
         sys.stdout.write(f"{text}{self._status[:width]}")
         sys.stdout.flush()

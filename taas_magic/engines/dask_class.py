@@ -79,9 +79,9 @@ class DaskClassEngine(Engine):
 
         The class gets the pool's options, and those of our own options that it accepts. For a class
         of dask-jobqueue, add defaults to its options, and prepare queries of the batch system. The
-        cluster starts without workers. With TLS, it runs a scheduler of the class `scheduler`
-        instead of Dask's scheduler. This scheduler makes each worker start an agent. At the end of
-        the block, first prevent `request_hosts` from starting further hosts.
+        cluster uses TLS and starts without workers. Its scheduler has the class `scheduler`, and
+        makes each worker start an agent. At the end of the block, first prevent `request_hosts`
+        from starting further hosts.
 
         Args:
             scheduler: Class of the scheduler.
@@ -151,8 +151,8 @@ class DaskClassEngine(Engine):
             whose agent is not ready.
 
         Raises:
-            PoolError: A worker could not be started. All workers that do not run were removed. Or a
-                batch job ended before its agent was ready.
+            PoolError: A worker could not be started, or a batch job ended before its agent was
+                ready. In the first case, all workers that do not run have been removed.
         """
         from distributed import Status
 

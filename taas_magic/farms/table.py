@@ -200,10 +200,10 @@ def _nodes_text(state: FarmState) -> str:
 def rows(state: FarmState) -> list[tuple[str, str, str, str]]:
     """Return the rows of the table: up to `SHOWN_JOBS` nodes, then up to `SHOWN_JOBS` jobs.
 
-    The columns are name, state, host, and the last line or reason. The rows of a closed farm
-    contain no nodes. Jobs are sorted by state: running, failed, cancelled, done, queued. Within a
-    state, the newest job is first. But of the queued jobs, the oldest is first, because it starts
-    next.
+    The columns are name, state, host, and the last line or reason. The rows contain the newest
+    nodes, but no nodes that have left the farm; the rows of a closed farm contain no nodes. Jobs
+    are sorted by state: running, failed, cancelled, done, queued. Within a state, the newest job is
+    first. But of the queued jobs, the oldest is first, because it starts next.
     """
     there = [] if state.is_closed else list(state.nodes.values())
     nodes = [n for n in there if n.state != "left"]

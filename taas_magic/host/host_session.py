@@ -349,8 +349,8 @@ class HostSession(HostRun):
         """Return whether this session must check the ranks itself.
 
         True if no cell is running, if the session is being ended, or if the ranks' key-value store
-        has ended. In the last case, the session must fail at once. Otherwise, `init_process_group`
-        in a running cell would wait until torch's timeout.
+        has ended. In the last case, the session must fail at once, because `init_process_group` in
+        a running cell would wait until torch's timeout.
         """
         return self._cell is None or self.stopped_at is not None or bool(self._why_store_ended())
 

@@ -94,7 +94,7 @@ class _ScalarHooks:
             self._handle_new(trainer, is_logged)
 
     def on_validation_start(self, trainer: Any, module: Any) -> None:
-        """Pass the scalars that later hooks of the last training step logged."""
+        """Pass to `taas.log` what the last training step logged after `on_train_batch_end`."""
         self._handle_new(trainer, self._is_logged_step)
 
     def on_validation_batch_end(self, trainer: Any, *_: Any) -> None:

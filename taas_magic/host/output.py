@@ -259,10 +259,10 @@ class LineAssembler:
 
         If there is no row below, creates one. The next bytes replace the text of the row below.
 
-        The top row is unfinished if it is an unfinished progress bar, and if each row between the
-        top row and the cursor is an unfinished bar or blank. In all other cases, and if there are
-        more than `MAX_BARS` rows, the top row is finished. A row with `is_left` is removed, but is
-        not returned as a line.
+        Rows are kept while the top row is an unfinished progress bar, and each row between the top
+        row and the cursor is an unfinished bar or blank. In all other cases, and if there are more
+        than `MAX_BARS` rows, the top row is finished. A finished row with `_Row.is_left` is a
+        progress bar that `is_bar` does not recognize; it is removed, but not returned.
         """
         self._at += 1
         if self._at == len(self._rows):

@@ -302,7 +302,7 @@ class ShareSpec(Struct, frozen=True, omit_defaults=True):
 
     @property
     def share_id(self) -> str:
-        """Id of the share: the run's id for ranks, and `fetchers_share_id` of it for fetchers."""
+        """Id of the share: for ranks, the run's id; for fetchers, `fetchers_share_id(run_id)`."""
         return fetchers_share_id(self.plan.run_id) if self.is_fetchers else self.plan.run_id
 
     @property

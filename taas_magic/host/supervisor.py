@@ -150,8 +150,8 @@ def _watch_lease(
     """Pass the first line of standard input to the agent. When the lease ends, start the cleanup.
 
     The cleanup ends the supervisor and all its descendants. The lease ends when standard input
-    closes, or after `lease_s` seconds without input, which standard error then reports. Runs in a
-    thread.
+    closes, or after `lease_s` seconds without input. In the second case, write the reason to
+    standard error. Runs in a thread.
 
     Args:
         lease_s: Seconds without input after which the lease ends. None for no limit.

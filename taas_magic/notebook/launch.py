@@ -95,9 +95,9 @@ def execute(flags: Flags, work: Work, shell: "InteractiveShell", config: Config)
     end of the run, or until the run is detached. Then store the variables of `--out`, and raise the
     error of a failed run.
 
-    At the end, record which names a cell without a session assigned on its ranks. If a later
-    cell of the notebook fails because the notebook lacks such a name, the user gets a hint. For a
-    cell of a session, record which variables came back.
+    At the end of a cell without a session, record the names that the cell assigned on its ranks. If
+    a later cell of the notebook fails because the notebook lacks such a name, the user gets a hint.
+    At the end of a cell of a session, record which variables came back.
 
     Returns:
         The run, also after the kernel has detached it.

@@ -228,7 +228,7 @@ def pool_of_session(run: Run, config: Config) -> PoolConnection:
 def rows(config: Config) -> list[PoolRow]:
     """Return the state and status of each pool of taas.toml.
 
-    Ask only the pools to which this kernel has a ready connection for their status. The state is:
+    Request the status only from pools to which this kernel has a ready connection. The state is:
 
     - "ready": this kernel is connected, and the pool's process sends beats.
     - "silent": this kernel is connected, but the process sends no beats.
