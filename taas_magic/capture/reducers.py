@@ -404,7 +404,7 @@ def _reduce_typed(storage: "torch.TypedStorage", storages: Storages) -> Reduced:
 
 
 def _reduce_tensor(tensor: "torch.Tensor") -> Any:
-    """Reduce a tensor whose dtype has no typed storage, or a subclass instance of `nn.Parameter`.
+    """Reduce a tensor whose dtype has no typed storage, or whose class extends `nn.Parameter`.
 
     For a dtype without a typed storage class, such as uint16, torch pickles an untyped storage, but
     can rebuild the tensor only from a typed storage. Torch would reduce an instance of a subclass

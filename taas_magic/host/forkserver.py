@@ -280,7 +280,7 @@ class _StandIn:
         """Return whether the stand-in has failed.
 
         A stand-in has failed if it ended before the import was over, or later with an exit code
-        other than 0. All children of a failed stand-in have ended, too, because the system kills a
+        other than 0. All children of a failed stand-in have also ended, because the system kills a
         child when its parent ends.
         """
         if self is _stand_in:  # the forkserver is importing and cannot report the exit code

@@ -856,7 +856,8 @@ class PipeReader:
                 elif isinstance(message, InputRequested):
                     self._send_output(stream.rank)
                 elif isinstance(message, Display | ClearOutput):
-                    self._send_lines(stream.rank, ends_line=not getattr(message, "update", False))
+                    is_update = isinstance(message, Display) and message.update
+                    self._send_lines(stream.rank, ends_line=not is_update)
                 self._sink.on_message(stream.rank, message)
         return data
 
@@ -894,8 +895,8 @@ class PipeReader:
         """Send the lines of a rank before a display is passed on.
 
         Args:
-            ends_line: Whether to send an unfinished line, too, as a whole line. Progress bars are
-                not sent.
+            ends_line: Whether to send an unfinished line as a whole line. An unfinished progress
+                bar is never sent.
         """
         stream = self._logs[rank]
         if ends_line:

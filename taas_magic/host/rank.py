@@ -106,7 +106,7 @@ def rank_main(spec: ProcessSpec, environ: Mapping[str, str]) -> None:
     """
     rank = int(environ["RANK"])
     link = _become_a_rank(spec, environ, rank)
-    is_session, succeeded = spec.share.run.is_session, False
+    is_session = spec.share.run.is_session
     feeding = closing(SessionLoaders(spec, rank)) if is_session else run_feed(spec.share, rank)
     try:
         with feeding as fed:

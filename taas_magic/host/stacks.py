@@ -85,13 +85,13 @@ _WAITING = {
     "connection.py": "a connection of multiprocessing",
     "synchronize.py": "a lock of multiprocessing",
 }
-"""What a thread waits for, as text for the user, if it waits in the standard library.
+"""Texts for the user that name the object for which a thread of the standard library waits.
 
 The keys are names of library files. The text applies if the thread waits in a function of the file.
 """
 
 _DATA_WAITING = {"server.py": "requests from ranks", "worker.py": "requests from its fetcher"}
-"""What a process of a fetcher waits for, as text for the user.
+"""Texts for the user that name the messages for which a process of a fetcher waits.
 
 The keys are names of files in `taas_magic/data`. The text applies if the process waits in a
 function of the file.

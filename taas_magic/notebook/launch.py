@@ -86,10 +86,10 @@ _shown_notes: set[str] = set()
 def execute(flags: Flags, work: Work, shell: "InteractiveShell", config: Config) -> Run:
     """Run a cell or a function on the ranks of a pool, and store the variables of `--out`.
 
-    Complete the flags of a session's cell by the session's flags. After a takeover of the session,
-    ask its ranks which variables they have. Make the plan. Pickle the objects that the work uses,
-    while a thread checks the project store. Check `--out`, add fetchers and notes to the plan, and
-    write the run folder.
+    Complete the flags of a session's cell by the session's flags. If this kernel has taken the
+    session over, request the names of its variables from the ranks. Make the plan. Pickle the
+    objects that the work uses, while a thread checks the project store. Check `--out`, add fetchers
+    and notes to the plan, and write the run folder.
 
     Then start the run, or run the cell on the ranks of its session. Block until the view shows the
     end of the run, or until the run is detached. Then store the variables of `--out`, and raise the
@@ -320,9 +320,11 @@ def _cell_syntax_error(error: SyntaxError, cell: CellWork) -> CellSyntaxError:
     Count line numbers, also those in the message, from the top of the cell, which includes its
     `%%taas` line or comments. The new error's text shows the label and the line of the cell.
     """
-    # such as "expected an indented block after 'if' statement on line 1", or "(detected at line 1)"
+    # Examples: "expected an indented block after 'if' statement on line 1", "(detected at line 1)"
     error.msg = re.sub(
-        r"(?<= [ao][tn] line )\d+", lambda found: str(int(found[0]) + cell.lines_above), error.msg
+        r"(?<= at line | on line )\d+",
+        lambda found: str(int(found[0]) + cell.lines_above),
+        error.msg,
     )
     error.filename = cell.label
     error.lineno = (error.lineno or 1) + cell.lines_above

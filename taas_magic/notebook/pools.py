@@ -421,7 +421,7 @@ def _cells(row: HostCheck, here: KernelVersions, protection: str) -> tuple[str, 
 
 
 def _taas_source(seen: HostFacts, here: KernelVersions) -> str:
-    """Return from where a host gets taas-magic, as text for the table of hosts.
+    """Return the source of a host's taas-magic, as text for the table of hosts.
 
     - "installed": the host's Python has taas-magic.
     - "in its cache": the host has a copy of taas-magic from an earlier use.

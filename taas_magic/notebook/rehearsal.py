@@ -99,7 +99,7 @@ def rehearse(flags: Flags, work: Work, shell: "InteractiveShell", config: Config
 
     First pickle the objects that the cell uses, check `--out`, and then check the pool. If an
     object cannot be pickled, print the report without running the cell. Block until the rehearsed
-    run has ended. Print the report of a failed run, too, before the run's error is raised.
+    run has ended. If the run failed, first print the report, and then raise the run's error.
 
     Raises:
         UsageError: The flags are impossible, or `--out` names a variable that no rank will have.

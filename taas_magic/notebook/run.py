@@ -797,8 +797,8 @@ class RunDriver:
         """Record that the run has ended as LOST if the pool's process has ended or is silent.
 
         The process counts as silent after `SILENT_LOST_S` seconds without a heartbeat. After
-        `SILENT_NOTE_S` seconds without a heartbeat, show a note, but only once in the run. Write
-        the end to the journal, too, unless the connection is over but the process is alive.
+        `SILENT_NOTE_S` seconds without a heartbeat, show a note, but only once in the run. Also
+        write the end to the journal, unless the connection is over but the process is alive.
         """
         if connection.is_over:
             # A pool's process that is alive writes the run's end to the journal itself.

@@ -254,7 +254,7 @@ class PoolHosts(SchedulerPlugin):
         """Wait until `count` hosts can start ranks, and return the hosts that `choose` selects.
 
         If too few hosts join, give all hosts without a run back to the engine. In any case, remove
-        the kernels' lines about hosts. Mark the chosen hosts as no longer idle.
+        the kernels' lines about hosts. From now on, the chosen hosts do not count as idle.
 
         Raises:
             PoolError: The hosts did not join in time, or the engine cannot provide a host.

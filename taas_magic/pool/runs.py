@@ -637,7 +637,7 @@ class PoolFetchers(Share):
         """Start all fetchers again, after their hosts have cleaned up after the ended fetchers.
 
         If the start fails, kill the fetchers that have started, allow no further restart, and
-        publish the failure of each fetcher. Count the restart as no longer pending.
+        publish the failure of each fetcher. At the end, reduce the number of pending restarts.
         """
         try:
             await self.wait_until_ended()
@@ -1056,7 +1056,7 @@ class PoolRun(Share):
         self._tasks.start(self._forget_ranks(self._numbers(part)))
 
     def _report(self, part: HostPart, state: str, cause: str, failures: list[Failure]) -> None:
-        """Record how a host's ranks ended, unless the host has a report for this attempt already.
+        """Record how a host's ranks ended. If the host has reported before, do nothing.
 
         In a federation in which all hosts have taken part, only the failure or loss of host number
         0 ends the run. If any other host fails or is lost, publish a note and record that this host
@@ -1066,14 +1066,15 @@ class PoolRun(Share):
             state: SUCCEEDED, FAILED, INTERRUPTED or LOST.
             cause: Reason for the end; "" on success.
         """
+        if part.report is not None:
+            return
         if self._has_federation and part.host_rank and state in ("FAILED", "LOST"):
             why = "; ".join(failure.message for failure in failures)
             text = f"host {part.host.name} no longer takes part: {why}"
             self.publish(Note(host=part.host.name, text=text))
             state, failures = "SUCCEEDED", []
-        if part.report is None:
-            part.report = HostReport(state, cause, time.monotonic(), tuple(failures))
-            self._changed.set()
+        part.report = HostReport(state, cause, time.monotonic(), tuple(failures))
+        self._changed.set()
 
     async def _wait_for_outcome(self) -> AttemptOutcome:
         """Wait until the current attempt has ended; return its outcome, as `decide` determines it.

@@ -288,7 +288,7 @@ def find_problems(
     """Return all problems of a host, errors first; empty if there are none.
 
     If the host's Python has another minor version, return only this error, because the other facts
-    are those of the wrong interpreter.
+    describe the wrong interpreter.
 
     Args:
         here: Versions that the host must match.
@@ -297,7 +297,9 @@ def find_problems(
         packages: Packages that the host needs, by name.
     """
     if major_minor(facts.python) != major_minor(here.python) or not facts.system:
-        return [_other_python_problem(facts, here)]  # other facts are of the wrong interpreter
+        return [
+            _other_python_problem(facts, here)
+        ]  # the other facts describe the wrong interpreter
     found = [
         *_python_problems(facts, here),
         *_disk_problems(facts),
