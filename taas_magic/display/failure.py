@@ -182,10 +182,10 @@ def other_failures_text(
         failures: All failures of the run, including the first failure.
 
     Returns:
-        A line with two counts: the ranks that failed as a consequence of the first failure, and the
-        ranks that failed for reasons of their own. And a list with one line for each cause. If
-        there are more than `MAX_OTHERS` causes, the last line has the number of causes left out.
-        Line and list are empty if nothing else failed, or if `--timeout` has ended the run.
+        Two values. The first is one line with the number of ranks that failed because of the first
+        failure, and the number of ranks that failed for other reasons. The second is a list with
+        one line for each cause; beyond `MAX_OTHERS` causes, the last line has the number of causes
+        left out. Both values are empty if nothing else failed, or if `--timeout` has ended the run.
     """
     if first is not None and first.how == "timeout":
         return "", []
@@ -221,7 +221,8 @@ def _ranks(ranks: Sequence[int]) -> str:
 def rank_positions(failures: Sequence[Failure]) -> list[str]:
     """Return lines of text that say where in the code ranks were when `--timeout` ended the run.
 
-    Ranks at the same line of code share one line of the result.
+    Ranks at the same line of code share one line of the result. If no failure names a rank, return
+    an empty list.
     """
     alike: defaultdict[str, list[int]] = defaultdict(list)
     for failure in failures:
@@ -316,12 +317,12 @@ def cause_of(failure: Failure | None, notebook: Mapping[str, object]) -> BaseExc
 
     The exception has the message as its only argument. It has no further attributes, because the
     type's own `__new__` and `__init__` are not called. Return None if the kernel does not have the
-    type, or if Python cannot create the exception from a message.
+    type, if the type is no subclass of Exception, or if Python cannot create the exception from a
+    message.
 
     Args:
         failure: The failure that came first.
-        notebook: The notebook's variables, by name. If the type belongs to `__main__`, search it
-            here.
+        notebook: The notebook's variables, by name, among which to find a type of `__main__`.
     """
     if failure is None or not failure.etype:
         return None

@@ -402,8 +402,8 @@ def _css_text(lines: Sequence[str]) -> str:
 def _rank_table(state: RunState, now: float) -> list[str]:
     """Return the lines of the status header's table of ranks; [] if no rank has sent a report.
 
-    The table has at most `MAX_ROWS` ranks; a line below has the number of further ranks. Keep the
-    table in `state`. For an active run, return it again until it is `REDRAW_GAP_S` seconds old.
+    The table has at most `MAX_ROWS` ranks; a line below has the number of further ranks. For an
+    active run, store the table in `state`, and make a new table only after `REDRAW_GAP_S` seconds.
     """
     is_last = state.has_ended or state.final_title
     if is_last or not state.rank_table or now - state.rank_table_at >= REDRAW_GAP_S:
@@ -517,9 +517,9 @@ def _tails_html(state: RunState) -> str:
 def _curve_rows(state: RunState, now: float) -> list[tuple[str, str]]:
     """Return the row of the status header with the metrics and their curves; [] without metrics.
 
-    For an active run, return the last row again until it is `REDRAW_GAP_S` seconds old. Ranks may
-    send metrics many times a second, and this row is the largest part of the status header. After
-    the run's end, the row has all values.
+    Ranks may send metrics many times a second, and this row is the largest part of the status
+    header. So for an active run, make a new row only after `REDRAW_GAP_S` seconds; until then,
+    return the stored row. After the run's end, the row has all values.
     """
     is_last = state.has_ended or state.final_title
     if is_last or not state.curve_rows or now - state.curves_drawn_at >= REDRAW_GAP_S:
@@ -530,9 +530,9 @@ def _curve_rows(state: RunState, now: float) -> list[tuple[str, str]]:
 def _curve_parts(curves: Curves) -> Iterator[tuple[str, str]]:
     """Yield one row of the status header with the first `MAX_CURVES` metrics, if there are any.
 
-    The row is a pair of text and HTML. The HTML has a small picture with the curves of several
-    ranks for each metric. The text has one line for each metric, with the values of the lowest
-    rank. If there are further metrics, the last entry has their number.
+    The row is a pair of text and HTML. The text has one line for each metric, with the values of
+    the lowest rank. For each metric, the HTML has a small picture with the curves of up to
+    `MAX_RANKS` ranks. If there are further metrics, both end with the number of these metrics.
     """
     if not curves:
         return

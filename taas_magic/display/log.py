@@ -126,10 +126,11 @@ class LineMerger:
     def _release_unmatched(self) -> list[ShownLine]:
         """Remove and return lines that no further rank is likely to print soon.
 
-        Each rank has a queue of waiting lines. While a queue is empty, remove nothing, because the
-        next line of this rank may be equal to a waiting line. Otherwise, remove a line from the
-        heads of the queues if no equal line waits behind a head. Repeat this until a queue is
-        empty. The line of the lowest rank comes first, because rank 0 usually prints most.
+        Each rank has a queue of waiting lines. While any queue is empty, remove nothing, because
+        that rank may soon print a line that equals a waiting line. Otherwise, find a first line of
+        a queue that has no copy further back in any queue. Remove this line from the front of all
+        queues. If there are several such lines, choose the line of the lowest rank, because rank 0
+        usually prints most. Repeat this until a queue is empty, or until there is no such line.
         """
         shown: list[ShownLine] = []
         while len(self._waiting) == self._world_size:
@@ -145,12 +146,12 @@ class LineMerger:
         return shown
 
     def _release_first(self, rank: int, most: int) -> list[ShownLine]:
-        """Remove a rank's first waiting line, and return it as one line for all ranks of its group.
+        """Remove a rank's first waiting line from the queues, and return the lines to show.
 
-        Also remove the line from the queues of all other ranks of the group. If no waiting line of
-        any other rank equals the line, also remove the next lines of the rank, up to the first line
-        with a copy in a queue. To remove many lines in one call is several times as fast as one
-        call for each line.
+        If the line has copies in the queues, remove it for all ranks of its group. If the line has
+        no copy, also remove the rank's next lines, up to the first line with a copy. To remove many
+        lines in one call is several times as fast as one call for each line. Afterwards, new groups
+        may have all ranks: also remove and return their lines.
 
         Args:
             rank: A rank that has a waiting line.
@@ -266,9 +267,14 @@ class LogSummary:
         self.has_unshown_lines = False
 
     def count(self, n_lines: int, n_bytes: int) -> None:
-        """Add to the number and the bytes of the lines beyond the cell's limit.
+        """Add to the number and the size of the lines beyond the cell's limit.
 
-        Call this for lines that a host did not send. For lines with a known text, call `add_lines`.
+        Call this method for lines that a host dropped. For lines with a known text, call
+        `add_lines`.
+
+        Args:
+            n_lines: Number of further lines.
+            n_bytes: Size of these lines in bytes.
         """
         self._lines += n_lines
         self._bytes += n_bytes
@@ -363,7 +369,11 @@ class LogText:
         self._dropped[event.rank] = lines + event.lines, size_bytes + event.bytes
 
     def add_line(self, text: str) -> None:
-        """Add a line that no rank printed, such as a note. First add all waiting lines of ranks."""
+        """Add a line that no rank printed, such as a note.
+
+        First add all waiting lines of ranks. If the cell is full, add the line to the summary, both
+        as a line and as an error, so that the summary shows the line even if many lines follow.
+        """
         self.flush()
         if self.summary is None:
             self._pieces.append(f"{text}\n")
@@ -389,7 +399,7 @@ class LogText:
         self._note_dropped(now)
 
     def next_due(self) -> float:
-        """Return when `add_due_lines` will next add a line or a note; infinity if nothing waits."""
+        """Return the time when `add_due_lines` next adds lines; infinity if nothing waits."""
         return min(self._merger.next_due(), self._note_at if self._dropped else math.inf)
 
     @property
@@ -434,11 +444,11 @@ class LogText:
         return f"[{host}{ranks[0]}] "
 
     def _note_dropped(self, now: float) -> None:
-        """Add a note with the number of lines dropped since the last note.
+        """Add a note with the number of lines that hosts dropped since the last note.
 
-        The note names the ranks and the path of their logs. Start to count anew. Then double the
-        pause before the next note, up to a maximum, so that a long flood of output causes only a
-        few notes. Without dropped lines, do nothing.
+        The note names the ranks and the path of their logs. Then reset the number, and double the
+        pause before the next note, up to a maximum. So a long flood of output causes only a few
+        notes. Without dropped lines, do nothing.
         """
         if not self._dropped:
             return

@@ -1,4 +1,4 @@
-"""Compute a run's state and its past output from its journal, for views that are opened later.
+"""Compute a run's state and past output from its journal, for a view that is opened later.
 
 The functions do no I/O. The state is the same as in a view that has been open since the start of
 the run. Only the printed lines that the view shows are decoded, so a journal of 100 MB takes less
@@ -87,20 +87,21 @@ class Replay:
 
     @property
     def state(self) -> RunState:
-        """The run's state after all events read so far."""
+        """The run's state after all events read so far, including the events that `read` stored."""
         self._apply_pending()
         return self._state
 
     def read(self, chunk: bytes) -> None:
-        """Process the next chunk of the journal, which must consist of whole lines.
+        """Process the next lines of the journal: update the run's state, and store its past output.
 
-        For speed, keep some events undecoded: printed lines, numbers of dropped lines, counts of
-        loaders, resource use of ranks, and rank 0's newest progress. A progress bar in rank 0's
-        printed lines counts as progress. Apply all other events to the state at once. If the plan
-        has `log_ranks`, ignore lines that ranks outside `log_ranks` printed.
+        Apply most events to the state at once. Store frequent events without decoding them, which
+        is faster: printed lines, numbers of lines that a host dropped, counts of loaders, the
+        resource use of ranks, and rank 0's newest progress. A progress bar in rank 0's printed
+        lines counts as progress. Ignore lines that are not valid events. If the plan has
+        `log_ranks`, also ignore lines that other ranks printed.
 
         Args:
-            chunk: Lines of the journal.
+            chunk: The lines; the last line must be complete.
         """
         errs, has_bar = any(word in chunk for word in _ERROR_WORDS), b"%|" in chunk
         is_plain = chunk.startswith(_LINES) and not has_bar and not self._log_ranks
@@ -132,9 +133,9 @@ class Replay:
         self._counts.add(counts)
 
     def pieces(self) -> list[OutputPiece]:
-        """Return the past output in the order of the journal.
+        """Return the past output in the order of the journal; shorten a long log.
 
-        Call this only once, after the last `read`, because the call shortens the kept output.
+        Call this method only once, after the last `read`, because it removes stored lines.
         """
         return self._shown.pieces(self.state)
 
@@ -160,20 +161,20 @@ class Replay:
 
 
 class _CountsBuffer:
-    """Buffer of undecoded events with counts of loaders and with the resource use of ranks.
+    """Buffer of undecoded events that report counts of loaders or the resource use of ranks.
 
-    The event kinds are `data`, `fetched` and `usage`. The counts are sums since a rank or fetcher
-    started, so its newest event replaces its earlier events. In the same way, the newest `usage`
-    event of a host replaces the host's earlier `usage` events. The buffer has three parts:
+    The event kinds are `data`, `fetched` and `usage`; their senders are ranks, fetchers and hosts.
+    A count is a sum since its sender started, and `usage` is a momentary value. So the newest event
+    of a sender replaces all earlier events of the sender. The buffer has three parts, in the order
+    of the journal:
 
-    - The first `most` events, because these contain the counts at the start of the ranks.
-    - At least the last `most` events, because the current rates are computed from these events.
-    - For the time between the first and the last part: only the newest event of each rank, fetcher
-      and host.
+    - The first `most` events. They contain the counts at the start of the ranks.
+    - The middle part: for each sender, only its newest event of this time.
+    - At least the last `most` events. The current rates are computed from these events.
 
     Args:
-        most: Number of first events to keep; also the minimum number of last events to keep.
-        reporters: Number of ranks, fetchers and hosts that send such events.
+        most: Number of events in the first part, and minimum number of events in the last part.
+        reporters: Number of senders; `sys.maxsize` if it is not known.
     """
 
     def __init__(self, most: int, reporters: int) -> None:
@@ -209,10 +210,7 @@ class _CountsBuffer:
         return taken
 
     def _sum_counts(self, lines: list[bytes]) -> None:
-        """Add events to the middle part, which keeps only the newest event of each sender.
-
-        A sender is a rank, a fetcher or a host.
-        """
+        """Add events to the middle part, and drop each event that a newer event replaces."""
         newest: dict[tuple[bytes, bytes], bytes] = {}
         for line in reversed(lines):
             newest.setdefault((line[:12], _reporter(line)), line)
@@ -301,7 +299,7 @@ class _PastOutput:
 
         Keep restarts, and the displays of the ranks that the plan shows. If a later event updates a
         display, change the kept display. If the first shown rank has cleared its output, remove all
-        earlier output. Ignore all events of further kinds.
+        earlier output. Ignore events of all other kinds.
         """
         self._numbers += 1
         match event:
@@ -322,10 +320,14 @@ class _PastOutput:
     def pieces(self, state: RunState) -> list[OutputPiece]:
         """Return the past output; shorten a log of more than `TAIL_BYTES`, and add a note on this.
 
-        If the run is active, leave out the first lines of the log. If the run has ended, return the
-        first lines, a note, the lines between that look like errors, and the last lines. Always
-        include displays and restarts; in a shortened log of an ended run, they come before the last
-        lines.
+        A short log is returned completely, in the order of the journal. A long log of an active run
+        is returned without its first lines, after a note. For a long log of an ended run, the
+        result has:
+
+        - the first lines, and a note;
+        - the lines from the middle of the log that look like errors;
+        - all displays and restarts;
+        - the last lines.
 
         Args:
             state: The run's state after the whole journal.

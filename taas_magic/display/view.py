@@ -401,14 +401,18 @@ class View:
         self._show(event, now)
 
     def _show(self, event: Event, now: float) -> None:
-        """Add an event's text to the log: printed or dropped lines, or a line about a restart.
+        """Show one event, or add it to the text that `tick` will write.
 
-        Show a display, or clear the cell, at once, but first write all waiting lines. A line above
-        a new display of a rank other than 0 names the rank. If the pool is untrusted, show only
-        text and pictures of the display. Ignore displays of ranks that the plan does not show. Only
-        the lowest shown rank can clear the cell.
+        - Printed lines and dropped lines: add them to the log.
+        - A restart: add a line about it to the log.
+        - A display: write all waiting lines, and show the display at once. A line above a new
+          display names the rank, unless it is rank 0. If the pool is untrusted, show only text and
+          pictures.
+        - A cleared output: write all waiting lines, and clear the cell at once.
 
-        After any event except lines, mark the status header as stale, so that `tick` updates it.
+        Ignore displays of ranks that the plan does not show. Only the lowest shown rank can clear
+        the cell. After any event except lines, mark the status header as stale, so that `tick`
+        updates it.
         """
         plan = self._state.plan
         match event:
@@ -457,7 +461,10 @@ class View:
         return type(self._screen) is NotebookScreen
 
     def next_due(self) -> float:
-        """Return the latest time for the next call of `tick` if no event arrives, or infinity."""
+        """Return the latest time at which `tick` must be called if no event arrives before.
+
+        Return infinity if there is nothing to write or update.
+        """
         return min(self._log.next_due(), self._head_due(), self._write_due())
 
     def close(self) -> None:
