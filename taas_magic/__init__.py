@@ -1,8 +1,8 @@
 """Run a notebook cell as N torch.distributed ranks: `%load_ext taas_magic`, `%%taas --gpus N`.
 
-This package imports neither torch nor Dask, nor any module that needs `random`. While Python
-imports this package, the notebook's folder is on the import path, so a random.py in that folder
-would replace Python's own.
+`import taas_magic` loads neither torch nor Dask, nor any module that needs Python's `random`.
+During this import, the notebook's folder comes first on the import path. So a file random.py in
+the notebook's folder would replace Python's own module.
 """
 
 from typing import TYPE_CHECKING
@@ -17,7 +17,8 @@ __all__ = ["__version__", "load_ipython_extension", "unload_ipython_extension"]
 def load_ipython_extension(shell: "InteractiveShell") -> None:
     """Register the magics, `#pragma taas` and Tab completion, and begin to warm the local pool.
 
-    IPython calls this function in the kernel. A thread warms the pool; the function does not wait.
+    IPython calls this function for `%load_ext taas_magic`. A thread warms the pool; the function
+    does not wait for the thread.
     """
     from taas_magic.notebook import magic
 
@@ -25,7 +26,7 @@ def load_ipython_extension(shell: "InteractiveShell") -> None:
 
 
 def unload_ipython_extension(shell: "InteractiveShell") -> None:
-    """Remove the magics, `#pragma taas` and Tab completion from IPython. Running pools go on."""
+    """Remove the magics, `#pragma taas` and Tab completion from IPython. Running pools continue."""
     from taas_magic.notebook import magic
 
     magic.unload(shell)

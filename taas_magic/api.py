@@ -82,15 +82,15 @@ def get_registered_data_loaders_names() -> list[str]:
 
 
 def get_worker_info() -> Any:
-    """Return the result of torch's `get_worker_info()`; instead of None, return a replacement.
+    """Return the result of torch's `get_worker_info()` or, if that is None, a replacement.
 
     For code written for DataSphere's old package `taas`, whose function never returned None.
 
     Returns:
-        An object with `id`, `num_workers` and `seed`. In a rank, the replacement has the rank as
-        its `id`, the world size as its `num_workers`, and torch's initial seed. In a fetcher that
-        runs a registered loader with `num_workers=0`, `id` is 0 and `num_workers` is 1: the fetcher
-        loads all data, and its batches are divided among the ranks.
+        An object with `id`, `num_workers` and `seed`. In the replacement, `seed` is torch's initial
+        seed. In a rank, `id` is the rank and `num_workers` is the world size. In any other process,
+        `id` is 0 and `num_workers` is 1, for example in a fetcher that runs a registered loader
+        with `num_workers=0`. Such a fetcher reads all data, and the ranks share its batches.
     """
     import torch
     from torch.utils.data import get_worker_info
@@ -107,8 +107,8 @@ def get_worker_info() -> Any:
 def _device_type() -> str:
     """Return "cuda" if this process can use a GPU, else "cpu".
 
-    Only a rank asks torch. Other processes, such as the kernel, must not load torch and CUDA. For
-    these, `probe.count_gpus` counts the GPUs instead.
+    Only a rank asks torch. Other processes, such as the kernel, must not load torch and CUDA. In
+    these processes, `probe.count_gpus` counts the GPUs instead.
     """
     if "LOCAL_RANK" in os.environ and "torch" in sys.modules:
         import torch
@@ -134,11 +134,12 @@ _PLACES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Return the object with a public name of `taas`; import its module on first use.
+    """Return the public object of `taas` that has this name; import its module on first use.
 
-    `last_run` is the run that this kernel started or attached last; None if there is no such run.
-    `device_type` is "cuda" or "cpu". After its first use, any other object is an attribute of this
-    module, so that loops can call `log` and `step` quickly.
+    Python calls this function for a name that is not yet an attribute of this module. `last_run`
+    is the run that this kernel started or attached last, or None. `device_type` is "cuda" or "cpu".
+    Both are computed at each access. Any other object becomes an attribute of this module at its
+    first use, so that loops can call `log` and `step` quickly.
 
     Importing `taas` does not import the modules of these objects. During the import of `taas`, the
     notebook's folder comes before the standard library on the import path. If this folder has a

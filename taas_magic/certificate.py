@@ -1,4 +1,8 @@
-"""Make private certificates for TLS. A process trusts only the certificates that it was given."""
+"""Make certificates for TLS connections between processes of taas-magic.
+
+The certificates come from no public authority. A process trusts only the certificates that
+taas-magic has given to it.
+"""
 
 import datetime
 import ipaddress
@@ -24,13 +28,14 @@ def make(name: str) -> tuple[str, str]:
 
 
 def sign(certificate: str, key: str, address: str) -> tuple[str, str]:
-    """Make and sign a certificate, with a private key, for the server at an IP address.
+    """Make the certificate of a server, signed by an issuer, and the server's new private key.
 
-    The results are text in PEM format.
+    Both results are text in PEM format.
 
     Args:
-        certificate: The signer's certificate, from `make`.
-        key: The signer's private key.
+        certificate: The issuer's certificate, from `make`.
+        key: The issuer's private key.
+        address: IP address of the server.
     """
     issuer = x509.load_pem_x509_certificate(certificate.encode()).subject
     name = str(issuer.get_attributes_for_oid(NameOID.COMMON_NAME)[0].value)
@@ -39,7 +44,11 @@ def sign(certificate: str, key: str, address: str) -> tuple[str, str]:
 
 
 class Authority:
-    """Issuer of certificates for clients. The issuer's own private key never leaves this object."""
+    """Issuer of certificates for clients. The issuer's own private key never leaves this object.
+
+    Args:
+        name: Common name of the issuer.
+    """
 
     def __init__(self, name: str) -> None:
         self._name = name

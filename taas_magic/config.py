@@ -304,7 +304,8 @@ def _why_untrusted(place: Path, status: os.stat_result) -> str:
 
     Check the owner first, then the write access of everybody and of the group. Return "" if only
     the current user and root can change the file or folder. Ignore write access of the user's
-    private group. If a folder has the sticky bit, ignore all users but its owner.
+    private group. If a folder has the sticky bit, check only the folder's owner, because other
+    users cannot replace files in such a folder.
     """
     user, quoted = os.geteuid(), shlex.quote(str(place))
     if status.st_uid not in (user, 0):
@@ -436,13 +437,14 @@ def _pool(name: str, table: object, source: Path) -> PoolConfig:
     """Check the table of one pool and convert it to a `PoolConfig`.
 
     After the checks, set two defaults. If the table has `hosts`, the default of `max_hosts` is
-    their number. The default of `idle_timeout_s` is `IDLE_TIMEOUT_S`, except for the engine
-    `local`.
+    the number of `hosts`. The default of `idle_timeout_s` is `IDLE_TIMEOUT_S`, except for the
+    engine `local`.
 
     Raises:
-        UsageError: The name is not allowed, or a value is wrong or does not fit the engine: `ssh`
-            needs `hosts`, and other engines refuse `hosts`. Or the table contains another table
-            than `options`, as after `[pools.g2.8]` without quotes; the message shows the quotes.
+        UsageError: The name is not allowed, or a key or value is wrong. Or a value does not fit the
+            engine: `ssh` needs `hosts`, other engines refuse `hosts`, and the pool `local` needs
+            the engine `local`. Or the table contains a table other than `options`. This happens if
+            the user writes `[pools.g2.8]` without quotes, so the message shows the quotes.
     """
     where = f'{source}: [pools."{name}"]'
     if not re.fullmatch(r"[A-Za-z][\w.-]*", name):

@@ -44,7 +44,7 @@ class RegistrationError(UsageError, TypeError, ValueError):
 
 
 class CellSyntaxError(TaasError):
-    """Raised if the cell is not Python; the message is Python's own, with cell and line."""
+    """Raised if the cell is not valid Python; the message is Python's, with cell and line."""
 
     def _render_traceback_(self) -> list[str]:
         return [str(self)]
@@ -133,7 +133,10 @@ class ProtocolError(PoolError):
 
 
 def reason_of(error: OSError) -> str:
-    """Return why the operating system refused to write a file, as text for an error message."""
+    """Return why the operating system refused to write a file, as text for an error message.
+
+    For an error without a text of our own, return the text of the operating system.
+    """
     reasons = {
         errno.EROFS: "its file system is read-only",
         errno.ENOSPC: "its file system is full",
@@ -144,13 +147,20 @@ def reason_of(error: OSError) -> str:
 
 
 def listed(names: Sequence[str], most: int) -> str:
-    """Return the first `most` names as text for a message, such as "a, b and 5 more"."""
+    """Join the first `most` names as text for a message, such as "a, b and 5 more".
+
+    If there are no further names, the text has only the names, such as "a, b".
+    """
     more = len(names) - most
     return ", ".join(names[:most]) + f" and {more:,} more" * (more > 0)
 
 
 def signal_name(exitcode: int) -> str:
-    """Return the name of the signal that ended a process (`SIGSEGV` for exit code -11), else ""."""
+    """Return the name of the signal that ended a process, such as `SIGSEGV` for exit code -11.
+
+    If the signal has no name, return its number, such as `signal 40`. If no signal ended the
+    process, return "".
+    """
     if exitcode >= 0:
         return ""
     try:

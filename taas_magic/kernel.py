@@ -1,6 +1,6 @@
 """The Jupyter kernel "Python (TaaS)": an ipykernel that loads the `taas_magic` extension at start.
 
-By kernels/taas/kernel.json, Jupyter starts the kernel with this command:
+The file kernels/taas/kernel.json tells Jupyter to start the kernel with this command:
 `python -m taas_magic.kernel -f <connection file>`.
 """
 

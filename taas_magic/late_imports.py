@@ -19,13 +19,17 @@ def when_imported(name: str, then: Callable[[], None]) -> None:
 
 
 class _Finder(MetaPathFinder):
-    """Finder that calls a function after the import of one module.
+    """Import finder that calls a function once, after the import of one module.
 
     This finder must come first in `sys.meta_path`. The later finders find the module's spec. This
     finder then changes the spec's loader, so that the loader calls the function after the import.
 
     This finder stays in `sys.meta_path` until the module is imported. A mere search for the module
-    does not remove it, because libraries may only check whether the module is installed.
+    does not remove this finder: libraries may only check whether the module is installed.
+
+    Args:
+        name: Name of the module.
+        then: The function to call.
     """
 
     def __init__(self, name: str, then: Callable[[], None]) -> None:
@@ -34,14 +38,16 @@ class _Finder(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Return the module's spec, with a changed loader, if `fullname` is this finder's module.
+        """Return the spec of this finder's module, with a loader that calls the finder's function.
 
-        The spec comes from the later finders. The changed loader first undoes its change, and then
-        executes the module. If this finder is still in `sys.meta_path`, the changed loader removes
-        it and calls the finder's function.
+        The spec and its loader come from the later finders. This method replaces the loader's
+        method `exec_module`. The replacement first undoes itself, and then executes the module.
+        If this finder is still in `sys.meta_path` after that, the replacement removes this finder
+        from there and calls the finder's function.
 
-        For any other module, return None, so that the import system asks the later finders. Also
-        return None if this finder is no longer in `sys.meta_path`.
+        Return None if `fullname` is another module, or if this finder is no longer in
+        `sys.meta_path`. Then the import system asks the later finders. Also return None if no later
+        finder finds the module.
         """
         if fullname != self._name or self not in sys.meta_path:
             return None

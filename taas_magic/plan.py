@@ -39,10 +39,11 @@ class DataPlan(Struct, frozen=True):
     """Plan of all fetchers of a run.
 
     Attributes:
-        pool_hosts: Number of hosts to wait for before the fetchers' hosts are chosen. If the pool
-            also runs the ranks, this number includes the hosts of the ranks. So ranks and fetchers
-            get different hosts if the pool has enough.
+        pool: Name of the pool that runs the fetchers.
         hosts: Number of hosts that run fetchers.
+        pool_hosts: Number of hosts of the pool to wait for before the hosts of the fetchers are
+            chosen. If the pool also runs the ranks, this number includes the hosts of the ranks.
+            So ranks and fetchers get different hosts if the pool has enough hosts.
         crosses: Whether batches may be sent from host to host. If so, fetchers listen on the
             network, not only on their own host.
         cores: Number of processors that each fetcher may use. A loader's number of workers depends
@@ -69,7 +70,8 @@ class DataPlan(Struct, frozen=True):
 def choose_data_pool(ranks_pool: str, data_pool: str, config: Config) -> tuple[PoolConfig, str]:
     """Choose the pool for the fetchers: `data_pool`, else a pool for data, else the ranks' pool.
 
-    A pool for data has `role = "data"` in taas.toml; the first one is chosen.
+    A pool for data is a pool with `role = "data"` in taas.toml. If there are several such pools,
+    choose the first one of `config.pools`.
 
     Args:
         data_pool: Value of `--data-pool`: name of a pool; "" without this flag.
@@ -235,7 +237,7 @@ class HostCapacity:
 
 
 class HostPlan(Struct, frozen=True):
-    """Ranks that a run puts on one host.
+    """Plan of the ranks on one host of a run.
 
     Attributes:
         host_rank: Number of the host among the hosts that run ranks.
@@ -298,7 +300,7 @@ def split_name(text: str) -> tuple[str, int]:
 
     `losses` means rank 0, `losses@3` rank 3, `losses@last` the rank with the highest number, and
     `losses@all` a list of the values of all ranks. Instead of a variable, `VALUE` means the value
-    that the cell or function returns.
+    of the cell's last expression, or the function's return value.
 
     Returns:
         The variable, and a rank number, `LAST` or `ALL`.
@@ -327,7 +329,11 @@ def requests_value_of(text: str, rank: int, world_size: int) -> bool:
 
 
 def ranks_with_results(out: Sequence[str], world_size: int) -> frozenset[int]:
-    """Return the ranks that may send results: rank 0 and the ranks named in `--out`."""
+    """Return the ranks that may send results: rank 0, and the ranks that items of `--out` request.
+
+    Args:
+        out: Items of `--out`, such as `losses@3`.
+    """
     return frozenset(
         rank
         for rank in range(world_size)
@@ -372,6 +378,7 @@ def make_plan(
     If the hosts have no GPUs, the plan has a note for the user, except in a rehearsal.
 
     Args:
+        host: Capacity of each host of the pool.
         max_hosts: Maximum number of hosts of the pool.
         store: Rule for access to the project store; None for no restrictions.
 
@@ -406,6 +413,8 @@ def _check_fits(
 
     Args:
         per_host: Maximum number of ranks on a host.
+        n_hosts: Number of hosts that the ranks need.
+        max_hosts: Maximum number of hosts of the pool.
     """
     most = per_host * max_hosts
     if flags.gpus > most:

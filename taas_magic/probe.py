@@ -47,10 +47,10 @@ def main(
     mark: str = "",
     names: bool = True,
 ) -> dict[str, Any]:
-    """Return the facts of this host, such as versions and free disk space, as plain values.
+    """Return facts about this host, such as versions and free disk space, by name of the fact.
 
     `messages.HostFacts` describes each fact. To find out whether the cache folder is writable, this
-    function creates the folder if it is missing.
+    function creates the cache folder if it is missing.
 
     Args:
         packages: Distributions to check; the result has the versions of the installed ones.
@@ -241,7 +241,13 @@ def free_bytes(folder: str) -> int:
 
 
 def sites(cache: str) -> list[str]:
-    """Return the names of the package folders in the cache that taas-magic has installed."""
+    """Return the names of the folders of packages that taas-magic has installed in the cache.
+
+    If the cache cannot be read, return an empty list.
+
+    Args:
+        cache: Path of the cache folder.
+    """
     try:
         return sorted(n for n in os.listdir(os.path.join(cache, "site")) if not n.startswith("."))
     except OSError:
@@ -277,7 +283,7 @@ def gpu_names() -> list[str]:
 
 
 def addresses_of(name: str) -> list[str]:
-    """Return the addresses that this host resolves a name to."""
+    """Return the IP addresses to which this host resolves a name; empty if that fails."""
     try:
         return sorted({str(found[4][0]) for found in socket.getaddrinfo(name, None)})
     except (OSError, UnicodeError):
@@ -383,9 +389,13 @@ def _unpack(bundle: str, sha256: str, into: str) -> str:
 def _pip(words: Sequence[str], into: str, limit_s: float) -> str:
     """Install wheels into a folder with pip, without their dependencies.
 
+    Args:
+        words: Options of pip, and the requirements to install.
+        limit_s: Maximum seconds for pip.
+
     Returns:
-        An error text if pip failed: the end of pip's output, or the exit code if there is no
-        output, or that pip did not finish within `limit_s`. Else "".
+        "" if pip succeeded. Otherwise, an error text: the end of pip's output or, without output,
+        pip's exit code. If pip exceeds `limit_s`, the error text says so.
     """
     command = [sys.executable, "-m", "pip", "install", "--target", into, "--no-deps", "--no-input"]
     command += ["--only-binary=:all:", "--no-compile", "--quiet", "--disable-pip-version-check"]
@@ -405,9 +415,9 @@ def _pip(words: Sequence[str], into: str, limit_s: float) -> str:
 
 
 def _sweep(parent: str) -> None:
-    """Remove the temporary folders (`.new-…`) in `parent` that are older than a day.
+    """Remove files and folders `.new-…` in `parent` that are older than a day.
 
-    Their installations were interrupted.
+    Interrupted installations left these files and folders.
     """
     for name in os.listdir(parent):
         path = os.path.join(parent, name)

@@ -179,11 +179,11 @@ def _is_short(name: str) -> bool:
 
 
 def _reference(loader: Any, is_named: bool) -> Callable[[], Any]:
-    """Return a function that returns the loader, or that returns None after the loader's deletion.
+    """Return a function that returns the loader, or None once the loader has been deleted.
 
-    The function holds a loader without a name from the user by a weak reference, if the type of the
-    loader allows one. So the registration does not keep the loader's data in memory if a cell
-    replaces the loader by a new one.
+    If the user gave the loader no name, the function has only a weak reference to the loader. So if
+    a cell replaces the loader by a new one, the registration does not keep the old loader's data in
+    memory. If the loader's type allows no weak references, the function has a normal reference.
     """
     if not is_named:
         with contextlib.suppress(TypeError):  # some types allow no weak references
@@ -198,7 +198,8 @@ def unregister(loader: Any) -> None:
         loader: The loader, or its name.
 
     Raises:
-        RegistrationError: The loader is not registered. This exception is also a ValueError.
+        RegistrationError: The loader is not registered. RegistrationError is a subclass of
+            ValueError.
     """
     by_name = {name: entry.loader for name, entry in registered().items()}
     found = by_name.get(loader) if isinstance(loader, str) else loader
@@ -232,8 +233,9 @@ def registered() -> dict[str, RegisteredLoader]:
 def reduce_loader(loader: Any, used: dict[str, PackedLoader]) -> Any:
     """Make pickle replace a registered loader by a description of the loader.
 
-    From the description, a rank makes a remote loader. If a result contains this remote loader, the
-    kernel finds its own loader by the function `find_registered`, which this call sets.
+    From the description, a rank makes a remote loader. If a result of the run contains a remote
+    loader, the kernel replaces the remote loader by the notebook's loader. For this purpose, this
+    function sets `find_registered` in `data.loader`.
 
     Args:
         used: Mapping to which this function adds the loader's `PackedLoader` under its name,
@@ -270,6 +272,9 @@ def write_files(
     nothing.
 
     Args:
+        loaders: The loaders that the cell uses, by name.
+        run_dir: The run folder.
+        settings: The table [data] of taas.toml.
         tls: Whether to encrypt batches on the network. Must be True if other people use the
             network.
     """
@@ -393,12 +398,13 @@ def _refuse_a_loaded_state(name: str, loader: Any) -> None:
 def _name_by_variables() -> None:
     """Update the names and the list of registered loaders from the notebook's variables.
 
-    First, remove loaders that no longer exist. Also remove a loader whose variable now holds
-    another registered loader, unless another variable still refers to the old loader, or the user
-    has given the old loader a name.
+    Loaders that the user has named keep their names, and stay registered.
 
-    Then give each loader without a name from the user the name of its variable, even if the loader
-    had the name of another variable before. Skip a name that another loader has.
+    First, remove loaders that no longer exist. If the variable of a loader now holds another
+    registered loader, and no other variable refers to the old loader, remove the old loader.
+
+    Then name each loader after its variable, even if the loader was named after another variable
+    before. Skip a name that another loader has.
     """
     variables = _variables()
     for key, entry in list(_registered.items()):
@@ -419,9 +425,12 @@ def _variables() -> dict[str, Any]:
 
 
 def _variable_of(loader: Any, preferred: str = "") -> str | None:
-    """Return the name of the notebook's variable that holds this loader, or None.
+    """Return the name of a notebook variable that holds this loader; None if there is none.
 
-    Variables whose names are too long or begin with `_` are ignored.
+    Ignore variables whose names are too long or begin with `_`.
+
+    Args:
+        preferred: Name of the variable to return if several variables hold the loader; "" for any.
     """
     variables = _variables()
     if preferred and variables.get(preferred) is loader:
@@ -433,13 +442,14 @@ def _variable_of(loader: Any, preferred: str = "") -> str | None:
 def _shape_of(entry: RegisteredLoader, loader: Any, parts: "LoaderParts") -> "LoaderShape":
     """Return the description of a loader, from which ranks make a remote loader.
 
-    It has the loader's settings, its numbers of batches and samples, and the dataset's small
-    attributes, but no data. It also has the pickled samplers, generator and functions, which a rank
-    may read.
+    The description has the loader's settings, the numbers of batches and samples, and the dataset's
+    small attributes, but no data. The description also has the pickled samplers, generator and
+    functions, because the cell's code may read these attributes of the remote loader.
 
     Args:
         entry: Registration of the loader.
         loader: The loader, as a DataLoader.
+        parts: The loader's parts that fetchers get.
     """
     from torch.utils.data import IterableDataset
 
@@ -481,10 +491,10 @@ def _mutable_parts(loader: Any) -> tuple[Any, ...]:
 
 
 def _batches(parts: "LoaderParts") -> int | None:
-    """Return the loader's number of batches; None if it has no length.
+    """Return the loader's number of batches; None if the number is not known.
 
-    The number is the length of the batch sampler or, without one, of the sampler. Without both, it
-    is computed from the length of the dataset, `batch_size` and `drop_last`.
+    The number is the length of the batch sampler or, without a batch sampler, of the sampler.
+    Without both, compute the number from the length of the dataset, `batch_size` and `drop_last`.
     """
     if parts.batch_sampler is not None:
         return _length(parts.batch_sampler)
@@ -506,17 +516,17 @@ def _length(value: Any) -> int | None:
 def _may_vary(parts: "LoaderParts") -> bool:
     """Return whether the loader's number of batches may change from epoch to epoch.
 
-    Without a sampler, the result is False.
+    The number may change if a sampler is of a class that is not torch's, or if the dataset has a
+    method `set_epoch`. Without a sampler, the result is False.
     """
     has_sampler = parts.sampler is not None or parts.batch_sampler is not None
     return has_sampler and (_has_own_sampler(parts) or _has_method(parts.dataset, "set_epoch"))
 
 
 def _has_own_sampler(parts: "LoaderParts") -> bool:
-    """Return whether a sampler of the loader is of a class that is not torch's.
+    """Return whether the loader has a sampler whose class is neither torch's nor built in.
 
-    Check the loader's sampler, its batch sampler, and any sampler inside these two. Built-in
-    classes such as list count as torch's.
+    Check the loader's sampler, its batch sampler, and any sampler inside these two.
     """
     left = [parts.sampler, parts.batch_sampler]
     for sampler in left:
@@ -554,9 +564,9 @@ def _small_attributes(dataset: Any) -> dict[str, Any]:
 def _warn_of_own_generators(loader: Any) -> None:
     """Warn if the loader's dataset has a random generator of its own, which nothing seeds.
 
-    The numbers of such a generator depend on `--cpus` if the dataset is map-style. If the dataset
+    If the dataset is map-style, the numbers of such a generator depend on `--cpus`. If the dataset
     is iterable-style, each epoch of a run begins with the same copy of the dataset, and so with the
-    same random numbers. There is no warning about an iterable-style dataset in two cases: it has
+    same random numbers. Do not warn about an iterable-style dataset in two cases: the dataset has
     `set_epoch`, or the epochs of a local loader would also have the same random numbers.
     """
     from torch.utils.data import IterableDataset

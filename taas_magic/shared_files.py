@@ -14,7 +14,9 @@ from typing import IO
 
 
 def lock(descriptor: int, *, shared: bool = False, wait: bool = False) -> bool:
-    """Lock an open file; return False if another process holds the lock and `wait` is False.
+    """Lock an open file; return whether this process now holds the lock.
+
+    The result is False only if another process holds the lock and `wait` is False.
 
     Args:
         shared: Whether to take a shared lock, which several processes can hold at once.
@@ -34,10 +36,12 @@ def lock(descriptor: int, *, shared: bool = False, wait: bool = False) -> bool:
 def open_and_lock(path: Path, flags: int = os.O_CREAT, *, wait: bool = False) -> int | None:
     """Open a file, lock it and return its descriptor; None if another process holds the lock.
 
-    By default, make the file if it is missing. If `wait` is True, wait until the lock is free.
+    Args:
+        flags: Flags for `os.open`; by default, make the file if it is missing.
+        wait: Whether to wait until the lock is free, instead of returning None.
 
     Raises:
-        OSError: The file cannot be opened.
+        OSError: The file cannot be opened, or the file system has no locks.
     """
     descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | flags, 0o600)
     if lock(descriptor, wait=wait):
@@ -47,9 +51,10 @@ def open_and_lock(path: Path, flags: int = os.O_CREAT, *, wait: bool = False) ->
 
 
 def is_unlocked(path: Path, flags: int = os.O_CREAT) -> bool:
-    """Return whether no process holds the lock of a file, by a short attempt to lock the file.
+    """Return whether no process holds the lock of a file. Take and release the lock to find out.
 
-    By default, make the file if it is missing.
+    Args:
+        flags: Flags for `os.open`; by default, make the file if it is missing.
     """
     if (descriptor := open_and_lock(path, flags)) is not None:
         os.close(descriptor)
