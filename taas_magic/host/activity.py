@@ -39,9 +39,9 @@ class ResourceUsage(NamedTuple):
 def last_active(before: ResourceUsage | None, now: ResourceUsage) -> ResourceUsage:
     """Return the sample `now` if the processes have worked since the sample `before`.
 
-    Otherwise, return `before`. The processes have worked if they used CPU time, read or wrote, or
-    if a process started or ended. If the caller passes the previous result as `before` each time,
-    the result is always the latest sample that showed work.
+    Otherwise, return `before`. If `before` is None, return `now`. The processes have worked if they
+    used CPU time, read or wrote, or if a process started or ended. If the caller passes the
+    previous result as `before` each time, the result is always the latest sample that showed work.
     """
     return now if before is None or before[1:] != now[1:] else before
 

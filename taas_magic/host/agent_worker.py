@@ -162,9 +162,10 @@ class HostLease:
 
 
 def end_agent(lease_s: float) -> None:
-    """End this agent at once, because its lease has expired; first print a message for its log.
+    """Print a message for the agent's log, then exit at once with `EXPIRED_EXIT_CODE`.
 
-    The supervisor then ends all other processes of the host.
+    `HostLease` calls this function when the host's lease has expired. The supervisor then ends all
+    other processes of the host.
     """
     sys.stderr.write(f"taas-magic: no message from the pool for {lease_s:g} s: this host ends\n")
     sys.stderr.flush()
@@ -186,7 +187,7 @@ class ClosedWorker(Worker):
 
 
 class AgentWorker(ClosedWorker):
-    """The agent of a host. It runs no Dask tasks, but carries out calls of the controller.
+    """The Dask worker that is a host's agent. It runs no Dask tasks, only calls of the controller.
 
     Args:
         lease: The host's lease. Each acknowledged heartbeat renews the lease.
@@ -231,11 +232,14 @@ class AgentWorker(ClosedWorker):
         self.stream_handlers |= {CALL: self._on_call, BEAT_ACK: lease.renew}
 
     async def describe_host(self, asked: DescribeHost) -> HostHello:
-        """Wait until this host can start ranks; return its name, address, protection and GPUs.
+        """Wait until this host can start ranks, and return a description of the host.
 
         There is no time limit. If the forkserver's imports failed, this method never returns,
         because `watch_forkserver` ends the agent. If no run is about to start, this method also
         starts the timer of `import_deferred`, after which the forkserver imports further modules.
+
+        Returns:
+            The host's name, address and number of GPUs, and how it protects the project store.
 
         Raises:
             PoolError: The forkserver has ended. The pool then uses another host.
@@ -256,15 +260,19 @@ class AgentWorker(ClosedWorker):
         )
 
     async def facts(self, asked: GetHostFacts) -> list[HostFacts]:
-        """Return facts about this host and its Python, such as versions and installed modules."""
+        """Return facts about this host and its Python, such as versions and missing modules.
+
+        The result is a list with one entry.
+        """
         return [convert(await asyncio.to_thread(probe.main, **structs.asdict(asked)), HostFacts)]
 
     async def start_run(self, asked: StartShare) -> int:
         """Start this host's share of a run, or the next attempt of a share that runs already.
 
-        For a next attempt, only passes the request to the share, and waits until the share is ready
-        for it. A new share runs in a new thread. If the share starts ranks, also sends the user a
-        note for each module of the pool's settings that the forkserver could not import.
+        A new share runs in a new thread. If the new share starts ranks, also send the user a note
+        for each module of the pool's settings that the forkserver could not import. If the request
+        is for a next attempt, pass the request to the running share, and wait until the share
+        accepts it.
 
         Returns:
             The port of the ranks' rendezvous if this is the run's first host, else 0. For a cell in

@@ -23,12 +23,12 @@ _NO_WARNING = "PYDEVD_DISABLE_FILE_VALIDATION"
 
 
 class BreakpointHook:
-    """The function that `breakpoint()` calls in a rank (`sys.breakpointhook`).
+    """The callable that `breakpoint()` calls in a rank (`sys.breakpointhook`).
 
     Args:
         namespace: Namespace of the rank's `__main__`.
-        caller: Code object of the method that calls the work's function if the work is a function.
-            `find_root` recognizes the frame of the work's function by this caller.
+        caller: Code object of taas-magic's method that calls the work's function. A frame that this
+            method called is the frame of the work's function (`find_root`).
     """
 
     def __init__(self, namespace: Mapping[str, Any], caller: CodeType) -> None:
@@ -62,10 +62,10 @@ class BreakpointHook:
         debugger.set_trace(frame)
 
     def end_stepping(self) -> None:
-        """Stop the debugger's single-stepping, because the work has ended.
+        """Stop the debugger's single-stepping. Call this method when the work has ended.
 
-        Otherwise, the debugger would stop at each line of the code that runs after the work.
-        Breakpoints that the user has set in the debugger stay.
+        Otherwise, the debugger would stop at each line of the code that runs after the work. The
+        user's breakpoints stay. If the debugger is not open, do nothing.
         """
         debugger = self._debugger
         if debugger is not None and sys.gettrace() == debugger.trace_dispatch:
@@ -76,9 +76,9 @@ class BreakpointHook:
         return frame.f_globals is self._namespace and frame.f_code.co_name == "<module>"
 
     def find_root(self, frame: FrameType | None) -> FrameType | None:
-        """Return the frame of the work's function if `frame` is this frame or was called from it.
+        """Search `frame` and its callers for the frame of the work's function, and return it.
 
-        Return None for all other frames, and if the work is a cell.
+        Return None if it is not among them, for example if the work is a cell.
         """
         while frame is not None:
             if frame.f_back is not None and frame.f_back.f_code is self._caller:
@@ -87,9 +87,9 @@ class BreakpointHook:
         return None
 
     def is_users(self, frame: FrameType | None, root: FrameType | None) -> bool:
-        """Return whether a frame belongs to the work, or to a function that the work called.
+        """Return whether `frame` belongs to the work, or to a function that the work called.
 
-        Return False for the frames of IPython and taas-magic that run the work.
+        Return False for the frames of IPython and taas-magic that run the work, and for None.
 
         Args:
             root: Frame of the work's function; None if the work is a cell.
@@ -162,7 +162,7 @@ def last_exception() -> str:
 
 
 class DebugpyListener(Struct, frozen=True):
-    """The port at which a client such as VS Code can connect to debugpy in one rank.
+    """The port at which debugpy listens in one rank, or the reason why debugpy does not listen.
 
     Attributes:
         host: Name of the rank's host, as the user knows it.
@@ -215,12 +215,12 @@ def _fields(listener: DebugpyListener) -> dict[str, Any]:
 def _start_debugpy() -> int:
     """Make debugpy listen at a free port of the loopback address, and return the port.
 
-    Meanwhile, the environment variable `_NO_WARNING` is set. Child processes, such as workers of a
-    DataLoader, will not wait for a client of their own.
+    While debugpy is imported and begins to listen, the environment variable `_NO_WARNING` is set.
+    Child processes, such as workers of a DataLoader, will not wait for a client of their own.
 
-    Then makes `breakpoint()` call `_stop_in_debugpy_or_here`, because debugpy's own hook ignores
-    `breakpoint()` while no client is attached. Stores the rank's previous hook in `_own_hook`. Does
-    neither if `breakpoint()` called another hook before.
+    If `breakpoint()` calls our hook, store this hook in `_own_hook`, and make `breakpoint()` call
+    `_stop_in_debugpy_or_here`. The reason is that debugpy's own hook ignores `breakpoint()` while
+    no client is attached.
 
     Raises:
         ImportError: debugpy is not installed.
@@ -250,16 +250,16 @@ def _start_debugpy() -> int:
 
 
 _own_hook: BreakpointHook | None = None
-"""The function that `breakpoint()` called in this rank before debugpy replaced this function.
+"""The `BreakpointHook` that this rank's `breakpoint()` called before debugpy listened.
 
-None until debugpy listens, and if the cell had already replaced this function.
+None until debugpy listens, or if the cell had already made `breakpoint()` call another function.
 """
 
 
 def _stop_in_debugpy_or_here(*args: Any, **options: Any) -> None:
     """Stop at the line that calls `breakpoint()`, in the client of debugpy if one is attached.
 
-    Otherwise, stop in the rank's own debugger, `pdb`.
+    Otherwise, stop in the rank's own debugger, `pdb`. Arguments other than `header` have no effect.
     """
     if is_debugpy_connected():
         sys.modules["debugpy"].breakpoint()
@@ -270,8 +270,8 @@ def _stop_in_debugpy_or_here(*args: Any, **options: Any) -> None:
 def is_debugpy_connected() -> bool:
     """Return whether a client of debugpy, such as VS Code, is attached to this process.
 
-    Clients also count if the user's program itself has called `debugpy.listen`. This function does
-    not import debugpy.
+    It does not matter whether taas-magic or the user's program called `debugpy.listen`. This
+    function does not import debugpy.
     """
     check = getattr(sys.modules.get("debugpy.server.api"), "is_client_connected", None)
     return check is not None and bool(check())

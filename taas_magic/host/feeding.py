@@ -103,7 +103,7 @@ def _create_feed(served: DataServiceSettings, share: LocalShare, rank: int) -> R
 
 
 def _directory(served: DataServiceSettings, base: Path) -> service.FolderDirectory | None:
-    """Return the object that looks up the fetchers' addresses; None if the run has no fetchers.
+    """Return an object that looks up the addresses of the run's fetchers; None without fetchers.
 
     Args:
         base: The run folder; for a session, the private folder of the session's ranks on the host.
@@ -118,9 +118,9 @@ def _payloads_in(run_dir: Path) -> Callable[[str], bytes]:
 
 
 def _load_pickled_loader(served: ServedLoader) -> bytes:
-    """Prepare this process, a new data server of a run, and return the pickled loader.
+    """Prepare a new data server of a run, which is this process, and return its pickled loader.
 
-    Applies the project's modules and the notebook's process state from the run's payload.
+    Apply the project's modules and the notebook's process state from the run's payload.
     `served.folder` is the run folder.
     """
     loaded = payload.read(RunFolder(Path(served.folder)).payload)
@@ -128,9 +128,9 @@ def _load_pickled_loader(served: ServedLoader) -> bytes:
 
 
 def _load_in_session(served: ServedLoader) -> bytes:
-    """Prepare this process, a new data server of a session, and return the pickled loader.
+    """Prepare a new data server of a session, which is this process; return its pickled loader.
 
-    Applies the notebook's settings of each cell up to the cell with the loader. `served.folder` is
+    Apply the notebook's settings of each cell up to the cell with the loader. `served.folder` is
     the folder in which `_copy_loaders` has stored the loader and these settings.
     """
     return _load_with(pickle.loads((Path(served.folder) / _SETTINGS).read_bytes()), served)

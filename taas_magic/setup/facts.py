@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 DEFAULT_PYTHON = "python3"
 PROBE_TIMEOUT_S = 30.0
 MARK = "taas-magic says: "
-"""Prefix of the output line with the probe's result. A login script may print lines before it."""
+"""Prefix of the output line that has the probe's result. A login script may print other lines."""
 
 MIN_FREE_BYTES = 256 * 1024**2
 """Minimum free bytes on the disk of a host's cache folder. With fewer, no run can use the host."""
@@ -67,7 +67,7 @@ class CommandResult(NamedTuple):
 
 
 class Shell(Protocol):
-    """Connection to a host, which can run commands and write files there.
+    """An open connection to a host, with methods that run commands and write files on the host.
 
     Each method blocks until it is done. On failure, it raises a `PoolError` that names the host.
     """
@@ -75,21 +75,24 @@ class Shell(Protocol):
     host: str
 
     def run(self, command: str, data: bytes = b"", timeout_s: float = 60.0) -> CommandResult:
-        """Run a command in the user's shell on the host, and wait until it ends.
+        """Run a command in the user's shell on the host, and wait until the command ends.
 
         Args:
             data: Standard input of the command.
-            timeout_s: Maximum seconds without output of the command.
+            timeout_s: Maximum seconds without output of the command; then raise PoolError.
         """
 
     def put(self, data: bytes, path: str) -> None:
-        """Write a file to the host. Only the user can read it. The file's folder must exist."""
+        """Write `data` to the file `path` on the host. The file's folder must exist.
+
+        Only the user can read the file.
+        """
 
 
 def python_word(python: str | None) -> str:
     """Return the path of an interpreter, quoted as one word of a shell command.
 
-    A leading `~` is not quoted, so the host's shell expands it. None means `python3`.
+    A leading `~/` or `~user/` is not quoted, so the host's shell expands it. None means `python3`.
     """
     text = python or DEFAULT_PYTHON
     home, slash, rest = text.partition("/")
@@ -107,17 +110,18 @@ def call_probe(
 ) -> bytes:
     """Call a function of `probe` in the host's own Python; return the function's result as JSON.
 
-    The source of `probe` is sent to the standard input of the host's Python. So taas-magic need not
-    be installed there. The result is the last line of output that begins with `MARK`.
+    The host's Python reads the source code of `probe` from its standard input. So taas-magic need
+    not be installed on the host. The program prints the result in a line that begins with `MARK`.
 
     Args:
         python: The interpreter on the host; None means `python3`.
         function: Name of the function.
         arguments: Keyword arguments of the function, as values for JSON.
-        timeout_s: Maximum seconds for the call.
+        timeout_s: Maximum seconds without output of the program.
 
     Raises:
-        PoolError: The interpreter does not exist, or the program failed.
+        PoolError: The interpreter does not exist, the program printed no result, or the connection
+            to the host failed.
     """
     done = shell.run(f"{python_word(python)} -", _probe_program(function, arguments), timeout_s)
     for line in reversed(done.out.decode(errors="replace").splitlines()):
@@ -135,10 +139,11 @@ def call_probe(
 
 
 def _probe_program(function: str, arguments: Mapping[str, object]) -> bytes:
-    """Return a program that calls a function of `probe` and prints its result as JSON.
+    """Return the source code of a program that calls a function of `probe`.
 
-    Every Python since 2.6 can run the program. In a Python before 3.8, which is too old for
-    `probe`, the program prints only the version of this Python.
+    The program prints `MARK` and the function's result as JSON, in one line. Every Python since 2.6
+    can run the program. A Python before 3.8 is too old for `probe`. There, the program prints a
+    dict with only the version of Python.
     """
     source = Path(probe.__file__).read_text(encoding="utf-8")
     lines = [
@@ -158,7 +163,7 @@ def _probe_program(function: str, arguments: Mapping[str, object]) -> bytes:
 
 
 class KernelVersions(Struct, frozen=True):
-    """Versions of Python, torch and taas-magic in this process, to compare with a host's.
+    """Versions of Python, torch and taas-magic in this process, which a host must match.
 
     Attributes:
         taas_digest: Digest of taas-magic's own files.
@@ -187,6 +192,7 @@ def of_this_machine(
     """Return the facts of this machine and this Python.
 
     Args:
+        host: Name of this machine, for the result.
         packages: Distributions whose versions are reported.
         mark: Path of a file in the project store, to find out whether this process shares the
             store; "" skips this check.
@@ -203,7 +209,7 @@ def ask_host(
     modules: Iterable[str] = (),
     mark: str = "",
 ) -> HostFacts:
-    """Return the facts of a host. The host needs only a Python.
+    """Return the facts of a host. The host needs only a Python, not taas-magic.
 
     Args:
         python: The interpreter on the host; None means `python3`.
@@ -213,7 +219,7 @@ def ask_host(
             skips this check.
 
     Raises:
-        PoolError: The interpreter does not exist or does not work.
+        PoolError: The interpreter does not exist or does not work, or the host does not respond.
     """
     arguments = {"packages": sorted(packages), "modules": sorted(modules), "mark": mark}
     begin = time.time()
@@ -251,7 +257,11 @@ class RequiredPackage:
 
 
 def lacking(needs: Mapping[str, RequiredPackage], facts: HostFacts) -> tuple[RequiredPackage, ...]:
-    """Return the packages in `needs` of which the host has no version or a wrong version."""
+    """Return the packages in `needs` that the host lacks, or has in a version that is not allowed.
+
+    Args:
+        needs: Packages that the host needs, by name.
+    """
     return tuple(
         each for name, each in needs.items() if not each.is_met_by(facts.versions.get(name, ""))
     )
@@ -265,9 +275,10 @@ class HostProblem:
     """One problem of a host.
 
     Attributes:
-        level: ERROR if the host cannot be used. WARNING for a problem that the user sees once.
-            REMARK for a problem that only a check of the hosts shows.
-        todo: What to do; "" if nothing needs to be done.
+        level: ERROR if no run can use the host. WARNING if runs can use the host, but the user
+            should mend something. REMARK if the user need not act.
+        what: Text that describes the problem.
+        todo: Text that says what to do; "" if nothing needs to be done.
     """
 
     level: str
@@ -287,8 +298,8 @@ def find_problems(
 ) -> list[HostProblem]:
     """Return all problems of a host, errors first; empty if there are none.
 
-    If the host's Python has another minor version, return only this error, because the other facts
-    describe the wrong interpreter.
+    If the host's Python has another minor version than this Python, or is older than 3.8, return
+    only an error about Python, because all other facts describe the wrong interpreter.
 
     Args:
         here: Versions that the host must match.
@@ -297,9 +308,7 @@ def find_problems(
         packages: Packages that the host needs, by name.
     """
     if major_minor(facts.python) != major_minor(here.python) or not facts.system:
-        return [
-            _other_python_problem(facts, here)
-        ]  # the other facts describe the wrong interpreter
+        return [_other_python_problem(facts, here)]
     found = [
         *_python_problems(facts, here),
         *_disk_problems(facts),
@@ -310,9 +319,12 @@ def find_problems(
 
 
 def refuse(all_facts: Iterable[HostFacts], here: KernelVersions) -> None:
-    """Raise PoolError if one of the hosts cannot execute a run.
+    """Raise PoolError if at least one of the hosts cannot execute a run.
 
-    The text has all errors of the hosts, each with a remedy.
+    The text lists all errors of all hosts, each with a remedy.
+
+    Args:
+        here: Versions that the hosts must match.
     """
     lines = [
         f"host {facts.host}: {finding}"
@@ -363,7 +375,11 @@ def _python_problems(facts: HostFacts, here: KernelVersions) -> Iterator[HostPro
 
 
 def _disk_problems(facts: HostFacts) -> Iterator[HostProblem]:
-    """Yield a problem if the cache folder is not writable, or its disk is full or nearly full."""
+    """Yield at most one problem of taas-magic's cache folder on the host.
+
+    This is an error if the folder is not writable or its disk is full, and a warning if its disk is
+    nearly full.
+    """
     free = f"{facts.free_bytes / 1024**3:.1f} GiB free at {facts.cache}"
     move = "Free some, or set XDG_CACHE_HOME there to a folder on another disk"
     if facts.cache_error:
@@ -375,7 +391,10 @@ def _disk_problems(facts: HostFacts) -> Iterator[HostProblem]:
 
 
 def _network_problems(facts: HostFacts, interface: str | None) -> Iterator[HostProblem]:
-    """Yield problems: a missing network interface, or a host name with no outside address.
+    """Yield an error if the host lacks the network interface that taas.toml names.
+
+    Also yield a remark if the host's own name resolves to no address, or only to loopback
+    addresses.
 
     Args:
         interface: Network interface for ranks in taas.toml; None if taas.toml has none.
@@ -395,7 +414,10 @@ def _network_problems(facts: HostFacts, interface: str | None) -> Iterator[HostP
 def _warnings(
     facts: HostFacts, promised: int | None, packages: Mapping[str, RequiredPackage]
 ) -> Iterator[HostProblem]:
-    """Yield problems that do not prevent a run, about GPUs, the clock and package versions.
+    """Yield warnings about problems that do not prevent a run.
+
+    These are: fewer GPUs than in taas.toml, GPUs but a torch without CUDA, a wrong clock, and
+    packages with other versions than taas-magic needs.
 
     Args:
         promised: Number of CUDA devices in taas.toml; None if taas.toml has none.
@@ -458,7 +480,7 @@ def check(
     mark: str = "",
     modules: Sequence[str] = (),
 ) -> list[HostCheck]:
-    """Check the hosts of pools in parallel. Can be interrupted at any time.
+    """Check the hosts of pools in parallel. KeyboardInterrupt ends the call at any time.
 
     A host that cannot be reached has one error, and no facts. For a local pool, check this machine.
 
@@ -480,6 +502,8 @@ def check(
         pool: PoolConfig, host: str, opening: AbstractContextManager[Shell] | None
     ) -> HostCheck:
         """Connect to one host, ask for its facts, and check the facts.
+
+        If a step fails, return a `HostCheck` with one error and no facts.
 
         Args:
             opening: Context manager that connects to the host; None for this machine.
@@ -516,9 +540,10 @@ def check_facts(
     here: KernelVersions,
     packages: Mapping[str, RequiredPackage],
 ) -> HostCheck:
-    """Find the problems in a host's facts, given the settings of its pool.
+    """Find the problems in a host's facts, and return the facts and problems as a `HostCheck`.
 
     Args:
+        pool: Settings of the host's pool, such as the number of GPUs.
         here: Versions that the host must match.
         packages: Packages that the host needs, by name.
     """

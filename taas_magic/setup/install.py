@@ -1,8 +1,9 @@
 """Install the packages that an agent and its ranks need on a host.
 
-This module tries the host's own pip first. If pip fails, this module sends packages of this
-environment as one zip file. If these packages may not work on the host, an error says what to
-install there. torch is never installed, because a host's torch must fit the host's GPUs.
+First, the host's own pip installs the packages. If pip fails, this module sends the packages of
+this environment as one zip file. If these packages may not work on the host, an error says what to
+install there. taas-magic itself is always sent. torch is never installed, because a host's torch
+must fit the host's GPUs.
 """
 
 import hashlib
@@ -94,9 +95,9 @@ def packages_needed(
 ) -> dict[str, RequiredPackage]:
     """Return the packages that a host needs to run taas-magic, by canonical name.
 
-    The result includes the dependencies of these packages, but not those in `NOT_INSTALLED`. The
-    allowed versions of a package meet the requirements of all packages that need it. A package in
-    `EXACT_VERSION` must have this machine's version.
+    The result has the dependencies of taas-magic, and their dependencies in turn, except packages
+    in `NOT_INSTALLED`. The allowed versions of a package meet the requirements of all packages that
+    need it. A package in `EXACT_VERSION` must have this machine's version.
 
     Environment markers are evaluated for this Python, because the host's Python has the same minor
     version.
@@ -178,10 +179,10 @@ class PackageFolder:
 
 
 def needed_package_folders(facts: HostFacts, here: KernelVersions) -> list[PackageFolder]:
-    """Return the package folders that a host needs on PYTHONPATH.
+    """Return the package folders that a host needs on PYTHONPATH, whether or not it has them.
 
-    There is a folder for dependencies that the host lacks, and a folder for taas-magic if the host
-    has other files of taas-magic than this machine.
+    If the host lacks dependencies of taas-magic, the result has one folder for them. If the host's
+    files of taas-magic differ from this machine's files, the result has a folder for taas-magic.
     """
     package_folders = []
     missing = lacking(packages_needed(), facts)
@@ -245,8 +246,9 @@ def _install(shell: Shell, python: str | None, folder: str, how: Mapping[str, ob
 def our_bundle() -> bytes:
     """Return a zip file with taas-magic: the files that this process uses, not a release.
 
-    The zip file also has the name, the version and the entry points of taas-magic, as an installed
-    package has them. Lightning finds the callback in `host/lightning.py` by these entry points.
+    The zip file also has taas.py, for `import taas`. A dist-info folder has the name, the version
+    and the entry points of taas-magic. Lightning finds the callback in `host/lightning.py` by these
+    entry points.
     """
     root = Path(__file__).parents[2]
     files = probe.package_files(str(root / "taas_magic"))
@@ -319,9 +321,10 @@ def zip_files(files: Mapping[str, bytes]) -> bytes:
 def installed_files(name: str) -> Files | None:
     """Return a package's files from this environment; None if they may not work on other machines.
 
-    Only files from a wheel for any Linux (PEP 600) work on other machines. The result is also None
-    if the package is not installed here, or if it is installed as editable. The result contains no
-    programs and no `__pycache__`.
+    Files work on other machines only if they come from a pure Python wheel or from a manylinux
+    wheel (PEP 600). The result is also None if the package is not installed here, if it is
+    installed in editable mode, or if a file cannot be read. The result contains no programs and no
+    `__pycache__`.
     """
     if installed(name) is None:
         return None

@@ -128,6 +128,9 @@ def unread_config(config_file: str | None) -> str:
     """Return a note if an SSH configuration file is ignored because no `ssh` is installed.
 
     The note is "" if there is no such file, or if `ssh` is installed.
+
+    Args:
+        config_file: Path of the file; None for `~/.ssh/config`.
     """
     name = config_file or "~/.ssh/config"
     if shutil.which("ssh") or not os.path.exists(_expand_home(name)):
@@ -307,10 +310,11 @@ def _failed(host: str, command: Sequence[str], what: str, todo: str) -> PoolErro
 def _tokens(settings: _Settings, name: str, alias: str | None) -> dict[str, str]:
     """Return the values of ssh's tokens, such as `%h`, by the character after the `%`.
 
-    The caller expands the tokens in settings, because `ssh -G` does so only in few settings.
+    taas-magic expands tokens itself, because `ssh -G` expands them only in a few settings.
 
     Args:
         name: The host's name as the user wrote it, without user and port.
+        alias: The setting `HostKeyAlias`; None if it is not set.
     """
     here = socket.gethostname()
     return {
@@ -357,8 +361,7 @@ def _is_set(value: str) -> bool:
 def _identity_files(values: Sequence[str], tokens: Mapping[str, str]) -> tuple[str, ...]:
     """Return the paths of the identity files, with `~`, variables and tokens expanded.
 
-    The result does not contain the value "none". It also does not contain files in `_USUAL_KEYS`
-    that do not exist.
+    The value "none" is left out. Files in `_USUAL_KEYS` are left out if they do not exist.
     """
     found = []
     for value in filter(_is_set, values):
@@ -401,8 +404,11 @@ class KnownHosts(MissingHostKeyPolicy):
     def _add(self, path: str, line: str) -> None:
         """Record a line of the known_hosts file `path` if the line lists a key of the host.
 
-        All lines with `@revoked` are recorded, too. Comments and lines with other markers are
-        skipped.
+        Also record each line with `@revoked`, for whichever host. Skip comments and lines with
+        other markers.
+
+        Raises:
+            InvalidHostKey, SSHException, ValueError: The line is malformed.
         """
         if line.startswith("@revoked"):
             self._revoked.append(line)
@@ -413,10 +419,10 @@ class KnownHosts(MissingHostKeyPolicy):
                 self._of_any_port.append((path, entry.key))
 
     def make_transport(self, sock: Any, **options: Any) -> Transport:
-        """Return paramiko's transport, which asks the host for a key type that known_hosts lists.
+        """Return a transport of paramiko that prefers the key types that known_hosts lists.
 
-        A host may have keys of several types. If known_hosts lists only one of these keys, the host
-        must show this key, because any other key would be refused.
+        A host may have keys of several types, and known_hosts may list only one of them. The host
+        must then show this key, because `missing_host_key` would refuse any other key.
         """
         transport = Transport(sock, **options)
         offered = transport.get_security_options()
@@ -427,10 +433,11 @@ class KnownHosts(MissingHostKeyPolicy):
         return transport
 
     def missing_host_key(self, client: SSHClient, hostname: str, key: PKey) -> None:
-        """Check the key that a host has shown; called by paramiko.
+        """Return if the key that a host has shown is accepted; otherwise, raise PoolError.
 
-        Accept the key if known_hosts lists it for the host, and has not revoked it. If known_hosts
-        lists no key of the host, and the target has `adds_new_keys`, accept and store the key.
+        Called by paramiko. The key is accepted if known_hosts lists it for the host, and has not
+        revoked it. If known_hosts lists no key of the host, and the target has `adds_new_keys`, the
+        key is accepted and stored.
 
         Raises:
             PoolError: The key is unknown, revoked, or not the one in known_hosts. The text says

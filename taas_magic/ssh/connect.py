@@ -105,7 +105,11 @@ class Connection:
         return self.transport.is_active()
 
     def start(self, command: str) -> Channel:
-        """Start a command on the host; return the channel of its input, output and errors."""
+        """Start a command on the host.
+
+        Returns:
+            The SSH channel that carries the command's standard input, output and errors.
+        """
         try:
             channel = self.transport.open_session(timeout=CONNECT_TIMEOUT_S)
             channel.exec_command(command)
@@ -114,10 +118,9 @@ class Connection:
         return channel
 
     def run(self, command: str, data: bytes = b"", timeout_s: float = _RUN_S) -> CommandResult:
-        """Run a command in the host's shell, and wait until it ends.
+        """Run a command in the user's shell on the host, and wait until the command ends.
 
-        The result has its exit code, output and errors. Threads write the input and read the
-        errors, while this thread reads the output.
+        Two further threads write the input and read the errors, while this thread reads the output.
 
         Args:
             data: Standard input of the command.
@@ -285,7 +288,12 @@ def _handshake_slot(deadline: _Deadline) -> Iterator[None]:
 def _guard_handshake(sock: socket.socket | Channel, deadline: _Deadline) -> Iterator[None]:
     """Run a `with` block that does an SSH handshake over `sock`; raise its errors as PoolError.
 
-    The handshake may block. So another thread closes `sock` at the deadline, or when `stop` is set.
+    The handshake may block. So another thread closes `sock` at the deadline, or when
+    `deadline.stop` is set.
+
+    Raises:
+        ConnectStopped: `deadline.stop` was set, so the handshake failed.
+        PoolError: The deadline is over, the host refused the login, or the handshake failed.
     """
     target, done = deadline.target, threading.Event()
 
@@ -313,7 +321,7 @@ def _guard_handshake(sock: socket.socket | Channel, deadline: _Deadline) -> Iter
 
 
 def _close(client: SSHClient) -> None:
-    """Close an SSH connection, and wait up to `_END_S` seconds until its thread has ended."""
+    """Close an SSH connection, then wait at most `_END_S` seconds for paramiko's thread to end."""
     transport = client.get_transport()
     client.close()
     if transport not in (None, threading.current_thread()) and transport.ident is not None:
@@ -325,12 +333,16 @@ def _open_stream(
 ) -> socket.socket | Channel:
     """Open a byte stream to a host's sshd: directly, through a jump host, or by a ProxyCommand.
 
-    If there is a jump host, first open an SSH connection to it. Add callbacks to `undo` that close
-    the stream, and the connection to the jump host.
+    If there is a jump host, first open an SSH connection to the jump host. Add callbacks to `undo`
+    that close the stream and the connection to the jump host, or that end the ProxyCommand.
 
     Args:
         silence_s: Seconds without an answer after which an open connection is closed.
         undo: Exit stack that the caller closes at the end of the connection.
+
+    Raises:
+        PoolError: The host or its jump host cannot be reached in time.
+        ConnectStopped: `deadline.stop` was set.
     """
     if target.proxy_command and target.jump is None:
         return _start_proxy_command(target.proxy_command, undo)
@@ -382,11 +394,12 @@ def _dial(
 ) -> socket.socket:
     """Open a TCP connection to the host: try its addresses in turn, until one of them accepts.
 
-    Each address gets an equal part of the remaining time. The system closes the connection if the
-    host does not answer for `silence_s` seconds.
+    Each address gets an equal part of the remaining time. After the connection is open, the system
+    closes it if the host does not answer for `silence_s` seconds.
 
     Raises:
-        PoolError: The name cannot be resolved, or no address accepts the connection.
+        PoolError: The name cannot be resolved, or no address accepts the connection in time.
+        ConnectStopped: `deadline.stop` was set.
     """
     try:
         found = socket.getaddrinfo(target.hostname, target.port, type=socket.SOCK_STREAM)
@@ -416,11 +429,11 @@ def _connect(
     """Connect a socket in non-blocking mode, so that `deadline` can cancel the attempt.
 
     Args:
-        sock: Unconnected socket. After the call, the socket is in blocking mode again.
+        sock: Unconnected socket. If the call succeeds, the socket is in blocking mode again.
         limit_s: Maximum seconds for this address; None for no limit except `deadline`.
 
     Returns:
-        Error number of the system (errno); 0 for success.
+        Error number of the system (errno), such as ETIMEDOUT after `limit_s`; 0 for success.
 
     Raises:
         ConnectStopped: The connection was cancelled.
@@ -564,7 +577,11 @@ def open_tunnel(connection: Connection, host: str, port: int) -> int:
     """
 
     def on_visitor(channel: Channel, origin: Any, server: tuple[str, int]) -> None:
-        """Start to relay a connection that a process on the host has made to a forwarded port."""
+        """Relay a connection that a process on the host has made to a forwarded port.
+
+        Called by paramiko. A new thread relays the bytes. If the tunnel of this port is closed,
+        close the connection.
+        """
         # paramiko calls the same function for all forwarded ports, so look up the port
         address = connection.tunnels.get(server[1])
         if address is None:
