@@ -1,6 +1,6 @@
 """Messages, requests and responses between processes, and their codecs.
 
-Other packages import all names from here. The modules are grouped by conversation:
+Other packages import all names from here. The modules are grouped by sender and receiver:
 
     events.py    a rank, fetcher or agent -> the pool's process -> the journal and the kernel
     ranks.py     a rank or fetcher <-> the agent of its host: all messages except events

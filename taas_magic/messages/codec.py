@@ -24,7 +24,7 @@ def encode(message: Struct) -> bytes:
 
 
 def escaped(value: Any) -> Any:
-    r"""Return a copy of a value whose strings can all be encoded as UTF-8.
+    r"""Return a copy of a value in which all strings, at any depth, can be encoded as UTF-8.
 
     Each lone surrogate in a string is replaced by six ASCII characters, such as `\udce9`. Tuples
     are replaced by lists.
@@ -39,7 +39,11 @@ def escaped(value: Any) -> Any:
 
 
 def to_json(value: object, indent: int | None = None) -> bytes:
-    """Encode a value as ASCII JSON, which keeps even strings that are not valid UTF-8."""
+    """Encode a value as ASCII JSON, which keeps even strings that are not valid UTF-8.
+
+    Args:
+        indent: Number of spaces for each level of nesting; None for a single line.
+    """
     return json.dumps(msgspec.to_builtins(value, str_keys=True), indent=indent).encode()
 
 
@@ -67,7 +71,7 @@ def to_bytes(value: object) -> bytes:
 
 
 def from_bytes(packed: bytes, kind: type[_T]) -> _T:
-    """Decode a value that `to_bytes` encoded: msgpack, or JSON. The first byte shows which.
+    """Decode a value that `to_bytes` encoded. The first byte shows whether it is msgpack or JSON.
 
     Raises:
         ValueError: `packed` does not decode to a value of the type `kind`.

@@ -1,8 +1,8 @@
 """Events of a run: the messages that the notebook shows and the journal records.
 
 The pool's process writes each event as a line of JSON to the journal (docs/events.md), and sends
-the event to the kernel. Give each new field a default, so that journals of older versions remain
-readable.
+the event to the kernel. Each new field must have a default, so that journals of older versions
+remain readable.
 """
 
 import time
@@ -28,7 +28,7 @@ class Failure(Struct, kw_only=True, frozen=True):
         etype: Type of the exception; "" without an exception.
         stack: Last known Python stack, if there is no exception.
         signal: Name of the signal that ended the process; "" for none.
-        consequence: Whether a failure of another rank caused this failure.
+        consequence: Whether another rank's failure caused this failure.
         tail: Last lines of the rank's log.
         advice: Sentence that says what the user can do.
     """
@@ -134,7 +134,11 @@ class FetcherStack(ProcessStack, kw_only=True):
 
 
 class RunStacks(Struct):
-    """Stack reports of a run's processes; `silent` has a line for each host without a response."""
+    """Stack reports of a run's processes.
+
+    Attributes:
+        silent: A line of text for each host that sent no stack reports.
+    """
 
     ranks: list[RankStack] = []
     fetchers: list[FetcherStack] = []
@@ -173,10 +177,11 @@ class RankCounts(Struct, kw_only=True):
         retried: Requests that the rank sent again because a fetcher was lost.
         first_s: Seconds of `waited_s` that the cell waited for the first batch.
         span_s: Seconds that the cell spent in loops over the loader, waiting or working.
-        receive_s: Seconds that the rank spent receiving batches; counts one batch in 16.
+        receive_s: Seconds that the rank spent receiving batches, measured for one batch in 16.
+        receive_cpu_s: CPU seconds that the rank spent in the time `receive_s`.
         held_bytes: Memory of the rank for received batches.
-        resumed: Units that all ranks had received before the loader's state was saved that the cell
-            has loaded; 0 if it loaded none.
+        resumed: If the cell has loaded a saved state of the loader: the units that all ranks had
+            received before the state was saved; else 0.
         spent: Units that all ranks have received so far, including `resumed`.
     """
 
@@ -254,9 +259,9 @@ class LoaderAddresses(Struct, kw_only=True, frozen=True):
         fetchers: Number of fetchers that serve the loader.
         workers: Number of workers of all these fetchers together.
         addresses: Known addresses, by number of the fetcher among the loader's fetchers
-            (`FetcherPlan.index`). A fetcher reports only its own address.
-        failed: Reason why the fetcher that this object describes has ended or could not start;
-            "" if it has not failed.
+            (`FetcherPlan.index`). In a message of a fetcher, only the fetcher's own address.
+        failed: In a message about one fetcher: the reason why the fetcher has ended or could not
+            start; "" if it has not failed.
         starting: Number of fetchers that have neither an address nor a failure yet.
     """
 
@@ -279,7 +284,7 @@ class WrittenFile(Struct):
 
 
 class KeptOutFile(Struct):
-    """A file of a rank other than 0 that was kept out of the project store.
+    """A file that a rank other than 0 wrote and that was kept out of the project store.
 
     Attributes:
         in_store: Whether the project store has a file with this path. Also True if rank 0 on the
@@ -292,7 +297,11 @@ class KeptOutFile(Struct):
 
 
 class UnsentFile(Struct):
-    """A file of rank 0 that could not be copied from its host to the project store."""
+    """A file that rank 0 wrote and that could not be copied from its host to the project store.
+
+    Attributes:
+        why: Reason why the file could not be copied.
+    """
 
     path: str
     why: str
@@ -312,7 +321,7 @@ class MetricPoint(NamedTuple):
 
 
 class Event(Struct, tag_field="kind", kw_only=True):
-    """Base class of the events of a run: the records of its journal.
+    """Base class of the events of a run, which are the records of the run's journal.
 
     Attributes:
         time: Time at which the pool's process received the event, in seconds since 1970.
@@ -334,7 +343,7 @@ class RankEvent(Event, kw_only=True):
 
 
 class StateChanged(Event, tag="state", kw_only=True):
-    """The pool's process reports that the run's hosts are ready and its first attempt starts.
+    """Event of the pool's process: the run's hosts are ready, and the first attempt starts.
 
     Attributes:
         state: Always "RUNNING".
@@ -344,11 +353,11 @@ class StateChanged(Event, tag="state", kw_only=True):
 
 
 class Detached(Event, tag="detached", kw_only=True):
-    """The pool's process reports that the run is detached: it no longer ends with its kernel."""
+    """Event of the pool's process: the run is detached, so it continues when its kernel ends."""
 
 
 class Restart(Event, tag="restart", kw_only=True):
-    """The pool's process reports that it starts all ranks of the run again, in a new attempt.
+    """Event of the pool's process: it starts all ranks of the run again, in a new attempt.
 
     Attributes:
         failure: The failure that caused the restart; None if no host reported one.
@@ -359,14 +368,14 @@ class Restart(Event, tag="restart", kw_only=True):
 
 
 class InputAnswered(RankEvent, tag="answered", kw_only=True):
-    """The pool's process reports that a rank got an answer to its `InputRequested`.
+    """Event of the pool's process: a rank no longer waits for the answer to its `InputRequested`.
 
-    The answer is a line of input, or a refusal because no user can type.
+    The rank has received a line of input or a refusal, or has ended.
     """
 
 
 class RunEnded(Event, tag="ended", kw_only=True):
-    """The pool's process reports the end of the run, as the run's last event.
+    """Last event of each run: the run has ended. The pool's process creates this event.
 
     If the pool's process is lost, the kernel or a reader of the journal creates this event.
 
@@ -388,9 +397,11 @@ class RunEnded(Event, tag="ended", kw_only=True):
 
 
 class Prefilling(Event, tag="filling", kw_only=True):
-    """The kernel reports how much data fetchers have prepared before the ranks start (`--prefill`).
+    """Event of the kernel: the amount of data that fetchers have prepared so far (`--prefill`).
 
     Attributes:
+        done: Amount that is prepared.
+        wanted: Amount to prepare before the ranks start.
         unit: Unit of `done` and `wanted`: "bytes" or "batches".
     """
 
@@ -400,7 +411,7 @@ class Prefilling(Event, tag="filling", kw_only=True):
 
 
 class Note(Event, tag="note", kw_only=True):
-    """Any process sends a note for the user, which the run's status header shows."""
+    """Event of any process of the run: a note for the user, which the status header shows."""
 
     text: str
 
@@ -409,12 +420,12 @@ class Note(Event, tag="note", kw_only=True):
 
 
 class RanksStarted(Event, tag="started", kw_only=True):
-    """An agent reports that the ranks of its host have started.
+    """Event of an agent: the ranks of its host have started.
 
     Attributes:
         pids: Process id by rank.
-        gpus: Number of GPUs that the ranks use: one for each rank, or all GPUs of the host if
-            there are fewer GPUs than ranks.
+        gpus: Number of GPUs that the ranks use: one for each rank, or all GPUs of the host if there
+            are fewer GPUs than ranks.
     """
 
     attempt: int = 0
@@ -423,13 +434,13 @@ class RanksStarted(Event, tag="started", kw_only=True):
 
 
 class RankFailure(Event, tag="failure", kw_only=True):
-    """An agent, or the pool's process, reports that a rank or a host failed."""
+    """Event of an agent or of the pool's process: a rank or a host has failed."""
 
     failure: Failure
 
 
 class Hang(Event, tag="hang", kw_only=True):
-    """An agent reports the start or the end of a hang on its host.
+    """Event of an agent: a hang has started or ended on its host.
 
     A hang starts when no rank of the host has made progress for the time of `--hang`. It ends when
     a rank makes progress again.
@@ -443,9 +454,9 @@ class Hang(Event, tag="hang", kw_only=True):
 
 
 class Usage(Event, tag="usage", kw_only=True):
-    """An agent reports the use of processors, memory and GPUs by the ranks of its host.
+    """Event of an agent: the use of processors, memory and GPUs by the ranks of its host.
 
-    After a rank has ended, the events repeat its last values.
+    For a rank that has ended, the event repeats the last values.
     """
 
     attempt: int
@@ -453,7 +464,7 @@ class Usage(Event, tag="usage", kw_only=True):
 
 
 class RanksEnded(Event, tag="settled", kw_only=True):
-    """An agent reports that all ranks of its host have ended or failed.
+    """Event of an agent: all ranks of its host have ended or failed.
 
     Attributes:
         state: SUCCEEDED, FAILED or INTERRUPTED.
@@ -470,7 +481,7 @@ class RanksEnded(Event, tag="settled", kw_only=True):
 
 
 class RanksKilled(Event, tag="killed", kw_only=True):
-    """An agent reports that it killed ranks of a session.
+    """Event of an agent: it has killed ranks of a session.
 
     After an interrupt or a failure, these ranks did not end the current cell in time.
     """
@@ -479,7 +490,7 @@ class RanksKilled(Event, tag="killed", kw_only=True):
 
 
 class HostEnded(Event, tag="host_ended", kw_only=True):
-    """An agent reports that all ranks, or all fetchers, of the run on its host have ended.
+    """Event of an agent: all ranks, or all fetchers, of the run on its host have ended.
 
     Attributes:
         state: SUCCEEDED, FAILED or INTERRUPTED.
@@ -490,9 +501,10 @@ class HostEnded(Event, tag="host_ended", kw_only=True):
 
 
 class StoreReceipt(Event, tag="receipt", kw_only=True):
-    """An agent lists the files that ranks of its host wrote to the project store, at the end.
+    """Event of an agent at the end of a run: the files that ranks of its host wrote to the store.
 
     Attributes:
+        written: Files that rank 0 wrote to the project store.
         kept_out: Files of ranks other than 0, which did not get into the store.
         shared: Folders of the store in which every rank could write.
         means: Mechanism that kept ranks other than 0 from writing to the store.
@@ -509,7 +521,7 @@ class StoreReceipt(Event, tag="receipt", kw_only=True):
 
 
 class FetcherEnded(Event, tag="fetcher_ended", kw_only=True):
-    """An agent reports that a fetcher has ended.
+    """Event of an agent: a fetcher has ended.
 
     Attributes:
         number: Number of the fetcher in the run.
@@ -526,13 +538,13 @@ class FetcherEnded(Event, tag="fetcher_ended", kw_only=True):
 
 
 class Lines(RankEvent, tag="lines", kw_only=True):
-    """An agent sends complete lines that a rank wrote, without line ends."""
+    """Event of an agent: complete lines that a rank wrote, without line ends."""
 
     lines: list[str]
 
 
 class LinesDropped(RankEvent, tag="dropped", kw_only=True):
-    """An agent reports how many lines and bytes of a rank's output it did not send.
+    """Event of an agent: the number of lines and bytes of a rank's output that it did not send.
 
     The rank wrote more lines than the agent may send at once (`LogBudget`). The rank's log file on
     disk has all lines.
@@ -543,13 +555,13 @@ class LinesDropped(RankEvent, tag="dropped", kw_only=True):
 
 
 class Progress(RankEvent, tag="progress", kw_only=True):
-    """An agent sends the current text of rank 0's unfinished line, such as a progress bar."""
+    """Event of an agent: the current text of rank 0's unfinished line, such as a progress bar."""
 
     text: str
 
 
 class Display(RankEvent, tag="display", kw_only=True):
-    """A rank sends a rich output, such as a picture; `data` maps media types to contents."""
+    """Event of a rank: a rich output, such as a picture. `data` maps media types to contents."""
 
     data: dict[str, Any]
     metadata: dict[str, Any] | None = None
@@ -558,26 +570,26 @@ class Display(RankEvent, tag="display", kw_only=True):
 
 
 class ClearOutput(RankEvent, tag="clear", kw_only=True):
-    """A rank reports that it cleared its output; `wait` is the argument of `clear_output`."""
+    """Event of a rank: the rank's program called `clear_output`, with the argument `wait`."""
 
     wait: bool = False
 
 
 class RankReport(RankEvent, tag="data", kw_only=True):
-    """A rank reports its counts for each loader, and the number of CPU cores of its host."""
+    """Event of a rank: its counts for each loader, and the number of CPU cores of its host."""
 
     cores: int = 0
     loaders: dict[str, RankCounts]
 
 
 class Metrics(RankEvent, tag="metrics", kw_only=True):
-    """A rank sends the values that its program logged since the last event of this kind."""
+    """Event of a rank: the values that its program logged since the rank's last `Metrics` event."""
 
     points: list[MetricPoint]
 
 
 class InputRequested(RankEvent, tag="input", kw_only=True):
-    """A rank asks the user for a line of input, and waits for it.
+    """Event of a rank: its program waits for a line of input from the user.
 
     Attributes:
         number: Number of the request, unique in all attempts of the run.
@@ -590,7 +602,7 @@ class InputRequested(RankEvent, tag="input", kw_only=True):
 
 
 class DebuggerChanged(RankEvent, tag="debugger", kw_only=True):
-    """An agent reports that a client of debugpy was attached to a rank, or was detached.
+    """Event of an agent: a client of debugpy has attached to a rank, or has detached from it.
 
     Attributes:
         is_attached: Whether the client is attached now.
@@ -600,7 +612,7 @@ class DebuggerChanged(RankEvent, tag="debugger", kw_only=True):
 
 
 class Rehearsed(RankEvent, tag="rehearsed", kw_only=True):
-    """A rank of a rehearsal reports what it has used and written.
+    """Event of a rehearsal's rank: the memory that it has used and the files that it has written.
 
     Attributes:
         peak_bytes: Largest resident memory of the rank so far, without the rank's child processes.
@@ -615,7 +627,7 @@ class Rehearsed(RankEvent, tag="rehearsed", kw_only=True):
 
 
 class FederationStarted(RankEvent, tag="federated", kw_only=True):
-    """Rank 0 of a federation reports that all hosts have connected to it.
+    """Event of a federation's rank 0: all hosts have connected to this rank.
 
     Before this event, a failure of any host ends the run. After it, the run continues without a
     host that fails, unless this is the host of rank 0.
@@ -623,7 +635,7 @@ class FederationStarted(RankEvent, tag="federated", kw_only=True):
 
 
 class CellNames(RankEvent, tag="names", kw_only=True):
-    """A rank reports which variables a session's cell has assigned or deleted.
+    """Event of a rank: the variables that a session's cell has assigned or deleted.
 
     Attributes:
         plain: Digests (`simple_digest`) of those assigned variables whose values are simple, by
@@ -642,7 +654,7 @@ class CellNames(RankEvent, tag="names", kw_only=True):
 
 
 class FetcherStarted(Event, tag="fetcher", kw_only=True):
-    """A fetcher reports that it now accepts connections from ranks.
+    """Event of a fetcher: from now on, it accepts connections from ranks.
 
     Attributes:
         number: Number of the fetcher in the run.
@@ -659,7 +671,7 @@ class FetcherStarted(Event, tag="fetcher", kw_only=True):
 
 
 class FetcherReport(Event, tag="fetched", kw_only=True):
-    """A fetcher reports its counts, such as prepared batches, for each loader."""
+    """Event of a fetcher: its counts, such as prepared batches, for each loader."""
 
     number: int
     loaders: dict[str, FetcherCounts]

@@ -32,20 +32,23 @@ from taas_magic.messages.events import (
 
 
 class RankMessage(Struct, tag_field="kind", kw_only=True):
-    """Base class of messages from a rank to its agent, which the agent does not forward."""
+    """Base class of a rank's messages to its agent. The agent does not forward them."""
 
 
 class RankTakesInterrupts(RankMessage, tag="up"):
-    """The rank reports that SIGINT now interrupts its cell, and no longer kills the rank."""
+    """Message of a rank: from now on, SIGINT interrupts the rank's cell.
+
+    Before this message, SIGINT would kill the rank.
+    """
 
 
 class RankBeat(RankMessage, tag="beat", kw_only=True):
-    """The rank reports periodically that it is alive.
+    """Heartbeat of a rank, which the rank sends periodically to show that it is alive.
 
     Attributes:
         stack: The innermost frames of the main thread, with the innermost frame last.
-        collectives: Numbers of collectives that have started and that have finished, for each
-            torch.distributed backend.
+        collectives: For each torch.distributed backend: the number of collectives that have
+            started, and the number that have finished.
         spins: Whether the rank may be busy-waiting for a NCCL collective. If so, the rank's use of
             CPU time does not count as progress.
         gpu: The rank's use of its GPU; None if the rank has not used CUDA.
@@ -60,14 +63,14 @@ class RankBeat(RankMessage, tag="beat", kw_only=True):
 
 
 class RankStackSample(RankMessage, tag="stack_sample"):
-    """The rank sends the current stack of each of its threads, and its unfinished collectives."""
+    """Message of a rank: the stack of each of its threads, and its unfinished collectives."""
 
     threads: dict[str, list[StackFrame]]
     pending: list[str] = []
 
 
 class RankRaised(RankMessage, tag="raised"):
-    """The rank reports the exception with which its cell failed.
+    """Message of a rank: its cell failed with an exception.
 
     The traceback is in Python's format. If IPython has formatted the traceback, the rank sends a
     second message with IPython's text, which replaces the first message.
@@ -85,7 +88,7 @@ class RankRaised(RankMessage, tag="raised"):
 
 
 class RankShowedError(RankMessage, tag="showed"):
-    """The rank reports that IPython caught and showed an exception, and that the cell continues.
+    """Message of a rank: IPython caught and showed an exception, and the cell continues.
 
     For example, a cell with `%run` continues after the script has raised an exception. The run
     fails nevertheless: the rank sends `RankRaised` when the cell ends.
@@ -93,28 +96,28 @@ class RankShowedError(RankMessage, tag="showed"):
 
 
 class RankErrorSent(RankMessage, tag="reported"):
-    """The rank reports that it has sent all messages about its cell's exception.
+    """Message of a rank: it has sent all messages about its cell's exception.
 
     Until this message, the agent waits before it kills the rank.
     """
 
 
 class RankCalledExit(RankMessage, tag="left"):
-    """The rank reports that it ends by `sys.exit(0)`; `stack` shows the place of the call."""
+    """Message of a rank: it ends by `sys.exit(0)`. `stack` shows the place of this call."""
 
     stack: list[str]
 
 
 class RankFinished(RankMessage, tag="finished"):
-    """The rank reports that the cell ran to its end without an exception."""
+    """Message of a rank: its cell ran to the end without an exception, or its session has ended."""
 
 
 class RankIdle(RankMessage, tag="returned", kw_only=True):
-    """A session's rank reports that it waits for its next cell.
+    """Message of a session's rank: it waits for its next cell.
 
     Attributes:
-        was_cut: Whether connections between this rank and other ranks were closed in order to end
-            a collective that the rank was waiting for.
+        was_cut: Whether connections between this rank and other ranks were closed in order to end a
+            collective that the rank was waiting for.
     """
 
     was_cut: bool = False
@@ -124,20 +127,20 @@ class RankIdle(RankMessage, tag="returned", kw_only=True):
 
 
 class StoreMessage(Struct, tag_field="kind", kw_only=True):
-    """Base class of messages about the project store that a rank sends to its agent."""
+    """Base class of the messages about the project store that a rank sends to its agent."""
 
 
 class StoreWriteReported(StoreMessage, tag="store_write"):
-    """The rank reports that it writes a file of the project store, or has moved the file away.
+    """Message of a rank: it writes a file of the project store, or has moved such a file away.
 
-    If rank 0's host shares the project store, the run's receipt lists the files in rank 0's
+    If rank 0's host shares the project store, the run's receipt lists the files that rank 0
     reports. If the host has a mirror instead, the receipt lists the files that the host has sent to
     the store.
 
     Attributes:
         path: Path of the file.
-        is_moved: Whether the rank has moved the file that it wrote to another path. If so, the
-            agent drops the earlier report about this path.
+        is_moved: Whether the rank has moved the file from `path` to another path. If so, the agent
+            drops the earlier report about `path`.
     """
 
     path: str
@@ -145,7 +148,7 @@ class StoreWriteReported(StoreMessage, tag="store_write"):
 
 
 class StoreProtectionReported(StoreMessage, tag="store_protection"):
-    """The rank reports by which mechanism its host keeps its writes out of the project store.
+    """Message of a rank: the mechanism that keeps the rank's writes out of the project store.
 
     Attributes:
         protection: A value of `store.guard.StoreProtection`, such as "Landlock".
@@ -158,18 +161,21 @@ class StoreProtectionReported(StoreMessage, tag="store_protection"):
 
 
 class FetcherFailed(Struct, tag_field="kind", tag="fetcher_failed"):
-    """A fetcher reports to its agent that it ends because of an error; `why` is the reason."""
+    """Message of a fetcher to its agent: the fetcher ends because of the error `why`."""
 
     why: str
 
 
 class CellOrder(Struct, kw_only=True):
-    """The agent's order to a rank of a session: run the next cell, or end.
+    """Order of the agent to a rank of a session: run the next cell, or end.
 
     Attributes:
         number: Number of the cell in the session, from 1; 0 ends the rank.
+        run_dir: Path of the cell's run folder on this host.
         takes_part: Whether the rank runs the cell. If not, the rank only loads the variables that
             the notebook sent for the cell.
+        shows: Whether the notebook shows the rank's displays.
+        out: Variables to send back, such as `losses` (of rank 0) or `losses@3` (`--out`).
         colors: IPython's colour scheme for tracebacks.
     """
 

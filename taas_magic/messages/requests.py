@@ -1,7 +1,7 @@
 """Requests that one process sends to another, and their responses.
 
-Requests are operations of Dask, encoded as msgpack. A kernel and the agents send requests to the
-Dask scheduler in the pool's process. The pool's process also sends requests to the agents. In this
+Requests are operations of Dask, encoded as msgpack. Kernels and agents send requests to the Dask
+scheduler in the pool's process. The pool's process also sends requests to the agents. In this
 module, each response is defined before its request.
 """
 
@@ -20,10 +20,10 @@ _T = TypeVar("_T")
 
 
 class Request(Struct, Generic[_T]):
-    """Base class of requests that one process sends to another; `T` is the type of the response.
+    """Base class of the requests that processes send to each other.
 
-    The class name of a request names its operation in Dask. `pool/gate.py` lists the operations
-    that each peer may send.
+    The type parameter is the type of the response. The class name of a request names its operation
+    in Dask. `pool/gate.py` lists the operations that each peer may send.
     """
 
     @classmethod
@@ -34,7 +34,8 @@ class Request(Struct, Generic[_T]):
     def read_answer(self, packed: bytes) -> _T:
         """Decode the response to this request.
 
-        If people read this type of response, also remove terminal control sequences.
+        If people read responses of this type (`_SHOWN_RESPONSES`), also remove terminal control
+        sequences.
 
         Raises:
             ValueError: The response has another type.
@@ -48,12 +49,13 @@ class Request(Struct, Generic[_T]):
 
 
 class RegisterKernel(Request[bool]):
-    """A kernel registers with the pool's process, which then runs at least as long as the kernel.
+    """Request of a kernel to the pool's process: accept this kernel.
 
-    The response is False if the pool's process has begun to end.
+    The pool's process runs at least until each accepted kernel has disconnected. The response is
+    False if the process has begun to end, or if the kernel's Dask client is not connected.
 
     Attributes:
-        owner: Id of the kernel's Dask client. The client must be connected already.
+        owner: Id of the kernel's Dask client.
     """
 
     owner: str
@@ -63,7 +65,9 @@ class StartResponse(Struct, kw_only=True):
     """Response of the pool's process to `WaitForHosts`, `LaunchRanks` and `LaunchFetchers`.
 
     Attributes:
-        error: Reason why the pool has no hosts for the request; "" without an error.
+        hosts: Names of the hosts on which the ranks or fetchers start; empty for `WaitForHosts`.
+        error: Reason why the request failed, for example because the pool has no hosts; "" without
+            an error.
         store_error: Reason why the project store cannot be used; "" without an error.
         is_ending: Whether the pool's process had begun to end when the request arrived. If so, the
             request had no effect.
@@ -76,7 +80,7 @@ class StartResponse(Struct, kw_only=True):
 
 
 class WaitForHosts(Request[StartResponse]):
-    """A kernel asks the pool's process to respond when enough hosts can start ranks immediately.
+    """Request of a kernel to the pool's process: respond when enough hosts are ready for ranks.
 
     Attributes:
         owner: Id of the kernel's Dask client. If the client disconnects, this request is cancelled.
@@ -92,9 +96,10 @@ class WaitForHosts(Request[StartResponse]):
 
 
 class ForwardEvents(Request[None]):
-    """A kernel forwards events of a run's fetchers to the pool's process that owns the run.
+    """Request of a kernel to the pool's process: accept events of a run's fetchers.
 
-    The kernel sends this request only if the fetchers and the ranks run in different pools.
+    The kernel sends this request only if the fetchers and the ranks run in different pools. The
+    receiver owns the ranks.
     """
 
     run_id: str
@@ -102,7 +107,7 @@ class ForwardEvents(Request[None]):
 
 
 class Detach(Request[str]):
-    """A kernel hands a run and its fetchers over to the pool's process.
+    """Request of a kernel to the pool's process: own a run and its fetchers from now on.
 
     Afterwards, the run continues when the kernel ends. If the run is a session, the kernel still
     receives the session's events until the kernel ends. The response is the reason why the pool's
@@ -113,7 +118,7 @@ class Detach(Request[str]):
 
 
 class SessionState(Struct, kw_only=True):
-    """State of a session, for the kernel that takes the session over.
+    """State of a session. The kernel that takes the session over receives this state.
 
     Attributes:
         error: Reason why the kernel cannot take the session over; "" on success.
@@ -130,7 +135,9 @@ class SessionState(Struct, kw_only=True):
 
 
 class TakeOverSession(Request[SessionState]):
-    """A kernel takes over a detached session, and gets the session's events from now on.
+    """Request of a kernel to the pool's process: make this kernel the owner of a detached session.
+
+    From now on, the kernel receives the session's events.
 
     Attributes:
         owner: Id of the kernel's Dask client.
@@ -141,14 +148,13 @@ class TakeOverSession(Request[SessionState]):
 
 
 class TakeOverFetchers(Request[list[AnyEvent] | None]):
-    """The pool's process that owns a run takes over the run's fetchers from another pool's process.
+    """Request of one pool's process to another: make the sender the owner of a run's fetchers.
 
-    The response has the events of the fetchers' starts and ends so far. It is None if the pool that
-    receives the request does not run the fetchers.
+    The sender owns the run, and the receiver runs the fetchers. The response has the events of the
+    fetchers' starts and ends so far. It is None if the receiver does not run the fetchers.
 
     Attributes:
-        owner: Id of the Dask client of the pool's process that owns the run. If this client
-            disconnects, the fetchers end.
+        owner: Id of the sender's Dask client. If this client disconnects, the fetchers end.
     """
 
     owner: str
@@ -156,7 +162,7 @@ class TakeOverFetchers(Request[list[AnyEvent] | None]):
 
 
 class AllowRestarts(Request[None]):
-    """A kernel reports to the pool of a session's fetchers that the session runs its next cell.
+    """Request of a kernel to the pool of a session's fetchers: the session runs its next cell.
 
     During the next cell, the fetchers of each earlier cell may restart once. If all fetchers of an
     earlier cell have ended before, these fetchers restart at once.
@@ -188,7 +194,7 @@ class HostStatus(Struct, kw_only=True):
 
 
 class StartingHost(Struct, kw_only=True):
-    """A host that has joined its pool, and cannot start ranks yet.
+    """A host that has joined its pool but cannot start ranks yet.
 
     Attributes:
         imports: Module that the host's forkserver is importing.
@@ -207,7 +213,8 @@ class PoolStatus(Struct, kw_only=True):
         hosts: Hosts that can start ranks.
         starting: Hosts that cannot start ranks yet.
         refused: Number of messages and connections that the pool's process refused.
-        gpu_hours: GPU hours for which hosts were allocated since the pool's process started.
+        gpu_hours: Sum over all hosts: GPUs of the host times the hours for which the host was
+            allocated, since the pool's process started.
         used_gpu_hours: The part of `gpu_hours` in which runs used the hosts.
     """
 
@@ -219,18 +226,18 @@ class PoolStatus(Struct, kw_only=True):
 
 
 class GetStatus(Request[PoolStatus]):
-    """A kernel asks the pool's process for the status of the pool and its hosts."""
+    """Request of a kernel to the pool's process for the status of the pool and its hosts."""
 
 
 class EndPool(Request[None]):
-    """A kernel asks the pool's process to end every run, and then to exit."""
+    """Request of a kernel to the pool's process: end all runs, then exit."""
 
 
 # A kernel asks the pool's process, which forwards the same request to each agent concerned.
 
 
 class Halt(Request[None]):
-    """A kernel or a pool's process stops the ranks or the fetchers of a run.
+    """Request of a kernel or a pool's process: stop the ranks or the fetchers of a run.
 
     If the ranks or fetchers have already ended, the request does nothing.
 
@@ -245,10 +252,10 @@ class Halt(Request[None]):
 
 
 class AnswerInput(Request[None]):
-    """A kernel's answer to a rank's `InputRequested`.
+    """Request of a kernel: pass the user's line of input to the rank that sent `InputRequested`.
 
     Attributes:
-        rank: The rank that waits for the answer.
+        rank: The rank that waits for the line.
         number: Number of the rank's request (`InputRequested.number`).
         line: The line that the user typed, without a line end; None if the user ended the input, or
             if the request is refused.
@@ -263,7 +270,7 @@ class AnswerInput(Request[None]):
 
 
 class GetStacks(Request[RunStacks]):
-    """A kernel requests the stack reports of a run's ranks or fetchers.
+    """Request of a kernel for the stack reports of a run's ranks or fetchers.
 
     Attributes:
         run_id: Id of the run, or id of the run's fetchers.
@@ -278,10 +285,12 @@ class HostFacts(Struct, frozen=True):
     On the host, `probe.main` finds these facts, in the Python that the pool's settings name.
 
     Attributes:
+        host: Name of the host for the user.
         torch: Version of torch; "" if torch is not installed.
         cuda: CUDA version that torch was built for; "" for a CPU build.
-        versions: Versions of the requested packages that are installed.
+        versions: Versions of the requested packages that are installed, by package.
         taas_digest: Digest of the files of taas-magic; "" if taas-magic is not installed.
+        missing: The requested modules that are not installed.
         cache: Folder on the host for files of taas-magic (`probe.cache_folder`).
         cache_error: Reason why the cache is not writable; "" if the cache is writable.
         free_bytes: Bytes that can still be written to the cache.
@@ -293,6 +302,8 @@ class HostFacts(Struct, frozen=True):
             requested the facts.
         hostname: The host's own name.
         own_addresses: Addresses to which the host itself resolves `hostname`.
+        interfaces: Addresses of each network interface, by the interface's name.
+        python_path: The entries of the host's PYTHONPATH.
         reached_at: Address at which SSH reached the host; "" without SSH.
         sees_store: Whether the host shares the project store with the notebook.
     """
@@ -329,7 +340,7 @@ class HostFacts(Struct, frozen=True):
         """Return a copy of these facts with the fields `host` and `ahead_s` set.
 
         Call this method as soon as the facts arrive, because it compares `clock` with this
-        machine's clock.
+        machine's clock. It assumes that the probe read `clock` halfway between its start and now.
 
         Args:
             host: Name of the host.
@@ -344,9 +355,15 @@ class HostFacts(Struct, frozen=True):
 
 
 class GetHostFacts(Request[list[HostFacts]]):
-    """A kernel requests facts about the hosts of a pool, such as their GPUs and packages.
+    """Request of a kernel for facts about the hosts of a pool, such as their GPUs and packages.
 
     On each host, the agent calls `probe.main` with the fields of this request as arguments.
+
+    Attributes:
+        packages: Distributions whose versions are requested.
+        modules: Top-level modules to check; the facts name the missing ones.
+        mark: Path of a new file in the project store. A host that has this file shares the store.
+        names: Whether the names of the GPUs are requested.
     """
 
     packages: list[str] = []
@@ -359,7 +376,7 @@ class GetHostFacts(Request[list[HostFacts]]):
 
 
 class HostHello(Struct, kw_only=True):
-    """An agent's description of its host: the response to `DescribeHost`.
+    """Response to `DescribeHost`: an agent's description of its host.
 
     Attributes:
         host: Name of the host for the user.
@@ -374,7 +391,7 @@ class HostHello(Struct, kw_only=True):
 
 
 class DescribeHost(Request[HostHello]):
-    """The pool's process asks an agent to describe its host.
+    """Request of the pool's process to an agent: describe the agent's host.
 
     The agent sends the response as soon as the host can start ranks.
 
@@ -387,9 +404,10 @@ class DescribeHost(Request[HostHello]):
 
 
 class PauseClocks(Request[None]):
-    """The pool's process pauses or resumes the clocks of `--timeout` and `--hang` on a run's hosts.
+    """Request of the pool's process to an agent: pause or resume the clocks of a run.
 
-    The clocks are paused while a rank waits for the user's input, because this time must not count.
+    These clocks measure the time for `--timeout` and `--hang`. They are paused while a rank waits
+    for the user, because this time must not count.
     """
 
     run_id: str
@@ -397,13 +415,13 @@ class PauseClocks(Request[None]):
 
 
 class EndRun(Request[None]):
-    """The pool's process asks an agent to end a run whose ranks have ended on all hosts."""
+    """Request of the pool's process to an agent: end a run whose ranks have ended on all hosts."""
 
     run_id: str
 
 
 class SetFetcherAddress(Request[None]):
-    """The pool's process sends the addresses of a fetcher to an agent, for the host's ranks.
+    """Request of the pool's process to an agent: pass a fetcher's addresses to the ranks.
 
     The agent writes the addresses to a folder, in which the ranks on its host find them.
 
@@ -446,7 +464,7 @@ class AgentSettings(Struct, kw_only=True):
 
 
 class AgentKeys(Struct, kw_only=True):
-    """The response to `GetAgentKeys`: a name and a key for an agent that a vehicle will start.
+    """Response to `GetAgentKeys`: a name and a key for an agent that a vehicle will start.
 
     Attributes:
         name: Name of the host for Dask and the engine.
@@ -458,7 +476,7 @@ class AgentKeys(Struct, kw_only=True):
 
 
 class GetAgentKeys(Request[AgentKeys]):
-    """A vehicle asks the pool's process for the name and key of the agent that it starts.
+    """Request of a vehicle to the pool's process for the name and key of the agent that it starts.
 
     A vehicle is a Dask worker of a batch system or cloud (host/vehicle.py).
 
@@ -481,7 +499,7 @@ RequestHandler = Callable[[Any], Awaitable[object]]
 
 
 def handlers(answers: Mapping[type[Request[Any]], RequestHandler]) -> dict[str, Callable[..., Any]]:
-    """Return handlers for Dask's `Server`, by the operation of the request.
+    """Return the handlers that Dask's `Server` calls for requests, by the name of the operation.
 
     Args:
         answers: For each type of request, the function that executes a request and returns the
@@ -516,5 +534,6 @@ async def send_request(scheduler: Any, request: Request[_T]) -> _T:
 
     Raises:
         OSError: The pool's process cannot be reached.
+        ValueError: The response has another type than the request names.
     """
     return request.read_answer(await getattr(scheduler, request.op())(request=to_bytes(request)))

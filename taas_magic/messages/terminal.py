@@ -76,7 +76,7 @@ def cleaned(value: _T) -> _T:
 
 
 def _cleaned(value: Any, clean: Callable[[str], str]) -> Any:
-    """Clean all strings in a value by the function `clean`, and return the cleaned value.
+    """Return a value in which the function `clean` has cleaned every string, at any depth.
 
     Containers are copied. Structs are changed in place: `_cleaned_field` cleans their fields.
     """
