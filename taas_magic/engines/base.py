@@ -50,7 +50,7 @@ class Engine(ABC):
     Attributes:
         pool: The pool's settings.
         ready: Names of the agents of all hosts that can start ranks. The pool's process adds the
-            names.
+            names, and removes none: the name of a host that has ended stays.
     """
 
     def __init__(self, pool: PoolConfig) -> None:
@@ -60,7 +60,7 @@ class Engine(ABC):
 
     @abstractmethod
     def capacity(self) -> HostCapacity:
-        """Return the numbers of GPUs and cores of one host of the pool. Allocates no host."""
+        """Return the numbers of GPUs and cores of one host of the pool; allocate no host."""
 
     @abstractmethod
     def open(
@@ -88,7 +88,9 @@ class Engine(ABC):
         return
 
     def shells(self, stop: threading.Event) -> Mapping[str, AbstractContextManager[Shell]]:
-        """Return a shell for each host of the pool, to run commands on hosts that may have no run.
+        """Return a shell for each host of the pool, by which a kernel runs commands on the host.
+
+        A host needs no run for this.
 
         Args:
             stop: Event that the caller sets to cancel connecting.
@@ -101,7 +103,7 @@ class Engine(ABC):
         return {}
 
     def notes(self) -> tuple[str, ...]:
-        """Return notes for the user about the pool's settings, which the status header shows."""
+        """Return notes for the user about the pool's settings, for the status header."""
         return ()
 
     @abstractmethod
@@ -132,13 +134,15 @@ class Engine(ABC):
         """Return whether the engine knows of a host that is starting and makes progress.
 
         The pool waits at most `start_timeout_s` for hosts. Each time this method returns True, the
-        pool begins to count this time again from zero.
+        pool begins to count this time again from zero. The default returns False.
         """
         return False
 
     @asynccontextmanager
     async def tunnel(self, agent: str, address: str) -> AsyncIterator[str]:
         """Let a host connect to a port of this machine until the `with` block ends.
+
+        The default does nothing: it yields `address`, for hosts that can connect to this machine.
 
         Args:
             agent: Name of the host's agent.
@@ -156,6 +160,8 @@ class Engine(ABC):
     async def why_lost(self, agent: str) -> str:
         """Return one line that says why a host was lost; "" if the engine does not know the reason.
 
+        The default returns "".
+
         Args:
             agent: Name of the host's agent.
         """
@@ -167,7 +173,7 @@ class Engine(ABC):
 
 
 class Host(ABC):
-    """One host of an engine that starts its hosts itself, with methods to start and end the host.
+    """One host of an engine that starts and ends each of its hosts itself.
 
     Attributes:
         name: Name of the host's agent, by which Dask and the engine identify the host.
@@ -297,9 +303,12 @@ class HostsEngine(Engine):
         return any(not host.start_task.done() for host in self.hosts.values())
 
     async def release_hosts(self, keep: Collection[str]) -> None:
-        """End all hosts except those whose agents are in `keep`; wait until these hosts have ended.
+        """End all hosts whose agents are not in `keep`, and wait until they have ended.
 
         This includes hosts that are still starting.
+
+        Args:
+            keep: Names of the agents whose hosts the pool keeps.
         """
         left = [host for name, host in self.hosts.items() if name not in keep]
         await asyncio.gather(*map(self._end, left))
@@ -308,7 +317,8 @@ class HostsEngine(Engine):
     async def why_lost(self, agent: str) -> str:
         """Return one line that says why a host was lost; "" if the reason is unknown.
 
-        Also start a task that ends the host's remaining processes.
+        Also start a task that ends the host's remaining processes. If the engine has already ended
+        the host, only return "".
 
         Args:
             agent: Name of the host's agent.
@@ -333,8 +343,8 @@ def find_engine(pool: PoolConfig) -> Engine:
     A value with a dot is the import path of a Dask cluster class, which a `DaskClassEngine` uses.
 
     Raises:
-        UsageError: There is no engine with this name, or the package of the Dask cluster class is
-            not installed.
+        UsageError: There is no engine with this name. Or, for a Dask cluster class, its package is
+            not installed, or the pool's options request several hosts for each job.
     """
     place = _DASK_CLASS if "." in pool.engine else _ENGINES.get(pool.engine)
     if place is None:
@@ -348,6 +358,9 @@ def find_engine(pool: PoolConfig) -> Engine:
 
 
 def log_tail(path: Path) -> str:
-    """Return the last `LOG_LINES` lines of a log file, and below them the file's path."""
+    """Return the last `LOG_LINES` lines of a log file, and below them the file's path.
+
+    If the file does not exist, return only the path.
+    """
     text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
     return "\n".join([*text.splitlines()[-LOG_LINES:], f"({path})"])

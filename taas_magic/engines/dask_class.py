@@ -43,6 +43,10 @@ class DaskClassEngine(Engine):
     """Engine that gets hosts from the Dask cluster class that the pool's `engine` setting names.
 
     The pool's `options` are the keyword arguments of the class.
+
+    Raises:
+        UsageError: The class's package is not installed, or a pool of dask-jobqueue has the option
+            `processes` with a value other than 1.
     """
 
     def __init__(self, pool: PoolConfig) -> None:
@@ -68,7 +72,7 @@ class DaskClassEngine(Engine):
     def capacity(self) -> HostCapacity:
         """Return the numbers of GPUs and cores of one host, as taas.toml specifies them.
 
-        The defaults are 0 GPUs and the number of cores of this machine.
+        If taas.toml lacks these numbers, use 0 GPUs and the number of cores of this machine.
         """
         cores = self.pool.cores or self.pool.options.get("cores") or probe.cores()
         return HostCapacity(self.pool.gpus or 0, int(cores))
@@ -77,11 +81,11 @@ class DaskClassEngine(Engine):
     async def open(self, scheduler: type, keys: "Keys", folder: str) -> AsyncIterator["Scheduler"]:
         """Create and run the Dask cluster until the `with` block ends; then end all its workers.
 
-        The class gets the pool's options, and those of our own options that it accepts. For a class
-        of dask-jobqueue, add defaults to its options, and prepare queries of the batch system. The
-        cluster uses TLS and starts without workers. Its scheduler has the class `scheduler`, and
-        makes each worker start an agent. At the end of the block, first prevent `request_hosts`
-        from starting further hosts.
+        The cluster starts without workers. It uses TLS and a scheduler of the class `scheduler`,
+        which makes each worker start an agent. The cluster class gets the pool's options and, if it
+        accepts them, a name and the settings for TLS. For a class of dask-jobqueue, also add
+        defaults (`batch_options`), and prepare for queries of the batch system. From the end of the
+        block on, `request_hosts` can start no more hosts.
 
         Args:
             scheduler: Class of the scheduler.
@@ -141,10 +145,10 @@ class DaskClassEngine(Engine):
         return await asyncio.shield(self._request_hosts(count))
 
     async def _request_hosts(self, count: int) -> list[str]:
-        """Query the state of requested Dask workers, then request missing workers up to `count`.
+        """Start as many Dask workers as are missing from a total of `count`.
 
-        Each missing worker gets a new name. After the request, record the batch jobs of the
-        workers.
+        First query the batch system for the jobs of earlier workers whose agents are not ready.
+        Each missing worker gets a new name. At the end, record the batch jobs of all workers.
 
         Returns:
             One line for the user about each worker that had been requested before this call and
@@ -276,7 +280,8 @@ def _make_cluster(
     """Return a new object of a Dask cluster class, without starting the cluster.
 
     Raises:
-        UsageError: The class refuses its options, or has no description of a further worker.
+        UsageError: The class refuses its options, or cannot start further workers, because its
+            attribute `new_spec` is None.
     """
     try:
         cluster = cluster_class(**options)
@@ -294,9 +299,9 @@ def _make_cluster(
 def _scheduler_options(cluster: "SpecCluster") -> dict[str, Any]:
     """Return options with which the pool's scheduler listens on an address that hosts can reach.
 
-    They are copied from the options `host`, `interface` and `port` that the cluster class sets for
-    Dask's own scheduler. If it sets neither `host` nor `interface`, `host` is this machine's IP
-    address.
+    The options are the values of `host`, `interface` and `port` that the cluster class sets for
+    Dask's own scheduler. If the class sets neither `host` nor `interface`, `host` is this machine's
+    IP address.
     """
     from distributed import Scheduler
     from distributed.utils import get_ip
@@ -377,7 +382,7 @@ class BatchJob:
 def parse_squeue(text: str) -> dict[str, BatchJob]:
     """Return the jobs in the output of `squeue --format=%i|%T|%r`, by job id.
 
-    A job has ended if its state is not in `_SLURM_LIVES`. Other lines are ignored.
+    A job has ended if its state is not in `_SLURM_LIVES`. Lines of another format are ignored.
     """
     jobs = {}
     for line in text.splitlines():
@@ -411,7 +416,7 @@ def parse_qstat(text: str) -> dict[str, BatchJob]:
 
 @dataclass(frozen=True)
 class BatchSystem:
-    """Commands and parser for querying one kind of batch system.
+    """Commands and parser for queries of one kind of batch system.
 
     Attributes:
         title: Name of the batch system for the user.
@@ -434,8 +439,9 @@ class BatchSystem:
         `history`.
 
         Raises:
-            OSError: The command cannot be run, fails, or does not end within `QUERY_LIMIT_S`. An
-                error text that only says that jobs are unknown is no failure.
+            OSError: The command cannot be run, or does not end within `QUERY_LIMIT_S`. Or the
+                command lists no job, and its error text says more than that it does not know the
+                jobs.
         """
         if not job_ids:
             return {}
@@ -515,7 +521,7 @@ JOB_END_WAIT_S = 2.0
 class Vehicles:
     """Registry of a pool's vehicles (Dask workers that start agents) and of their batch jobs.
 
-    It queries the batch system, so that messages to the user contain the states of the jobs.
+    The registry queries the batch system for the states of the jobs, for messages to the user.
 
     Args:
         system: The batch system that runs the vehicles; None if taas-magic cannot query it.
@@ -534,9 +540,10 @@ class Vehicles:
         self._lines: list[str] = []
 
     def record_jobs(self, workers: Iterable[tuple[object, Any]]) -> None:
-        """Record for each of a cluster's workers the id of the batch job that runs the worker.
+        """Record the id of the batch job that runs each worker of a cluster.
 
-        If a worker has a new job, the next call of `describe_awaited` queries the jobs at once.
+        Workers without a job id are ignored. If a worker has a new job, the next call of
+        `describe_awaited` queries the jobs at once.
 
         Args:
             workers: Pairs of a worker's name and dask-jobqueue's worker object.
@@ -553,8 +560,8 @@ class Vehicles:
     ) -> list[str]:
         """Return one line for the user about each requested worker whose agent is not ready.
 
-        Query the batch system at most every `QUERY_GAP_S`. Between two queries, return the lines of
-        the last query.
+        Query the batch system for this, but at most every `QUERY_GAP_S` seconds. In between, return
+        the lines of the last query.
 
         Args:
             requested: Names of all requested Dask workers.

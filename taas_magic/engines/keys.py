@@ -122,7 +122,7 @@ class Keys:
 
 
 def security(trusted: str, **pairs: tuple[str, str]) -> SecurityOptions:
-    """Return keyword arguments for Dask's class `Security`, which requires encryption.
+    """Return keyword arguments for Dask's class `Security`, for connections with TLS only.
 
     Args:
         trusted: The certificates, as PEM, that this side of a connection trusts.

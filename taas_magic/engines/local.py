@@ -36,8 +36,8 @@ _CHECK_S = 0.5
 def host_name(pool: PoolConfig, number: int) -> str:
     """Return the name that the notebook shows for a host of a local pool.
 
-    This is the name of the machine; if the pool has several hosts, with the pool's name and
-    `number`.
+    If the pool can have only one host, this is the name of the machine. Otherwise, the pool's name
+    and `number` follow, as in `gpu1-local-0`.
 
     Args:
         number: Number of the host in its pool, from 0.
@@ -56,7 +56,7 @@ class LocalEngine(HostsEngine):
     def capacity(self) -> HostCapacity:
         """Return the numbers of GPUs and cores of one host.
 
-        A number that taas.toml does not specify is the number of this machine.
+        If taas.toml lacks a number, use the number of this machine.
         """
         gpus = self.pool.gpus if self.pool.gpus is not None else probe.count_gpus()
         return HostCapacity(gpus, self.pool.cores or probe.cores())
@@ -83,8 +83,8 @@ class LocalEngine(HostsEngine):
         """Return an object for a new host, without starting the host.
 
         The host gets the lowest free number, which is part of its name in the notebook. So a new
-        host has the same name as the host that it replaces. If a federation has settings for this
-        name in `per_host`, they still apply.
+        host has the same name as the host that it replaces. If `per_host` of a federation has
+        settings for this name, they also apply to the new host.
 
         Args:
             name: Name of the host's agent.
@@ -160,10 +160,10 @@ class _LocalHost(Host):
     async def end(self) -> None:
         """Make the supervisor end the host, and wait until the supervisor has ended.
 
-        First cancel `start` if it still runs. Then close the supervisor's standard input, which
-        tells the supervisor to end the host, and send SIGCONT, because the supervisor may be
-        suspended. If it has not ended after `HOST_END_S` seconds, kill it. Linux then also kills
-        the agent (`die_with_parent`).
+        First cancel `start` if it still runs. Then close the supervisor's standard input, by which
+        the supervisor notices that it must end the host. Also send SIGCONT, because a stopped
+        supervisor would not notice the close. If the supervisor has not ended after `HOST_END_S`
+        seconds, kill it; Linux then also kills the agent (`die_with_parent`).
         """
         if asyncio.current_task() is not self.start_task:
             self.start_task.cancel()
@@ -186,9 +186,10 @@ class _LocalHost(Host):
 
 
 def _start_failure(supervisor: subprocess.Popen[bytes]) -> str:
-    """Return a text if a starting host's supervisor has ended or one of its processes is stopped.
+    """Return text about what is wrong with a starting host; "" if nothing is wrong.
 
-    Return "" if there is no such problem. A process is stopped by SIGSTOP.
+    A host cannot start if its supervisor has ended, or if SIGSTOP has stopped the supervisor or one
+    of its descendant processes.
     """
     code = supervisor.poll()
     if code is not None:

@@ -157,14 +157,17 @@ class SshEngine(HostsEngine):
             await self.in_thread(close_tunnel, connection, port)
 
     async def acquire_host(self, excluded: Collection[str], stop: threading.Event) -> str | None:
-        """Reserve a free host. If none is free, wait for hosts that are being returned.
+        """Reserve a free host that is not in `excluded`; return its name.
+
+        If no such host is free, but the pool is returning or ending hosts, wait for these hosts.
 
         Args:
             excluded: Names of hosts that must not be reserved, because their starts have failed.
             stop: Event that the caller sets to cancel this call.
 
         Returns:
-            The host as taas.toml names it; None if all hosts are in use or `stop` is set.
+            Name of the host in taas.toml. None if all hosts are in use or excluded, or if `stop` is
+            set.
         """
         while not stop.is_set():
             host = next((host for host in self._free if host not in excluded), None)
@@ -190,10 +193,10 @@ class SshEngine(HostsEngine):
             self._free.append(host)
 
     async def in_thread(self, work: Callable[..., _T], *arguments: Any) -> _T:
-        """Call `work` in a thread of this engine's `ThreadPoolExecutor`; return its result.
+        """Call `work` in a thread of this engine's own `ThreadPoolExecutor`; return its result.
 
-        This executor has two threads for each host. The default executors of Dask and asyncio have
-        too few threads.
+        The engine has its own executor, with two threads for each host, because the default
+        executors of Dask and asyncio have too few threads.
         """
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._threads, work, *arguments)
@@ -246,7 +249,8 @@ class _SshHost(Host):
         and try the next free host.
 
         Raises:
-            PoolError: No free host could be started, all hosts are in use, or `end` was called.
+            PoolError: The start on each free host failed, all hosts are in use, or `end` was
+                called.
         """
         failures: dict[str, str] = {}
         while (host := await self._engine.acquire_host(failures, self._stop)) is not None:
@@ -294,10 +298,11 @@ class _SshHost(Host):
         return f"host {self._host}: {self._doing}" if slow and self._host else ""
 
     async def why_lost(self) -> str:
-        """Return, in words, whether the SSH connection broke or the agent ended; "" if unknown.
+        """Return text about why the host was lost; "" if the reason is unknown.
 
-        Wait up to `_END_S` seconds until the command that runs the supervisor has ended. If the
-        agent ended, the text has the last line of the command's output.
+        Wait up to `_END_S` seconds until the command that runs the supervisor has ended. Then the
+        reason is a broken SSH connection, or the end of the agent. If the agent ended, the text has
+        the last line of the command's output.
         """
         command, connection = self._command, self.connection
         if command is None or connection is None:
