@@ -63,7 +63,7 @@ class ChangeDetector:
             old object is compared, not the object that the cell assigns to the name.
         updates: Names in `stores` whose new value the cell computes from the old value
             (`total += 1`), or that a captured function sets. If the old value is plain data or an
-            array, it is compared with the new value.
+            array, the old value is compared with the new value.
         parts: Name of the registered loader for each variable whose value is a part of the loader,
             such as the loader's dataset. For these variables, the note has another text.
     """
@@ -119,10 +119,10 @@ class ChangeDetector:
     def _changed(self, namespace: Mapping[str, Any]) -> list[str]:
         """Return the names whose values have changed since the constructor was called.
 
-        If the cell assigns another object to a name, the name's old object is compared, unless the
-        old object no longer exists. Otherwise the value in `namespace` is compared; a name that
-        `namespace` lacks is skipped. A value is also skipped if digesting the value fails or would
-        exceed the cost limit.
+        If the cell assigns another object to a name (`stores`), compare the name's old object; skip
+        the name if the old object no longer exists. For other names, compare the value in
+        `namespace`; skip names that `namespace` lacks. Also skip a name if digesting its value
+        fails or would exceed the cost limit.
         """
         found = []
         budget = _Budget()
@@ -217,12 +217,12 @@ class _DescriptionPickler(pickle.Pickler):
     def reducer_override(self, obj: Any) -> Any:
         """Reduce an object to the parts that `_description` returns. Called by pickle.
 
-        First subtract the cost of the object from the budget. The parts are the arguments of
-        `_placeholder`, which stands for the object's constructor. An object that `--out` returns to
-        the notebook is reduced to a constant.
+        First subtract the cost of the object from the budget. Reduce an object that `--out` returns
+        to the notebook to a constant.
 
         Returns:
-            The reduced object; NotImplemented if pickle's own rules apply.
+            The function `_placeholder` and its arguments, which are the object's parts.
+            NotImplemented if pickle's own rules apply.
 
         Raises:
             _TooCostlyError: The cost of all objects so far exceeds the limit `_BUDGET`.
@@ -341,8 +341,8 @@ def _parts_of_module(module: Any) -> State:
 def _parts_of_function(function: types.FunctionType) -> State:
     """Return the parts of a function that are compared.
 
-    For a function of the notebook or the project's modules, these are its name, the contents of its
-    closure, its attributes and its defaults. For any other function, only the name.
+    For a function of the notebook or the project's modules, the parts are its name, the contents of
+    its closure, its attributes and its defaults. For any other function, the only part is its name.
     """
     if function.__module__ != "__main__" and not is_shipped(function.__module__ or ""):
         return (function.__qualname__,)

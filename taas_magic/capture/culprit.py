@@ -126,6 +126,7 @@ def culprit(name: str, value: Any, dump: Probe) -> tuple[str, Any]:
 
     Args:
         name: Name of the variable that has the value. The path starts with this name.
+        value: The value, which cannot be pickled.
         dump: Function that pickles a value on trial, and raises if the value cannot be sent.
 
     Returns:
@@ -206,7 +207,8 @@ def _entries(value: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
 def _function_parts(function: FunctionType) -> Iterator[tuple[str, Any]]:
     """Yield (path step, object) for the closure, defaults, attributes and globals of a function.
 
-    Functions that are defined inside the function are not searched.
+    Only globals that the function's own code uses count. Functions that are defined inside the
+    function are not searched.
     """
     code = function.__code__
     for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
@@ -376,7 +378,7 @@ cannot be pickled.
 """
 
 _SHARD_MARKERS = {"datasets": {"DistributedConfig"}}
-"""Classes of objects that are in a dataset if it is one rank's part of the data, by package.
+"""Classes whose instances mark a dataset as one rank's part of the data, by top-level package.
 
 A registered loader must not contain such a dataset: fetchers already divide the batches.
 """
@@ -391,9 +393,9 @@ def is_process_bound(kind: type) -> bool:
 
 
 def is_shard(kind: type) -> bool:
-    """Return whether instances of a class limit a loader or dataset to one rank's part of the data.
+    """Return whether instances of a class select or mark one rank's part of the data.
 
-    The class may do so itself, such as DistributedSampler, or only mark such a dataset.
+    A DistributedSampler selects a part. A DistributedConfig marks a dataset that is only a part.
     """
     return _is_one_of(kind, _SHARD_SELECTORS) or _is_one_of(kind, _SHARD_MARKERS)
 

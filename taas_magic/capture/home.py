@@ -115,10 +115,10 @@ class ResultPickler(ValuePickler):
     def _add_after_needs(self, value: Callable[[], Any], owner: str) -> None:
         """Add the cell's variables that a value needs, then add the value.
 
-        Only pickling the value shows which variables the value needs. So the method first adds the
-        value. If the pickle lacks one of these variables, the method removes the value, adds the
-        variables, and adds the value again. A variable that cannot be pickled is recorded in
-        `problems`.
+        Only pickling the value shows which variables the value needs. So this method first adds the
+        value. If the pickle lacks some of the needed variables, this method removes the value, adds
+        these variables, and adds the value again. If a variable cannot be pickled, this method
+        records a message in `problems`.
 
         Args:
             value: Function that returns the value to add.
@@ -159,10 +159,11 @@ class ResultPickler(ValuePickler):
     def _kept_name(self, obj: Any) -> str | None:
         """Return the notebook's variable name of an object that need not be sent back, else None.
 
-        Only sentinels (instances of `object` itself), functions without state, and functions with
-        `functools.lru_cache` need not be sent, because the notebook has the same object. The object
-        must still be the value of a variable in `scope.kept`; for a function, of the variable with
-        the function's name. The cell may have changed any other object.
+        An object need not be sent back if the notebook still has the same object. So the result is
+        None unless the object is the value of a variable in `scope.kept`. The result is also None
+        for objects that the cell may have changed: all except sentinels (instances of `object`
+        itself), functions without state, and functions with `functools.lru_cache`. For a function,
+        only the variable with the function's own name counts.
         """
         kind, scope = type(obj), self.scope
         if kind is object:  # a sentinel: code compares it by identity
@@ -205,10 +206,11 @@ def load_results(
 ) -> LoadedResults:
     """Load the results of a `ResultPickler`, and connect them to the notebook's namespace.
 
-    This function sets the cell's variables that came with a result in `namespace`. A variable is
-    skipped if its name is the name of a builtin, or of a variable that the notebook itself has set.
-    If the value of a skipped variable differs from the notebook's value, a note says so. There is
-    no note if the variable came with the value of the cell's last expression, or of the call.
+    In `namespace`, this function sets the cell's variables that the rank sent with the results. It
+    skips a variable if the name is the name of a builtin, or of a variable that the notebook itself
+    has set. If the value of a skipped variable differs from the notebook's value, a note says so.
+    There is no note if the rank sent the variable with the value of the cell's last expression, or
+    of the call.
 
     Args:
         buffers: Out-of-band buffers of the pickle: the memory of arrays and tensors.

@@ -189,10 +189,12 @@ def notes_on_patches(
 ) -> Iterator[str]:
     """Yield notes on functions that the notebook has replaced in a module or class.
 
-    Ranks have the original functions. All members of a class are checked; classes of the notebook
-    itself are skipped. Of a module, only the members with a name in `attributes` are checked. If
-    such a member is itself a module or a class, its members are checked, too. Names of replaced
-    functions are sorted, and only the first `_MOST_DIFFERENCES` functions get a note.
+    Ranks have the original functions, so the user needs to know.
+
+    Check all members of a class, but skip classes of the notebook itself. Check only those members
+    of a module that have a name in `attributes`. If such a member is itself a module or a class,
+    check its members, too. Yield notes only for the first `_MOST_DIFFERENCES` functions, sorted by
+    name.
 
     Args:
         modules: Modules that the cell uses.
@@ -477,7 +479,7 @@ def _imported_by(node: ast.AST, package: str = "") -> Iterator[str]:
     For `from x import y`, these are both `x` and `x.y`. For other statements, yield nothing.
 
     Args:
-        package: Package that relative imports start from; "" leaves relative imports out.
+        package: Package from which relative imports start; if "", skip relative imports.
     """
     if isinstance(node, ast.Import):
         yield from (alias.name for alias in node.names)
@@ -502,10 +504,12 @@ def needed_modules(
     """Return the top-level modules that must be installed on every host that runs a cell.
 
     The result has the imports of the cell, the top-level imports of the `travelling` modules, and
-    the modules in `referred`. Imports that may be skipped, as in an `if` or `try` block, do not
-    count. The project's own modules and the standard library are left out.
+    the modules in `referred`. Imports that may be skipped do not count: imports in `if`, `while` or
+    `match`, or in a `try` with handlers. Leave out the project's own modules, the standard library,
+    and modules that every rank has.
 
     Args:
+        cell: Python source of the cell.
         referred: Modules that the captured values refer to, or that captured functions import.
             Modules that are not installed on this machine do not count.
         travelling: The project's own modules that the kernel sends to the ranks, by name.
@@ -553,7 +557,7 @@ def _is_entered(node: ast.AST, functions: bool, branches: bool) -> bool:
 def _is_installed(name: str) -> bool:
     """Return whether the import system finds a module on this machine.
 
-    False for a module object that a program made at run time and put into `sys.modules`.
+    Return False for a module that exists only in `sys.modules`, because a program made it.
     """
     try:
         return importlib.util.find_spec(name) is not None

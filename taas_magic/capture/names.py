@@ -64,10 +64,10 @@ class CodeUse:
 def code_use(code: CodeType) -> CodeUse:
     """Find the names and modules that the bytecode instructions of `code` use.
 
-    Code of functions and classes that `code` defines counts, too. Code of classes, lambdas and
-    comprehensions counts as running at once; code of functions counts as running later. A name that
-    a class body sets before it reads the name is not counted as read. Also find names in the text
-    of IPython's magics and shell commands. The result is cached.
+    Also search the code of functions and classes that `code` defines. Code of classes, lambdas and
+    comprehensions counts as running at once (`now`). Code of functions counts as running `later`.
+    If a class body sets a name before it reads the name, the name does not count as read. Also find
+    names in the text of IPython's magics and shell commands. The result is cached.
     """
     now: set[str] = set()
     later: set[str] = set()
@@ -110,7 +110,7 @@ def code_use(code: CodeType) -> CodeUse:
 
 
 def nested_codes(code: CodeType) -> Iterator[CodeType]:
-    """Return the code of functions, classes, lambdas and comprehensions directly in `code`."""
+    """Return an iterator over the code of functions, classes, lambdas, ... directly in `code`."""
     return (constant for constant in code.co_consts if isinstance(constant, CodeType))
 
 
@@ -129,9 +129,10 @@ def _names_bound_by_import(module: str, from_names: object) -> Iterator[str]:
 def _shell_names(texts: list[str]) -> set[str]:
     """Return the variables in magics and shell commands, such as `!command {x} $y` or `%time f(x)`.
 
-    IPython turns these into string constants, and evaluates the strings when the cell runs. The
-    result has the names in `$name` and `{expression}`. If one of the strings is the name of a magic
-    in `_CODE_MAGICS`, every string also counts as code; options at its beginning are removed first.
+    IPython turns magics and shell commands into string constants, and evaluates the strings when
+    the cell runs. The result has the names in `$name` and `{expression}`. If one of the strings is
+    the name of a magic in `_CODE_MAGICS`, the other strings may be Python code. The result then
+    also has the variables in this code; options at the beginning of a string are ignored.
 
     Args:
         texts: All string constants of the code.
@@ -198,16 +199,18 @@ def reason_used_by(owner: str) -> str:
 
 
 class UsedNames:
-    """Notebook names that a cell uses, found in one pass over its top-level statements.
+    """Record of the notebook names that a cell uses, made in one pass over its statements.
 
-    A name counts unless the cell has certainly assigned it (`_defined`) before a statement can read
-    it. The code of a function may run as soon as a statement reads the function's name. Until then,
-    the names that the function's code reads are in `_later`. From then on, these names count and
-    are in `_awaited`. If the cell later defines a function whose name is in `_awaited`, the names
-    that the new function reads count at once.
+    A name is used if a statement may read it before the cell has certainly assigned it. The names
+    that the cell has certainly assigned are in `_defined`.
+
+    The code of a function may run as soon as a statement reads the function's name. Until then, the
+    names that the function's code reads are in `_later`. When a statement reads the function's
+    name, these names become used names, and are added to `_awaited`. If the cell later defines a
+    function whose name is in `_awaited`, the names that this function reads are used at once.
 
     Attributes:
-        why: Reason for the capture of each name that counts, for messages.
+        why: Reason for the capture of each used name, for messages.
         imports: Modules that the cell imports; `from x import y` gives both `x` and `x.y`.
         attributes: Attribute names that the cell looks up on any object.
         stores: Global names that the cell, or a function defined in it, sets or deletes.
@@ -235,7 +238,7 @@ class UsedNames:
     def _branch(self, statements: Sequence[ast.stmt], bound: set[str] | None = None) -> set[str]:
         """Record the names in a block that may not run, such as the body of an `if`.
 
-        Names that the block sets do not count as certainly set afterwards.
+        After the block, the names that the block sets do not count as certainly set.
 
         Args:
             bound: Names that are set before the block runs, such as loop variables.
@@ -301,12 +304,14 @@ class UsedNames:
     def _define(self, node: _Definition) -> None:
         """Record the names that a function or class definition reads and sets.
 
-        Names in default values, decorators and class bodies are read when the definition itself
-        runs, so they count at once. Names that are read when the function is called are stored in
-        `_later` and `definitions`, together with those of an earlier definition of this name. But
-        if the definition has a decorator, these names count at once, too, because the decorator may
-        call the function. They also count at once if a function that may have run already needs
-        this name.
+        Python reads names in default values, decorators and class bodies when the definition runs,
+        so these names are used at once. Names that Python reads only when the function is called
+        are stored in `_later` and `definitions`. The names of an earlier definition with the same
+        function name stay there, too.
+
+        In two cases, the names in the function's code are also used at once. First, the definition
+        has a decorator, which may call the function. Second, a function that may have run already
+        calls this function (`_awaited`).
         """
         use = self._compiled(node)
         self.updates |= (use.names & use.stores) - {node.name}
@@ -373,9 +378,9 @@ class UsedNames:
     def _record_reads(self, names: Iterable[str], why: str = THE_CELL) -> None:
         """Record that a statement reads these names.
 
-        A name that the cell has certainly set before is skipped. If a name refers to a function of
-        the cell, the function may be called from now on. So the names that the function's code
-        reads are recorded, too, and added to `_awaited`.
+        Skip a name that the cell has certainly set before. If a name refers to a function of the
+        cell, the function may be called from now on. So also record the names that the function's
+        code reads, and add these names to `_awaited`.
 
         Args:
             names: The names that the statement reads.

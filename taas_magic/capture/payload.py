@@ -216,10 +216,13 @@ def is_user_variable(name: str, namespace: Mapping[str, Any]) -> bool:
 def belongs_to_ipython(name: str, namespace: Mapping[str, Any]) -> bool:
     """Return whether IPython or Python has set a variable of the notebook, such as `Out`.
 
-    True for all names such as `__name__` and `_ih`. For names such as `exit`, the module of the
-    value decides. For `In` and `Out`, the value must be IPython's own history. For `_i1` and `_1`,
-    the value must be in this history, or be an empty string. False if the user has given another
-    value to a name such as `In` or `_`.
+    A user may give a name of IPython another value; the variable then belongs to the user. The
+    result is True in these cases:
+
+    - The name is a name such as `__name__` or `_ih`.
+    - The name is a name such as `exit`, and the value comes from a module of IPython.
+    - The name is `In` or `Out`, and the value is IPython's history.
+    - The name is a name such as `_i1` or `_1`, and the value is in IPython's history, or is "".
     """
     value = namespace[name]
     if name in _MODULE_NAMES or name in _HISTORY:
@@ -327,10 +330,10 @@ class FetcherSettings:
     state: process_state.State
 
     def apply(self) -> None:
-        """Install the project's modules and apply the process state in this process, a fetcher.
+        """Install the project's modules and apply the process state in this process, a fetcher's.
 
-        Torch's default device is not applied: the dataset would create tensors on the GPU, which
-        fails in the forked processes of a fetcher.
+        Do not apply torch's default device. With this device, the dataset would create tensors on
+        the GPU, which fails in the forked processes of a fetcher.
         """
         install(self.modules)
         process_state.apply_filters(self.state)
@@ -377,7 +380,7 @@ class LoadedPayload(PayloadDescription, frozen=True, kw_only=True):
         return work
 
     def change_detector(self, namespace: Mapping[str, Any], out: Collection[str]) -> ChangeDetector:
-        """Return a detector of the captured values that the cell changes.
+        """Return an object that finds the captured values that the cell changes.
 
         Call this method after `load_into`, and before the cell runs.
 

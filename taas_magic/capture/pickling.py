@@ -101,7 +101,7 @@ class Archive:
     buffers: Sequence[memoryview]
 
     def pickle(self) -> bytes:
-        """Return a copy of the pickle; for plain data, of the table that `PlainWriter` wrote."""
+        """Return a copy of the pickle. If the archive has plain data, this is the table instead."""
         return bytes(memoryview(self.mapped)[self.pickle_at : self.pickle_at + self.pickle_bytes])
 
     def stream(self) -> mmap.mmap:
@@ -265,10 +265,10 @@ class ValuePickler(cloudpickle.Pickler):
             is pickled as an id, because a changed attribute of a class is no change of an instance.
         updated: Ids of the classes whose attributes the receiver must set again, if the receiver
             has these classes already.
-        coming: Variables whose values are being added, by name. If a function reads such a
-            variable, the value is pickled as one of the function's globals. Reason: loading the
-            value may call the function. For example, loading a class runs the `__init_subclass__`
-            of its base class.
+        coming: Values of the variables that are being added, by name. If an added function reads
+            such a variable, the value is pickled as one of the function's globals. Reason: loading
+            the value may call the function before the variable is set. For example, loading a class
+            runs the `__init_subclass__` of its base class.
     """
 
     memo: Any
@@ -460,17 +460,19 @@ class ValuePickler(cloudpickle.Pickler):
         return rules
 
     def _reduce_class(self, cls: type) -> Any:
-        """Reduce a class: by name if the receiver has it or can import it, else by id or by value.
+        """Reduce a class to its name, to its id, or by value.
 
-        A class in `at_receiver` is reduced to its name there. For an importable class, record the
-        class in `classes`, and its module in `modules`. Any other class is added to `needs` if the
-        namespace has the class under its name, and is then reduced as follows:
-
+        - A class in `at_receiver` is reduced to its name in the receiver's namespace.
+        - An importable class is reduced to its module and name. `classes` gets the class, and
+          `modules` gets the module.
         - In a result, a class that came from the notebook is reduced to its id, with a copy for
           kernels that do not have the class.
-        - For a digest, a class inside of the added value is reduced to its id, and `_add_needs_of`
+        - For a digest, a class inside of the added value is reduced to its id. `_add_needs_of`
           records the names that its methods read.
-        - All other classes are reduced by value.
+        - Any other class is reduced by value.
+
+        In the last three cases, `needs` gets the class's name if the namespace has the class under
+        this name.
         """
         if (name := self.at_receiver.get(id(cls))) is not None:
             return notebooks_own, (name,)
@@ -501,7 +503,7 @@ class ValuePickler(cloudpickle.Pickler):
     def pickle_copy(self, value: Any) -> Copy | None:
         """Pickle an object of the notebook on its own; None if the object cannot be pickled.
 
-        A kernel that started the run has the object itself. The copy is for any other kernel that
+        The kernel that started the run has the object itself. The copy is for any other kernel that
         loads the run's results.
         """
         pickler = ValuePickler(self._namespace, "ranks")
@@ -513,16 +515,18 @@ class ValuePickler(cloudpickle.Pickler):
         return pickled.data, pickled.buffers
 
     def _reduce_function(self, function: FunctionType) -> Any:
-        """Reduce a function: by name if the receiver has it or can import it, else by value.
+        """Reduce a function to its name or by value.
 
-        A function in `at_receiver` is reduced to its name there. For an importable function, record
-        the module. Any other function is added to `needs` if the namespace has it under its name.
-        If `functools.singledispatch` made the function, call `reduce_single_dispatch`.
+        - A function in `at_receiver` is reduced to its name in the receiver's namespace.
+        - An importable function is reduced to its module and name. `modules` gets the module.
+        - A function that `functools.singledispatch` made is reduced to its implementations.
+        - Any other function is reduced by value. Its closure cells stay shared (`_with_cells`).
 
-        Otherwise record the file, and the modules and attributes that the code uses. If the globals
-        are the notebook's namespace, also record the names that the code reads and sets (`needs`,
-        `stores`). Values in `coming` that the code reads are then pickled as globals. The closure
-        cells stay shared (`_with_cells`).
+        In the last two cases, `needs` gets the function's name if the namespace has the function
+        under this name. In the last case, record the function's file, and the modules and
+        attributes that the code uses. If the globals are the notebook's namespace, also record the
+        names that the code reads (`needs`) and sets (`stores`). Values in `coming` that the code
+        reads are pickled as globals.
         """
         if (name := self.at_receiver.get(id(function))) is not None:
             return notebooks_own, (name,)
@@ -547,9 +551,10 @@ class ValuePickler(cloudpickle.Pickler):
     def _with_cells(self, closure: tuple[CellType, ...] | None, reduced: Any) -> Any:
         """Return a reduced function that keeps its closure cells, so that functions can share them.
 
-        cloudpickle would give each function new cells. Then two functions with a common variable
-        would each get their own variable. A cell may contain the function itself, so all cells are
-        pickled empty. Loading the first function that uses a cell also sets the cell's content.
+        cloudpickle would give each function new cells. Then two functions that share a variable
+        would each get a variable of their own. All cells are pickled empty, because a cell may
+        contain the function itself. Loading the first function that uses a cell also sets the
+        cell's content.
 
         Args:
             closure: Closure cells of the function; None if it has none.

@@ -1,8 +1,9 @@
 """Copy changed settings of the kernel's process to the ranks.
 
-Settings are copied if the notebook's cells have changed them from their defaults. docs/capture.md
-lists these settings. All values are sent as plain data, so a rank need not import a library to load
-these values. Only if the notebook has changed rcParams of matplotlib, ranks import matplotlib.
+A setting is copied if the notebook has changed the setting from its default; warning filters are
+always copied. docs/capture.md lists the settings. All values are sent as plain data, so a rank need
+not import a library to load these values. Ranks import matplotlib only if the notebook has changed
+rcParams of matplotlib.
 """
 
 import importlib
@@ -179,8 +180,8 @@ def lost_loggers(collected: State) -> list[str]:
     """Return notes on loggers whose messages below WARNING appear in the notebook, not in ranks.
 
     The notebook's logger has a handler that shows such messages, but the handler cannot be copied.
-    There is no note on a logger of a library, or if another handler of the logger or of the root
-    logger is copied.
+    Skip loggers of libraries. Also skip a logger if another of its handlers is copied, or if the
+    logger propagates to the root logger and a handler of the root logger is copied.
 
     Args:
         collected: The process state that `collect` returned.
@@ -209,9 +210,9 @@ def _shows(handler: logging.Handler) -> bool:
 def _handler_state(handler: logging.Handler) -> tuple[str, int, bytes] | None:
     """Return a handler's stream name, level and pickled formatter; None if it cannot be copied.
 
-    A handler can be copied if it is a StreamHandler, not an instance of a subclass, that writes to
-    stdout or stderr. It must have no filters, and no formatter of a subclass of
-    `logging.Formatter`. The formatter must be picklable.
+    A handler can be copied if all these conditions hold: The handler is a StreamHandler, not an
+    instance of a subclass. It writes to stdout or stderr. It has no filters. Its formatter is None
+    or a picklable `logging.Formatter`, not an instance of a subclass.
     """
     if type(handler) is not logging.StreamHandler or handler.filters:
         return None
@@ -257,7 +258,14 @@ def _collect_argv() -> list[str]:
 
 
 def is_default_argv(argv: Sequence[str], orig_argv: Sequence[str]) -> bool:
-    """Return whether `sys.argv` still has the value that the interpreter set at its start."""
+    """Return whether `sys.argv` still has the value that the interpreter set at its start.
+
+    Compare the words after the program's name, and the name of the script or module.
+
+    Args:
+        argv: Current value of `sys.argv`.
+        orig_argv: Command line of the interpreter: `sys.orig_argv`.
+    """
     program, *words = argv or [""]
     before = orig_argv[: len(orig_argv) - len(words)]
     if not before or list(orig_argv[len(before) :]) != words:

@@ -1,7 +1,7 @@
 """Reducers: functions that tell pickle how to save an object.
 
-The objects are those that pickle cannot save, that it would save only by name, or that it would
-save with too much content. A reducer returns what an object's `__reduce__` would return.
+An object needs a reducer if pickle cannot save the object, would save only its name, or would save
+too much of it. A reducer returns a value of the form that an object's `__reduce__` returns.
 """
 
 import builtins
@@ -331,12 +331,14 @@ def _current_namespace() -> dict[str, Any]:
 
 
 def notebooks_own(name: str, spare: Copy | None = None) -> Any:
-    """Return the notebook's variable named `name`, to which a result refers.
+    """Return the variable `name` of the namespace into which a pickle is loaded. Called by pickle.
 
-    If the notebook does not have this variable, load the copy in `spare`.
+    Two kinds of pickles contain only the name of a function, class or sentinel. When the kernel
+    loads a result, the notebook has the object. When a rank of a session loads a value, the rank
+    has the object. If the namespace does not have the variable, load the copy in `spare`.
 
     Raises:
-        CaptureError: The notebook does not have the variable, and there is no copy.
+        CaptureError: The namespace does not have the variable, and there is no copy.
     """
     namespace = _current_namespace()
     if name in namespace:
@@ -386,6 +388,8 @@ Storages = MutableMapping[int, "torch.UntypedStorage"]
 def _reduce_untyped(storage: "torch.UntypedStorage", storages: Storages) -> Reduced:
     """Reduce a storage to a buffer over its bytes. A storage on a GPU is copied to the CPU.
 
+    If `storages` already has another Python object of the same storage, reduce to that object.
+
     Args:
         storages: Storages in this pickle, by their ids (`storage_id`). This function adds
             `storage`.
@@ -404,11 +408,11 @@ def _reduce_typed(storage: "torch.TypedStorage", storages: Storages) -> Reduced:
 
 
 def _reduce_tensor(tensor: "torch.Tensor") -> Any:
-    """Reduce a tensor whose dtype has no typed storage, or whose class extends `nn.Parameter`.
+    """Reduce a tensor that torch's own reducer would save incorrectly; NotImplemented for others.
 
-    For a dtype without a typed storage class, such as uint16, torch pickles an untyped storage, but
-    can rebuild the tensor only from a typed storage. Torch would reduce an instance of a subclass
-    of `torch.nn.Parameter` to a plain parameter. Other tensors are left to torch.
+    There are two such kinds of tensors. For a dtype without a typed storage class, such as uint16,
+    torch pickles an untyped storage, but can rebuild the tensor only from a typed storage. An
+    instance of a subclass of `torch.nn.Parameter` would become a plain parameter.
     """
     import torch
 
@@ -442,7 +446,7 @@ def rebuild_untyped(buffer: Any, device: str) -> "torch.UntypedStorage":
 
 
 def rebuild_typed(untyped: "torch.UntypedStorage", dtype: "torch.dtype") -> "torch.TypedStorage":
-    """Make a typed storage from a rebuilt untyped one, without copying."""
+    """Make a typed storage that uses the memory of an untyped storage, without copying."""
     import torch
 
     return torch.TypedStorage(  # type: ignore[no-untyped-call]
@@ -696,7 +700,10 @@ def project_home() -> str:
 
 
 def reduce_path(path: PurePath) -> tuple[Any, ...]:
-    """Reduce a path. A path in the project is loaded as a path in the loading host's copy of it."""
+    """Reduce a path, so that a host with a copy of the project loads it as a path in this copy.
+
+    Paths outside the project stay unchanged.
+    """
     return _path, (type(path), path_to_home(str(path)))
 
 

@@ -159,10 +159,12 @@ class RankVariables:
 
         Candidates that share an object are sent together if one of them is sent. They are also sent
         together if they were last sent for different cells, because the ranks then have several
-        copies of the object. A changed process state is sent, too. Values to send are pickled a
-        second time for their digests, because the first pickling may have changed a value. The
-        result also has the functions and classes that the ranks have already, and notes for the
-        user. When the ranks have received the variables, the caller must call `record_sent`.
+        copies of the object. The process state is sent, too, if it has changed.
+
+        The result also has the digests of the sent values, the functions and classes that the ranks
+        have already, and notes for the user. Each sent value is pickled again for its digest,
+        because the first pickling may have changed the value. When the ranks have received the
+        variables, the caller must call `record_sent`.
 
         Args:
             send: Names whose values are sent although cells have assigned them (`--send`).
@@ -231,10 +233,14 @@ class RankVariables:
         session has assigned is not pickled unless it is in `forced`. Names that are no variables of
         the user are skipped. If a value cannot be sent, the error goes to `refuse`.
 
+        Args:
+            wanted: Names of the variables that the cell needs, with the reasons.
+            forced: Names in `--send`.
+
         Returns:
-            A dict with a record of each pickled variable, in the order of pickling; and a list of
-            the variables that cells have assigned, but that have a new value in the notebook about
-            which no note has told the user.
+            A dict with a record of each pickled variable, in the order of pickling. And a list of
+            variables for a note to the user: cells have assigned these variables, but the notebook
+            has other values, about which there was no note yet.
         """
         needed: dict[str, _Candidate] = {}
         kept: list[str] = []
@@ -419,12 +425,13 @@ def _pickle_value(
 def _shared_ids(
     needed: Mapping[str, _Candidate], namespace: Mapping[str, Any]
 ) -> dict[str, set[int]]:
-    """Return, for each candidate, the ids of its objects that other variables may also contain.
+    """Return the ids of the objects in each candidate that other variables may also contain.
 
-    The pickle of a value includes the functions and classes that the value needs. Objects in the
-    functions and classes among the candidates are left out of other values, because all instances
-    of a class would share them. In the ranks, all instances have the same class, even if they were
-    sent for different cells.
+    The result is a dict by the name of the candidate. A value also contains the objects in its
+    class, and in the functions that it needs. If this class or function is a candidate itself, the
+    ids of these objects are left out of the value's entry. Otherwise, all instances of the class
+    would have to be sent together. This is not necessary: in the ranks, all instances have the same
+    class, even if they were sent for different cells.
     """
     definitions = {
         name: set(one.shared)

@@ -33,8 +33,8 @@ def parse(source: str, filename: str = "<unknown>") -> ast.Module:
 def without_warnings() -> Iterator[None]:
     """Show no warnings in the `with` block, such as the SyntaxWarnings of `compile`.
 
-    The rank compiles the cell again, and shows its warnings. Keep the block short, because the
-    warnings of all threads are hidden meanwhile.
+    The rank compiles the cell again, and then shows these warnings. Keep the block short: during
+    the block, the warnings of all threads are hidden.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

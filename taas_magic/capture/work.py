@@ -25,7 +25,7 @@ class CellWork(Struct, frozen=True, tag="cell"):
 
     Attributes:
         raw: Whole text of the cell, as the user sees it.
-        python: Text that runs on the ranks: `source` after the IPython transformers of the kernel.
+        python: Python code that runs on the ranks: `source`, transformed by the kernel's IPython.
         filename: File name under which the kernel compiles this cell.
         line_offset: Number of lines of `raw` above `source`, such as the `%%taas` line.
         execution_count: Number of the cell in the notebook; None if the cell has no number yet.
@@ -84,11 +84,11 @@ class CallShape(Struct, frozen=True, tag="function"):
 
     @property
     def python(self) -> str:
-        """Python source of the work; always "", because a call has no source (as in `CellWork`)."""
+        """Always "", because a call has no Python code. `CellWork` has this attribute, too."""
         return ""
 
     def filled(self, function: Callable[..., Any], values: Iterator[Any]) -> "FunctionWork":
-        """Return a call of `function` with this shape.
+        """Return a `FunctionWork` of this shape: a call of `function` with the given values.
 
         Args:
             values: Iterator over the values of the positional arguments, then of the keyword
