@@ -53,7 +53,8 @@ class Fetcher:
     def entry(self) -> AddressesByLoader:
         """Return the addresses at which this fetcher serves its loaders, by the loader's name.
 
-        The value for a loader also has the numbers of its fetchers and of all their workers.
+        The value for each loader also says how many fetchers serve the loader, and how many workers
+        these fetchers have in total.
         """
         plan, fetchers = self._spec.plan, self._spec.service.fetchers
         address = Address(plan.number, *self.server.addresses, service.machine_id())
@@ -95,13 +96,12 @@ class Fetcher:
     def _served(self, loader: LoaderSettings) -> ServedLoader:
         """Return the settings with which this fetcher's `Server` serves a loader.
 
-        Reads the pickled loader from the run folder. If batches travel over TCP without TLS, they
+        Read the pickled loader from the run folder. If batches travel over TCP without TLS, they
         get checksums.
 
-        This fetcher's memory budget is divided among its loaders, in proportion to their numbers of
-        workers. Fetchers may also have to prepare an amount of data before ranks request data. This
-        amount is divided equally among the fetchers. Each fetcher then divides its part among its
-        loaders, in the same proportion.
+        Each fetcher divides its memory among its loaders, in proportion to their numbers of
+        workers. The amount of data for `--prefill` is divided in two steps: equally among the
+        fetchers, and then among the loaders of a fetcher, in the same proportion.
         """
         spec, served, count = self._spec, self._spec.service, self._workers[loader.name]
         parts = served.fetchers * self._of_all

@@ -178,7 +178,10 @@ class RunFolderCopy:
 
 
 def _shares_run_folder(run: RunSpec) -> bool:
-    """Return whether this host can read the notebook's run folder at the folder's own path."""
+    """Return whether the run folder has the same path here as on the notebook's machine.
+
+    Return False if the plan in this folder cannot be read, or belongs to another run.
+    """
     try:
         return run.folder.plan().run_id == run.plan.run_id
     except (OSError, ValueError):
@@ -344,7 +347,8 @@ class HostFiles:
     """The files of one share on this host: the run folder and the project store.
 
     If the host does not share the notebook's folders, this class copies files from these folders to
-    the host and back. It also makes the share's receipt, the list of files that the share wrote.
+    the host and back. This class also makes the share's receipt, a list of the files that the share
+    wrote.
     """
 
     def __init__(
@@ -412,8 +416,13 @@ class HostFiles:
     def prepare_next_attempt(self, spec: ShareSpec) -> LocalShare:
         """Prepare the run folder's copy and the mirror on this host, if any, for the next attempt.
 
-        Call this method when the ranks of the last attempt have ended. Return the share `spec` with
-        this host's paths.
+        Call this method when the ranks of the last attempt have ended.
+
+        Args:
+            spec: The share in the next attempt.
+
+        Returns:
+            The share with this host's paths.
 
         Raises:
             StoreError: The store cannot be copied to this host any more.
@@ -426,7 +435,10 @@ class HostFiles:
         return self._local_share(spec)
 
     def record(self, rank: int, message: StoreMessage) -> None:
-        """Record a rank's message about a write to the project store, for the receipt if any."""
+        """Record a rank's message about a write to the project store, for the receipt.
+
+        If the share has no receipt, do nothing.
+        """
         if self._receipt_builder is not None:
             self._receipt_builder.record(rank, message)
 
@@ -469,12 +481,12 @@ class HostFiles:
     def _close_store(self) -> None:
         """Send this host's remaining files to the project store, then the receipt to the pool.
 
-        If rank 0 ran on this host, and the host has no mirror, the store is searched for files that
-        belong in the receipt.
+        If rank 0 ran on this host, and the host has no mirror, this method searches the store for
+        further files that belong in the receipt. If this host is the notebook's machine, and has no
+        mirror, this method also calls `_record_receipt`. So later runs on other hosts may replace
+        the files in the receipt.
 
-        If this host is the notebook's machine, and has no mirror, the files in the receipt are also
-        recorded, so that later runs on other hosts may replace these files (`_record_receipt`). At
-        the end, releases the mirror, even after an error.
+        At the end, release the mirror, even after an error.
         """
         mirror = self._store_copy
         try:
@@ -490,10 +502,10 @@ class HostFiles:
                 mirror.close()
 
     def _record_receipt(self, receipt: StoreReceipt) -> None:
-        """Record, for later runs, that this run wrote the files of a receipt.
+        """Record that this run wrote the files of a receipt, so that later runs may replace them.
 
         The record is in the store's state folder (`store_state_folder`). If the record cannot be
-        written, this method does nothing.
+        written, return without an error.
         """
         rule = self._spec.plan.store
         assert rule is not None

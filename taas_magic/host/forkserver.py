@@ -331,7 +331,9 @@ class _StandIn:
 
 
 def stand_in(listener: socket.socket, read_end: Connection) -> None:
-    """Run the server of a stand-in: fork a process for each request.
+    """Run the server of a stand-in: fork a process for each request. Blocks until the server ends.
+
+    Runs in the stand-in's own process.
 
     Args:
         listener: Socket on which requests for new processes arrive.
@@ -424,11 +426,11 @@ def wait_while_stopped() -> None:
 
 
 def caused_ends(codes: Collection[int | None]) -> bool:
-    """Return whether processes with these exit codes ended because the forkserver ended.
+    """Return whether the forkserver has ended, and so has caused the ends of some processes.
 
     The system may show an ended forkserver as running for a moment. So if a process has exit code
     `_LOST_EXIT_CODE`, wait up to `_END_VISIBLE_S` seconds until the system shows the forkserver's
-    end.
+    end. A stand-in that has failed counts as the end of the forkserver.
 
     Args:
         codes: Exit codes of the processes; None for a process that still runs.
@@ -527,9 +529,10 @@ def _disconnect_resource_tracker() -> None:
 
 
 def _may_run(process: Any) -> bool:
-    """Return whether a process may still run, because its exit code is not known.
+    """Return False if a process has certainly ended; True if the process may still run.
 
-    Return False after `close_process`.
+    A process has certainly ended if its exit code is known, or if `close_process` has released its
+    `Process` object.
     """
     try:
         return _known_exitcode(process) is None
@@ -615,8 +618,9 @@ def _preload() -> None:
 def _import_modules(imports_file: Path) -> None:
     """Import `MODULES` and the modules of the pool's settings, and create the shell for ranks.
 
-    Before each import, writes the module's name to `imports_file`. If a module of the pool's
-    settings cannot be imported, adds a message to `_problems` and continues.
+    Before each import, write the module's name to `imports_file`. If a module of the pool's
+    settings cannot be imported, add a message to `_problems` and continue. If a module of `MODULES`
+    cannot be imported, raise the exception of this import.
     """
     for name in MODULES:
         _write_import_name(imports_file, name)
@@ -670,10 +674,12 @@ def _empty(imports_file: Path) -> None:
 
 
 def _prepare_for_forks() -> None:
-    """Disable the finalizers that a fork would run at its exit, and exempt objects from collection.
+    """Prepare the forkserver's finalizers and its garbage collector for forks.
 
-    So a fork does not remove files that all forks share, and the garbage collector does not copy
-    the memory pages of objects that a fork shares with the forkserver.
+    Disable the finalizers that a fork would run at its exit, so that a fork does not remove files
+    that all forks share. Then enable the garbage collector, but exempt all present objects from it.
+    Otherwise, a collection in a fork would copy the memory pages that the fork shares with the
+    forkserver.
     """
     # A rank must not run the forkserver's finalizers at its exit. torch alone has hundreds, and the
     # first rank that exits would remove a temporary folder that all ranks share.

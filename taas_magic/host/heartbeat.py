@@ -162,9 +162,12 @@ def _why_ranks_wait(run_address: Mapping[str, str], thread: int) -> str:
 
 
 def _init_method(thread: int) -> str:
-    """Return the argument `init_method` of the call of `init_process_group` that a thread executes.
+    """Return the `init_method` of the `init_process_group` call in which a thread is now.
 
-    Return "" if the thread executes no such call, or if the call has no such argument.
+    Return "" if the thread is in no such call, or if the call has no `init_method`.
+
+    Args:
+        thread: Identifier of the thread.
     """
     for frame, _ in traceback.walk_stack(tracebacks.current_frames().get(thread)):
         if frame.f_code.co_name == "init_process_group" and frame.f_locals.get("init_method"):
@@ -190,10 +193,11 @@ def collective_progress() -> tuple[list[tuple[int, int]], bool]:
 
 
 def _gpu_usage() -> GpuUsage | None:
-    """Return the load of the GPU on which this process has reserved most memory, and this memory.
+    """Return the load of one GPU, and the memory that this process has reserved on this GPU.
 
-    Return None if this process has not initialized CUDA. If the load cannot be read, for example
-    because nvidia-ml-py is not installed, the load is None.
+    If the process uses several GPUs, this is the GPU with the most reserved memory. Return None if
+    this process has not initialized CUDA. If the load cannot be read, for example because
+    nvidia-ml-py is not installed, the load is None.
     """
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return None

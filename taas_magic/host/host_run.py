@@ -195,10 +195,11 @@ class HostShare(ABC):
             self._record_files_error(error)
 
     def handle_command(self, command: PoolCommand) -> None:
-        """If the command is `Halt`, make the share's thread end the processes.
+        """If the command is `Halt`, make the share's thread end the share's processes.
 
-        If `how` is "kill", the processes get no time to end. Ignore the other commands, which only
-        `HostRun` carries out. Called in the thread of the agent's event loop.
+        If `command.how` is "kill", the processes get no time to end. Ignore all other commands;
+        `HostRun` overrides this method to carry them out. Called in the thread of the agent's event
+        loop.
         """
         if isinstance(command, Halt):
             if command.how == "kill":
@@ -502,11 +503,11 @@ class HostRun(HostShare):
         self._addresses_lock = threading.Lock()
 
     def start_next_attempt(self, spec: ShareSpec) -> int:
-        """Make the share's thread start the next attempt; wait until the current one is cleaned up.
+        """Make the share's thread clean up the current attempt, and then start the next attempt.
 
-        On the run's first host, first binds the port of a new rendezvous. Waits for at most
-        `CLEAN_UP_S` seconds. Do not call this method in the share's own thread, which does the
-        cleanup.
+        Wait until the cleanup is done, for at most `CLEAN_UP_S` seconds. On the run's first host,
+        first bind the port of a new rendezvous. Do not call this method in the share's own thread,
+        which does the cleanup.
 
         Returns:
             The port of the attempt's key-value store on the run's first host; 0 on other hosts.
@@ -639,9 +640,9 @@ class HostRun(HostShare):
         attempt.check(self._deadline.at, self.stopped_at)
 
     def _checks_ranks(self) -> bool:
-        """Return whether this object must check the ranks itself.
+        """Return whether this runner itself must check the ranks: always True for a run.
 
-        True for a run. In a session, usually False while a cell runs: `HostCell` checks the ranks.
+        `HostSession` overrides this method, because `HostCell` checks the ranks while a cell runs.
         """
         return True
 
@@ -666,10 +667,10 @@ class HostRun(HostShare):
     def _on_message(self, rank: int, message: Event | RankMessage | StoreMessage) -> None:
         """Record a rank's message in the rank's state, and send it to the pool if it is an event.
 
-        If a heartbeat says that a client of debugpy was attached or detached, also sends the event
-        `DebuggerChanged`. A message about the rank itself wakes the share's thread, which checks
-        the ranks, unless the message is a heartbeat or stack report. A message about a file of the
-        project store is recorded for the receipt. Called by the thread of the `PipeReader`.
+        Called by the thread of the `PipeReader`. If a heartbeat says that a client of debugpy was
+        attached or detached, also send the event `DebuggerChanged`. A message about a file of the
+        project store is recorded for the receipt. A message about the rank itself, except a
+        heartbeat or a stack report, wakes the share's thread, which then checks the ranks.
         """
         if self._attempt is not None:
             self._attempt.ranks.record_message(rank, message)
@@ -777,12 +778,12 @@ class HostFetchers(HostShare):
     def _run_processes(self) -> None:
         """Start the fetchers, and forward their messages to the pool until all fetchers have ended.
 
-        If the share must end, this method asks all fetchers to end, and waits at most `_END_S`
-        seconds.
+        While fetchers run, this method kills fetchers that SIGSTOP has suspended for too long, and
+        reports each fetcher that has ended to the pool. If a fetcher writes to the project store, a
+        note tells the user that the file is not saved.
 
-        Meanwhile, it kills fetchers that SIGSTOP has suspended for too long, and reports each
-        fetcher that has ended to the pool. If a fetcher writes to the project store, a note tells
-        the user that the file is not saved.
+        If the share must end, this method asks all fetchers to end, and waits at most `_END_S`
+        seconds. The caller kills fetchers that still run (`_end_steps`).
         """
         for spec in self._specs():
             control, theirs = connection.Pipe()
@@ -805,9 +806,9 @@ class HostFetchers(HostShare):
     def _specs(self) -> Iterator[FetcherSpec]:
         """Yield the description of each fetcher that the run's plan has on this host.
 
-        The amounts of `--prefill` are divided equally among the groups of fetchers: a group serves
-        the same loaders. A fetcher gets an address for TCP connections only if batches travel
-        between hosts.
+        Fetchers that serve the same loaders are a group. The amount of `--prefill` is divided
+        equally among the groups. A fetcher gets an address for TCP connections only if batches
+        travel between hosts.
         """
         share, folder = self.local, self.folder
         served = service.read_settings(share.folder.path)

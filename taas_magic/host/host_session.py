@@ -57,7 +57,7 @@ _CHECK_S = 0.02
 
 
 class _AttemptOfSession(Attempt):
-    """Base class of the attempts of a session and of its cells.
+    """Base class of `SessionAttempt` and `CellAttempt`.
 
     Attributes:
         killed: By rank, the reason why taas-magic killed the rank. The session and its cells share
@@ -71,7 +71,7 @@ class _AttemptOfSession(Attempt):
     def collect_failures(self, verdict: Verdict) -> list[Failure]:
         """Return the failures of this host's ranks, or of the host if the forkserver has ended.
 
-        If taas-magic itself killed a rank, the rank's failure has this reason as advice.
+        If taas-magic itself killed a rank, the advice of the rank's failure says why.
         """
         return [
             structs.replace(failure, advice=self.killed[failure.rank])
@@ -99,9 +99,9 @@ class SessionAttempt(_AttemptOfSession):
             os.close(self._pipes.pop())
 
     def _interrupt(self, since: float) -> None:
-        """At the first call, send each rank the order to end. `since` is not used.
+        """Send each rank the order to end, at the first call. Later calls do nothing.
 
-        A rank reads the order, and ends, when the rank is back at its prompt.
+        A rank reads the order, and ends, when the rank is back at its prompt. `since` is not used.
         """
         if not self._was_told_to_end:
             self._was_told_to_end = True
@@ -195,8 +195,8 @@ class CellAttempt(_AttemptOfSession):
     def _interrupt(self, since: float) -> None:
         """Send SIGINT, once, to the ranks that run the cell. Store the time of the first interrupt.
 
-        Every `CUT_AFTER_S` seconds after the interrupt, also request that each rank that still runs
-        the cell cut the rank's own connections to other ranks (`CUT_CONNECTIONS`).
+        Every `CUT_AFTER_S` seconds after the interrupt, also ask the ranks that still run the cell
+        to cut their connections to other ranks (`CUT_CONNECTIONS`).
 
         Args:
             since: Time of the interrupt, in seconds of the monotonic clock.
@@ -304,8 +304,7 @@ class HostSession(HostRun):
         """End a cell's reservation of the ranks.
 
         Until the next cell, the ranks' output and messages go to the session's own run, unless the
-        session is over. Also wakes the session's thread, and an ending session that waits for the
-        cell's end.
+        session is over. Also wake the session's thread, and end the wait of `_await_cell`.
         """
         with self._cell_lock:
             self._cell = None
@@ -361,7 +360,7 @@ class HostSession(HostRun):
         """Check the ranks, and the process that serves their key-value store.
 
         Raises:
-            PoolError: The store's process has ended.
+            PoolError: The process of the key-value store has ended, and nobody stops the session.
         """
         why = self._why_store_ended()
         if why and self.stopped_at is None:

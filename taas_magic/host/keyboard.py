@@ -62,12 +62,12 @@ class Keyboard:
         sys.stdin = _UserInput(self)
 
     def read_line(self, prompt: str, is_hidden: bool = False) -> str:
-        """Request a line from the user, and wait for it. Any thread may call this.
+        """Request a line from the user, wait until the user has typed the line, and return it.
 
-        First flushes stdout and stderr, so that earlier output is shown above the input. If several
-        threads call this method, each request waits until the previous request is answered. Late
-        answers to interrupted requests are ignored. `was_refused` then says whether the kernel
-        refused the request.
+        First flush stdout and stderr, so that earlier output is shown above the input. Any thread
+        may call this method. If several threads call it, each request waits until the previous
+        request is answered. Late answers to interrupted requests are ignored. After the call,
+        `was_refused` says whether the kernel refused the request.
 
         Args:
             prompt: Text to show before the input.

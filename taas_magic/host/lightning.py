@@ -1,8 +1,8 @@
 """Pass the scalars of Lightning's `self.log` to `taas.log`.
 
-A Trainer of Lightning asks the installed packages for callbacks. pyproject.toml names this module's
-two functions as entry points for this purpose. Lightning calls one of them for each Trainer, and
-only then does this module import Lightning.
+Lightning asks installed packages for callbacks, by entry points. pyproject.toml names two functions
+as such entry points: `lightning_callbacks` and `pytorch_lightning_callbacks`. Lightning calls one
+of the two functions for each Trainer. Only this call imports Lightning.
 """
 
 import sys
@@ -16,12 +16,18 @@ if TYPE_CHECKING:
 
 
 def lightning_callbacks() -> list[Any]:
-    """Return the callback for a Trainer of the package `lightning`; [] outside a rank."""
+    """Return the callback for a Trainer of the package `lightning`, in a list.
+
+    The list is empty outside a rank, or if the environment variable TAAS_METRICS is "0".
+    """
     return [_new_callback("lightning.pytorch")] if is_recording() else []
 
 
 def pytorch_lightning_callbacks() -> list[Any]:
-    """Return the callback for a Trainer of the package `pytorch_lightning`; [] outside a rank."""
+    """Return the callback for a Trainer of the package `pytorch_lightning`, in a list.
+
+    The list is empty outside a rank, or if the environment variable TAAS_METRICS is "0".
+    """
     return [_new_callback("pytorch_lightning")] if is_recording() else []
 
 
@@ -39,12 +45,12 @@ def _new_callback(package: str) -> Any:
 
 
 class _ScalarHooks:
-    """Hooks of a callback that passes a Trainer's scalars to `taas.log`, as to a logger.
+    """Hooks of a Lightning callback that passes a Trainer's scalars to `taas.log`.
 
-    The scalars and their steps are those that Lightning's loggers get. `Trainer.logged_metrics` has
-    the latest scalar of each name. A scalar is new if its memory differs from the memory of the
-    last scalar of the same name that a hook has seen. So no hook reads the value of a scalar, which
-    would wait for the GPU.
+    `taas.log` gets the same scalars, with the same steps, as Lightning's loggers. The hooks read
+    the scalars from `Trainer.logged_metrics`, which has the latest scalar of each name. A scalar is
+    new if it has another memory address than the scalar of this name that a hook saw before. So no
+    hook reads the value of a scalar, because a read would wait for the GPU.
 
     The hooks run on every rank, because `Trainer.logged_metrics` may start a collective.
     """
@@ -72,10 +78,10 @@ class _ScalarHooks:
         )
 
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-        """Pass the scalars of a training step if Lightning's loggers get them, too.
+        """Pass the scalars of a training step to `taas.log` if Lightning's loggers get them, too.
 
-        A batch that only accumulates gradients is no step. After the last batch of an epoch, mark
-        the scalars as seen if they are not passed.
+        A batch that only accumulates gradients is no step. If the batch is the last one of its
+        epoch, and its scalars are not passed, mark the scalars as seen.
         """
         self._has_stepped = trainer.global_step != self._step  # False: gradients were accumulated
         self._step = trainer.global_step
@@ -85,26 +91,34 @@ class _ScalarHooks:
             self._handle_new(trainer, self._is_logged_step)
 
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
-        """Pass the scalars of the last epoch, and those that later hooks of the last step logged.
+        """Pass or skip the scalars that were logged after the last call of `on_train_batch_end`.
 
-        Before a step whose scalars will be passed, mark the last step's late scalars as seen.
+        Pass them if the last step's other scalars were passed, or if this batch is the first of an
+        epoch. Otherwise, if the scalars of the coming step will be passed, mark the late scalars as
+        seen, so that they are not passed with the coming step.
         """
         is_logged = self._is_logged_step or batch_idx == 0
         if is_logged or _is_due(trainer, trainer.global_step + 1):
             self._handle_new(trainer, is_logged)
 
     def on_validation_start(self, trainer: Any, module: Any) -> None:
-        """Pass to `taas.log` what the last training step logged after `on_train_batch_end`."""
+        """Pass the scalars that the last training step logged after `on_train_batch_end`.
+
+        If the step's other scalars were not passed, only mark these scalars as seen.
+        """
         self._handle_new(trainer, self._is_logged_step)
 
     def on_validation_batch_end(self, trainer: Any, *_: Any) -> None:
-        """Mark scalars of a single batch as seen. Only those of a whole validation are passed."""
+        """Mark the scalars of one batch of a validation or test as seen, without passing them.
+
+        `on_validation_end` passes the scalars of the whole validation or test.
+        """
         self._handle_new(trainer, is_logged=False)
 
     on_test_batch_end = on_validation_batch_end
 
     def on_validation_end(self, trainer: Any, module: Any) -> None:
-        """Pass the scalars of a validation, a test or a training."""
+        """Pass the new scalars at the end of a validation, a test or a training."""
         self._handle_new(trainer, is_logged=True)
 
     on_test_end = on_train_end = on_validation_end

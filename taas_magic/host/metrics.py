@@ -105,15 +105,15 @@ class MetricBuffer:
         return points
 
     def _pop_computed(self) -> list[MetricPoint]:
-        """Make the buffer's scalars a group. When the GPU has computed it, return it as numbers.
+        """Return the scalars of the current group as numbers, if the GPU has computed all of them.
 
-        If the GPU has not computed all scalars of the group, return []. Later calls then check the
-        same group again, and scalars that arrive meanwhile wait for the next group. A scalar
-        without a step gets the last step of its name plus 1. If the GPU has failed, its scalars are
-        left out.
+        Otherwise, return [], and check the same group again at the next call. A group has all
+        scalars that were in the buffer when the group began. After a group is returned, the next
+        call begins a new group.
 
-        One CUDA event for each stream shows when the GPU has computed the group. An event for each
-        scalar would make `log` slow.
+        A scalar without a step gets the last step of its name plus 1. If the GPU has failed, its
+        scalars are left out. One CUDA event for each stream shows whether the GPU has computed the
+        group. An event for each scalar would make `log` slow.
         """
         with suppress(RuntimeError):  # if the GPU has failed, there is nothing to wait for
             if not self._batch:
@@ -284,9 +284,12 @@ def record_tensorboard() -> None:
 
 
 def log_accepted(values: Mapping[str, Any], step: int | None) -> None:
-    """Log those of the scalars that `log` accepts.
+    """Log each scalar that `log` accepts, and skip the other scalars without an error.
 
-    Other libraries accept more than `log`, such as a step of 0.5.
+    Other libraries accept more than `log`, such as a step of 0.5 or a str as a value.
+
+    Args:
+        values: Scalars by name.
     """
     for name, value in values.items():
         if not isinstance(value, str):  # for TensorBoard, a str is the name of a caffe2 blob

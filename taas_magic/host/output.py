@@ -212,9 +212,10 @@ class LineAssembler:
         return lines
 
     def end_line(self) -> list[str]:
-        """Return the unfinished line as a line, and begin a new row; keep progress bars.
+        """Return the unfinished line as a whole line, and begin a new row.
 
-        Call this before a display: text before a display and text after it are separate lines.
+        If the unfinished line is a progress bar, keep it, and return []. Call this method before a
+        display, so that text before and after the display becomes separate lines.
         """
         is_bar = len(self._rows) > 1 or self._rows[0].ends_in_bar
         return [] if is_bar else self.flush()
@@ -892,7 +893,7 @@ class PipeReader:
         self._flush_stream(stream)
 
     def _send_lines(self, rank: int, ends_line: bool) -> None:
-        """Send the lines of a rank before a display is passed on.
+        """Send a rank's pending lines, before a display of the rank is passed on.
 
         Args:
             ends_line: Whether to send an unfinished line as a whole line. An unfinished progress

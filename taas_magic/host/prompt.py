@@ -87,14 +87,14 @@ class Prompt:
         """Cut this rank's connections to other ranks if the rank waits for other ranks in a cell.
 
         The rank waits if its main thread runs code of torch.distributed, or if a collective is
-        pending. `RankIdle` then reports the cut.
+        pending. Without connections, a collective of gloo raises an exception. So the rank returns
+        from C++ code to Python, and Python raises KeyboardInterrupt for a SIGINT that has arrived
+        before.
 
-        A collective of gloo then raises an exception. So the rank returns from C++ code to Python,
-        and Python raises KeyboardInterrupt for a SIGINT that has arrived before. Any thread may
-        call this method.
+        At the end of the cell, `RankIdle` reports the cut. Any thread may call this method.
 
         Args:
-            cell: Number of the cell. If the rank does not run this cell now, nothing is cut.
+            cell: Number of the cell. If the rank does not run this cell now, do nothing.
         """
         if (
             cell == self._number
