@@ -101,7 +101,7 @@ class LoaderParts:
     def pickle_visible(self) -> bytes:
         """Pickle the samplers, the generator and the functions of the loader, without the dataset.
 
-        Ranks may read these attributes.
+        Ranks unpickle the result, so that cells can read these attributes.
         """
         order = self.sampler, self.batch_sampler, self.generator
         return dump_without_dataset((*order, self.collate_fn, self.worker_init_fn), self.dataset)
@@ -283,11 +283,20 @@ class BatchSource:
         return cursor.first_hash if item < cursor.hash_until else 0
 
     def indices(self, epoch: int, slot: int) -> Any:
-        """Return the indices of a batch of a map-style loader."""
+        """Return the indices of a batch of a map-style loader.
+
+        Raises:
+            TypeError: The loader is iterable-style.
+            IndexError: The epoch has no such batch.
+        """
         return self._start_epoch(epoch).indices[slot]
 
     def all_indices(self, epoch: int) -> Any:
-        """Return the indices of all batches of a map-style loader whose sampler has a length."""
+        """Return the indices of all batches of a map-style loader whose sampler has a length.
+
+        Raises:
+            TypeError: The loader is iterable-style.
+        """
         return self._start_epoch(epoch).indices
 
     def prepare(self, epoch: int, slot: int, indices: Any = None) -> Any:
@@ -332,7 +341,10 @@ class BatchSource:
         return None if snapshots is None else snapshots.latest_state(item)
 
     def restore(self, epoch: int, slot: int, state: Any) -> None:
-        """Make the slot's stream resume at the slot, with a fresh dataset that loads `state`."""
+        """Make the slot's stream resume at the slot, with a fresh dataset that loads `state`.
+
+        Drop all other saved states of the stream.
+        """
         assert self.streams is not None
         item, stream = divmod(slot, self.streams)
         for key in [key for key in self._snapshots if key[1] == stream]:
@@ -348,6 +360,9 @@ class BatchSource:
         """Return a map-style loader's order of an epoch.
 
         If the latest call was for a different epoch, also call the dataset's `set_epoch`.
+
+        Raises:
+            TypeError: The loader is iterable-style.
         """
         if self._order is None:
             raise TypeError(f'loader "{self._name}" is iterable-style: its batches have no indices')
@@ -420,10 +435,12 @@ class BatchSource:
         """Return a batch of an iterable-style loader.
 
         A cursor is an iterator over a stream. If the stream's cursor is before the batch, read and
-        discard the batches in between, and ignore their errors. Make a new cursor if the cursor is
-        past the batch, or if a saved state of the dataset is nearer to the batch. A new cursor
-        replaces the stream's cursors of other epochs, except the cursor that was used last. If the
-        cursor discards item 0, record the hash of this item (`first_hash`).
+        discard the batches in between, and ignore their errors. If the cursor thereby discards item
+        0, record the hash of this item (`first_hash`).
+
+        Make a new cursor if the stream has none in this epoch, if the cursor is past the batch, or
+        if a saved state of the dataset is nearer to the batch. A new cursor replaces the stream's
+        cursors of other epochs, except the cursor that was used last.
 
         Raises:
             NoBatch: The stream has ended before the batch.
@@ -638,8 +655,8 @@ class Snapshots:
     def save_if_due(self, dataset: Any, item: int) -> None:
         """Save the dataset's state, if it has a `state_dict` and a snapshot is due.
 
-        If there are then more than `_MOST_SNAPSHOTS` states, drop every second state, and double
-        the interval between snapshots.
+        If there are then more than `_MOST_SNAPSHOTS` states, double the interval between snapshots,
+        and keep only the first state and the states at multiples of the new interval.
 
         Args:
             item: Index of the next item; a snapshot is due at multiples of the current interval.
@@ -712,6 +729,7 @@ class UserErrorReport:
         kind: Type of the exception; RuntimeError if the type cannot be sent.
         text: The exception and its traceback, as Python prints them.
         where: The process and the batch in which the exception occurred.
+        parts: Descriptions of the exceptions in an exception group; empty for any other exception.
     """
 
     kind: type[BaseException]
@@ -723,8 +741,7 @@ class UserErrorReport:
     def of(cls, error: BaseException, where: str) -> "UserErrorReport":
         """Return the description of a caught exception.
 
-        The text leaves out the traceback's first frames, which belong to this package. For an
-        exception group, `parts` describes the exceptions in the group.
+        The text leaves out the traceback's first frames, which belong to this package.
         """
         # Python 3.10 has no exception groups (PEP 654).
         is_group = any(base.__name__ == "BaseExceptionGroup" for base in type(error).__mro__)

@@ -20,12 +20,13 @@ Through this object, pickle finds the functions of a second or later copy of a l
 
 
 class Definitions:
-    """Object whose attributes are the notebook's functions and classes that one loader copy uses.
+    """Namespace with the notebook's functions and classes that one unpickled copy of a loader uses.
 
-    All copies of a loader in a process share the classes, but each copy has its own functions. The
-    first copy's functions are in `__main__` under their own names. A function of a further copy
-    gets a `__qualname__` such as `_taas_copies.copy1.transform`. pickle finds the function by this
-    path from `__main__`, as long as the copy's `Definitions` object exists.
+    The constructor makes pickle find these functions and classes. All copies of a loader in a
+    process share the classes, but each copy has its own functions. The functions of the first copy
+    are added to `__main__` under their own names. A function of a further copy gets a
+    `__qualname__` such as `_taas_copies.copy1.transform`. pickle finds the function by this path
+    from `__main__`, as long as the copy's `Definitions` object exists.
 
     Args:
         found: The functions and classes by name.
@@ -44,9 +45,9 @@ class Definitions:
 
 
 class _Copies:
-    """Object whose attributes, such as `copy1`, are the existing `Definitions`.
+    """Object by which pickle finds the existing `Definitions` as attributes, such as `copy1`.
 
-    pickle follows the attributes from `__main__` to the functions of a loader copy.
+    pickle follows these attributes from `__main__` to the functions of a loader copy.
     """
 
     def __getattr__(self, key: str) -> Definitions:

@@ -262,13 +262,15 @@ class EpochIterator(Iterator[Any]):
             counts.first_s += waited_s
 
     def _begin(self) -> Iterator[Step]:
-        """Open the epoch on the fetchers, and return an iterator over this rank's steps.
+        """Begin the pass: request the epoch's description, and return an iterator over the steps.
 
         Make all ranks use the same order, and check that a loaded state has this order. Then send
-        loaded states of streams to the workers. Rank 0 warns if the dataset counts its epochs,
-        because the counter cannot advance. In the loader's first pass, rank 0 also warns if the
-        dataset has a random generator of its own, which is not seeded. Last, add a line for the
-        pass to the ledger, and compute how many units `--units` leaves for the pass.
+        loaded states of streams to the workers.
+
+        Rank 0 warns if the dataset counts its epochs, because the counter cannot advance. In the
+        loader's first pass, rank 0 also warns if `worker_init_fn` gives the dataset a random
+        generator of its own, which is not seeded. Last, add a line for the pass to the ledger, and
+        compute how many units `--units` leaves for the pass.
 
         Raises:
             ValueError: The epoch's order is not the one that the loaded state requires.
@@ -332,8 +334,9 @@ class EpochIterator(Iterator[Any]):
 
         The comparisons are, in this order:
 
-        - If `order` is the hash of the stream's first batch, compare it with the first such hash. A
-          difference means that a worker has read the stream again and got other data.
+        - If `order` is the hash of the stream's first batch, compare it with the first hash that
+          this pass received for that batch. A difference means that a worker has read the stream
+          again and got other data.
         - If `slot` is 0, compare `order` with the hash that a loaded state requires, and store it
           in the attribute `order`.
         - In a run without fetchers, each rank reads the whole stream. So compare `order` with the
@@ -538,9 +541,9 @@ class ReceiveThread(Iterator[Step]):
         return item
 
     def stop(self) -> None:
-        """Tell the thread to end, without waiting for the end.
+        """Tell the thread to end, without waiting for its end.
 
-        Discard the batches that the thread has received and the rank has not.
+        Discard the batches that wait in the queue.
         """
         self._client.must_end = True
         with suppress(queue.Empty):

@@ -186,7 +186,7 @@ class BorrowedSpans:
         return memoryview(owner).cast("B")
 
     def pop_released(self) -> list[SharedSpan]:
-        """Return the spans whose use has ended since the last call; the fetcher may reuse these."""
+        """Return the spans whose use has ended since the last call, for reuse by the fetcher."""
         places: list[SharedSpan] = []
         while self._gone:
             places.append(self._gone.popleft())
@@ -204,7 +204,10 @@ class BorrowedSpans:
         return sum(arena.used_bytes for arena in list(self._arenas.values()))
 
     def _record_unused(self, place: SharedSpan) -> None:
-        """Record that the last view of a span was deleted. Python may call this in any thread."""
+        """Record that the last view of a span was deleted; after `close`, maybe call `on_unused`.
+
+        Python may call this method in any thread.
+        """
         del self._read[place]
         self._gone.append(place)
         if self._is_closed and not self._read:

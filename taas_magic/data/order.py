@@ -43,8 +43,8 @@ class EpochOrder(NamedTuple):
     """Order of the batches in one epoch.
 
     Attributes:
-        indices: The values that the sampler yields, by slot: the indices of a batch's samples, or
-            one index.
+        indices: The values that the sampler yields, by slot. Each value is the indices of a batch's
+            samples; for a loader without a batch sampler, each value is a single index.
         batches: Number of batches; None if the sampler has no length.
         digest: Hash of the indices of all batches, or of the first batches if the sampler has no
             length.
@@ -58,7 +58,8 @@ class EpochOrder(NamedTuple):
 class EpochOrders:
     """Orders of the batches of a map-style loader, one for each epoch.
 
-    To find the order of an epoch, this class runs the loader's sampler. It keeps the latest orders.
+    To find the order of an epoch, this class runs the loader's sampler. It stores the latest
+    orders.
 
     Args:
         loader: A map-style loader (or its `LoaderParts`), in its state at registration.
@@ -77,7 +78,10 @@ class EpochOrders:
 
         Running the sampler seeds the random generators of this process. If the sampler's state
         changes from epoch to epoch, first replay the earlier epochs, from the latest saved state
-        on. Only the latest `_KEEP_EPOCHS` orders and states are kept.
+        on. Only the first two states, and the latest `_KEEP_EPOCHS` orders and states, are kept.
+
+        Raises:
+            Exception: The exception that the sampler raised.
         """
         if number not in self._epochs:
             latest = max(start for start in self._starts if start <= number)
@@ -95,6 +99,7 @@ class EpochOrders:
         """Return whether the sampler and generator have the same state before every epoch.
 
         If so, the order of an epoch can be found without running the sampler for earlier epochs.
+        Return False as long as the state after epoch 0 is not known.
         """
         return self._starts.get(1) == self._starts[0]
 
@@ -132,8 +137,9 @@ class EpochOrders:
     def _save_state_after(self, number: int, sampler: Any, generator: Any) -> None:
         """Save the state that sampler and generator have after an epoch.
 
-        The next epoch starts from this state. Save nothing if the state is the same before every
-        epoch.
+        The next epoch starts from this state. First call the sampler's `set_epoch(0)`, so that the
+        number of the epoch does not count as a change of state. Do nothing if the state is the same
+        before every epoch.
         """
         if not self._has_same_start_state():
             call_set_epoch(sampler, 0, "sampler")

@@ -143,7 +143,10 @@ class PrefetchOrder:
         self._ahead: dict[int, Iterator[LoaderRequest | None]] = {}
 
     def next(self, worker: int = 0) -> LoaderRequest | None:
-        """Return a request for the next batch to prepare ahead; None if there is none now."""
+        """Return the next request that `worker` answers ahead; None if it can answer none now.
+
+        The request is for a batch, or for the description of an epoch.
+        """
         if worker not in self._ahead:
             self._ahead[worker] = self._ahead_requests(worker, self._epoch, self._slot)
         return next(self._ahead[worker], None)
@@ -161,7 +164,8 @@ class PrefetchOrder:
 
         Workers continue to prepare ahead from the slot after this batch, unless an earlier call had
         a later batch. If this batch is the first one of a later epoch, the records of earlier
-        epochs are dropped.
+        epochs are dropped. From the first call on, workers no longer prepare batches for
+        `--prefill`.
         """
         self._is_asked = True
         if epoch > self._epoch:
@@ -458,9 +462,10 @@ class PrefetchBuffer:
         return request
 
     def choose_ahead(self, worker: int) -> LoaderRequest | None:
-        """Return a request for the batch that a worker prepares ahead; None if there is none.
+        """Return the next request that a worker answers ahead; None if it can answer none now.
 
-        The request then counts as being prepared.
+        Skip requests that are in the buffer, and batches whose units are recorded. The returned
+        request counts as being prepared.
         """
         while (request := self.ahead.next(worker)) is not None:
             if request not in self._entries and request not in self._counts:
@@ -533,7 +538,8 @@ class PrefetchBuffer:
 
         Used only for an iterable-style loader. If the fetcher serves only one rank
         (`FetcherPart.has_one_rank`), the result is the batch that the rank must get next. If there
-        are several ranks, the slot is 0, because one rank may be far ahead of another.
+        are several ranks, the slot is 0, because one rank may be far ahead of another. If no
+        connection must send a batch next, the result is (0, 0).
         """
         due = min(
             ((one.epoch, one.slot) for one in self._due.values() if one.kind is RequestKind.GET),
@@ -854,10 +860,11 @@ class Scheduler:
     def _worker_for(self, request: LoaderRequest) -> int | None:
         """Return the number of the worker that must answer a request; None for any worker.
 
-        Worker 0 computes orders. Any worker can prepare a sample, or a batch with given indices.
-        Other batches have an assigned worker, which depends on the loader's kind. So the result is
-        LATER while this fetcher does not know the kind. Ranks may know the kind before this
-        fetcher, from another fetcher, and may then request batches.
+        Worker 0 describes epochs and computes orders. Any worker can prepare a sample, or a batch
+        with given indices. All other requests go to the worker to which the slot is assigned. This
+        worker depends on the loader's kind. So the result is LATER while this fetcher does not know
+        the kind. Ranks may know the kind before this fetcher, from another fetcher, and may then
+        request batches.
         """
         kind = request.kind
         if kind in (RequestKind.OPEN, RequestKind.ORDER):
@@ -977,8 +984,8 @@ class Scheduler:
 
         First, store the replies that the ended worker has sent. Then start the new worker, which
         gets only one command at a time, and pass a message for the user to `note`. The first
-        pending request may be the reason why the worker ended. So if this request has been the
-        first in `_TRIES` such cases, it gets a LOST response, and the rank fails.
+        pending request may be the reason why the worker ended. After the `_TRIES`-th such end with
+        the same first request, this request gets a LOST response, and the rank fails.
 
         Raises:
             RuntimeError: More than `_MAX_LOST` workers have ended.

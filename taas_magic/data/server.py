@@ -201,9 +201,10 @@ class RankConnection:
         return self.socket.sendmsg(parts)
 
     def _send_tls(self) -> int:
-        """Send the first entry of `out`, and return the number of bytes sent.
+        """Send the first entry of `out`, or several small entries; return the number of bytes sent.
 
-        Each TLS send makes a record of its own. So a small entry is joined with the next entries.
+        Each call that sends over TLS makes a record of its own. So a small entry is joined with the
+        next entries, up to `_TLS_JOIN_BYTES`.
         """
         part = memoryview(self.out[0][0])
         if len(part) < _TLS_JOIN_BYTES and len(self.out) > 1:
@@ -350,7 +351,8 @@ def _packed(
 class Server:
     """Server that sends the batches of one or more loaders to ranks.
 
-    The process that makes the server must call `step` in a loop; `step` does all the work.
+    The constructor starts the workers and the listeners, and raises this process's limit of open
+    files. Then the process must call `step` in a loop; `step` does all the work.
 
     Args:
         listen: Address for the TCP listener; "" for no TCP (ranks of this host only).
@@ -459,8 +461,9 @@ class Server:
     def _accept(self, listener: socket.socket) -> None:
         """Accept waiting connections of a listener (at most `_ACCEPT_AT_ONCE`); begin handshakes.
 
-        If no file descriptor is free, close the oldest unauthenticated connection instead; the next
-        step of the event loop accepts again. If a handshake cannot begin, close the new socket.
+        If no file descriptor is free, accept none, and close the oldest unauthenticated connection.
+        The next step of the event loop then accepts again. If a handshake cannot begin, close the
+        new socket.
         """
         for _ in range(_ACCEPT_AT_ONCE):
             try:
@@ -837,7 +840,9 @@ class RankServers:
             end the server, the caller closes this socket.
 
         Raises:
-            RunLost: The server does not listen within `timeout_s`.
+            RunLost: The server does not listen within `timeout_s`, or has ended, or the starter
+                process has ended.
+            TimeoutError: A signal handler of the cell raised this error.
         """
         answer, theirs = socket.socketpair()
         with ExitStack() as closing:

@@ -89,8 +89,9 @@ def assigned_worker(
 class FetcherPart:
     """Rule for which of a loader's batches one fetcher prepares while all fetchers run.
 
-    In a run without fetchers, each rank is the only fetcher of its own batches: `first` is then the
-    rank, and `stride` is the world size.
+    In a run without fetchers, each rank's data server counts as the only fetcher, and prepares only
+    the batches of this rank. `first` is then the number of the rank, and `stride` is the world
+    size.
 
     Attributes:
         workers: Number of workers of each fetcher.
@@ -114,17 +115,21 @@ class FetcherPart:
 
     @property
     def has_one_rank(self) -> bool:
-        """Whether this fetcher serves only one of several ranks, in a run without fetchers."""
+        """Whether the batches are for only one of several ranks.
+
+        This is the case if the run has no fetchers and each rank has its own data server.
+        """
         return self.stride > 1
 
     def assigned_worker(self, slot: int, streams: int | None) -> tuple[int, int]:
-        """Return the fetcher and the worker of this fetcher that prepare a batch, by number."""
+        """Return the number of the fetcher that prepares a batch, and the number of its worker."""
         return assigned_worker(slot, streams, self.fetchers, self.workers, self.stride)
 
     def slots(self, worker: int, streams: int | None, first_slot: int) -> Iterator[int]:
-        """Yield the slots whose batches a worker of this fetcher prepares, without an end.
+        """Yield the slots whose batches a worker of this fetcher prepares, in ascending order.
 
-        If no stream is assigned to the worker, yield nothing.
+        The iterator never ends, because this method does not know the length of the epoch. But if
+        no stream is assigned to the worker, yield nothing.
 
         Args:
             streams: Number of streams; None for a map-style loader.
@@ -425,7 +430,7 @@ class DynamicSchedule:
         return self._place.first_slots
 
     def _forget(self, step: int) -> None:
-        """Free the memory of all slots before `step`, if there are at least `_FORGET_SLOTS`.
+        """Free the memory of all steps before `step`, if they have at least `_FORGET_SLOTS` slots.
 
         The slots of the epoch's first step stay, because the last step may repeat them.
         """
@@ -462,10 +467,10 @@ class DynamicSchedule:
         return row + [first[k % len(first)] for k in range(world_size - len(row))]
 
     def _exceeds_units(self, step: int) -> bool:
-        """Return whether the units of this step and all earlier ones exceed the `--units` limit.
+        """Return whether the total units of this step and all earlier steps exceed `--units`.
 
-        Without the limit, return False. The sum is stored, and each call adds only a step that is
-        new. So the steps must come in order.
+        Without `--units`, return False. The total is stored, and each call adds only a step that is
+        new. So the caller must pass the steps in order.
         """
         if self._part.units is None:
             return False
