@@ -6,5 +6,5 @@
           job    job.py: a process that was forked for a job
     messages.py  the messages between these processes
 
-The pool itself uses a different Dask cluster. Jobs have no key to the pool's cluster.
+The pools themselves use other Dask clusters. Jobs have no key to the clusters of the pools.
 """

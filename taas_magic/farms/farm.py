@@ -1,7 +1,7 @@
 """The kernel's side of a farm: submits jobs and receives their results as they become ready.
 
-A thread of the kernel stores the result of each job as soon as the job has ended. So the result is
-not lost if the job's node is lost later.
+A thread of the kernel stores the result of each job as soon as the job has ended. So the result
+remains if the job's node is lost later.
 """
 
 import asyncio
@@ -195,7 +195,7 @@ class Job(JobState):
     def set_outcome(self, error: BaseException | None, result: Any = None) -> None:
         """Set the outcome of the job, unless the job already has one.
 
-        Also count a change, so that the table of the farm is refreshed.
+        Also add 1 to `FarmState.changes`, so that the notebook refreshes the farm's table.
 
         Args:
             error: The exception of a job that did not return, else None.
@@ -404,14 +404,19 @@ class Farm:
     ) -> list[Job]:
         """Submit one job for each item of `calls`, a pair of positional and keyword arguments.
 
-        If the farm accepts no more jobs, raise PoolError. Otherwise, pickle all arguments, and
-        capture the function. If the arguments of several jobs use the same notebook variables and
-        modules, capture the function once for these jobs. Store the large parts in the farm's
-        process. Then send all jobs in one message. If the farm has ended meanwhile, end all jobs
-        with an error.
+        Pickle all arguments, and capture the function. If the arguments of several jobs use the
+        same notebook variables and modules, capture the function once for these jobs. Store the
+        large parts in the farm's process. Then send all jobs in one message. If the farm has ended
+        meanwhile, end all jobs with an error.
 
-        If an exception (or an interrupt) ends this method, cancel all of these jobs and remove
-        their stored parts.
+        If an exception or an interrupt ends this method, cancel all of these jobs and remove their
+        stored parts.
+
+        Raises:
+            CaptureError: The function or an argument cannot be pickled.
+            PoolError: The farm accepts no more jobs.
+            UsageError: The function has a parameter `retries` or `fresh`, and this option was
+                given.
         """
         if self._why_over:
             raise PoolError(f"{self.name} accepts no jobs: {self._why_over}; create another farm")
@@ -498,7 +503,7 @@ class Farm:
             path.unlink(missing_ok=True)
 
     def _watch(self) -> None:
-        """Refresh the table, and end jobs whose end no message reports, until the farm is closed.
+        """Refresh the table, and end jobs whose end no message has reported, until the farm closes.
 
         This method runs in a thread and repeats its checks every `WATCH_S`. If the farm's process
         has ended, end all jobs with an error. Pass jobs that Dask counts as failed or cancelled to
@@ -655,10 +660,10 @@ class Farm:
     def _on_message(self, pair: tuple[float, dict[str, Any]]) -> None:
         """Handle a message from a node or the farm's process. Runs in the Dask client's thread.
 
-        Pass the outcome or failure of a job only to the thread of `_end_jobs`. Ignore updates of
-        unknown jobs. Append a job's output to `output.log` in the job's folder, and apply each
-        change of a job or node to the state that the table shows. If the farm gives up starting
-        nodes and no node is ready, pass this message to `_end_jobs`, too.
+        Pass an outcome or a failure of a job to the thread of `_end_jobs`, and do nothing else.
+        Ignore updates of unknown jobs. Append a job's output to `output.log` in the job's folder,
+        and apply each change of a job or node to the state that the table shows. If the farm gives
+        up starting nodes and no node is ready, pass this message to the thread of `_end_jobs`, too.
         """
         message: FarmUpdate = msgspec.convert(pair[1], FarmUpdate)
         if isinstance(message, JobOutcome) or (

@@ -59,10 +59,14 @@ def job_main(process_state: JobProcessState, control: Connection, output: Connec
     """Run jobs until the node closes `control`, or until a job makes this process unusable.
 
     First become the leader of a POSIX session, redirect stdout and stderr to `output`, and apply
-    the settings. A job makes the process unusable if the job failed, is `fresh`, took longer than
+    the settings.
+
+    A job makes the process unusable in five cases: the job failed, is `fresh`, took longer than
     `SHORT_S`, changed the process (for example its environment, see `_state`), or tried to write to
-    the project store. After such a job, kill descendants that have left the session. If a child
-    that the job forked returns from the job, it ends without an answer.
+    the project store. After such a job, kill descendants that have left the session.
+
+    A job may fork a child that runs past the end of the function. This child ends without sending
+    an outcome.
 
     Args:
         process_state: Settings that this process applies to itself.
@@ -181,8 +185,8 @@ def _end_children() -> None:
 def _run(assignment: JobAssignment) -> tuple[JobOutcome, list[memoryview]]:
     """Call the job's function, and pickle its result or describe its exception.
 
-    First set the environment variable that names the folder for the job's saved files. If a child
-    that the job forked raises an exception, raise this exception again.
+    First set the environment variable that names the folder for the job's saved files. If the job
+    has forked a child, and an exception ends the function in this child, raise the exception again.
 
     Returns:
         The outcome, and a list of the result's parts: its pickle, then the buffers of this pickle.

@@ -1,4 +1,4 @@
-"""The node: a farm's process on one host. It contains a Dask worker, and starts job processes.
+"""The node of a farm: a process on one host that contains a Dask worker and starts job processes.
 
 To start a node, the farm starts a run with one rank. The rank (`run_node`) starts the node as a
 child process and waits until the node ends. So when the pool ends the run, the node ends, too.
@@ -90,9 +90,11 @@ def run_node(settings: NodeSettings) -> None:
     """Start a node's process, and wait until it ends. The only rank of a node's run calls this.
 
     The process gets this rank's environment without torchrun's variables, and with a PYTHONPATH by
-    which it finds taas-magic. Write the settings to its standard input, and wait until it has
-    joined the farm, then until it ends. Usually, the host's agent ends the run by SIGINT to this
-    rank. The rank then kills the node's process and returns. After an error, also kill the process.
+    which it finds taas-magic. Write the settings to the standard input of the process. Wait until
+    the process has joined the farm, and then until it ends.
+
+    Usually, the host's agent ends the run by SIGINT to this rank. This function then kills the
+    process and returns. After an error, also kill the process.
 
     Raises:
         RuntimeError: The node's process ended by itself with an exit code other than 0, or did
@@ -257,7 +259,7 @@ class Slots:
             self._free.append(Slot(job))
 
     def cancel(self, name: str) -> None:
-        """If the job `name` runs on this node, send it SIGINT, and SIGKILL if it runs 5 s later."""
+        """If this node runs the job `name`, send SIGINT, and SIGKILL if the job runs 5 s later."""
         if (slot := self._running.get(name)) is not None:
             slot.cancel()
 
@@ -356,12 +358,16 @@ class Slot:
     async def run(self, assignment: JobAssignment, report: ReportOutput) -> JobOutcome:
         """Run a job in this slot, if necessary in a new process; return the job's outcome.
 
-        The process of the previous job runs this job if four conditions hold: the previous job left
-        the process unchanged; both jobs have the same `JobCall.settings_hash`; this job is not
-        `fresh`; the process has neither ended nor sent anything since. During the job, pass its
-        output to `report`. If the process ends during the job, the outcome says how the process
-        ended, or that the job was cancelled. A job that was cancelled before its process started is
-        not sent.
+        The process of the previous job runs this job if four conditions hold:
+
+        - The previous job left the process unchanged.
+        - Both jobs have the same `JobCall.settings_hash`.
+        - This job is not `fresh`.
+        - The process has not ended, and has sent nothing since the previous job.
+
+        During the job, pass its output to `report`. If the process ends during the job, the outcome
+        says how the process ended, or that the job was cancelled. If the job is cancelled while the
+        process starts, do not send the job to the process.
         """
         is_other = assignment.call.fresh or assignment.call.settings_hash != self._settings_hash
         # An idle process must send nothing. If it has sent something or has ended, replace it.
@@ -558,7 +564,7 @@ def _session_of(pid: int) -> int | None:
 class _OutputBuffer:
     """Buffer that collects a job's output and passes it to `report` every `_FLUSH_S`.
 
-    It holds at most `LINES_BYTES`.
+    The buffer holds at most `LINES_BYTES`.
     """
 
     def __init__(self, report: ReportOutput) -> None:

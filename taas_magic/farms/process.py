@@ -78,7 +78,7 @@ FAILED_STARTS = 3
 
 
 def main() -> int:
-    """Run a farm until the kernel writes a second line to standard input or closes the input.
+    """Run a farm until the kernel writes a second line to standard input or closes standard input.
 
     The first line of standard input is a `FarmSettings` as JSON. When the scheduler listens, the
     process writes a `FarmAddress` as JSON to standard output.
@@ -98,7 +98,7 @@ async def _run_farm(settings: FarmSettings) -> None:
     """Run the farm's Dask scheduler and its nodes until standard input has a line or is closed.
 
     Create keys, listen on the loopback interface, and write the `FarmAddress` to standard output. A
-    thread waits for the line on standard input, and then ends the maintenance of nodes. At the end,
+    thread waits for the line on standard input, and then stops `NodeManager.maintain`. At the end,
     close the `NodeManager`.
     """
     from taas_magic.host.agent_worker import use_steady_clock
@@ -137,16 +137,15 @@ class FarmScheduler(Scheduler):
         """Start no web server, because Dask's web pages require no key. Called by Dask."""
 
     def publish_state(self, update: NodeUpdate) -> None:
-        """Send a change of a node's state to the kernel, and store this message.
+        """Send a change of a node's state to the kernel, and store the message.
 
-        The kernel may subscribe only after the first messages. Then `subscribe_topic` sends the
-        stored messages again.
+        If the kernel subscribes only after this message, `subscribe_topic` sends the message again.
         """
         self._sent_updates.append(message := msgspec.to_builtins(update))
         self.log_event(TOPIC, message)
 
     def subscribe_topic(self, topic: str, client: str) -> None:
-        """Subscribe the kernel to a topic, and send it all earlier changes of node states.
+        """Subscribe the kernel to a topic. For `TOPIC`, also send all earlier node updates.
 
         Called by Dask.
         """
@@ -223,9 +222,9 @@ class NodeManager(SchedulerPlugin):
     async def maintain(self) -> None:
         """Start nodes that the jobs need, and end nodes that no job needs.
 
-        Check the number of nodes every `INTERVAL_S`, and start missing nodes in threads. End
-        unneeded nodes only if `IDLE_CHECKS` checks in a row have found too many nodes. This
-        coroutine runs until its task is cancelled.
+        Every `INTERVAL_S`, compare the number of nodes with `_needed_nodes`, and start missing
+        nodes in threads. End unneeded nodes only if `IDLE_CHECKS` checks in a row have found too
+        many nodes. This coroutine runs until its task is cancelled.
         """
         looks = 0
         while True:
@@ -278,11 +277,11 @@ class NodeManager(SchedulerPlugin):
     def _start_node(self, name: str) -> None:
         """Choose a pool for a node, wait for a host, and launch the node's run. Runs in a thread.
 
-        If the last `FAILED_STARTS` nodes did not start, do not start this node, but report it as
-        "given up". If some pools have a free host, consider only these pools. Of the considered
-        pools, choose the pool with the fewest recent failures, and report the node as "requested".
-        If getting the host or the launch fails, record the node as lost. If the farm has ended the
-        node meanwhile, do not launch it.
+        If the last `FAILED_STARTS` nodes did not start, do not start this node, and report it as
+        "given up". Otherwise, choose the pool with the fewest recent failures; if some pools have a
+        free host, choose among these pools. Report the node as "requested". If the pool cannot get
+        a host, or the launch fails, record the node as lost. If the farm has ended the node
+        meanwhile, do not launch it.
         """
         node = self._nodes[name]
         with self._lock:
@@ -410,8 +409,9 @@ class NodeManager(SchedulerPlugin):
         """Record and report that a node is lost, because it ended by itself or did not start.
 
         If the node never accepted jobs, count a failed start, also for its pool. End the node's run
-        in a thread; if the node was ready, `LOST_RUN_END_S` later. If the node is already recorded
-        as lost, only report the new reason. If the farm itself has ended the node, do nothing.
+        in a thread: `LOST_RUN_END_S` later if the node was ready, else at once. If the node is
+        already recorded as lost, only report the new reason. If the farm itself has ended the node,
+        do nothing.
 
         Args:
             why: The reason, for the user.

@@ -83,7 +83,7 @@ class _JobEndPlugin(WorkerPlugin):
         self._worker = worker
 
     def transition(self, key: Any, start: str, finish: str, **kwargs: Any) -> None:
-        """Send the outcome of a job that returned to the kernel, or interrupt a cancelled job.
+        """If a job has returned, send the outcome to the kernel. Interrupt a cancelled job.
 
         Dask calls this method when the state of a job's task changes.
 
@@ -102,8 +102,8 @@ async def run_job(call: JobCall, parts: list[Part]) -> None:
     """Run a job in a job process of this node. Dask calls this function as the job's task.
 
     Fetch the parts that are stored in the farm's process, run the job in a slot, and send its state
-    and output to the kernel. Store its outcome in `NodeWorker.results`, from which the outcome goes
-    to the kernel when the task has ended.
+    and output to the kernel. Store its outcome in `NodeWorker.results`. When the task has ended,
+    `_JobEndPlugin` sends this outcome to the kernel.
 
     Args:
         parts: The payload, then the job's pickled arguments and the buffers of this pickle.

@@ -1,8 +1,8 @@
 """A replacement of Flower's SuperExec, which starts apps as forks of itself.
 
-Flower's own SuperExec starts a new Python process for each task (one run of an app). This process
-imports the app's modules, and Flower cancels the task if the imports take more than 30 s. The
-program here imports the modules once, and then forks for each task.
+Flower's own SuperExec starts a new Python process for each task (one run of an app). Each new
+process imports the app's modules, and Flower cancels the task if the imports take more than 30 s.
+The program in this module imports the modules once, and then forks for each task.
 """
 
 import importlib
@@ -47,7 +47,7 @@ def needed_modules(payload: Path, modules: Iterable[str]) -> list[str]:
     """Return the modules that Flower's apps will probably import, in alphabetical order.
 
     These are the modules whose names appear in the run's payload. Omit modules of Python's standard
-    library, taas-magic, and submodules whose names begin with `_`.
+    library and of taas-magic, and submodules whose names begin with `_`.
 
     Args:
         payload: Path of the run's payload file.
@@ -62,9 +62,9 @@ def needed_modules(payload: Path, modules: Iterable[str]) -> list[str]:
 def main() -> None:
     """Run Flower's SuperExec, changed so that it forks for each app, until a signal ends it.
 
-    First import the modules that the apps will probably need. Then replace two methods of Flower:
-    one now starts each app as a fork of this process, and one logs which apps a signal has killed.
-    Flower's own code reads the command line.
+    First import the modules that the apps will probably need. Then replace two methods of Flower's
+    executor. `launch` now starts an app as a fork of this process. `reconcile` logs which apps a
+    signal has killed. Flower's own code reads the command line.
     """
     for name in filter(None, os.environ.get(IMPORTS, "").split(",")):
         _import(name)
@@ -112,7 +112,13 @@ class _AppForks:
         self._starts: Counter[int] = Counter()
 
     def launch(self, spec: ExecutionSpec) -> LaunchResult:
-        """Start an app in a fork of this process. Refuse a task of another kind. Called by Flower.
+        """Start an app in a fork of this process. Called by Flower for each task.
+
+        Args:
+            spec: The task: one run of an app.
+
+        Returns:
+            The answer for Flower: accepted, or a failure if the task is not a run of an app.
 
         Raises:
             SystemExit: Flower has already started this task `STARTS` times. The exception ends this
@@ -145,7 +151,7 @@ class _AppForks:
 
 
 def _run_app(spec: ExecutionSpec) -> None:
-    """Run an app in this fork, by the command that Flower's own SuperExec would have started.
+    """Run an app in this fork, with the arguments that Flower's own SuperExec would pass.
 
     First set SIGTERM and SIGINT to their default handlers. If `spec.suppress_output` is set,
     discard all output.

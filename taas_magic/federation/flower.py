@@ -27,7 +27,7 @@ RESULT = "TAAS_FEDERATION_RESULT"
 
 @dataclass(frozen=True)
 class FederationSettings:
-    """The settings of a federation, which all its hosts receive.
+    """The settings of a federation, which taas-magic sends to all its hosts.
 
     Attributes:
         certificate: The federation's own CA certificate, as PEM. It signs the SuperLink's
@@ -73,8 +73,8 @@ def _apps() -> tuple[Any, Any]:
 def _with_saved_result(app: Any) -> Any:
     """Make a ServerApp write the return value of its main function to a file; return the app.
 
-    The environment variable `RESULT` names the file. Flower itself discards the value. If the app
-    has no main function, do not change the app.
+    This is necessary because Flower itself discards the value. The environment variable `RESULT`
+    names the file. If the app has no main function, do not change the app.
     """
     import cloudpickle
 

@@ -3,7 +3,7 @@
 Rank 0's host runs the SuperLink and the ServerApp. Every host runs a SuperNode, and the ClientApp
 in one process for each message. All ports require a key:
 
-- the SuperLink's Control API: the run's key
+- the SuperLink's Control API: the federation's key (`FederationSettings.key`)
 - the SuperLink's Fleet API: the key of a registered SuperNode
 - each host's Runtime API: a secret of this host
 """
@@ -94,10 +94,12 @@ def run_programs(settings: FederationSettings, server_app: Any, client_app: Any)
     """Run Flower's programs on this host until the ServerApp has ended; then end the programs.
 
     Each rank of a federation calls this function. First check the types of the apps, connect to the
-    run's TCPStore, and publish this host's name there. Rank 0 then runs the SuperLink, the
-    ServerApp and a SuperNode, and at the end sets a key in the TCPStore. Each further rank waits
-    for the SuperLink's address in the TCPStore, and starts only a SuperNode. It then checks
-    repeatedly that its programs run, until this key is set.
+    run's TCPStore, and publish this host's name there.
+
+    Rank 0 then runs the SuperLink, the ServerApp and a SuperNode. At the end, also after an error,
+    rank 0 sets a key in the TCPStore. Each further rank waits for the SuperLink's address in the
+    TCPStore, and starts only a SuperNode. It then checks repeatedly that its programs run, until
+    rank 0 has set the key.
 
     Args:
         settings: The settings of the federation.
@@ -163,7 +165,9 @@ def _wait_for_key(tcp_store: TCPStore, key: str) -> str:
 
 
 class _HostPrograms:
-    """Flower's programs on this host. At the end of a `with` block, the programs are ended.
+    """Flower's programs on this host. The end of a `with` block ends the programs.
+
+    They get SIGTERM, and SIGKILL `END_S` later.
 
     Args:
         folder: A temporary folder for keys and certificates, which only this user can read.
@@ -280,11 +284,13 @@ class _HostPrograms:
     def run_server_app(self, superlink: str) -> Any:
         """Start the ServerApp, print its log until it has ended, and return its result.
 
-        While the ServerApp runs, a thread checks that Flower's programs run. If one of them has
-        ended, this method raises RuntimeError.
+        While the ServerApp runs, a thread checks that Flower's programs run.
 
         Args:
             superlink: The SuperLink's address, as "host:port".
+
+        Returns:
+            The return value of the ServerApp's main function; None if the app has no main function.
 
         Raises:
             RuntimeError: The ServerApp failed, or one of Flower's programs has ended.
@@ -303,8 +309,8 @@ class _HostPrograms:
     def _watch(self) -> None:
         """Check repeatedly that Flower's programs run, until `run_server_app` returns.
 
-        This method runs in a thread. If a program has ended, it kills the SuperLink, so that
-        `run_server_app` stops waiting and raises an error.
+        This method runs in a thread. If a program has ended, this method kills the SuperLink, so
+        that `run_server_app` stops waiting and raises an error.
         """
         while not self._is_over.wait(CHECK_S):
             try:
@@ -342,7 +348,7 @@ class _HostPrograms:
                 raise RuntimeError(f"Flower's {name} ended with exit code {code}; see above")
 
     def _start(self, name: str, *command: str) -> None:
-        """Start a program with this object's environment, and record it as `name`.
+        """Start a program with the environment of this object, and record its process as `name`.
 
         All programs except a SuperExec log only warnings.
 
@@ -369,8 +375,8 @@ class _HostPrograms:
     def _start_listening(self, name: str, host: str, command: Sequence[str]) -> int:
         """Start a program with a free port; return the port when the program listens on it.
 
-        If the program ends before it listens, for example because its port is in use, start it
-        again with a new port. Start it at most `PORT_TRIES` times.
+        If the program ends before it listens, for example because its port is in use, start the
+        program again with a new port. Start it at most `PORT_TRIES` times.
 
         Args:
             name: Name of the program for messages.
@@ -413,6 +419,7 @@ class _HostPrograms:
 
         Raises:
             RuntimeError: The Control API accepts a wrong key.
+            httpx.HTTPError: The SuperLink does not answer, or answers with another error.
         """
         try:
             with self._control(superlink, key="none") as control:

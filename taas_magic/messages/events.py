@@ -627,7 +627,7 @@ class Rehearsed(RankEvent, tag="rehearsed", kw_only=True):
 
 
 class FederationStarted(RankEvent, tag="federated", kw_only=True):
-    """Event of a federation's rank 0: all hosts have connected to this rank.
+    """Event of a federation's rank 0: the ranks of all hosts have started and know each other.
 
     Before this event, a failure of any host ends the run. After it, the run continues without a
     host that fails, unless this is the host of rank 0.

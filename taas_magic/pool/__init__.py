@@ -1,4 +1,4 @@
-"""The process of a pool, which gets hosts and controls runs; and the kernel's client of it.
+"""The pool's process, which gets hosts and controls runs; and the kernel's client of this process.
 
 client.py      the kernel's side: connect to the process, launch runs, receive events
 process.py     the pool's process and its folder: how a kernel finds, starts and ends the process

@@ -1,8 +1,8 @@
 """The kernel's side of a pool: start the pool's process, connect to it, launch runs.
 
-A run, or a wait for hosts, belongs to one connection (`PoolConnection`) and ends when this
-connection ends. All methods may be called from any thread of the kernel. The Dask client runs an
-event loop in a thread of its own.
+A run, or a wait for hosts, belongs to one connection (`PoolConnection`). It ends when this
+connection ends, unless it is a detached run. All methods may be called from any thread of the
+kernel. The Dask client runs an event loop in a thread of its own.
 """
 
 import asyncio
@@ -75,14 +75,14 @@ _MAX_PROCESSES = 3  # an ending process, a process that does not respond, and a 
 
 
 class ConnectionEnded(RunLost):
-    """Error of a call that needs a connection to a pool's process which has ended.
+    """Error of a call on a `PoolConnection` that has ended.
 
     All runs that were started on this connection are lost, except detached runs.
     """
 
 
 class PoolWait:
-    """One wait of this kernel for a pool's process and for hosts of the pool; can be cancelled.
+    """A wait of this kernel for a pool's process and hosts. Another thread can cancel the wait.
 
     If the wait is cancelled, or if this kernel ends the pool, the waiting method of `Pool` raises
     PoolError and starts no further process. The pool's process identifies the wait by the attribute
@@ -183,8 +183,8 @@ def ask_pool(folder: Path, request: Request[_T]) -> _T:
             if it has locked the file `lock` in this folder.
 
     Raises:
-        PoolError: The folder's pool has no running process, or the process does not respond within
-            `ANSWER_S`.
+        PoolError: The folder's pool has no running process. Or the process did not accept the
+            connection, or did not respond, within `ANSWER_S`.
     """
     pool_address = read_address(folder)
     if pool_address is None or is_unlocked(folder / "lock"):
@@ -277,12 +277,16 @@ class PoolConnection:
         """Ask the pool's process for `hosts` hosts, and wait until they can start ranks.
 
         If `wait` is cancelled, or this kernel ends the pool, send `Halt` repeatedly until the
-        process responds. The response then has an error, as it has if the hosts are not available.
+        process responds.
 
         Args:
             wait: Object by which another thread can cancel this call.
             has_run: Whether a run is to start on the hosts.
             on_wait: Called at each beat of the process with lines about hosts that are not ready.
+
+        Returns:
+            The response. Its field `error` is set if the hosts are not available, or if the wait
+            was cancelled.
         """
 
         def halt_if_over() -> None:
@@ -402,15 +406,19 @@ class PoolConnection:
             self.close_when_unused()
 
     def halt(self, run_id: str, how: str) -> None:
-        """Interrupt or kill a run's ranks or fetchers, without waiting for their end.
+        """Ask the pool's process to interrupt or kill a run's ranks or fetchers.
+
+        This method does not wait for the end of ranks. It waits up to `runs.FETCHERS_END_S` for the
+        end of fetchers.
 
         Args:
-            how: "interrupt" or "kill".
+            run_id: Id of the run or of the run's fetchers.
+            how: "interrupt" or "kill". Both kill fetchers.
         """
         self.call(Halt(run_id, how))
 
     def status(self) -> PoolStatus:
-        """Return the pool's hosts and their runs."""
+        """Return the pool's status, such as its hosts and their runs."""
         return self.call(GetStatus())
 
     def end_process(self) -> None:
@@ -425,7 +433,7 @@ class PoolConnection:
             self.process.wait_for_end(END_S)
 
     def close_when_unused(self) -> None:
-        """Close the connection when no run of this kernel uses it; now, if no run uses it."""
+        """Close the connection as soon as no run of this kernel uses it."""
         self._closes_when_unused = True
         if not self._listeners:
             self.close()
@@ -603,8 +611,8 @@ class Pool:
     def connection_with(self, hosts: int) -> PoolConnection | None:
         """Return the open connection to the pool's process if at least `hosts` hosts are ready.
 
-        A host is ready when it can start ranks. Return None if too few hosts are ready, or if there
-        is no connection. Start nothing.
+        A host is ready when it can start ranks. Return None if too few hosts are ready, if there is
+        no connection, or if the process sends no beats. Start nothing.
         """
         found = self.connection
         with suppress(PoolError):  # the process has just ended or been stopped
@@ -632,9 +640,13 @@ class Pool:
             has_run: Whether a run is to start on the hosts. False if the user only starts the pool
                 in advance (`%taas warm`).
 
+        Returns:
+            The connection to the pool's process.
+
         Raises:
             ConnectionEnded: The pool's process ended while it was getting the hosts.
-            PoolError: The process could not be started, or hosts are not available.
+            PoolError: The process could not be started, hosts are not available, or `wait` was
+                cancelled.
         """
         wait = wait or PoolWait(self)
         connection = self.connect(on_wait, wait)
@@ -871,8 +883,8 @@ class Pool:
     def is_unused(self) -> bool:
         """Return whether this kernel no longer uses the pool.
 
-        The kernel then has no connection to the pool, and no pool's process that it started still
-        runs. Also reap child processes that have ended.
+        True if this kernel has no connection to the pool, and no process of the pool that this
+        kernel started is still running. Also reap child processes that have ended.
         """
         return self.connection is None and not self.folder.reap_children()
 

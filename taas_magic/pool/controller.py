@@ -332,14 +332,19 @@ class Controller(SchedulerPlugin):
     async def launch(self, request: LaunchRanks) -> StartResponse:
         """Start a run's ranks on hosts of this pool.
 
-        First wait until interrupted runs have ended, which may still own the project store. For a
-        cell in a session, find the session, whose ranks run the cell. Lock the store, unless the
-        run only reads or is a session; each writing cell of a session locks the store itself. Then
-        open the journal and start the ranks. Each event of the run goes to the journal and to the
-        kernel that owns the run.
+        The steps are:
 
-        A background task follows the started run to its end. The response has the names of the
-        hosts. If the start fails, undo these steps, and respond with a message instead.
+        - Wait until interrupted runs have ended, because they may still own the project store.
+        - If the run is a cell of a session, find the session, whose ranks run the cell.
+        - Lock the project store, unless the run only reads or is a session. Each writing cell of a
+          session locks the store itself.
+        - Open the journal and start the ranks. From now on, each event of the run goes to the
+          journal and to the kernel that owns the run.
+        - Start a background task that follows the run to its end.
+
+        Returns:
+            A response with the names of the hosts. If the start fails, all steps are undone, and
+            the response has an error message instead.
         """
         spec, owner, run_id = request.run, request.owner, request.run.plan.run_id
         send_event = self._event_sender(owner, run_id)
@@ -576,8 +581,8 @@ class Controller(SchedulerPlugin):
     async def _wait_for_interrupted_runs(self, owner: str, send_event: EncodedEventSink) -> None:
         """Wait until all interrupted runs have ended; ignore the runs of other connected kernels.
 
-        An interrupted run may still own the project store, which the next run needs. The wait has
-        an end, because the pool drops a host that does not end its ranks within `HALT_S`.
+        An interrupted run may still own the project store, which the next run needs. The wait ends
+        in any case, because the pool drops a host that does not end its ranks within `HALT_S`.
 
         Args:
             owner: Dask client id of the kernel that starts the next run.
@@ -653,7 +658,9 @@ class Controller(SchedulerPlugin):
     async def halt(self, request: Halt) -> None:
         """Interrupt or kill a run or a run's fetchers on all hosts, or cancel a wait for hosts.
 
-        The id in the request decides which of the three is meant. Ignore an unknown id.
+        The id in the request belongs to a run, to a run's fetchers, or to a wait for hosts. Ignore
+        an unknown id. Wait for the end of fetchers (`PoolFetchers.halt`), but not for the end of
+        ranks.
         """
         self._kernels.cancel_wait(request.run_id)
         if run := self._runs.get(request.run_id):
@@ -702,7 +709,7 @@ class Controller(SchedulerPlugin):
         return await run.answer(host.address, request)
 
     async def facts(self, request: GetHostFacts) -> list[HostFacts]:
-        """Return facts about all hosts, such as versions and installed modules."""
+        """Return facts about all hosts that can start ranks, such as versions and modules."""
         return await request_host_facts(self.pool_hosts, self.pool_hosts.all(), request)
 
     async def end_pool(self, request: EndPool) -> None:
@@ -728,8 +735,8 @@ class Controller(SchedulerPlugin):
     def remove_client(self, scheduler: Scheduler, client: str) -> None:
         """End the runs of a kernel that has left or died, and cancel its waits. Called by Dask.
 
-        Detached runs continue, and so do detached sessions with their cells and fetchers. All other
-        runs of the kernel publish a note that the kernel is gone, and are interrupted.
+        Detached runs continue. Detached sessions, with their cells and fetchers, continue too. For
+        each other run of the kernel, publish a note that the kernel is gone, and interrupt the run.
         """
         for run in self._runs.values():
             if run.owner == client and (session := self._detached_session_of(run)) is not None:

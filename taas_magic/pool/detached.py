@@ -35,9 +35,9 @@ async def take_over_fetchers(
     """Make this process the owner of fetchers on another pool; return a function that ends them.
 
     Connect to the other pool's process and ask it to send the fetchers' events to this process. The
-    connection stays open until the returned function is called, which kills the fetchers. If the
-    connection breaks, for example because this process ends, the other process ends the fetchers.
-    After an error, this call closes the connection.
+    returned function kills the fetchers and closes the connection. If the connection breaks
+    earlier, for example because this process ends, the other process ends the fetchers. After an
+    error, this call closes the connection.
 
     Args:
         folder: Folder of the other pool, with its `pool.json`.

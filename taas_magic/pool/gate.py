@@ -368,7 +368,7 @@ class PoolScheduler(Scheduler):
 
     @property
     def refused(self) -> int:
-        """Number of connections that the gate closed: not authenticated, or a forbidden message."""
+        """Number of connections that failed to authenticate, or whose messages broke a rule."""
         return sum(listener.refused for listener in self.listeners)
 
     async def listen(
@@ -393,11 +393,11 @@ class PoolScheduler(Scheduler):
         extra: Mapping[str, Any],
         **fields: Any,
     ) -> None:
-        """Register a host's agent, or the Dask worker of a vehicle.
+        """Register a host's agent, or the Dask worker of a vehicle. Called by Dask.
 
-        `check_message` has already verified the agent's name. Dask's method of this name registers
-        the worker with the fields in `JOINS_WITH`, the mark `AGENT` for an agent, and a vehicle's
-        nanny. Constants replace all other fields: Dask uses one worker's fields when the next
+        `check_message` has already verified the agent's name. Pass the worker to Dask's method of
+        this name with the fields in `JOINS_WITH`, the mark `AGENT` for an agent, and a vehicle's
+        nanny. Replace all other fields by constants. Dask uses these fields also when the next
         worker joins, so a hostile worker could affect other workers.
 
         Raises:

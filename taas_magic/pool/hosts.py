@@ -253,8 +253,9 @@ class PoolHosts(SchedulerPlugin):
     async def _acquire(self, count: int, preferred: Collection[str]) -> list[PoolHost]:
         """Wait until `count` hosts can start ranks, and return the hosts that `choose` selects.
 
-        If too few hosts join, give all hosts without a run back to the engine. In any case, remove
-        the kernels' lines about hosts. From now on, the chosen hosts do not count as idle.
+        If too few hosts join, give all hosts without a run back to the engine. At the end, send the
+        kernels an empty list of lines, so that they no longer show lines about hosts. From now on,
+        the chosen hosts do not count as idle.
 
         Raises:
             PoolError: The hosts did not join in time, or the engine cannot provide a host.
@@ -294,9 +295,10 @@ class PoolHosts(SchedulerPlugin):
     async def release(
         self, stays: Callable[[PoolHost], bool] = lambda host: bool(host.runs)
     ) -> None:
-        """Give back to the engine all hosts for which `stays` is false. Cancel requests for hosts.
+        """Give back to the engine all hosts for which `stays` is false.
 
-        Do nothing while `acquire` waits for hosts.
+        The engine also cancels its open requests for hosts. Do nothing while `acquire` waits for
+        hosts.
 
         Args:
             stays: Function that returns whether the pool keeps a host; by default, it keeps the
@@ -469,7 +471,7 @@ class PoolHosts(SchedulerPlugin):
                 await asyncio.wait_for(change(len(self.all())), ASK_AGAIN_S)
 
     def _publish_lines(self, lines: list[str]) -> None:
-        """Send `lines` about requested hosts to all kernels, unless these lines were sent last."""
+        """Send `lines` about requested hosts to all kernels, unless they were already sent last."""
         if lines != self.awaited:
             self.awaited = lines
             self._scheduler.log_event(POOL_BEAT, lines)

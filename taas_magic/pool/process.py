@@ -296,9 +296,10 @@ def main() -> int:
 async def _run_pool(engine: Engine, folder: Path, settings: PoolSettings) -> None:
     """Run the pool's Dask scheduler and controller until the pool ends.
 
-    Turn on garbage collection again, apply Dask's settings, and create the pool's keys. The engine
-    opens the scheduler. When the scheduler listens, write its address and the keys for kernels to
-    `pool.json` in `folder`. At the end, remove this file; then the engine ends all hosts.
+    First turn on garbage collection, which `main` has turned off, apply Dask's settings, and create
+    the pool's keys. The engine opens the scheduler. When the scheduler listens, write its address
+    and the keys for kernels to `pool.json` in `folder`. At the end, remove this file; then the
+    engine ends all hosts.
     """
     import dask
 

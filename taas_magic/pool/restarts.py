@@ -12,8 +12,8 @@ class FetcherRestarts:
     """Counter that decides whether a run's fetchers start again.
 
     The fetchers start again when all of them have ended unexpectedly, at most `most` times. The
-    caller passes the fetchers' events to this object. If the object says so, the caller starts all
-    fetchers again.
+    caller passes the fetchers' events to `record`, whose result says whether the caller must start
+    all fetchers again.
 
     Args:
         most: Maximum number of restarts.
@@ -27,8 +27,9 @@ class FetcherRestarts:
     def allow_one(self) -> tuple[list[Event], bool]:
         """Allow one further restart of the fetchers. Earlier restarts do not count.
 
-        If all fetchers have already ended, this restart begins now. The events are then a note, and
-        a copy of the last `FetcherEnded` without addresses, by which ranks wait for new fetchers.
+        If all fetchers have already ended, this restart begins now: the result has a note and a
+        copy of the last `FetcherEnded` without addresses, by which ranks wait for new fetchers.
+        Otherwise, the result has no events.
 
         Returns:
             Events to publish, and whether the caller must start all fetchers now.

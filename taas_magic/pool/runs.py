@@ -65,7 +65,7 @@ This applies to a failure that no other failure caused.
 """
 
 LATE_REPORT_S = 2.0
-"""Maximum seconds from a rank's failure until the rank's host reports the failure.
+"""Seconds from a rank's failure within which the rank's host normally reports the failure.
 
 Before the report, the host waits until its remaining ranks have ended. It may also be busy. During
 this time, it sends beats.
@@ -370,7 +370,7 @@ class Share(ABC):
             self._record_part_ended(part)
 
     async def halt(self, how: str) -> None:
-        """Interrupt or kill the ranks or fetchers on all hosts. Ranks are not started again.
+        """Interrupt or kill the ranks or fetchers on all hosts. They are not started again.
 
         This method does not wait until they have ended. The pool drops each host that has not ended
         them within `HALT_S`.
@@ -841,14 +841,15 @@ class PoolRun(Share):
     def session_state(self) -> SessionState:
         """Return this session's state for a kernel that takes the session over.
 
-        The state has the number of the session's cells, the number of used fetcher numbers, and the
-        running cell, or the last cell that has lost its kernel.
+        The state has the number of the session's cells, the number of fetchers that the cells have
+        started, and the run id of the running cell. If no cell is running, the state has the id of
+        the last cell that has lost its kernel.
         """
         cell = self._cells[-1].run_id if self._cells else self.left_cell
         return SessionState(cells=self._n_cells, fetchers=self._n_fetchers, cell=cell)
 
     def count_fetchers(self, fetchers: PoolFetchers) -> None:
-        """Record which fetcher numbers a cell uses, so that later cells get different numbers."""
+        """Record which fetcher numbers a cell uses, so that later cells use other numbers."""
         data = fetchers.plan.data
         numbers = (fetcher.number + 1 for fetcher in (data.fetchers if data else ()))
         self._n_fetchers = max(self._n_fetchers, *numbers, 0)
