@@ -129,7 +129,10 @@ class LoaderCounts:
 
     @property
     def recent(self) -> LoaderTotals:
-        """The newest minus the oldest entry of `points`, from which to compute current rates."""
+        """The growth of the counts from the oldest to the newest point, to compute current rates.
+
+        Without points, all fields are 0.
+        """
         return self.points[-1].since(self.points[0]) if self.points else LoaderTotals(0.0)
 
     @property
@@ -146,10 +149,9 @@ class LoaderCounts:
         """Store the newest counts of a rank; if the last point is old enough, add a point.
 
         If there is no point yet, first add a point with zeros, at the time when the rank's loop
-        began. A new point has the sums of all ranks' counts. It is added at least `POINT_GAP_S`
-        after the last point. If the new point has more batches than the last point, the fetchers'
-        counts are copied to `counts_at_last_batch`, and also to `counts_at_first_batch` if that is
-        empty.
+        began. The last point is old enough after `POINT_GAP_S` seconds. The new point has the sums
+        of all ranks' counts. If it has more batches than the last point, copy the fetchers' counts
+        to `counts_at_last_batch`, and also to `counts_at_first_batch` if that dict is empty.
 
         Args:
             now: Time at which the counts arrived, in seconds on the caller's clock.
@@ -272,7 +274,7 @@ _WORKER_PER_CORE = "this host already has a worker for each core"
 
 @dataclass(frozen=True)
 class LoaderUse:
-    """The use of one loader, and the time that ranks waited for it.
+    """Figures on one loader: how busy its workers were, and how long ranks waited for batches.
 
     All fractions are from 0 to 1. Loop time is the time that ranks spent in loops over the loader.
 
@@ -280,18 +282,22 @@ class LoaderUse:
         waited: The fraction of the loop time that ranks spent waiting for batches.
         waited_first: The fraction of the loop time that ranks spent waiting for their first
             batches.
-        fetchers: Number of fetchers that prepared batches; 0 if the ranks prepared them.
+        fetchers: Number of fetchers that prepared batches; 0 in a run without fetchers.
+        workers: Number of workers of all fetchers together.
         working: Mean number of workers that work in parallel: the work of all workers, divided by
-            the work of the busiest one.
+            the work of the busiest worker.
         busy_fraction: The fraction of time in which the busiest worker prepared batches.
         cpu_fraction: The fraction of the preparation time that was CPU time. In the rest of the
             preparation time, workers waited for storage.
         cores_fraction: The fraction of all cores of the fetchers' hosts that the workers kept busy.
+        own_hosts: Whether each fetcher has a host to itself.
         max_fetchers: Maximum number of fetchers for which the hosts have enough cores, if each
             fetcher has as many workers as now. Infinite if each fetcher has a host to itself, or if
             the number of cores is unknown.
-        receive_cpu_fraction: CPU time that the ranks spent on receiving batches, divided by the
-            time that the ranks spent on receiving batches.
+        crosses: Whether fetchers and ranks are on more than one host.
+        receive_cpu_fraction: The fraction of the time for receiving batches, in the ranks, that was
+            CPU time.
+        mb_per_s: Mean MB/s that all ranks together received.
     """
 
     name: str

@@ -152,7 +152,7 @@ def cannot_write(path: Path, error: OSError) -> PoolError:
 
 
 class DataPlanHead(msgspec.Struct):
-    """The field of a plan's `DataPlan` that a list of runs shows, as read from `plan.json`."""
+    """The plan of the fetchers in `plan.json`, with only the field that a list of runs shows."""
 
     pool: str
 
@@ -285,10 +285,10 @@ class RunFolder:
 
     @contextlib.contextmanager
     def lock_for_launch(self) -> Iterator[None]:
-        """Hold a lock on the plan in a `with` block: this kernel is starting the run.
+        """Hold a lock on the plan in a `with` block, to show that this kernel is starting the run.
 
-        Until the pool's process takes the run over, only the kernel can record the run's end. If
-        the kernel dies, the system releases the lock. So other processes see that the run is lost.
+        Until the pool's process takes the run over, only this kernel can record the run's end. If
+        this kernel dies, the system releases the lock, so other processes see that the run is lost.
         """
         with (self.path / "plan.json").open("r+b") as file:
             lock(file.fileno(), wait=True)
@@ -338,7 +338,13 @@ NO_ROOM = "its file system is almost full, and the rest is reserved for the run'
 
 
 class DiskRoom:
-    """Check, before writes to a log or journal, that disk space for the run's results remains."""
+    """Reserve of disk space for a run's results, which logs and the journal must not use up.
+
+    Before each write to a log or the journal, the writer calls `reserve`.
+
+    Args:
+        folder: A folder on the disk.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -349,8 +355,9 @@ class DiskRoom:
     def reserve(self, size_bytes: int) -> bool:
         """Return whether the caller may write `size_bytes` more; if so, count them as written.
 
-        To avoid a system call for each write, this method measures the free space of the disk only
-        when the calls have used up a portion of at most `GRANT_BYTES`.
+        To avoid a system call for each write, grant space to the calls in portions of at most
+        `GRANT_BYTES` or, if one write is larger, `size_bytes`. Measure the free space of the disk
+        only when a portion is used up.
         """
         if size_bytes > self._granted_bytes:
             free = self._space()[0] - self._kept_bytes
@@ -432,9 +439,9 @@ class JournalWriter:
     def _run(self) -> None:
         """Write the queued events in the writer's thread; after `close`, close the journal's file.
 
-        Metrics are also written to `metrics.csv`. If the disk is almost full, bulk events are left
-        out. If an event is left out or cannot be written, the first time call `on_incomplete`, and
-        continue with the next event.
+        Also write metrics to `metrics.csv`. If the disk is almost full, leave out bulk events. If
+        an event is left out or cannot be written, call `on_incomplete` unless it was called before,
+        and continue with the next event.
         """
         while (taken := self._waiting.get()) is not None:
             event, line = taken

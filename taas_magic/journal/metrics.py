@@ -96,7 +96,7 @@ def number(point: MetricPoint) -> float:
 
 
 def sparkline(points: Sequence[float]) -> str:
-    """Return a curve as at most 24 block characters; a space stands for no finite value."""
+    """Return a curve as at most 24 block characters; a space stands for NaN or infinity."""
     shown = [_mean(part) for part in _parts(points, _SPARK_CHARS)]
     low, high = _range(shown)
     top = len(_BLOCKS) - 1
@@ -113,7 +113,10 @@ def _parts(points: Sequence[float], count: int) -> Iterator[Sequence[float]]:
 
 
 def _range(values: Iterable[float]) -> tuple[float, float]:
-    """Return minimum and maximum of the finite values; if they are equal, increase the range."""
+    """Return the minimum and maximum of the finite values; (0, 1) if no value is finite.
+
+    If both are equal, lower the minimum and raise the maximum by 0.5.
+    """
     known = [value for value in values if math.isfinite(value)]
     low, high = (min(known), max(known)) if known else (0.0, 1.0)
     return (low, high) if high > low else (low - 0.5, low + 0.5)

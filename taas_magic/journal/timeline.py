@@ -150,10 +150,11 @@ def align_clocks(traces: Mapping[int, Trace]) -> tuple[dict[int, Trace], dict[in
     """Convert the times in all traces to the clock of the first rank's host.
 
     A collective ends on all ranks at the same time. So the ends of the same collectives in two
-    traces show how much the clocks of two hosts differ; the median of these differences is added to
-    the times of a trace. Traces of the first rank's host stay
-    unchanged. Traces without a collective that is also in the first rank's trace stay unchanged,
-    too.
+    traces show how much the clocks of two hosts differ. The median of these differences is added to
+    all times of a trace.
+
+    Some traces stay unchanged: the traces of the first rank's host, and traces that have no
+    collective in common with the first rank's trace.
 
     Returns:
         The converted traces by rank; and the microseconds that were added to the times of each

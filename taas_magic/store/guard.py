@@ -277,14 +277,14 @@ def _caches() -> list[str]:
 
 
 def writable_folders(store: str, writable: Iterable[str], protection: StoreProtection) -> list[str]:
-    """Make missing folders of `writable`, and return the existing ones below the store.
+    """Return the folders of `writable` that are inside the store; make them if they are missing.
 
     The result leaves out a path at which no folder exists or can be made. A mount of such a path
     would fail, and the rank would get a weaker protection.
 
     A process under Landlock cannot make entries directly in a folder that contains the store. So
-    for Landlock, this function also makes the missing `writable` folders beside the store, which
-    the process could not make later. These folders are not in the result.
+    for Landlock, this function also makes the missing folders of `writable` that are to be in such
+    a folder. These folders are outside the store, so they are not in the result.
 
     Args:
         writable: Paths of the folders that the process may write, inside or outside the store.
@@ -306,8 +306,8 @@ def writable_folders(store: str, writable: Iterable[str], protection: StoreProte
 def _move_temporary_folder(store: str, protection: StoreProtection, scratch: Path) -> None:
     """Set TMPDIR to a folder in `scratch` if this process cannot write the usual temporary folder.
 
-    The process cannot write this folder if the folder is the store. Under Landlock, the process
-    also cannot make files directly in the folder if the store is inside the folder.
+    The process cannot write the usual temporary folder if this folder is the store. Under Landlock,
+    the process also cannot make files directly in this folder if the store is inside it.
     """
     usual = os.path.realpath(tempfile.gettempdir())
     if usual == store or (protection is StoreProtection.LANDLOCK and is_below(store, usual)):
@@ -452,8 +452,9 @@ def _enter_namespace(*, as_user: bool) -> None:
 def _mount_read_only(folder: str, writable: Sequence[str]) -> None:
     """Make `folder` and all mounts below it read-only in this mount namespace.
 
-    Mount `folder` and each folder in `writable` onto itself. Then mount again, as read-only, each
-    mount that is now below `folder`, except in `writable`; its other mount options stay.
+    First mount `folder` and each folder in `writable` onto itself. Then remount `folder` and each
+    mount below it as read-only, except `writable` and mounts below `writable`. The other options of
+    each mount stay.
 
     Args:
         folder: Absolute path without symbolic links.

@@ -133,7 +133,8 @@ class IgnoreRules:
     def is_secret(self, path: str) -> bool:
         """Return whether the name of `path` shows that the file may hold secret keys.
 
-        The result is False if a `!` line of `.taasignore` names the path.
+        The result is False if a line of `.taasignore` such as `!.env` makes an exception for the
+        path.
         """
         return _is_secret(path) and not any(self._named.match_file(it) for it in (path, path + "/"))
 
@@ -235,9 +236,9 @@ def normal_form(path: str) -> str:
 
 
 def _anywhere(patterns: Iterable[str]) -> re.Pattern[str]:
-    """Return a pattern that matches a path if the name of any part of it matches `patterns`.
+    """Return a pattern that matches a path if any part of the path matches one of `patterns`.
 
-    A pattern in `patterns` may also be for several parts, such as `a/b`.
+    For a pattern with a slash, such as `a/b`, several consecutive parts of the path must match.
     """
     return re.compile(rf"(?:.*/)?(?:{'|'.join(patterns)})(?:/.*)?", re.DOTALL)
 

@@ -64,11 +64,14 @@ CALLS = (
 
 
 def install(view: StoreView) -> None:
-    """Permanently replace the functions in `CALLS` by ones that get the redirected path.
+    """Permanently replace the functions in `CALLS` by functions that redirect their paths.
 
-    If a module is not imported yet, replace its functions as soon as it is imported. A function
-    that only reads is replaced only for a `DiscardingView`. Only a rank with this view may have its
-    own versions of the store's files, in its scratch folder.
+    If a module is not imported yet, replace its functions as soon as it is imported. Replace
+    functions that only read only if the view is a `DiscardingView`: only a rank with such a view
+    may have its own versions of the store's files, in its scratch folder.
+
+    Args:
+        view: Object that decides which path a call really uses.
     """
     modules: dict[str, list[_Call]] = {}
     for call in CALLS:
@@ -79,7 +82,7 @@ def install(view: StoreView) -> None:
 
 
 def _replace_all(view: StoreView, calls: list[_Call]) -> None:
-    """Replace the functions and classes named in `calls` by ones that get the redirected path.
+    """Replace the functions and classes named in `calls` by ones that redirect their paths.
 
     A name that the library does not have is skipped. A class is replaced by a subclass if possible.
     A function of a module is also replaced in all other modules that have imported it under the
@@ -115,7 +118,10 @@ def _replace_where_imported(name: str, real: object, replacement: object) -> Non
 
 
 def _redirected_class(view: StoreView, call: _Call, real: Any) -> type | None:
-    """Return a subclass whose constructor gets the redirected path; None if none can be made."""
+    """Return a subclass of the class `real` whose constructor gets the redirected path.
+
+    Return None if Python does not allow subclasses of `real`.
+    """
 
     def new(cls: type, *args: Any, **kw: Any) -> Any:
         return _redirected(view, call, partial(real.__new__, cls))(*args, **kw)
@@ -155,9 +161,9 @@ def _redirected(view: StoreView, call: _Call, real: Callable[..., Any]) -> Calla
 def _redirect_argument(view: StoreView, call: _Call, path: Any, mode: Any) -> Any:
     """Return the path that a library's function must use instead of the caller's `path`.
 
-    The call decides whether this is the path of a folder to make, of a file to write, or of a file
-    to read. If `mode` keeps the old content of a file to write, the content is copied first. The
-    result is `path` itself if `view` does not redirect it.
+    If `view` does not redirect the path, return `path` itself. The fields of `call` say whether the
+    function makes a folder, writes a file, or reads a file. If `mode` keeps the old content of a
+    file to write, copy the content first.
 
     Args:
         mode: The caller's `mode` argument; used only if `call.writes` is None.

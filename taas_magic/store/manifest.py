@@ -101,7 +101,7 @@ class Manifest(Struct):
 
 
 class ChangeList(Struct):
-    """Response to `ListChanges`: the changes of the store by hosts other than the one that asked.
+    """Response to `ListChanges`: changes that other hosts than the requesting host have made.
 
     Attributes:
         number: Number of the last change of any host; the next request passes it as `since`.

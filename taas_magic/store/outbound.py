@@ -242,9 +242,10 @@ class _ChangeSender:
     def send_large(self) -> None:
         """Send the next piece of the first file in `large`.
 
-        After the last piece, remove the file from `large`. Also remove it, without its remaining
-        pieces, if it has changed since its first piece, if a process has it open for writing, or if
-        the store refuses it. A file that cannot be read is recorded as refused.
+        After the last piece, remove the file from `large`. In these cases, remove the file before
+        its last piece: the file has changed since its first piece, a process has the file open for
+        writing, the file cannot be read, or the store refuses the file. In the last two cases, also
+        record the file as refused.
         """
         path, pieces = next(iter(self.large.items()))
         try:
@@ -297,9 +298,9 @@ class _ChangeSender:
     def _queue_change(self, path: str) -> None:
         """Queue the change at `path` for the next message.
 
-        If nothing is at `path` now, queue a removal. If a folder has replaced a file, or a file
-        a folder, first send the removal of the replaced entry. A folder that the store already has
-        is not queued.
+        If nothing is at `path` now, queue a removal. If a folder has replaced a file, or a file has
+        replaced a folder, first send the removal of the replaced entry. Do not queue a folder that
+        the store already has.
 
         Raises:
             UnsafeError: The path may not be sent, or the entry is neither a file nor a folder.

@@ -52,7 +52,7 @@ _STARTS_BY_ITSELF = re.compile(
     r"|pip\.(?:conf|ini)",
     re.DOTALL,
 )
-"""Names of files, such as `makefile`, that a tool reads if it is called in the file's folder."""
+"""Names of files, such as `makefile`, that a tool reads if the user calls it in their folder."""
 
 _COLLECTED = re.compile(
     r"(?:conftest|sitecustomize|usercustomize|test_.*|.*_test)\.py[co]?|activate(?:[._].*)?"
@@ -109,9 +109,10 @@ class _Record(Struct, array_like=True):
 
 
 class RunFileRecord:
-    """List of the files and folders that runs made in a store.
+    """Record of the files and folders that runs made in a store; kept in a file for later runs.
 
-    Each change is appended immediately to a file in `folder`, the store's state folder.
+    Args:
+        folder: The store's state folder. Each change is appended immediately to a file there.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -218,9 +219,9 @@ def _read_records(path: Path) -> Iterator[_Record]:
 
 
 class OverwriteRules:
-    """The setting `[store] overwrite`: names files that a host with a mirror may make or replace.
+    """Patterns of files that a host with a mirror may make or replace: `[store] overwrite`.
 
-    A host may do so even if a file belongs to the user, or if a tool may run the file unasked.
+    The host may do so even if a file belongs to the user, or if a tool may run the file unasked.
 
     Args:
         patterns: Patterns in gitignore's syntax.

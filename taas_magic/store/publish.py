@@ -56,9 +56,10 @@ def save(obj: object, f: str | os.PathLike[str] | IO[bytes], *args: Any, **kwarg
 def _path_in_job(path: str | os.PathLike[str]) -> str | os.PathLike[str]:
     """Return the path at which a farm's job saves a file instead of `path` in the project store.
 
-    The result is in the job's own folder. Make its missing parent folders. If this process runs no
-    job, or `path` is outside the working directory even after its links are followed, return
-    `path`, and make no folder.
+    The result is in the job's own folder. Make the missing parent folders of the result.
+
+    If this process runs no job, return `path` unchanged, and make no folder. Do the same if both
+    `path` and the target of its symbolic links are outside the working directory.
     """
     folder = os.environ.get(SAVES_FOLDER_VARIABLE)
     # First try the path as given. If the path is outside the working directory, follow its symbolic

@@ -50,9 +50,11 @@ _Call = Callable[..., Any]
 
 
 class StoreView:
-    """Rank 0's view of the store: calls are not redirected. Base class of the other views.
+    """Object that decides which path a file call of a rank really uses. Base class of all views.
 
-    A `store_path` is the absolute path of a file or folder in the store, without symbolic links.
+    An instance of this class itself is rank 0's view: it redirects no call, and only reports
+    writes. A subclass overrides the methods that redirect. In these methods, `store_path` is the
+    absolute path of a file or folder in the store, without symbolic links.
 
     Args:
         open_folders: Folders in the store that every rank may write: shared folders and caches.
@@ -63,7 +65,11 @@ class StoreView:
     """
 
     has_own_files = False
-    """Whether the rank may have its own versions of files; always True in a rehearsal."""
+    """Whether the rank may have its own versions of the store's files.
+
+    In a rehearsal, the value is always True. In a `DiscardingView`, the value becomes True at the
+    first write.
+    """
 
     def __init__(
         self,
@@ -95,7 +101,7 @@ class StoreView:
     def path_to_change(self, store_path: str, *, folder: bool = False) -> str | None:
         """Return the path to change instead of `store_path`; None to change `store_path` itself.
 
-        A change is a removal, or a call such as `os.chmod`.
+        A change is a removal, or a call such as `os.chmod`. For rank 0, the result is always None.
 
         Args:
             folder: Whether the call accepts only folders, as `os.rmdir` does.
@@ -151,8 +157,8 @@ class StoreView:
         """Return the path that a file call must use instead of `path`; None for `path` itself.
 
         A path in the rank's scratch folder counts as the corresponding path in the store. The
-        result is None for any other path outside the store, and for a path in a folder that every
-        rank may write. It is also None if this thread is already inside a redirected call.
+        result is None in these cases: the path is any other path outside the store; the path is in
+        a folder that every rank may write; or this thread is already inside a redirected call.
 
         Args:
             decide: Method that maps a path in the store to the path to use, such as
@@ -228,7 +234,7 @@ class StoreView:
 
 
 class RefusingView(StoreView):
-    """View for `--store-writes refuse`: a write raises PermissionError at the user's line."""
+    """View of ranks other than 0 for `--store-writes refuse`: each write raises PermissionError."""
 
     def path_to_write(self, store_path: str, **how: bool) -> NoReturn:
         """Report the attempt, and raise PermissionError: this rank may not change the store."""
@@ -244,7 +250,7 @@ def _refusal(who: str, store_path: str) -> PermissionError:
 
 
 class DiscardingView(StoreView):
-    """View for `--store-writes discard`: the rank writes to its private scratch folder.
+    """View of a rank other than 0 for `--store-writes discard`: writes go to its scratch folder.
 
     Args:
         scratch: Empty folder outside the store. The caller removes it later.
@@ -336,8 +342,11 @@ class DiscardingView(StoreView):
     def record_move(self, path: Path) -> None:
         """Report that the rank has moved a file or folder of its scratch folder away.
 
+        For each path that was reported as written at or below `path`, call `on_write` with True.
+        Such a path can be reported again later. Do nothing in a forked child of the rank.
+
         Args:
-            path: Path from which the file or folder was moved.
+            path: Path from which the file or folder was moved; ignored outside the scratch folder.
         """
         if os.getpid() != self._pid or not self.is_own(os.fsdecode(path)):
             return
@@ -443,10 +452,10 @@ class RehearsalView(DiscardingView):
     def record_outside(self, path: Path, folder: int | None = None) -> None:
         """Record a path that a call writes or changes, if it is outside the store.
 
-        A path in a folder of `ignored`, in the scratch folder, or in the rehearsal folder is not
-        recorded. A descriptor is not recorded, and neither is a path from inside a redirected call.
-        A forked child of the rank records paths only in its own memory. So `outside` does not
-        return the child's paths.
+        Record no path in a folder of `ignored`, in the scratch folder, or in the rehearsal folder.
+        Also record no descriptor, and no path from inside a redirected call. A forked child of the
+        rank records paths only in its own memory, so the rank's `outside` does not return these
+        paths.
         """
         if self.is_redirecting or isinstance(path, int):
             return
@@ -520,13 +529,13 @@ def begin_run() -> None:
 def install(view: StoreView) -> None:
     """Permanently replace Python's file functions by ones that use the path from `view`. Call once.
 
-    Replace `open` and the functions of `os` that change files. Also redirect torch's file writer
-    and the trace files of its profiler. Make tempfile use the replaced `unlink`. For rank 0 of a
-    real run, also make `torch.save` atomic; for any other view, redirect `torch.from_file`.
+    Replace `open` and the functions of `os` that change files. Also redirect torch's file writer,
+    and the trace files of torch's profiler. Make tempfile use the replaced `unlink`. For rank 0 of
+    a real run, also make `torch.save` atomic; for any other view, redirect `torch.from_file`.
 
-    Calls that only read, torch's file reader, `shutil.rmtree`, locks and numpy's memory maps are
-    replaced only for a `DiscardingView`, because only a rank with this view can have its own
-    versions of files.
+    Only a rank with a `DiscardingView` can have its own versions of files. So only for this view,
+    also replace calls that only read, torch's file reader, `shutil.rmtree`, locks, and numpy's
+    memory maps.
     """
     _installed.append(view)
     for name, redirect in _writing_calls(view).items():
@@ -558,9 +567,10 @@ def install(view: StoreView) -> None:
 def _writing_calls(view: StoreView) -> dict[str, _Call]:
     """Return replacements for the functions of `os` that change files, by name.
 
-    The replacement of a call that makes an entry uses `view.path_to_write`. One that removes or
-    changes an entry uses `view.path_to_change`; one that moves or links redirects both paths. A
-    caller must pass the original function as the first argument of each replacement.
+    If a function makes a file or folder, its replacement uses `view.path_to_write`. If a function
+    removes or changes a file or folder, its replacement uses `view.path_to_change`. If a function
+    moves or links, its replacement redirects both paths. A caller must pass the original function
+    as the first argument of each replacement.
     """
     makes = partial(_write, view, view.path_to_write)
     removes = partial(_write, view, view.path_to_change)
@@ -593,8 +603,8 @@ def _writing_calls(view: StoreView) -> dict[str, _Call]:
 def _reading_calls(view: StoreView) -> dict[str, _Call]:
     """Return replacements for the functions of `os` that only read, by name.
 
-    Most replacements use the path of an existing version of the file; those of `listdir` and
-    `scandir` merge the entries of all versions of the folder. A caller must pass the original
+    Most replacements use the path of an existing version of the file. The replacements of `listdir`
+    and `scandir` merge the entries of all versions of the folder. A caller must pass the original
     function as the first argument of each replacement.
     """
     reads = partial(_call_on_existing, view)
@@ -858,10 +868,18 @@ def _path_to_set_times(view: StoreView, store_path: str) -> str | None:
 def _move(view: StoreView, across: _Call, real: _Call, src: Path, dst: Path, **kw: Any) -> None:
     """Call `real`, such as `os.rename` or `os.link`, with the redirected source and target paths.
 
-    If another rank has already moved the file away, do nothing. If a file would be moved from a
-    shared folder of the store to the scratch folder, copy the file instead, so that the store keeps
-    the file. If a redirected path is on another file system, move or copy the file by
-    `across(source, target)` instead. At the end, report a file that was moved away (`record_move`).
+    There are three special cases:
+
+    - Another rank has already moved the file away: do nothing.
+    - The file would be moved from a shared folder of the store to the scratch folder: copy the file
+      instead, so that the store keeps the file.
+    - A redirected path is on another file system: call `across(source, target)` instead of `real`.
+
+    After a move, call `view.record_move`.
+
+    Args:
+        across: Function that moves or copies between file systems, such as `shutil.move`.
+        kw: The caller's keyword arguments: `src_dir_fd` and `dst_dir_fd`.
     """
     is_gone = _is_gone(view, src, kw.get("src_dir_fd"))
     source, kw["src_dir_fd"] = _redirect_path(view, view.path_to_move, src, kw.get("src_dir_fd"))
@@ -1043,8 +1061,8 @@ def _save_atomically(view: StoreView) -> None:
 def _warn_about_locks(view: DiscardingView) -> None:
     """Make `fcntl` warn about locks on the rank's own version of a file.
 
-    Each rank locks its own version of the file, so the lock of one rank excludes no other rank. The
-    lock is then taken as usual; unlocking gives no warning.
+    Each rank locks its own version of the file, so the lock of one rank excludes no other rank.
+    After the warning, the lock is taken as usual. Unlocking gives no warning.
     """
 
     def lock(real: _Call, file: Any, operation: int, *args: Any) -> Any:
@@ -1075,9 +1093,9 @@ def _is_common_file(view: StoreView, file: Any) -> bool:
 def _redirect_torch_maps(view: StoreView) -> None:
     """Redirect `torch.from_file`, which maps a file into memory.
 
-    Writes to a shared map would change the file. So with a `DiscardingView`, a file of the store is
-    mapped privately, unless this rank has its own version of the file. A shared map uses the path
-    to write; any other map uses the path to read.
+    A shared map uses the path to write; any other map uses the path to read. With a
+    `DiscardingView`, a file of the store is always mapped privately, because writes to a shared map
+    would change the file. If the rank has its own version of the file, this does not apply.
     """
     import torch
 
@@ -1100,7 +1118,8 @@ def _redirect_torch_maps(view: StoreView) -> None:
 def _map_privately(view: StoreView) -> None:
     """Make numpy map a file of the store privately if the mode allows writing (numpy's default).
 
-    So the file need not be copied, and only this rank sees its changes. Without numpy, do nothing.
+    With a private map, the file need not be copied, and only this rank sees the rank's changes. If
+    the rank has its own version of the file, map this version as usual. Without numpy, do nothing.
     """
     if importlib.util.find_spec("numpy") is None:  # torch works without numpy
         return

@@ -221,10 +221,12 @@ def locked_store(store: str, run_id: str, name: str = "") -> Iterator[None]:
     """Lock the store for one run against all other runs of this user, during the `with` block.
 
     The lock also covers folders inside the store, and folders that contain the store. The lock file
-    is in the state folder, and contains a `StoreOwner`. A second lock is held while the lock files
-    of other runs are checked, and while this run's lock file is made or removed. The lock file is
-    removed at the end. The system releases this flock(2) lock when the owning process ends, even by
-    a kill. Enter this context in the process that lives as long as the run.
+    is in the state folder, and contains a `StoreOwner`. At the end of the block, remove the file.
+    If the process that holds the lock is killed, the system releases the lock (flock(2)). So enter
+    this context in the process that lives as long as the run.
+
+    A second lock prevents races between runs. It is held only while the lock files of other runs
+    are checked, and while this run's lock file is made or removed.
 
     Args:
         store: Path of the store, absolute and without symbolic links.
@@ -279,12 +281,12 @@ def _refuse_overlap(store: str, path: Path) -> None:
 
 
 class FolderIdentity(Struct, frozen=True):
-    """Identity of the project store, by which a host finds out whether it has the same folder.
+    """Identity of a folder, by which a host finds out whether it shares the project store.
 
-    On one machine, the numbers of the file system and the inode identify a folder. Between
-    machines, these numbers prove nothing, because two clones of one disk have the same numbers. So
-    a host on another machine looks for a file with a random name, which the notebook's machine
-    makes in the store.
+    On one machine, the numbers of the file system and the inode identify a folder. On another
+    machine, these numbers prove nothing, because two clones of one disk have the same numbers. So
+    the notebook's machine makes a file with a random name in the store, and a host on another
+    machine looks for this file.
 
     Attributes:
         kernel: Boot id of the machine's running kernel.

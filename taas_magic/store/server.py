@@ -209,8 +209,8 @@ class StoreServer:
     def _list_changes(self, host_rank: int, request: ListChanges) -> ChangeList:
         """Return the changes that other hosts made after change number `request.since`.
 
-        Files and folders are in the order of their changes. Of the removed paths, a folder comes
-        after its contents.
+        Files and folders are in the order of their changes. A removed folder comes after its
+        removed contents.
         """
         entries, removed = [], []
         for path, change in reversed(self._changes.items()):
@@ -369,10 +369,11 @@ class StoreServer:
         """Write one piece of a file to its temporary file, or make a folder.
 
         With the first piece of a file, check that the path may be made, discard an incomplete file
-        of this host at the path, and make missing parent folders. The content of a `.pth` file is
-        checked as it arrives. With the last piece, verify the size and hash of the file. If a write
-        fails, or the file is damaged, discard the file. Record a new folder as a change for the
-        other hosts.
+        of this host at the path, and make missing parent folders. With each piece of a `.pth` file,
+        check the content. With the last piece, verify the size and hash of the file. If a write
+        fails, or the file is damaged, discard the file.
+
+        For a folder, make the folder, and record it as a change for the other hosts.
 
         Args:
             whole: List to which the file is added if this piece completes it.

@@ -153,7 +153,7 @@ class TreeEntry:
 
     @property
     def special_kind(self) -> str:
-        """Kind of an entry that is neither a regular file nor a folder; "" for these two."""
+        """Kind of a special entry, such as "a FIFO"; "" for a regular file or a folder."""
         return "" if self.is_folder else special_kind(self.status)
 
 
