@@ -111,10 +111,15 @@ class Route:
         seeded, another fetcher may read the stream in a different order. Then samples could arrive
         twice or not at all.
 
-        If `preferred` is usable, return it; a fetcher is usable if it has started and is not
-        paused. Otherwise, return the fetcher that `sharding.assigned_worker` assigns to the batch.
-        If this fetcher is not usable, return another usable one, if there is one. Prefer fetchers
-        that have not failed since the last response of any fetcher.
+        A fetcher is usable if it has started and is not paused. The result is the first of these
+        fetchers that is usable:
+
+        - the fetcher `preferred`
+        - the fetcher that `sharding.assigned_worker` assigns to the batch
+        - any other fetcher; if possible, one that has not failed since the last response of any
+          fetcher
+
+        If no fetcher is usable, return the assigned fetcher.
 
         Args:
             slot: Number of the batch in its epoch.
@@ -172,12 +177,15 @@ class Route:
         return link
 
     def acquire_idle(self, keep_bytes: int) -> tuple[dict[int, FetcherLink], ReceiveBlocks]:
-        """Return the connections and the receive memory of a finished pass, for a new pass.
+        """Remove and return the connections and the receive memory that a finished pass has stored.
 
-        If no connections and memory are stored, return an empty dict and new memory.
+        If nothing is stored, return an empty dict and new memory.
 
         Args:
             keep_bytes: Maximum size in bytes of the memory blocks, if this method makes new memory.
+
+        Returns:
+            The connections by the index of the fetcher, and the receive memory, for a new pass.
         """
         with suppress(IndexError):  # another thread may take the last entry at any time
             return self._idle.pop()
@@ -303,6 +311,9 @@ class Route:
         """Wait until fetcher `number` has started, or until no fetcher is starting.
 
         Return at the latest `start_s` seconds after the first call that had to wait.
+
+        Raises:
+            RunLost: All fetchers have ended or could not start.
         """
         if number in self._started:
             return
@@ -340,6 +351,8 @@ class SlotResponse(NamedTuple):
     Attributes:
         units: Units of the batch; UNHINTED if the batch has no `hints["units"]`; VOID if the slot
             has no batch.
+        batch: The batch; None if only the units were requested, or if there is no batch.
+        size: Size of the encoded batch in bytes.
         failure: Exception that the user's code raised instead of returning a batch; else None.
         order: Hash of the epoch's order or of the batch (see `Response.order`); 0 for none.
     """
@@ -355,9 +368,10 @@ class Client:
     """Client for one pass over a loader; sends a rank's requests and returns the responses.
 
     If a sampler draws from an unseeded generator, each worker computes a different order. In this
-    case, the pass follows the order of the worker that opened the epoch. If a response has the hash
-    of a different order, the client requests the batch's indices (ORDER) from the worker that
-    opened the epoch. Afterwards, the client requests the batch with these indices from any worker.
+    case, the pass follows the order of the worker that described the epoch (the response to OPEN).
+    If another response has the hash of a different order, the client requests the batch's indices
+    (ORDER) from the worker that described the epoch. Afterwards, the client requests the batch with
+    these indices from any worker.
 
     Args:
         keep_bytes: Maximum size in bytes of the memory that receives batches. Memory of batches
@@ -419,7 +433,11 @@ class Client:
         return opened
 
     def request_order(self) -> bytes:
-        """Return the encoded indices of the epoch's batches, for another rank's `use_order`."""
+        """Request and return the encoded indices of all batches of the epoch, for `use_order`.
+
+        Raises:
+            RunLost: No fetcher responds.
+        """
         request = LoaderRequest(RequestKind.ORDER, self._epoch, 0, b"all")
         return bytes(self._request_body(request, ResponseKind.VALUE))
 
@@ -436,7 +454,13 @@ class Client:
         return len(self._indices)
 
     def send_requests(self, requests: Sequence[SlotRequest]) -> None:
-        """Send requests without waiting for the responses."""
+        """Send requests without waiting for the responses.
+
+        This method waits only while no fetcher can be reached.
+
+        Raises:
+            RunLost: No fetcher can be reached.
+        """
         for request in requests:
             self._queue_request(self._loader_request(request))
         self._flush()
@@ -453,7 +477,12 @@ class Client:
         return decode_slot_response(*self._send_and_wait(self._loader_request(request)))
 
     def sample(self, index: Any) -> Any:
-        """Request `dataset[index]` from a fetcher, and return the item."""
+        """Request `dataset[index]` from a fetcher, and return the item.
+
+        Raises:
+            RunLost: No fetcher responds.
+            Exception: The exception that the dataset raised.
+        """
         return self._request_object(LoaderRequest(RequestKind.SAMPLE, 0, 0, encode.as_bytes(index)))
 
     def find_state(self, slot: int) -> tuple[int, Any] | None:
@@ -554,8 +583,8 @@ class Client:
     def _queue_request(self, request: LoaderRequest) -> None:
         """Choose a fetcher for a request, and queue the request on the connection to the fetcher.
 
-        For the order of an epoch, prefer the fetcher that opened the epoch. Connect to the chosen
-        fetcher if there is no connection yet. If that fails, record the failure and choose a
+        For the order of an epoch, prefer the fetcher that described the epoch. Connect to the
+        chosen fetcher if there is no connection yet. If that fails, record the failure and choose a
         fetcher again. Last, record in `_where` which fetcher has the request. `_flush` sends the
         queued requests.
 

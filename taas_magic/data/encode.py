@@ -209,9 +209,10 @@ def _reduce(tensor: torch.Tensor) -> Any:
 def _reduce_array(array: Any) -> Any:
     """Return the function call that rebuilds a numpy array with its strides.
 
-    This is a reducer for pickle's `dispatch_table`. numpy's own reducer would make the array dense.
-    It is used if the array is dense or empty, has Python objects, or has too large gaps. Otherwise,
-    the result is a call of `_strided_array` with a dense copy of the array.
+    This is a reducer for pickle's `dispatch_table`. Usually, the result is a call of
+    `_strided_array` with a dense copy of the array, because numpy's own reducer would lose the
+    strides. If the array is dense or empty, has Python objects, or has too large gaps, return the
+    result of numpy's own reducer.
     """
     low, high = _span(array.shape, array.strides)
     is_far = high - low > max(_MOST_SPREAD * array.nbytes, _SPREAD_FROM_BYTES)
@@ -495,11 +496,11 @@ def decode(body: memoryview, head_bytes: int) -> Any:
     """Decode a body and return the batch.
 
     The tensors and arrays of the batch are views of the memory of `body`, and keep this memory
-    alive. A tensor is a copy instead of a view if its strides have gaps, but its values were sent
-    without gaps. First decode the table of contents, with a cache for small tables. If the batch is
-    a single tensor, return this tensor; otherwise, unpickle the batch with the rebuilt tensors.
+    alive. Only one kind of tensor is a copy: its strides have gaps, but its values were sent
+    without gaps. The decoded tables of contents are cached, except large ones.
 
-    The body is unpickled, so it must come from a peer that has proved the run's key.
+    This function unpickles data of the body. So the body must come from a peer that has proved that
+    it knows the run's key.
 
     Args:
         body: The whole body; writable, with an aligned start.

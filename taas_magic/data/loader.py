@@ -243,14 +243,18 @@ class RemoteLoader(DataLoader[Any]):
         super().__setattr__(name, value)
 
     def visible_parts(self) -> tuple[Any, ...]:
-        """Return copies of sampler, batch sampler, generator, `collate_fn` and `worker_init_fn`."""
+        """Return this rank's copies of the loader's parts that a cell may read.
+
+        These are sampler, batch sampler, generator, `collate_fn` and `worker_init_fn`. The first
+        call unpickles them.
+        """
         if self._visible is None:
             self._visible = load_with_dataset(bytes(self.shape.shown), self.dataset)
             self._visible_digest = self._digest_visible()
         return self._visible
 
     def _digest_visible(self) -> bytes:
-        """Return a digest of `visible_parts()`, by which a change of the parts is noticed.
+        """Return a digest of `visible_parts()`, for detecting a change of these parts.
 
         The digest leaves out functions, because they may use large global variables. If the parts
         cannot be pickled any more, return b"".
@@ -280,9 +284,11 @@ class RemoteLoader(DataLoader[Any]):
         """Return the number of batches that this rank gets in an epoch.
 
         If this number may change from epoch to epoch, the result is the number for the current
-        pass. Without a current pass, this method opens the next epoch on the fetchers. In a
-        rehearsal, the result is the number of batches of the shortened pass. So the rehearsal also
-        runs code that a cell runs only at the last batch of an epoch.
+        pass. Without a current pass, this method requests the next epoch's number from the
+        fetchers.
+
+        In a rehearsal, the result is the number of batches of the shortened pass. So the rehearsal
+        also runs code that a cell runs only at the last batch of an epoch.
 
         Raises:
             TypeError: The loader has no length.
@@ -333,8 +339,8 @@ class RemoteLoader(DataLoader[Any]):
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the next iterator.
 
-        If a state for this epoch has been loaded (`load_state_dict`), the iterator still resumes at
-        the state's position.
+        If a state has been loaded (`load_state_dict`), and belongs to this epoch, the iterator
+        still resumes at the state's position. A state of any other epoch is discarded.
         """
         if epoch != self.next_epoch:
             self.next_epoch, self._resume, self._states = epoch, EpochPosition(), {}
@@ -437,7 +443,7 @@ class RemoteLoader(DataLoader[Any]):
 
         Add nothing if the dataset has no `state_dict`, or at the beginning of an epoch. If states
         from `load_state_dict` have not been sent to the workers yet, add these states. Otherwise,
-        open the epoch with a new client, and request the state of each stream. A fetcher sends the
+        request the state of each stream from the fetchers, with a new client. A fetcher sends the
         latest state that a worker saved before it went beyond the position.
 
         Args:
@@ -493,7 +499,7 @@ class RemoteLoader(DataLoader[Any]):
         self._route = self._end_server = None
 
     def _new_route(self) -> Route:
-        """Return a new route: the addresses and connections of the loader's fetchers.
+        """Return a new `Route`: the record of the loader's fetchers and of the connections to them.
 
         In a run without fetchers, start a data server of this rank, and return a route to this
         server. The server has the loader's number of workers, but at least one. The server ends

@@ -158,7 +158,7 @@ class Rejected(Struct, frozen=True, array_like=True, tag=4):
 
 
 class Requests(Struct, frozen=True, array_like=True, tag=5):
-    """Requests for one or several slots; the body is the `detail` of all these requests."""
+    """Requests for one or several slots; the body is the `detail` that all of them share."""
 
     kind: RequestKind
     epoch: _Count
@@ -261,7 +261,7 @@ def encode_header(message: FromRank | FromServer, body_bytes: int = 0) -> bytes:
 
 
 def aligned(size: int) -> int:
-    """Round a size up to the alignment of buffers in a body."""
+    """Return `size`, rounded up to a multiple of the alignment of a body's buffers."""
     return -(-size // ALIGN) * ALIGN
 
 

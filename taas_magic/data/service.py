@@ -100,7 +100,7 @@ class DataServiceSettings(Struct, frozen=True):
     """Settings of a run's data service.
 
     Attributes:
-        key: The run's key, which both sides of every connection must prove.
+        key: The run's key; both sides of every connection must prove that they know the key.
         fetchers: Number of fetchers of each loader; 0 if the ranks run the loaders themselves.
         numbers: Numbers of the fetchers that this cell's loaders use (`FetcherPlan.number`).
         units: Value of `--units`; None for no limit.
@@ -151,7 +151,14 @@ def payload_file(run_dir: Path, name: str) -> Path:
 
 
 def write(run_dir: Path, service: DataServiceSettings, payloads: Mapping[str, bytes]) -> None:
-    """Create the folder of a run's data service; write `service.json` and the pickled loaders."""
+    """Create the folder of a run's data service; write `service.json` and the pickled loaders.
+
+    Args:
+        payloads: The pickled loaders by name.
+
+    Raises:
+        FileExistsError: The folder exists already.
+    """
     folder = folder_of(run_dir)
     folder.mkdir(mode=0o700)
     for name, payload in payloads.items():
