@@ -96,9 +96,10 @@ def rank_main(spec: ProcessSpec, environ: Mapping[str, str]) -> None:
     torch's number of threads. Without a GPU, process groups use gloo instead of nccl.
 
     Returns if the work succeeded; otherwise, ends the process with exit code 1. A session counts as
-    successful, even if cells failed. SIGINT after the user's code counts as a failure. If the rank
-    still has a process group after successful work, waits, after the cleanup, up to `OTHERS_END_S`
-    seconds until all other ranks are ending, too.
+    successful, even if cells failed. SIGINT after the user's code counts as a failure.
+
+    After successful work and the cleanup, the rank may still have a process group. If so, waits for
+    up to `OTHERS_END_S` seconds until all other ranks are ending, too.
 
     Args:
         spec: Settings of all ranks of this host.
@@ -301,11 +302,11 @@ def _profiled(
 
 
 def _use_gloo_without_cuda(link: AgentLink) -> None:
-    """Make `init_process_group("nccl")` and `Accelerator()` use gloo if there is no GPU.
+    """If there is no GPU, make `init_process_group("nccl")` and `Accelerator()` use gloo.
 
-    For accelerate, sets the environment variable `ACCELERATE_USE_CPU`, unless it is set already.
-    Replaces torch's `init_process_group` by a function that uses gloo instead of nccl. When this
-    happens, the function sends the user a note, and ignores the argument `device_id`.
+    For accelerate, set the environment variable `ACCELERATE_USE_CPU`, unless it is set already.
+    Replace torch's `init_process_group` by a wrapper. If a caller requests nccl, the wrapper uses
+    gloo, ignores the argument `device_id`, and sends the user a note.
     """
     if torch.cuda.is_available():
         return

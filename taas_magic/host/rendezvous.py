@@ -206,7 +206,7 @@ class LoaderAgreement:
     def publish(self, key: str, value: bytes, replaced: str) -> None:
         """Store `value` under `key` for the other ranks, and remove the older key `replaced`.
 
-        The keys of one series of values, such as the orders of epochs, thus do not fill the store.
+        So a long series of values, such as the orders of all epochs, does not fill the store.
         """
         store = self._client()
         store.set(self._prefix + key, value)

@@ -295,8 +295,9 @@ class ResultWriter:
             namespace: Variables of the rank.
             out: Values of `--out`, such as "loss@all".
             value: Value of the work. If `out` has the name `VALUE`, this value is sent like a
-                variable. Otherwise, only rank 0 sends the value, and only if the value is not
-                larger than `VALUE_LIMIT_BYTES`. If it then cannot be sent, there is no note.
+                variable. Otherwise, only rank 0 sends the value, and only if the value is not None
+                and not larger than `VALUE_LIMIT_BYTES`. The user then gets no note if the value
+                cannot be sent.
             failed: Whether the work failed on this rank. If so, this rank sends no notes about
                 missing values, and gathers no sharded values, because other ranks may not take part
                 in the collective.
@@ -486,7 +487,7 @@ def _gather(value: Any, keeps: bool) -> Any:
 
     Returns:
         The value with whole tensors. In place of a model, the result has the model's full
-        state_dict on rank 0, and what torch returns instead on other ranks.
+        state_dict on rank 0, and an empty dict on other ranks.
     """
     import torch
 

@@ -141,11 +141,11 @@ class _SessionCells:
         return set()
 
     def _changes(self, before: Mapping[str, int], sets: Collection[str]) -> CellNames:
-        """Return the names that the cell assigned, with some digests, and the names it deleted.
+        """Return the names that the cell has assigned or deleted, after the cell has run.
 
         A name counts as assigned if the `id` of its value has changed, or if the cell's text
         assigns the name. The second rule is needed because Python may reuse the `id` of a freed
-        value. The result has a digest for each assigned name with a simple value.
+        value. The result also has a digest for each assigned name with a simple value.
 
         Args:
             before: The `id` of each value before the cell, by name.

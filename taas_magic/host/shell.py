@@ -249,12 +249,12 @@ class RankShell(InteractiveShell):
         self._at_start = dict(self.user_ns)
 
     def run(self, work: Work, sources: Mapping[str, CellSource]) -> ExecutionResult:
-        """Run a cell or call a function. If it raises an exception, send this to the agent.
+        """Run a cell or call a function. If the work raises an exception, report it to the agent.
 
-        First registers the notebook's cells for tracebacks, installs hooks that print exceptions of
-        threads and finalizers, disables IPython's warning about SystemExit, and sets `failure` to
+        First register the notebook's cells for tracebacks, install hooks that print exceptions of
+        threads and finalizers, disable IPython's warning about SystemExit, and set `failure` to
         None. The code of a cell gets the line numbers that it has in the notebook. At the end,
-        stops the single-stepping of the rank's debugger.
+        stop the single-stepping of the rank's debugger.
 
         Args:
             work: The cell or function call.
@@ -280,8 +280,8 @@ class RankShell(InteractiveShell):
     def _run_work(self, work: Work, compiler: _CellCompiler) -> ExecutionResult:
         """Call a function, or run a cell by IPython, and return IPython's result.
 
-        Before a cell, give the compiler the cell and its flags, and replace the AST transformer
-        that changes line numbers to those in the notebook.
+        Before IPython runs a cell, give the compiler the cell and its flags, and replace the last
+        cell's AST transformer for line numbers (`_LineShift`) by a new one.
         """
         if isinstance(work, FunctionWork):
             compiler.cell = None
@@ -376,19 +376,20 @@ class RankShell(InteractiveShell):
     def showtraceback(self, exc_tuple: Any = None, *args: Any, **kwargs: Any) -> None:
         """Record an exception that IPython shows, and send the agent a message about the exception.
 
-        The first such exception is the rank's failure, even if the cell continues afterwards. First
-        removes this package's frames from the exception's traceback. The message is sent before
-        IPython formats the traceback, which takes up to 0.1 s. So the order of the ranks' messages
-        shows which rank has failed first.
+        The first exception that IPython shows is the rank's failure, even if the cell continues.
+        The message is sent before IPython formats the traceback, which takes up to 0.1 s. So the
+        order of the ranks' messages shows which rank has failed first.
 
         - If the exception ends the cell, the message is the rank's failure, with a traceback in
           Python's format. The agent may kill the rank before IPython's traceback is ready.
         - If the cell continues, the message is a `RankShowedError`, which has no traceback.
 
-        The tracebacks of SystemExit, SyntaxError, TaasError, RecursionError and exception groups
-        stay in Python's format. The traceback goes to the log if the cell continues, or if another
-        exception is the rank's failure, because Jupyter would show it, too. For SystemExit, the
-        traceback goes to the log only in the second case.
+        This package's frames are removed from the traceback. The tracebacks of SystemExit,
+        SyntaxError, TaasError, RecursionError and exception groups stay in Python's format.
+
+        In two cases, the traceback also goes to the log, as Jupyter would show it: the cell
+        continues, or an earlier exception is the rank's failure. For SystemExit, only the second
+        case counts.
 
         Does nothing for `sys.exit(0)`. A child that the cell forked sends no message. In the
         forkserver, only shows the exception.

@@ -78,8 +78,8 @@ The value is `ShareSpec.reach`.
 def topic(owner: str) -> str:
     """Return the Dask topic by which a kernel receives the events of all its runs.
 
-    There is no topic for each run, because Dask's client and scheduler never remove a topic, so
-    that the topics would fill memory.
+    All runs of a kernel share one topic. Dask's client and scheduler never remove a topic, so one
+    topic for each run would fill the memory.
 
     Args:
         owner: Id of the kernel's Dask client.
@@ -171,7 +171,7 @@ def users_path(
 ) -> list[str]:
     """Return the import path's entries that the user has added.
 
-    These are all entries except zip files, and the folders of Python and of installed packages.
+    These are all entries except zip files, Python's own folders, and folders of installed packages.
 
     Args:
         path: The import path.
@@ -359,10 +359,10 @@ class LocalShare(Struct, frozen=True):
     def rank_environ(self, host_address: HostAddress) -> dict[str, str]:
         """Return the environment of this host's ranks, without torchrun's variables.
 
-        The result has defaults for some variables that the share does not set, such as
-        OMP_NUM_THREADS and the network interfaces of gloo and NCCL. It also has the run's id and
-        the host's name. If ranks use a server on the notebook's machine, it has the server's
-        address (`ShareSpec.reach`).
+        The result has the share's environment, and defaults for variables that the share does not
+        set, such as OMP_NUM_THREADS and the network interfaces of gloo and NCCL. Further variables
+        contain the run's id and the host's name. If ranks use a server on the notebook's machine,
+        another variable contains the server's address (`ShareSpec.reach`).
         """
         spec, host = self.spec, self.spec.host_plan
         assert host is not None
@@ -431,7 +431,8 @@ class ProcessSpec:
     These processes are the host's ranks of a run, or the host's fetchers of a run.
 
     Attributes:
-        folder: Private folder of the share, under TMPDIR, for pipes and scratch folders.
+        folder: Private folder, under TMPDIR, of the ranks of an attempt or of the fetchers. It has
+            pipes and scratch folders.
         environ: Environment variables. For a rank, torchrun's variables override these, and `--env`
             overrides both.
         protection: Mechanism that prevents all processes except rank 0 from writing to the project

@@ -240,9 +240,9 @@ def _waiting_code(frames: Sequence[StackFrame]) -> tuple[str, str]:
         frames: Frames of the waiting thread, outermost first.
 
     Returns:
-        Two values. First, the file path of the innermost frame outside the standard library.
-        Second, the name of the library file with the function that this frame has called; "" if the
-        frame has not called a library function.
+        Two values. First, the file path of the innermost frame outside the standard library; "" if
+        there is no such frame. Second, the name of the library file with the function that this
+        frame has called; "" if the frame has not called a library function.
     """
     called = ""
     for frame in reversed(frames):
@@ -329,9 +329,9 @@ class StackMonitor:
     def collect(self) -> list[tuple[RankState, StackSample]]:
         """Collect the stacks of all ranks and their children. Blocks for some seconds.
 
-        Also measures, for at least `_CPUS_LEAST_S`, how many CPUs each rank uses. Only one thread
-        at a time runs this method. At the end, records the CPU time of each rank as
-        the start of the next sample, because CPU time used for stack reports is no progress.
+        Also measure, for at least `_CPUS_LEAST_S`, how many CPUs each rank uses. Only one thread at
+        a time runs this method; others wait. At the end, record the CPU time of each rank as the
+        start of the next sample, because CPU time used for stack reports is no progress.
         """
         with self._collecting:
             states = self._ranks.states()
@@ -354,8 +354,8 @@ class StackMonitor:
     def rows(self, found: Iterable[tuple[RankState, StackSample]]) -> list[RankStack]:
         """Return one stack report for each rank.
 
-        A report also has the seconds since the rank's last progress, and the rank's use of CPUs, of
-        the GPU and of collectives.
+        A report also has the seconds since the rank's last progress, the rank's use of the CPUs and
+        of the GPU, and the part of its time that the rank spends in collectives.
 
         Args:
             found: State and stacks of each rank, as returned by `collect`.
@@ -463,11 +463,12 @@ class StackMonitor:
     def _sample_of(self, state: RankState, cells: "Cells") -> StackSample:
         """Return a rank's stacks and other data about the rank.
 
-        If the rank has not responded to the request for stacks, send it `STACK_SIGNAL`, and use the
-        stack that it then writes. If it writes none, use the stack of its last heartbeat. Children
-        of the rank also get `STACK_SIGNAL`. A rank that has sent a heartbeat in the last
-        `_BEATS_S` seconds also counts as responding. For a rank that has ended, the result only
-        says so.
+        If the rank has sent no stacks, send it `STACK_SIGNAL`, and use the stack that the rank then
+        writes. If the rank writes no stack, use the stack of its last heartbeat. Children of the
+        rank also get `STACK_SIGNAL`. For a rank that has ended, the result only says so.
+
+        The field `answers` is True if the rank has sent its stacks, or has sent a heartbeat in the
+        last `_BEATS_S` seconds.
         """
         if state.ended:
             return StackSample(state.pid, state=_GONE)

@@ -20,7 +20,8 @@ All temporary files of a host are in one folder:
         pymp-…                      temporary files of multiprocessing, in the agent
         run-…                       pipes and scratch folders of a run
 
-If a supervisor was killed, the next supervisor of the same user removes the folder.
+If a supervisor was killed, the next supervisor of the same user removes the killed supervisor's
+folder.
 """
 
 import os

@@ -192,7 +192,7 @@ def sample_threads(main: int) -> dict[str, list[StackFrame]]:
 def current_frames() -> dict[int, FrameType]:
     """Return the current frame of each thread, by the thread's identifier.
 
-    Before Python 3.12, this function disables garbage collection meanwhile. Reason: a garbage
+    Before Python 3.12, garbage collection is disabled during the call. Otherwise, a garbage
     collection inside `sys._current_frames` could run a `__del__` method. If this method releases
     the interpreter's lock, this process or a child could deadlock (python/cpython#106883, #112275).
     """

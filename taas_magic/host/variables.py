@@ -64,7 +64,10 @@ class RankMemory(Struct, frozen=True):
 
 
 class _NotComparedError(Exception):
-    """Exception: a value, or one of its elements, has no digest, so ranks cannot be compared."""
+    """Exception for a value that has no digest, so that the kernel cannot compare ranks by it.
+
+    The value may also be a container with an element that has no digest.
+    """
 
 
 def describe() -> Any:

@@ -6,8 +6,8 @@ installs the plugin `Vehicle` in every worker that joins the pool's scheduler. T
 supervisor, and the supervisor's agent joins the pool as a separate worker. When a vehicle ends for
 any reason, the supervisor ends all processes of taas-magic on the host.
 
-Vehicles and engines import this module, so it must not import the agent's modules, which they do
-not need.
+Vehicles and engines import this module. They do not need the agent's modules, so this module must
+not import the agent's modules.
 """
 
 import asyncio
@@ -56,7 +56,10 @@ def vehicle_of(agent: object) -> str:
 
 
 class Vehicle(WorkerPlugin):
-    """Dask plugin that starts a supervisor on a vehicle's host, and ends it when the vehicle ends.
+    """Dask plugin that starts a supervisor on a vehicle's host.
+
+    When the vehicle ends, the plugin ends the supervisor. When the supervisor ends, the plugin
+    closes the vehicle.
 
     Args:
         interface: The pool's `interface` setting; "" if there is none.
@@ -95,10 +98,10 @@ class Vehicle(WorkerPlugin):
     async def teardown(self, worker: Worker) -> None:
         """End the supervisor and all processes that it has started.
 
-        Dask calls this method when the worker closes. First cancels the task of `_follow`. If this
-        process is a `dask` command without a nanny, this makes it exit within `EXIT_S` seconds.
-        Then closes the supervisor's standard input, and kills the supervisor if it has not ended
-        after `HOST_END_S` seconds. Does nothing if no supervisor was started.
+        Dask calls this method when the worker closes. First cancel the task of `_follow`, which
+        makes a `dask` command without a nanny exit within `EXIT_S` seconds. Then close the
+        supervisor's standard input. If the supervisor has not ended after `HOST_END_S` seconds,
+        kill it. Do nothing if no supervisor was started.
         """
         if self._supervisor is None or self._following is None:
             return

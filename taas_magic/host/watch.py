@@ -88,7 +88,7 @@ class RankState:
     """The state of one rank of this host, as the agent knows it.
 
     Attributes whose names end in `_at` are times in seconds of the agent's monotonic clock. None
-    means that the event has not happened.
+    or 0 means that the event has not happened.
     """
 
     rank: int
@@ -182,7 +182,7 @@ class Deadline:
     """The time at which `--timeout` ends a run. Time in which a rank waits for input is added.
 
     The agent calls `pause` when a rank begins to wait for the user's input, and `resume` at the end
-    of the wait. This moves the deadline by the length of the pause.
+    of the wait. `resume` moves the deadline by the length of the pause.
 
     Args:
         at: The time, in seconds of the monotonic clock; None without `--timeout`.
@@ -400,9 +400,10 @@ def out_of_memory_text(pid: int, started_at: float, before: dict[str, int]) -> s
 
 
 def _logged_kill(pid: int, started_at: float, log: Path = _KERNEL_LOG) -> str | None:
-    """Search the Linux kernel's log for the last record that a process was killed to free memory.
+    """Search the Linux kernel's log for the last record that `pid` was killed to free memory.
 
     Args:
+        pid: Id of the process, which may have ended.
         started_at: Time at which the process started, in seconds of the monotonic clock. Older
             records are ignored, because another process may have had the same pid.
 
@@ -544,7 +545,7 @@ def users_frames(text: str) -> list[str]:
 def _failure_kind(state: RankState, verdict: Verdict) -> str:
     """Return the kind of a rank's failure (`Failure.how`).
 
-    The function returns the first of these kinds that is true:
+    The function returns the first of these kinds that applies:
 
     - "raised": the rank raised an exception.
     - "left": the rank left by `sys.exit(0)`, and did not end in another way afterwards.
