@@ -307,9 +307,10 @@ class AgentWorker(ClosedWorker):
         return share.port
 
     def _share_factory(self, spec: ShareSpec) -> Callable[..., HostShare]:
-        """Return the function that creates the `HostShare` for `spec`.
+        """Return the class or function that creates the runner of the share that `spec` describes.
 
-        `spec` describes fetchers, ranks, a session, or a cell of a session.
+        `HostFetchers` runs fetchers, `HostRun` runs ranks, and `HostSession` runs the ranks of a
+        session. For a cell of a session, the result is a function that creates a `HostCell`.
 
         Raises:
             PoolError: `spec` describes a cell, but its session has ended on this host.
@@ -456,11 +457,11 @@ class AgentWorker(ClosedWorker):
 async def serve(packed_settings: bytes) -> None:
     """Join the pool, and carry out the controller's calls until the connection to the pool ends.
 
-    First makes Dask use a steady clock, and determines the host's address and how the host protects
-    the project store. Then starts a task that waits for the forkserver's imports. Joins the pool
-    without waiting for this task, and tells the supervisor so (`report_joined`).
+    First make Dask use a steady clock, and determine the host's address and how the host protects
+    the project store. Then start a task that waits for the forkserver's imports. Join the pool
+    without waiting for this task, and report to the supervisor that the agent has joined.
 
-    Unless the host is the notebook's machine, then starts the host's lease. Background tasks send
+    Then start the host's lease, unless the host is the notebook's machine. Background tasks send
     heartbeats, watch the forkserver, and start the deferred imports, until the connection ends.
 
     Args:

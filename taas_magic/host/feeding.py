@@ -73,9 +73,9 @@ def _create_feed(served: DataServiceSettings, share: LocalShare, rank: int) -> R
 
     If the run has no fetchers, also fork the process that later starts the rank's own data servers.
     Otherwise, the feed looks up the fetchers' addresses in the run folder. If the run has several
-    ranks, the feed also has a `LoaderAgreement`, by which the ranks agree on values such as the
-    order of an epoch. The feed records received batches in a ledger in the run folder. In a
-    rehearsal, each pass over a loader ends after a few batches.
+    ranks, they agree on values such as the order of an epoch by the feed's `LoaderAgreement`. The
+    feed records received batches in a ledger in the run folder. In a rehearsal, each pass over a
+    loader ends after a few batches.
     """
     folder = service.folder_of(share.folder.path)
     own = agreement = None

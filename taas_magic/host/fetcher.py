@@ -100,8 +100,8 @@ class Fetcher:
         get checksums.
 
         Each fetcher divides its memory among its loaders, in proportion to their numbers of
-        workers. The amount of data for `--prefill` is divided in two steps: equally among the
-        fetchers, and then among the loaders of a fetcher, in the same proportion.
+        workers. The amount of data for `--prefill` is first divided equally among the fetchers.
+        Then each fetcher divides its part among its loaders, in the same proportion.
         """
         spec, served, count = self._spec, self._spec.service, self._workers[loader.name]
         parts = served.fetchers * self._of_all

@@ -49,11 +49,11 @@ def send_heartbeats(
 ) -> Iterator[ReportSender]:
     """Send a rank's heartbeats to the agent, in a new thread, until the `with` block ends.
 
-    Every `RANK_BEAT_S` seconds, the thread sends a heartbeat: the main thread's stack, the progress
-    of collectives, the use of the GPU, and whether a client of debugpy is attached. With each
-    heartbeat, the thread also sends the counts of received batches, and the metrics logged since
-    the last heartbeat. The thread never waits for the GPU. At the end of the block, counts and
-    metrics are sent once more.
+    The thread sends a heartbeat every `RANK_BEAT_S` seconds. A heartbeat has the main thread's
+    stack, the progress of collectives, the use of the GPU, and whether a client of debugpy is
+    attached. With each heartbeat, the thread also sends the counts of received batches, and the
+    metrics logged since the last heartbeat. The thread never waits for the GPU. At the end of the
+    block, counts and metrics are sent once more.
 
     If the agent requests a stack report, the thread sends this report instead of the heartbeat: the
     stacks of all threads and the pending collectives. The thread then also sends a note if the cell
@@ -133,8 +133,8 @@ def _why_ranks_wait(run_address: Mapping[str, str], thread: int) -> str:
     While torchrun's variable TORCHELASTIC_USE_AGENT_STORE is True, every rank connects to the
     rendezvous address as a client, and no rank listens. The run itself listens at its own address.
     If the cell has set another address, all ranks wait there in vain. The cell can set the address
-    by the variables MASTER_ADDR and MASTER_PORT, or by the argument `init_method`, which this
-    function reads from the stack of `thread`. The message says what to undo.
+    by the variables MASTER_ADDR and MASTER_PORT, or by the argument `init_method`. This function
+    reads `init_method` from the stack of `thread`. The message says what to undo.
 
     Args:
         run_address: Values that the run gave to the variables `MASTER_ADDR` and `MASTER_PORT`.

@@ -148,8 +148,8 @@ class CellAttempt(_AttemptOfSession):
         """Read the remaining output of ranks that are back at their prompt; then check all ranks.
 
         The output is read first, because the cell's log must be complete when the cell ends. The
-        check ends the cell on this host if all ranks are back at their prompt, or after a failure,
-        an interrupt, or the time of `--timeout`.
+        cell ends on this host if all ranks are back at their prompt. The cell also ends after a
+        failure, an interrupt, or the time of `--timeout`.
 
         Args:
             deadline: Time at which `--timeout` ends the cell. None without `--timeout`, or while a

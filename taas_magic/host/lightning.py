@@ -93,9 +93,9 @@ class _ScalarHooks:
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
         """Pass or skip the scalars that were logged after the last call of `on_train_batch_end`.
 
-        Pass them if the last step's other scalars were passed, or if this batch is the first of an
-        epoch. Otherwise, if the scalars of the coming step will be passed, mark the late scalars as
-        seen, so that they are not passed with the coming step.
+        Pass these late scalars if the last step's other scalars were passed, or if this batch is
+        the first of an epoch. Otherwise, mark the late scalars as seen if the scalars of the coming
+        step will be passed. So the late scalars are not passed with the coming step.
         """
         is_logged = self._is_logged_step or batch_idx == 0
         if is_logged or _is_due(trainer, trainer.global_step + 1):

@@ -93,8 +93,8 @@ def send_outcome(
 def _failure(shell: RankShell, result: ExecutionResult) -> RankRaised | None:
     """Return the failure of the cell; None if the cell succeeded or ended by `sys.exit(0)`.
 
-    The failure is the first exception that IPython has shown. The cell may have continued after
-    this exception: if code of `%run`, `%time`, `%%capture` or `run_cell` raises an exception,
+    The failure is the first exception that IPython has shown, even if the cell has continued after
+    this exception. If code of `%run`, `%time`, `%%capture` or `run_cell` raises an exception,
     IPython shows the exception and continues the cell.
 
     If IPython has shown no exception, the failure is the exception that ended the cell. If this is

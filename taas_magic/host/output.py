@@ -223,8 +223,8 @@ class LineAssembler:
     def _whole_lines(self, body: bytes) -> list[str]:
         """Add whole lines, and return the lines that later output cannot change any more.
 
-        Usually, all lines are decoded at once, which is fast. The lines are added to the rows one
-        by one only if there is an unfinished row, if a line exceeds the maximum length, or if
+        Usually, all lines are decoded at once, which is fast. In three cases, the lines are added
+        to the rows one by one: there is an unfinished row, a line exceeds the maximum length, or
         `body` contains a carriage return or `CURSOR_UP`.
 
         Args:
@@ -411,7 +411,9 @@ class LogBudget:
         self._reserve.refill(elapsed_s)
 
     def _errors(self, lines: list[str], sizes: list[int]) -> list[str]:
-        """Return the lines that look like errors and fit into the reserve; drop and count others.
+        """Return the lines that look like errors and fit into the reserve; drop all other lines.
+
+        The numbers of dropped lines and bytes are counted for `pop_dropped`.
 
         If `lines` contain none of `ERROR_WORDS`, and no traceback has begun in an earlier call, all
         lines are dropped without a check of each line, which saves time.
@@ -698,7 +700,10 @@ class PipeReader:
         return self._logs[rank].budget.tail
 
     def last_output_at(self, rank: int) -> float:
-        """Return when a rank or its children last wrote output, in seconds of `time.monotonic`."""
+        """Return the time at which a rank or its children last wrote output; 0 before any output.
+
+        The time is in seconds of `time.monotonic`.
+        """
         return self._logs[rank].heard_at
 
     def drain(self, rank: int) -> None:
@@ -830,15 +835,17 @@ class PipeReader:
         Output goes to the rank's log file and to the rank's pending lines. If the log file cannot
         be written any more, a note tells the user.
 
-        Each message is passed to `on_message`. Before a message with a traceback is passed on, the
-        traceback is appended to the log file. Before a request for input is passed on, the rank's
-        pending output is sent. Before a new display or the order to clear the cell is passed on,
-        the rank's lines are sent, also an unfinished line, but no progress bars. Before the update
-        of a display, only whole lines are sent.
+        Each message is passed to `on_message`. Before some messages, this method does more:
+
+        - Before a message with a traceback: append the traceback to the log file.
+        - Before a request for input: send all output of the rank.
+        - Before a new display, or the order to clear the cell: send the rank's lines, also an
+          unfinished line, but no progress bars.
+        - Before the update of a display: send only whole lines.
 
         Returns:
-            The data. None if the pipe is empty, and a process has the pipe open for writing. b"" if
-            the pipe is empty and has no writer, or if this reader has closed the pipe.
+            The data. None if the pipe is empty, but some process has the pipe open for writing. The
+            result is b"" if the pipe is empty and has no writer, or if this reader has closed it.
         """
         if not stream.is_open:  # the stream ended meanwhile
             return b""

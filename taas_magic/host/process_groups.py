@@ -43,9 +43,9 @@ class ProcessGroupPrefixes:
     def install(self) -> None:
         """Replace torch's `init_process_group` in this process by the wrapper.
 
-        The wrapper calls torch's function with a store that has a new key prefix. The wrapper does
-        not change the arguments if the caller passes a store or an `init_method` other than
-        `env://`, or if the environment variable MASTER_PORT is not set.
+        The wrapper calls torch's function with a store that has a new key prefix. In three cases,
+        the wrapper passes the arguments on unchanged: the caller passes a store, the caller passes
+        an `init_method` other than `env://`, or the environment variable MASTER_PORT is not set.
         """
         original = dist.init_process_group
         signature = inspect.signature(original)
@@ -65,9 +65,9 @@ class ProcessGroupPrefixes:
     def _store_arguments(self, given: dict[str, Any]) -> dict[str, Any]:
         """Connect to the key-value store; return `store`, `rank` and `world_size` for torch.
 
-        Counts the new process group. The returned store adds a prefix with the numbers of the cell
-        and of the process group to each key, so that the keys differ from the keys of earlier
-        process groups.
+        Count the new process group. The returned store adds a prefix to each key: the numbers of
+        the cell and of the process group. So the keys differ from the keys of earlier process
+        groups.
 
         Args:
             given: Arguments that the user has passed to `init_process_group`, by name. If the rank

@@ -211,10 +211,10 @@ def _work_and_wait(
 def _become_a_program(spec: ProcessSpec, environ: Mapping[str, str]) -> None:
     """Reset the state inherited from the forkserver, and apply the run's environment.
 
-    Resets multiprocessing's start method, and seeds the random generators of torch and numpy anew.
-    Then replaces the variables in `os.environ`, makes torch and tempfile read the new variables,
-    and sets `attempt_folder`, the current folder, `sys.path` and `sys.argv`. torchrun's variables
-    override the run's variables, and variables of `--env` override both.
+    Reset multiprocessing's start method, and seed the random generators of torch and numpy anew.
+    Then replace the variables in `os.environ`, and make torch and tempfile read the new variables.
+    The variables of torchrun override the run's variables, and variables of `--env` override both.
+    Last, set `attempt_folder`, the current folder, `sys.path` and `sys.argv`.
     """
     # Remove the start method that the forkserver has set, so that the cell may set one.
     multiprocessing.set_start_method(None, force=True)
@@ -417,10 +417,10 @@ def _keep_groups() -> None:
     """Keep the process groups of remaining DDP models alive until the process ends.
 
     If the cell has called `destroy_process_group`, a DDP model has the last reference to its
-    process group. Python would delete the process group together with the model, which could cause
-    a deadlock: torch joins gloo's threads while it holds the GIL, and one of these threads may wait
-    for the GIL (pytorch/pytorch#56297). While the process exits, this deadlock cannot occur,
-    because Python then ends each thread that requests the GIL.
+    process group. If Python deleted the process group together with the model, a deadlock could
+    occur. The reason: torch joins gloo's threads while it holds the GIL, and one of these threads
+    may wait for the GIL (pytorch/pytorch#56297). While the process exits, this deadlock cannot
+    occur, because Python then ends each thread that requests the GIL.
     """
     ddp = torch.nn.parallel.DistributedDataParallel
     _kept_groups.extend(it.process_group for it in gc.get_objects() if issubclass(type(it), ddp))

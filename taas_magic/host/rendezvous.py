@@ -66,19 +66,19 @@ class Rendezvous:
         self._was_stopped = False
 
     def start(self) -> None:
-        """Start the process that serves the store.
+        """Start the process that serves the ranks' key-value store.
 
-        Ranks may connect before this call, because the port is already bound. They then wait.
+        Ranks may connect before this call, because the port is already bound. Such ranks wait.
         """
         self._server = forkserver.start_process(f"{__name__}.serve", self._listener, self._address)
         self._listener.close()
 
     def kill_if_stopped(self) -> None:
-        """Kill the store's process if SIGSTOP has suspended it for `STOPPED_S` seconds.
+        """Kill the key-value store's process if SIGSTOP has suspended it for `STOPPED_S` seconds.
 
-        Ranks would wait forever for a suspended process. When the process has been killed, calls
-        of the store in ranks raise errors. Call this method regularly: the time is measured from
-        the first call that finds the process suspended.
+        Ranks would wait forever for a suspended process. After the kill, calls of the key-value
+        store in ranks raise errors. Call this method regularly: the time is measured from the first
+        call that finds the process suspended.
         """
         if not self._is_stopped():
             self._stopped_at = None
@@ -90,7 +90,7 @@ class Rendezvous:
             self._server.kill()
 
     def _is_stopped(self) -> bool:
-        """Return whether SIGSTOP has suspended the process that serves the store."""
+        """Return whether SIGSTOP has suspended the process that serves the key-value store."""
         try:
             status = psutil.Process(self._server.pid).status() if self._server is not None else ""
         except psutil.NoSuchProcess:
@@ -98,7 +98,10 @@ class Rendezvous:
         return bool(status == psutil.STATUS_STOPPED)
 
     def why_ended(self) -> str:
-        """Return, for the user, how the store's process has ended; "" if it has not ended."""
+        """Return text for the user: how the process of the ranks' key-value store has ended.
+
+        The text is "" if the process has not ended or was not started.
+        """
         code = forkserver.exitcode(self._server) if self._server is not None else None
         if code is None:
             return ""
@@ -108,7 +111,7 @@ class Rendezvous:
         return f"process {self._server.pid}, which serves the ranks' key-value store, {how}"
 
     def close(self) -> None:
-        """Close the port, and kill the process that serves the store.
+        """Close the port, and kill the process that serves the key-value store.
 
         Call this method after the attempt's ranks have ended.
         """
@@ -206,7 +209,8 @@ class LoaderAgreement:
     def publish(self, key: str, value: bytes, replaced: str) -> None:
         """Store `value` under `key` for the other ranks, and remove the older key `replaced`.
 
-        So a long series of values, such as the orders of all epochs, does not fill the store.
+        So a long series of values, such as the orders of all epochs, does not fill the key-value
+        store.
         """
         store = self._client()
         store.set(self._prefix + key, value)
@@ -222,9 +226,9 @@ class LoaderAgreement:
         return found
 
     def _client(self) -> Any:
-        """Return this process's connection to the store.
+        """Return this process's connection to the ranks' key-value store.
 
-        The first call in a process opens the connection. A fork of the rank opens its own.
+        The first call in a process opens the connection. A fork of the rank opens a new connection.
         """
         with self._lock:
             if self._pid != os.getpid():

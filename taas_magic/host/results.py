@@ -124,10 +124,10 @@ def receive(
 ) -> ReceivedResults:
     """Load the results of a run in the kernel, archive by archive.
 
-    From rank 0's archives, the kernel reads the value of the work and all names of `--out`, because
-    rank 0 also writes the gathered sharded models that `--out` requests from other ranks. From the
-    archives of any other rank, the kernel reads only the names that `--out` requests from this
-    rank. Archives of earlier attempts are ignored.
+    From rank 0's archives, the kernel reads the value of the work and all names of `--out`. The
+    reason is that rank 0 writes gathered sharded models, even if `--out` requests them from other
+    ranks. From the archives of any other rank, the kernel reads only the names that `--out`
+    requests from this rank. Archives of earlier attempts are ignored.
 
     The result for `NAME@all` is a list with one value for each rank. If one rank's value did not
     arrive, `NAME` is missing. Each missing name gets a reason.
@@ -346,10 +346,12 @@ class ResultWriter:
     def _write_values(self, values: Mapping[str, Any]) -> None:
         """Group values that share objects, and write each group to an archive.
 
-        First encodes each value alone, to find problems. A value that cannot be pickled is left out
-        and recorded as missing. If the pool is not trusted, each value that is not plain data is
-        also left out and recorded as missing. The same holds for a large value of the cell's last
-        expression.
+        First encode each value alone, to find problems. These values are left out and recorded as
+        missing:
+
+        - a value that cannot be pickled
+        - if the pool is not trusted, a value that is not plain data
+        - a value of the cell's last expression that is too large (`_is_too_large`)
         """
         shared: dict[str, dict[int, Any]] = {}
         for name, value in values.items():

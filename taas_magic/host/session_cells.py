@@ -74,9 +74,9 @@ class _SessionCells:
         failure and returns False.
 
         If this rank does not take part in the cell, the rank does not run it, and only sends the
-        results of `--out`. At the end, sends the names that the cell has assigned or deleted, and
-        the cells whose fetchers this rank still needs (`CellNames`), and flushes the output. A
-        child that the cell forked skips these last steps.
+        results of `--out`. At the end, sends `CellNames`, and flushes the output. `CellNames` has
+        the names that the cell has assigned or deleted, and the cells whose fetchers this rank
+        still needs. A child that the cell forked skips these last steps.
         """
         folder, shell, link = RunFolder(Path(order.run_dir)), self._shell, self._link
         shell.shows, shell.last_value = order.shows, None

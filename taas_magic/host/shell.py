@@ -280,8 +280,8 @@ class RankShell(InteractiveShell):
     def _run_work(self, work: Work, compiler: _CellCompiler) -> ExecutionResult:
         """Call a function, or run a cell by IPython, and return IPython's result.
 
-        Before IPython runs a cell, give the compiler the cell and its flags, and replace the last
-        cell's AST transformer for line numbers (`_LineShift`) by a new one.
+        Before IPython runs a cell, give the compiler the cell and its flags. Also replace the last
+        cell's `_LineShift`, which corrects line numbers, by a new one.
         """
         if isinstance(work, FunctionWork):
             compiler.cell = None

@@ -232,8 +232,8 @@ class RunSpec(Struct, frozen=True, omit_defaults=True):
     def for_session(self) -> "RunSpec":
         """Return a copy of this run without the kernel's environment and import path.
 
-        Call this method for a cell of a session: the session's ranks do not need them, because they
-        keep the environment and the import path with which they started.
+        Call this method for a cell of a session. The session's ranks keep the environment and the
+        import path with which they started, so they do not need the kernel's.
         """
         origin = structs.replace(self.origin, environ={}, sys_path=(), changed={})
         return structs.replace(self, origin=origin)
@@ -359,10 +359,10 @@ class LocalShare(Struct, frozen=True):
     def rank_environ(self, host_address: HostAddress) -> dict[str, str]:
         """Return the environment of this host's ranks, without torchrun's variables.
 
-        The result has the share's environment, and defaults for variables that the share does not
-        set, such as OMP_NUM_THREADS and the network interfaces of gloo and NCCL. Further variables
-        contain the run's id and the host's name. If ranks use a server on the notebook's machine,
-        another variable contains the server's address (`ShareSpec.reach`).
+        The result has the share's environment. It has defaults for variables that the share does
+        not set, such as OMP_NUM_THREADS and the network interfaces of gloo and NCCL. Further
+        variables contain the run's id and the host's name. If ranks use a server on the notebook's
+        machine, another variable contains the server's address (`ShareSpec.reach`).
         """
         spec, host = self.spec, self.spec.host_plan
         assert host is not None

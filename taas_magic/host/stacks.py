@@ -181,8 +181,8 @@ def waits_for(sample: StackSample) -> str:
 
     1. The process has ended, is suspended, is in an uninterruptible system call, or is ending.
     2. The thread is in a function of torch.distributed, or in `os.fork`.
-    3. The thread waits for a batch of a DataLoader or of a registered loader, or for the user's
-       input, or in a known waiting function of the standard library.
+    3. The thread waits for a batch, for the user's input, or in a known waiting function of the
+       standard library. The batch may be of a DataLoader or of a registered loader.
     4. A collective is pending.
     5. The rank's heartbeat thread does not respond, because a C call holds the interpreter's lock.
     6. The thread is running; it waits for nothing.
@@ -330,8 +330,8 @@ class StackMonitor:
         """Collect the stacks of all ranks and their children. Blocks for some seconds.
 
         Also measure, for at least `_CPUS_LEAST_S`, how many CPUs each rank uses. Only one thread at
-        a time runs this method; others wait. At the end, record the CPU time of each rank as the
-        start of the next sample, because CPU time used for stack reports is no progress.
+        a time runs this method; others wait. CPU time that ranks use for stack reports is no
+        progress. So at the end, record each rank's CPU time as the start of the next sample.
         """
         with self._collecting:
             states = self._ranks.states()
@@ -354,8 +354,8 @@ class StackMonitor:
     def rows(self, found: Iterable[tuple[RankState, StackSample]]) -> list[RankStack]:
         """Return one stack report for each rank.
 
-        A report also has the seconds since the rank's last progress, the rank's use of the CPUs and
-        of the GPU, and the part of its time that the rank spends in collectives.
+        A report also has the seconds since the rank's last progress, and the rank's use of CPUs and
+        GPU. It also has the fraction of its time that the rank spends in collectives.
 
         Args:
             found: State and stacks of each rank, as returned by `collect`.
@@ -664,10 +664,11 @@ def cpu_s(process: psutil.Process) -> float:
 
 
 def processes_below(pids: Iterable[int]) -> dict[int, list[psutil.Process]]:
-    """Return, by pid, lists with each given process and its descendants.
+    """Return, for each of the given pids, a list of the process and its descendants.
 
-    A process below two given processes is only in the list of the nearer one. The list of a process
-    that does not run is empty. Reads all processes of the host once, with their CPU times.
+    If a process descends from two of the given processes, it is only in the list of the nearer
+    ancestor. The list of a process that does not run is empty. The function reads all processes of
+    the host once, with their CPU times.
     """
     found = {it.pid: it for it in psutil.process_iter(["ppid", "cpu_times"])}
     below: dict[int, list[psutil.Process]] = {pid: [] for pid in pids}

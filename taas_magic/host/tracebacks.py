@@ -156,8 +156,8 @@ def format_frames(error: BaseException) -> list[str]:
 def innermost_frames(thread: int) -> list[StackFrame]:
     """Return the `_INNERMOST` innermost frames of a thread, outermost first.
 
-    If none of these frames is in a cell, the result begins with one more frame: the thread's
-    innermost frame in a cell, if there is any.
+    If none of these frames is in a cell, the result begins with one more frame, if there is one:
+    the innermost of the thread's frames that are in a cell.
 
     Args:
         thread: Identifier of the thread.

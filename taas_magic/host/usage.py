@@ -24,8 +24,8 @@ would delay the first line of a short cell. So an attempt that ends earlier is n
 USAGE_S = (2.0, 10.0)
 """Shortest and longest time between two reports, in seconds.
 
-The reports become rarer, so that the reports of a long run do not fill the journal: the time
-between two reports is a hundredth of the time since the attempt's start, within these limits.
+The time between two reports is a hundredth of the time since the attempt's start, within these
+limits. So the reports of a long run become rarer, and do not fill the journal.
 """
 
 _PAUSE_FACTOR = 50

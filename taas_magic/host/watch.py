@@ -611,21 +611,21 @@ class Ranks:
                     state.process = psutil.Process(pid)
 
     def states(self) -> list[RankState]:
-        """Return a list of the ranks' states. The states are the originals, and no copies."""
+        """Return a list of the ranks' states. The list is new, but its items are not copies."""
         with self._lock:
             return list(self._states.values())
 
     def record_message(self, rank: int, message: Event | RankMessage | StoreMessage) -> None:
         """Record a message from a rank in the rank's state. Most messages count as progress.
 
-        For example, records the last heartbeat, the last stack report and the numbers of received
-        batches. Also records whether the rank accepts SIGINT, whether its work succeeded or failed,
-        and whether the rank left by `sys.exit(0)` or is back at its session's prompt. If a rank
-        reports several failures, the state keeps the time of the first failure, and the exception
-        and traceback of the last failure.
+        For example, record the last heartbeat, the last stack report and the numbers of received
+        batches. Also record whether the rank accepts SIGINT, and whether its work succeeded or
+        failed. Also record whether the rank left by `sys.exit(0)`, or is back at its session's
+        prompt. If a rank reports several failures, the state keeps the time of the first failure,
+        and the exception and traceback of the last failure.
 
-        These messages do not count as progress: stack reports, notes, batch counts that have not
-        changed, and heartbeats if no collective has begun or ended since the last heartbeat.
+        Stack reports, notes, and batch counts that have not changed do not count as progress. A
+        heartbeat counts only if a collective has begun or ended since the last heartbeat.
         """
         now = time.monotonic()
         with self._lock:

@@ -298,8 +298,8 @@ def find_problems(
 ) -> list[HostProblem]:
     """Return all problems of a host, errors first; empty if there are none.
 
-    If the host's Python has another minor version than this Python, or is older than 3.8, return
-    only an error about Python, because all other facts describe the wrong interpreter.
+    If the host's Python has another minor version than this Python, return only an error about
+    Python, because all other facts describe the wrong interpreter.
 
     Args:
         here: Versions that the host must match.

@@ -80,7 +80,7 @@ _Settings = Mapping[str, Sequence[str]]
 
 
 class ConnectStopped(Exception):
-    """Raised by `find_target` and `connect` after the caller has set the event `stop` to cancel."""
+    """Exception of `find_target` and `connect` after the caller has set `stop` to cancel them."""
 
 
 @dataclass(frozen=True)
@@ -433,7 +433,7 @@ class KnownHosts(MissingHostKeyPolicy):
         return transport
 
     def missing_host_key(self, client: SSHClient, hostname: str, key: PKey) -> None:
-        """Return if the key that a host has shown is accepted; otherwise, raise PoolError.
+        """Check the key that a host has shown. Raise PoolError unless the key is accepted.
 
         Called by paramiko. The key is accepted if known_hosts lists it for the host, and has not
         revoked it. If known_hosts lists no key of the host, and the target has `adds_new_keys`, the

@@ -562,8 +562,9 @@ def shell_words(
 def open_tunnel(connection: Connection, host: str, port: int) -> int:
     """Forward a loopback port of the connected host to the server at (`host`, `port`).
 
-    A thread relays each connection to the port. The tunnel lasts as long as the SSH connection, or
-    until `close_tunnel`. Every user of the connected host may use the tunnel, so the server must
+    Processes on the connected host connect to the forwarded port. For each such connection, a
+    thread relays the bytes to and from the server. The tunnel lasts as long as the SSH connection,
+    or until `close_tunnel`. Every user of the connected host may use the tunnel, so the server must
     authenticate its clients.
 
     Args:
