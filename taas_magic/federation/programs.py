@@ -69,7 +69,7 @@ Must be shorter than 5 s, because a rank is killed if it has not ended 5 s after
 """
 
 CHECK_S = 0.5
-"""Seconds between two checks of whether Flower's programs run and of keys in the run's TCPStore."""
+"""Seconds between two checks that Flower's programs run, or that a key is in the TCPStore."""
 
 PORTS = range(20_000, 32_000)
 """Range of ports on which Flower's programs listen.
@@ -85,8 +85,8 @@ PORT_TRIES = 3
 _HOST, _SUPERLINK, _ENDED = "taas/host/", "taas/superlink", "taas/over"
 """Keys in the run's TCPStore, by which ranks exchange data.
 
-The value of the first key plus a rank is the name of the rank's host. The value of the second key
-is the SuperLink's address. The third key exists when the training has ended.
+The first key, followed by the number of a rank, holds the name of the rank's host. The second key
+holds the SuperLink's address. The third key exists when the training has ended.
 """
 
 

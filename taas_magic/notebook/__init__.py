@@ -1,4 +1,4 @@
-"""The notebook's side of taas-magic: it runs in the kernel.
+"""The notebook's side of taas-magic. This code runs in the kernel.
 
 magic.py      the magics `%%taas` and `%taas`, and Tab completion
 flags.py      parser of the flags after `%%taas`

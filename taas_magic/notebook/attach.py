@@ -34,9 +34,9 @@ NOT_ATTACHED = "NOT ATTACHED"
 def attach(run: Run) -> None:
     """Show a run, as recorded in its folder, until the run has ended or the user interrupts.
 
-    After the end, no later cell needs to update the run's status header (`heads.forget`). If the
-    run failed, print the details of its first failure, such as the traceback, with the labels of
-    the notebook's cells. If `--timeout` ended the run, print no details.
+    When the run has ended, later cells need not update the run's status header (`heads.forget`). If
+    the run failed, print the details of its first failure, such as the traceback, with the labels
+    of the notebook's cells. If `--timeout` ended the run, print no details.
 
     Raises:
         KeyboardInterrupt: The user interrupted the view. The run continues, and the error's message
@@ -59,8 +59,8 @@ def _show(run: Run, interrupts: Interrupts) -> RunState:
     journal every `POLL_S` seconds, and show new events. While the journal has no new event, check
     whether the run's owner still exists. If not, show the run as LOST, and stop.
 
-    At the end, close the view. If the user interrupted, the last status header has the title
-    `NOT_ATTACHED`, and a cell after the run's end may update this header.
+    At the end, close the view. If the user interrupted, the status header gets the title
+    `NOT_ATTACHED`. A later cell may update this header when the run has ended.
 
     Returns:
         The state that the view showed last.

@@ -212,7 +212,7 @@ def _execute(asked: Flags, work: Work, shell: InteractiveShell, settings: Config
 def _shell() -> InteractiveShell:
     """Return the current IPython shell. In a script, create a shell for the module `__main__`.
 
-    The created shell has no input history, and this module keeps it in `_of_script`.
+    The created shell has no input history. It stays in `_of_script`.
 
     Raises:
         UsageError: This process is a rank.

@@ -21,7 +21,8 @@ def close_view(run: Run, view: View, state: RunState, title: str) -> None:
     """Close the view of an active run.
 
     The last status header of the view says how to show the run again. If the frontend can update
-    this header later, a cell after the run's end does so (`update_ended_headers`).
+    this header later, record the run. The first cell after the run's end then updates the header
+    (`update_ended_headers`).
 
     Args:
         run: The run.
@@ -38,7 +39,7 @@ def close_view(run: Run, view: View, state: RunState, title: str) -> None:
 def forget(run: Run) -> None:
     """Remove a run from the runs whose status headers must be updated after their end.
 
-    The caller has already shown the run's end.
+    Call this when the end of the run has been shown.
     """
     _left.pop(run.id, None)
 

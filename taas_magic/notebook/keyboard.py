@@ -47,7 +47,7 @@ class InputQueue:
     def add(self, request: InputRequested) -> None:
         """Add a rank's request, and remove an older request of the same rank.
 
-        The older request needs no answer: an interrupt has ended the wait of the rank for its line.
+        The older request needs no answer, because an interrupt has ended the rank's wait for it.
         """
         self._waiting[request.rank] = request
 
@@ -165,5 +165,5 @@ def ask_user(request: InputRequested, plan: Plan, is_void: Callable[[], bool]) -
 
 
 def refused_answer(request: InputRequested, plan: Plan) -> AnswerInput:
-    """Return an answer that tells a rank that nobody can type the requested line."""
+    """Return an answer that tells a rank that no user can type the requested line."""
     return AnswerInput(plan.run_id, request.rank, request.number, is_refused=True)

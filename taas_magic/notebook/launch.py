@@ -86,18 +86,20 @@ _shown_notes: set[str] = set()
 def execute(flags: Flags, work: Work, shell: "InteractiveShell", config: Config) -> Run:
     """Run a cell or a function on the ranks of a pool, and store the variables of `--out`.
 
-    Complete the flags of a session's cell by the session's flags. If this kernel has taken the
-    session over, request the names of its variables from the ranks. Make the plan. Pickle the
-    objects that the work uses, while a thread checks the project store. Check `--out`, add fetchers
-    and notes to the plan, and write the run folder.
+    The steps are:
 
-    Then start the run, or run the cell on the ranks of its session. Block until the view shows the
-    end of the run, or until the run is detached. Then store the variables of `--out`, and raise the
-    error of a failed run.
+    - For a cell of a session: complete the flags by the session's flags. If this kernel has just
+      taken the session over, ask the ranks for the names of their variables.
+    - Make the plan.
+    - Pickle the objects that the work uses, while a thread checks the project store.
+    - Check `--out`, add fetchers and notes to the plan, and write the run folder.
+    - Start the run, or run the cell on the ranks of its session.
+    - Block until the view shows the end of the run, or until the run is detached.
+    - Store the variables of `--out`, and raise the error of a failed run.
 
-    At the end of a cell without a session, record the names that the cell assigned on its ranks. If
-    a later cell of the notebook fails because the notebook lacks such a name, the user gets a hint.
-    At the end of a cell of a session, record which variables came back.
+    After a cell without a session, also record the names that the cell assigned on its ranks. If a
+    later cell of the notebook fails because the notebook lacks such a name, the user gets a hint.
+    After a cell of a session, record which variables came back.
 
     Returns:
         The run, also after the kernel has detached it.
@@ -240,9 +242,10 @@ def _run_in_session(
     """Run a cell on a session's ranks. If the session has no ranks yet, start them first.
 
     The view first shows the lines that threads of the ranks printed since the last cell. During the
-    cell, `session` receives all events, and `running_cell` has the cell's run id. After the cell,
-    also after an error, record in `session` which variables the ranks have, and which rank failed
-    first. If the session has ended, print the reason.
+    cell, `session` receives all events, and `running_cell` has the cell's run id.
+
+    After the cell, also after an error, record in `session` which variables the ranks have, and
+    which rank failed first. If the session has ended, print the reason.
     """
     driver.listener = session.record_event
     for event in session.pop_output():
@@ -345,12 +348,17 @@ def run_to_end(
 ) -> None:
     """Start the fetchers and ranks of a run, show the run until it has ended, and end the fetchers.
 
-    Start the fetchers first, then request the ranks' hosts, and wait until both are ready. If this
-    fails, remove the run's folder. Then open the view. With `--prefill`, request the ranks' hosts
-    only after the view has opened and the fetchers have prepared the data.
+    The steps are:
 
-    If a session has no ranks yet, start them. Then start the run, and follow it until it has ended
-    or is detached. A session keeps the fetchers from the start of its cell on.
+    - Start the fetchers, request the ranks' hosts, and wait until both are ready. If this fails,
+      remove the run's folder.
+    - Open the view.
+    - With `--prefill`, wait until the fetchers have prepared the data, and request the ranks' hosts
+      only now.
+    - If a session has no ranks yet, start them.
+    - Start the run, and follow it until it has ended or is detached.
+
+    A session keeps the fetchers from the start of its cell on.
 
     While the ranks start, remove the folders of the oldest runs if all run folders together exceed
     a limit in `[runs]` of taas.toml. After cells of a session, do this at most every `PRUNE_S`
@@ -537,9 +545,9 @@ def debug(session: Session, rank: int | None, shell: "InteractiveShell", config:
 def learn_names(session: Session, shell: "InteractiveShell", config: Config) -> None:
     """Ask the ranks of a session for the names of their variables, and record these names.
 
-    After this kernel has taken a session over, `session` lacks the names. If the names are known,
-    do nothing. If ranks have different values for a variable, record rank 0's value. Also assume
-    that the ranks have the process state that the kernel has now.
+    This is necessary after this kernel has taken a session over, because `session` then lacks the
+    names. If the names are known, do nothing. If ranks have different values for a variable, record
+    rank 0's value. Also assume that the ranks have the process state that the kernel has now.
 
     Raises:
         PoolError: The session has ended, or is running a cell.
@@ -563,8 +571,9 @@ def learn_names(session: Session, shell: "InteractiveShell", config: Config) -> 
 def take_over_session(run: Run, shell: "InteractiveShell", config: Config) -> Session:
     """Take over a detached session, show its running cell, and learn its ranks' variables.
 
-    If no cell is running, show the newest cell that was still running when its kernel ended, if
-    any. The run of the shown cell becomes `last_run`. The view blocks until this run has ended.
+    If no cell is running, show the newest cell during which the session lost its kernel, if there
+    is such a cell. The run of the shown cell becomes `last_run`. The view blocks until this run has
+    ended.
 
     Args:
         run: The session's own run, which started the ranks.
@@ -637,7 +646,8 @@ def plan_of_cell(flags: Flags, session: Session | None, pool: Pool, config: Conf
     """Return the plan of a cell. If the cell runs in a session, prepare the session for the cell.
 
     The plan of a session's first cell also becomes the plan of the session. The plan of a later
-    cell has the ranks and hosts of the first cell, the options of the later cell, and a new run id.
+    cell combines the ranks and hosts of the first cell, the options of the later cell, and a new
+    run id.
 
     Raises:
         UsageError: The pool has no room for so many ranks.
@@ -788,8 +798,13 @@ def _environ_at_start() -> dict[str, str]:
 def dry_run_text(flags: Flags, work: Work, shell: "InteractiveShell", config: Config) -> str:
     """Return the text of `--dry-run`: the plan, the values that would be sent, and the problems.
 
-    Start nothing, and register no new session. Two errors of a real run become problems in the
+    Start nothing, and register no new session. Report two errors of a real run as problems in the
     text: an object that cannot be pickled, and a name of `--out` that no rank will have.
+
+    Raises:
+        UsageError: The flags are impossible.
+        StoreError: The project store is not usable.
+        SyntaxError: The cell is not valid Python.
     """
     session, asked = sessions.for_cell(flags, registers=False), flags
     if session is not None:

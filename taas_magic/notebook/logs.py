@@ -29,8 +29,8 @@ def log_text(path: Path, tail: int | None = None, grep: str = "") -> str:
 
     Args:
         path: Path of the log file.
-        tail: Number of lines to return from the end, of the lines that match `grep`. None returns
-            all of these lines.
+        tail: Maximum number of lines to return: the last lines that match `grep`. None returns all
+            lines that match `grep`.
         grep: Regular expression. Lines without a match are left out. "" keeps all lines.
 
     Raises:

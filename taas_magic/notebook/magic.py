@@ -66,7 +66,10 @@ class TaasMagics(Magics):
         self._raw_cell = ""
 
     def settings(self) -> Config:
-        """Read taas.toml and return its settings. So an edit takes effect with the next cell."""
+        """Read taas.toml and return its settings.
+
+        The magics call this for each cell. So an edit of the file takes effect with the next cell.
+        """
         return load_config(self._folder)
 
     def on_cell_start(self, info: Any) -> None:
@@ -212,8 +215,8 @@ class TaasMagics(Magics):
     def _compile_name(self, raw: str) -> str:
         """Return the file name under which the kernel compiled the cell that called the magic.
 
-        Find the name in the stack frame of the cell. If code has called the magic, so that `raw` is
-        not the cell that the user sees, compute the name from `raw`.
+        Find the name in the stack frame of the cell. If code called the magic, `raw` is not the
+        cell that the user sees. Then compute the name from `raw`.
         """
         frame = sys._getframe()
         while frame.f_back is not None and raw == self._raw_cell:
@@ -225,7 +228,10 @@ class TaasMagics(Magics):
 
 
 def _missing_name(error: BaseException | None) -> str | None:
-    """Return the name that a NameError of a cell or of a rank calls undefined; else None."""
+    """Return the undefined name that a NameError of a cell or of a rank reports.
+
+    Return None for any other error, and for None.
+    """
     if error is None or "NameError" not in (type(error).__name__, getattr(error, "etype", "")):
         return None
     found = re.search(r"name '(\w+)' is not defined", str(error))
@@ -284,8 +290,8 @@ The percent sign is optional, because of IPython's automagic and `%%bash` cells.
 def load(shell: "InteractiveShell") -> None:
     """Register the magics, `#pragma taas` and Tab completion in a shell; warm the local pool.
 
-    If the shell has the extension already, do nothing. Keep a function that `unload` calls to undo
-    this. Make `import taas` import taas-magic, and print a message if a different package named
+    If the shell has the extension already, do nothing. Store a function by which `unload` undoes
+    all this. Make `import taas` import taas-magic, and print a message if a different package named
     `taas` was imported before. Warm the pool in a thread, unless the environment has `TAAS_WARM=0`.
     """
     if shell in _loaded:
@@ -431,8 +437,8 @@ _LOGS_FLAGS = FlagParser(
 def _logs(words: Sequence[str], settings: Config) -> str:
     """Return lines of a rank's log for `%taas logs`: its end, or what `--tail` and `--grep` select.
 
-    Without `--rank`, choose the rank that failed first, or rank 0. A line above the log names a
-    failed rank that was chosen so. If there are no lines, say so.
+    Without `--rank`, choose the rank that failed first, or rank 0. If a failed rank other than 0
+    was chosen, a line above the log names this rank. If there are no lines, say so.
     """
     from taas_magic.notebook import runs
     from taas_magic.notebook.logs import end_of_log, end_of_text
@@ -532,7 +538,8 @@ def _cell_to_watch(session: "Run") -> "Run":
 def _detach(words: Sequence[str], settings: Config) -> str:
     """Detach a session of this kernel or, if no session has the name, an active run.
 
-    Without a name, detach the newest active run. Return a text that says how to get it back.
+    Without a name, detach the newest active run. Return a text that says how to take the session
+    over again, or how to show the run again.
     """
     from taas_magic.notebook import pools, runs, sessions
 
@@ -869,8 +876,12 @@ _OF_A_SESSION = ("vars", "debug", "restart", "end")
 def _candidates(text: str, known: TaasMagics) -> tuple[str, list[str]] | None:
     """Return the word at the cursor and its completions; None without a taas magic or comment.
 
-    After `#!`, complete names of pools; after `#pragma`, the word `taas`. After `%%taas` and
-    `#pragma taas`, complete flags and their values; after `%taas`, commands and their words.
+    The completions depend on the text before the word:
+
+    - after `#!`: names of pools
+    - after `#pragma`: the word `taas`
+    - after `%%taas` and `#pragma taas`: flags and their values
+    - after `%taas`: commands and their words
 
     Args:
         text: The line up to the cursor.

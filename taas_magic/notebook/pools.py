@@ -54,7 +54,7 @@ def named(name: str, config: Config) -> Pool:
 
     Create the `Pool` object on the first call for this name, and keep it for later calls. If the
     pool's settings in taas.toml have changed since then, retire the old object and create a new
-    one. Then the old pool ends when no kernel uses it.
+    one. The old pool's process ends when no kernel uses it.
 
     Raises:
         UsageError: taas.toml has no such pool.
@@ -129,7 +129,7 @@ def stop(run: Run, config: Config) -> None:
 def detach(run: Run, config: Config) -> None:
     """Make the pool's process the owner of an active run, in place of the run's kernel.
 
-    So the run continues when the kernel ends.
+    Afterwards, the run continues when the kernel ends.
 
     Raises:
         PoolError: The pool's process has ended, does not answer, or cannot take the run over.
@@ -187,7 +187,7 @@ def _process_of(pool: Pool) -> PoolConnection:
 
 @dataclass(frozen=True)
 class PoolRow:
-    """A pool of taas.toml, and whether its process runs, and what its hosts do.
+    """State and status of one pool of taas.toml, for `%taas pools`.
 
     Attributes:
         state: "ready", "silent", "starting", "running" or "down"; `rows` explains these words.
@@ -255,8 +255,8 @@ def rows(config: Config) -> list[PoolRow]:
 def check(config: Config, names: Sequence[str] = ()) -> "CheckReport":
     """Check whether the hosts of pools can run cells; allocate no host.
 
-    During the check, the project store has a temporary file: a host that sees this file shares the
-    store with the notebook. Find the allocated hosts of all pools, ask the hosts of the chosen
+    During the check, the project store contains a temporary file. A host that sees this file shares
+    the store with the notebook. Find the allocated hosts of all pools, ask the hosts of the chosen
     pools, and remove the file. The report also says how allocated hosts protect the project store.
 
     Args:
@@ -269,7 +269,7 @@ def check(config: Config, names: Sequence[str] = ()) -> "CheckReport":
     Raises:
         UsageError: taas.toml has no such pool.
         StoreError: The project store is not writable.
-        PoolError: A pool that is up does not answer.
+        PoolError: A running pool does not answer.
         KeyboardInterrupt: The user interrupted the check.
     """
     # This import takes 0.05 s, and only a check needs it: the first cell should not pay for it.

@@ -78,7 +78,7 @@ class RehearsalFindings:
 
     @property
     def all_problems(self) -> list[str]:
-        """All reasons why the run would fail on the pool, including errors that the hosts have.
+        """All reasons why the run would fail on the pool, including errors of the hosts.
 
         Warnings about hosts are not included. Hosts with the same error share one entry.
         """
@@ -99,7 +99,7 @@ def rehearse(flags: Flags, work: Work, shell: "InteractiveShell", config: Config
 
     First pickle the objects that the cell uses, check `--out`, and then check the pool. If an
     object cannot be pickled, print the report without running the cell. Block until the rehearsed
-    run has ended. If the run failed, first print the report, and then raise the run's error.
+    run has ended. If the run failed, print the report before raising the run's error.
 
     Raises:
         UsageError: The flags are impossible, or `--out` names a variable that no rank will have.
@@ -282,8 +282,9 @@ def _problem_rows(found: RehearsalFindings) -> list[tuple[str, str]]:
 
 
 def _host_rows(found: RehearsalFindings) -> list[tuple[str, str]]:
-    """Return a row that counts the hosts that can run the cell, if any can.
+    """Return the report's rows about hosts.
 
+    The first row says how many of the checked hosts can run the cell; it is left out if none can.
     Further rows name the pools without a running host, whose modules could not be checked.
     """
     rows = []

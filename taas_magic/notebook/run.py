@@ -1,8 +1,8 @@
 """Start a run from the notebook, follow it to its end, and handle its fetchers and interrupts.
 
-In the kernel's main thread, an interrupt by the user is counted, and raises no KeyboardInterrupt at
-once. Calls that may wait for other processes run in separate threads. So the main thread can stop
-waiting after an interrupt.
+In the kernel's main thread, this code counts the user's interrupts, so that they raise no
+KeyboardInterrupt at once. Calls that may wait for other processes run in separate threads. So the
+main thread can stop waiting after an interrupt.
 """
 
 import contextvars
@@ -144,7 +144,7 @@ class Interrupts:
     def raise_if_interrupted(self, max_interrupts: int = 1) -> None:
         """Raise KeyboardInterrupt if the user has interrupted `max_interrupts` times or more.
 
-        Call this only before the ranks start, because the text of the exception says so.
+        Call this only before the ranks start, because the message says that they have not started.
         """
         if self.count >= max_interrupts:
             raise interrupted("Stopped by you before the ranks started; nothing was returned.")
@@ -227,10 +227,11 @@ class BackgroundCall(Generic[T]):
 
 
 class RunFetchers:
-    """The fetchers of a run. They start before the ranks of the run, and end after the ranks.
+    """The fetchers of a run, as seen by the kernel.
 
-    Fetchers may run in another pool than the ranks. This class forwards the fetchers' events to the
-    pool of the ranks, for the run's journal and for the ranks' hosts.
+    The fetchers start before the ranks of the run, and end after the ranks. They may run in another
+    pool than the ranks. This class forwards the fetchers' events to the pool of the ranks, for the
+    run's journal and for the ranks' hosts.
 
     If all fetchers of the run have ended, their pool's process starts them again, up to
     `--max-restarts` times. If the pool's process ends, the fetchers end, too. In a session, the
@@ -594,16 +595,16 @@ class RunDriver:
         """Show the run until it has ended or is detached, then close the view. This call blocks.
 
         Meanwhile, ask the user for the lines that ranks request, and check whether the pool's
-        process is alive. With `detaches`, refuse the requests for lines, and ask for the detachment
-        when all ranks have started. After the user's first interrupt, ask the ranks to end within a
+        process is alive. With `detaches`, refuse the requests for lines, and detach the run when
+        all ranks have started. After the user's first interrupt, ask the ranks to end within a
         grace period. After the second interrupt, kill the ranks.
 
         If the run does not end within `KILL_WAIT_S` seconds after the first interrupt, or within
         `LEAVE_S` seconds after the second interrupt, the cell ends nevertheless. Then the cell's
         error names the hosts on which ranks are still stopping.
 
-        At the end, stop receiving the run's events. If the run was detached, the header says so, a
-        later cell may update it, and `run` reads its state from the journal.
+        At the end, stop receiving the run's events. If the run was detached, the status header says
+        so, a later cell may update the header, and `run` reads its state from the journal.
 
         Args:
             connection: Connection on which the run was started.
@@ -715,8 +716,8 @@ class RunDriver:
     def _wait(self, view: View | SilentView, until: float = float("inf")) -> Iterable[Event]:
         """Wait for an event of the run, and return all queued events; [] if none has arrived.
 
-        Wait at most `CHECK_S` seconds, at most until the monotonic time `until`, and at most until
-        the view must write output.
+        The wait ends after `CHECK_S` seconds, at the monotonic time `until`, or when the view must
+        write output, whichever is first.
         """
         due = min(until, view.next_due())
         timeout_s = min(CHECK_S, max(0.0, due - time.monotonic()))
@@ -729,9 +730,9 @@ class RunDriver:
     def _show(self, view: View | SilentView, events: Iterable[Event]) -> None:
         """Pass events to `listener`, record them in this object, and show them in the view.
 
-        Queue the ranks' requests for input; a restart of the ranks discards these requests. Record
-        a detachment and the end of the run, but do not show the end: the caller shows the end after
-        all other events. At last, let the view write output that is due.
+        Queue the ranks' requests for input. A restart of the ranks discards these requests. Record
+        a detachment and the end of the run. Do not show the end: the caller shows it after all
+        other events. Finally, let the view write output that is due.
         """
         for seen in events:
             self.listener(seen)
@@ -797,8 +798,10 @@ class RunDriver:
         """Record that the run has ended as LOST if the pool's process has ended or is silent.
 
         The process counts as silent after `SILENT_LOST_S` seconds without a heartbeat. After
-        `SILENT_NOTE_S` seconds without a heartbeat, show a note, but only once in the run. Also
-        write the end to the journal, unless the connection is over but the process is alive.
+        `SILENT_NOTE_S` seconds without a heartbeat, show a note, but only once in the run.
+
+        If the run is LOST, also write its end to the journal. But if the connection has ended and
+        the process is alive, leave this to the process.
         """
         if connection.is_over:
             # A pool's process that is alive writes the run's end to the journal itself.
@@ -815,9 +818,9 @@ class RunDriver:
     def _give_up_waiting(self, connection: PoolConnection) -> None:
         """End the cell as INTERRUPTED, although the interrupted run has not ended in time.
 
-        The cell's error names the run's hosts and says when their ranks are killed. If the pool's
-        process is silent, this is after the pool's lease. The process later writes the run's real
-        end to the journal.
+        The cell's error names the run's hosts and says when their ranks are killed: within
+        `HALT_S`, or, if the pool's process is silent, when the pool's lease has ended. The process
+        later writes the run's real end to the journal.
         """
         # After a restart, the run may have other hosts than in its first attempt.
         hosts = ", ".join(self.head.hosts or self.hosts)

@@ -45,7 +45,10 @@ _FOR_OUR_CODE = ("context", "head", "new_state", "raise_failure", "result_notes"
 """Attributes of `Run` that Tab completion does not offer, because only our own code uses them."""
 
 SESSION_FILE = "session.json"
-"""File in the folder of a session's own run, which keeps the ranks. No other run has this file."""
+"""Name of a file with a session's flags, in the folder of the session's own run.
+
+No other run has this file.
+"""
 
 POLL_S = 0.2
 """Seconds between two checks of `Run.wait` whether the run has ended."""
@@ -172,9 +175,9 @@ class Run:
 
     @property
     def receipt(self) -> Receipt:
-        """Files that rank 0 wrote to the project store, and writes of the other ranks.
+        """Files that rank 0 wrote to the project store, and files that other ranks tried to write.
 
-        By default, taas-magic keeps the writes of ranks other than 0 out of the project store.
+        By default, taas-magic keeps the files of ranks other than 0 out of the project store.
         """
         return self.head.receipt or Receipt()
 
@@ -360,7 +363,10 @@ class Run:
             raise ResultError(f"run {self.id} succeeded, but {what}{came}\n" + "\n".join(lines))
 
     def unrecorded_end(self) -> RunEnded | None:
-        """Return an end event if the run's owner is gone without having recorded one, else None."""
+        """Return an end event if the run's owner is gone and has recorded no end of the run.
+
+        Otherwise, return None.
+        """
         found = self._summary()
         if found.state != "LOST":
             return None
@@ -503,10 +509,10 @@ def newest_first() -> Iterator[Run]:
 
 
 def find(asked: str | None) -> Run:
-    """Find the newest run whose id, beginning of the id, or name is `asked`.
+    """Find the newest run that matches `asked`.
 
     Args:
-        asked: Id, beginning of an id, or name. None for the newest run.
+        asked: Id, beginning of an id, or name of the run. None for the newest run.
 
     Raises:
         UsageError: There is no such run. The message lists the newest runs.
@@ -527,7 +533,7 @@ def find_active(asked: str | None) -> Run:
         asked: Id, beginning of an id, or name. None for the newest active run.
 
     Raises:
-        UsageError: The run is not active, or no run is active.
+        UsageError: There is no such run, the run is not active, or no run is active.
     """
     for run in newest_first() if asked is None else [find(asked)]:
         if run.is_active:
@@ -542,13 +548,14 @@ def find_to_attach(
 ) -> Run:
     """Find the run that `%taas attach` shows.
 
+    Without a name, choose among the runs of the project; if the project has no runs, among all
+    runs. Choose the newest active run, or the newest run if none is active.
+
     Args:
-        asked: Id, beginning of an id, or name of the run. None for the project's newest active run.
-            If the project has no active run, None stands for its newest run. If the project has no
-            runs, the runs of all projects count.
+        asked: Id, beginning of an id, or name of the run; None for a choice without a name.
         project: Folder of the project.
-        is_hidden: Function that returns whether a run must not be selected if `asked` is None, such
-            as a session that this kernel cannot take over.
+        is_hidden: Function that returns whether a run must not be chosen without a name, such as a
+            session that this kernel cannot take over.
 
     Raises:
         UsageError: There is no such run.

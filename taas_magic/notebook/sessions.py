@@ -154,9 +154,12 @@ class Session:
     def why_ended(self) -> str:
         """Return one line with the reason why the session has ended.
 
-        Of these reasons, return the first one that is known: the first failure; that another kernel
-        or a terminal has taken the session over; the reason that the pool's process gave; the
-        newest note.
+        Return the first of these reasons that is known:
+
+        - the first failure
+        - another kernel or a terminal has taken the session over
+        - the reason that the pool's process gave
+        - the newest note
         """
         ended = self._ended
         if ended is not None and ended.first is not None:
@@ -286,7 +289,7 @@ class Session:
         self._connection = connection
 
     def detach(self) -> None:
-        """Detach the session: its ranks stay when this kernel ends, and other kernels can get it.
+        """Detach the session: its ranks outlive this kernel, and other kernels can take it over.
 
         Ask the pool's process to continue the session without this kernel. Then write the flag
         `--detach` to the folder of the session's own run, where other kernels read it.
@@ -321,8 +324,8 @@ class Session:
             connection: Connection to the process of the ranks' pool.
 
         Returns:
-            Run id of the running cell. If no cell is running, run id of the newest cell that
-            continued after its kernel ended; "" if there is no such cell.
+            Run id of the running cell. If no cell is running, run id of the newest cell during
+            which the session lost its kernel; "" if there is no such cell.
 
         Raises:
             PoolError: The session has ended or is not detached, or the pool does not respond.
@@ -382,10 +385,10 @@ class Session:
         return self._cells
 
     def record_event(self, event: Event) -> None:
-        """Record which names a cell changed on a rank (`CellNames`).
+        """Record the names that a cell changed on a rank (`CellNames`).
 
-        Also record that taas-magic has killed ranks (`RanksKilled`). The caller passes every event
-        of a cell; this method ignores events of all other types.
+        Also record that an agent has killed ranks (`RanksKilled`). The caller passes every event of
+        a cell. Ignore events of all other types.
         """
         if isinstance(event, CellNames):
             self._loaded.add(event.rank)
@@ -396,9 +399,9 @@ class Session:
     def end_cell(self, captured: Payload, *, counts: bool = True) -> None:
         """Record which names the ranks have after a cell; end fetchers that no rank needs any more.
 
-        Record the names that the cell sent only if all ranks have loaded them. Then record the
-        names that the cell changed on the ranks; rank 0's reports override those of other ranks.
-        End fetchers only if all ranks have reported which fetchers they use.
+        Record the names that the kernel sent for the cell only if all ranks have loaded them. Then
+        record the names that the cell changed on the ranks; rank 0's reports override those of
+        other ranks. End fetchers only if all ranks have reported which fetchers they use.
 
         Args:
             captured: The objects that the cell sent to the ranks.
@@ -503,8 +506,8 @@ class Session:
 
         The thread of the connection to the pool's process calls this method. If the run has ended,
         end the session in this kernel, and its fetchers. If another kernel has taken the session
-        over, end the session only in this kernel; the other kernel keeps the fetchers. In both
-        cases, wake the threads that wait for the end, and stop receiving the run's events.
+        over (`Detached`), end the session only in this kernel; the other kernel keeps the fetchers.
+        In both cases, wake the threads that wait for the end, and stop receiving the run's events.
         """
         if isinstance(event, Note):
             self._notes.append(event.text)
@@ -573,8 +576,8 @@ def for_cell(flags: Flags, *, registers: bool = True) -> Session | None:
 def _no_session_message(name: str, known: Session | None) -> str:
     """Return the error message for the name of a session that this kernel cannot use now.
 
-    The session has ended, runs detached, was a detached session, or never existed. In the last
-    case, the message proposes a similar name.
+    The message says which case applies: the session has ended, runs detached, was a detached
+    session, or never existed. In the last case, the message proposes a similar name.
     """
     if known is not None and known.is_started:
         return known.end_message(may_have_died=False)
@@ -636,9 +639,7 @@ def _sessions_of_others() -> Iterator[tuple[Run, Flags]]:
 
 
 def detached_sessions() -> Iterator[tuple[Run, Flags]]:
-    """Yield each running detached session that does not belong to this kernel.
-
-    The newest session comes first.
+    """Yield each running detached session that does not belong to this kernel, the newest first.
 
     Yields:
         The session's own run, which started the ranks; and the flags of the session's first cell.
@@ -647,7 +648,7 @@ def detached_sessions() -> Iterator[tuple[Run, Flags]]:
 
 
 def detached_session(name: str, project: Path | None = None) -> Run | None:
-    """Find the newest running detached session with a name that does not belong to this kernel.
+    """Find the newest running session named `name` that is detached and not in this kernel.
 
     Args:
         name: Name of the session.
@@ -679,7 +680,7 @@ def find_of_other_kernel(name: str) -> Run | None:
 def ended_text(name: str) -> str:
     """Return a message that a detached session has ended, why, and how to start it again.
 
-    The message is about the newest detached session with the given name.
+    The message is about the newest detached session with the name `name`.
 
     Return "" if there was no such session, or if the session is still running.
     """
@@ -713,8 +714,8 @@ def running_cell(session: Run) -> Run | None:
 def is_hidden_from_attach(run: Run) -> bool:
     """Return whether a run is a session that `%taas attach` without a name must not select.
 
-    This kernel cannot take over a session that is not detached, and has its own sessions already.
-    For all runs that are not a session's own run, the result is False.
+    Such a session is not detached, so that this kernel cannot take it over, or is in this kernel
+    already. For all runs that are not a session's own run, the result is False.
     """
     flags = flags_of(run)
     if flags is None:
@@ -732,8 +733,8 @@ def take_over(run: Run, connection: PoolConnection) -> tuple[Session, str]:
         connection: Connection to the process of the ranks' pool.
 
     Returns:
-        The session, and the run id of the cell to show. This is the running cell; or else the
-        newest cell that continued after its kernel ended. The id is "" if there is no such cell.
+        The session, and the run id of the cell to show: the running cell, or else the newest cell
+        during which the session lost its kernel. The id is "" if there is no such cell.
 
     Raises:
         PoolError: The session has ended or is not detached, or the pool does not respond.

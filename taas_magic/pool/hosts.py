@@ -94,7 +94,7 @@ REPORT_HOST_AFTER_S = 1.5
 """Seconds without a response to a `DescribeHost` request, after which the user gets a message."""
 
 FAILED_STARTS = 3
-"""Number of hosts whose start may fail during one wait for hosts; then the wait fails, too.
+"""Number of failed starts of hosts after which a wait for hosts fails, too.
 
 The start of a host has failed if the pool dropped the host before it could start ranks.
 """
