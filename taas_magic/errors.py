@@ -35,7 +35,7 @@ class TaasError(Exception):
 class UsageError(TaasError):
     """Raised for a mistake in a flag, name or setting, before anything is started.
 
-    The message is one line, and lists the valid values.
+    The message is one line. If only certain values are valid, the message lists these values.
     """
 
 

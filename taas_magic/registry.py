@@ -129,7 +129,8 @@ def register(
         seed: Seed of the order of samples and of the dataset's random numbers; None for torch's
             seed in the notebook when the cell starts.
         uneven: Rule if the number of batches does not divide by the number of ranks: `pad` repeats
-            the first batches, `drop` drops the last ones, `keep` gives some ranks one batch less.
+            the first batches, `drop` drops the last batches, `keep` gives some ranks one batch
+            less.
 
     Returns:
         The loader, so that `loader = taas.register(DataLoader(...))` works.
@@ -307,9 +308,13 @@ def write_files(
 def _check_kind(loader: Any, uneven: str) -> None:
     """Raise a RegistrationError if fetchers cannot run a loader, or if `uneven` is not allowed.
 
-    Fetchers cannot run these objects, in the order of the checks: a class, an object that is not
-    iterable, an object that can be iterated only once, a collection such as a list, and a subclass
-    of DataLoader with an `__iter__` of its own.
+    Fetchers cannot run these objects, in the order of the checks:
+
+    - a class
+    - an object that is not iterable
+    - an object that can be iterated only once
+    - a collection such as a list
+    - an object of a subclass of DataLoader with an `__iter__` of its own
     """
     if isinstance(loader, type):
         raise RegistrationError(
@@ -547,8 +552,8 @@ def _small_attributes(dataset: Any) -> dict[str, Any]:
 
     Ranks get these attributes in the description of the loader.
 
-    An attribute is small if its pickle has at most `_SMALL_ATTRIBUTE_BYTES`, and if it is a number,
-    a string or None, or a list or tuple of up to 1,000 such values.
+    A small attribute is a number, a string or None, or a list or tuple of up to 1,000 such values.
+    Its pickle has at most `_SMALL_ATTRIBUTE_BYTES` bytes.
     """
     plain = (str, int, float, bool, type(None))
     small: dict[str, Any] = {}

@@ -59,13 +59,16 @@ class ModuleSource:
 
 
 def find_local_modules(names: Iterable[str], project: Path) -> dict[str, ModuleSource]:
-    """Find the local modules among `names`, and the local modules that these import, transitively.
+    """Find the project's modules among `names`, and all project modules that these modules import.
+
+    `is_local` decides which modules belong to the project.
 
     Args:
         names: Dotted names. Names that are no module (`x.y` of `from x import y`) are skipped.
+        project: The project folder.
 
     Returns:
-        The sources by name, including parent packages.
+        The sources by name of the module, including parent packages.
 
     Raises:
         CaptureError: The file of a local module is not Python text.
@@ -241,7 +244,7 @@ def is_shipped(name: str) -> bool:
 
 
 def outdated(modules: Mapping[str, ModuleSource]) -> list[str]:
-    """Return the names in `modules` that this process (a rank) has imported from other source.
+    """Return the names of the modules that this process (a rank) has imported in another version.
 
     Args:
         modules: The newest sources of the project's modules, by name.

@@ -186,8 +186,8 @@ class _NotebookPickler:
             why: Reason for the capture of the values, for messages.
 
         Returns:
-            A list with a record of each value; and a dict of the variables that the values need and
-            that are not pickled yet, with the reason for the capture of each variable by name.
+            A list with a record of each value. And a dict of variables that the values need and
+            that are not pickled yet: the reason for the capture of each variable, by name.
 
         Raises:
             CaptureError: A value cannot be sent.
@@ -554,7 +554,7 @@ def write(payload: Payload, path: Path) -> None:
 
 
 def write_settings(payload: Payload, path: Path) -> None:
-    """Write a payload file for fetchers: with the modules and the process state, no variables."""
+    """Write a payload file for fetchers, which has the modules and the process state only."""
     pickler = ValuePickler({})
     pickler.add(payload.state)
     write(structs.replace(payload, captured=(), definitions={}, data=pickler.pickled()), path)

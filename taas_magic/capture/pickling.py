@@ -187,6 +187,10 @@ Stream = io.BytesIO | mmap.mmap
 def dump(obj: Any, name: str = "value", namespace: dict[str, Any] | None = None) -> Pickled:
     """Pickle one value, without copying the memory of its arrays and tensors.
 
+    Args:
+        name: Name of the value in the message of a CaptureError.
+        namespace: Namespace of `__main__`, as in `ValuePickler`.
+
     Raises:
         CaptureError: An object in the value cannot be sent; the message has the path to it.
     """
@@ -262,7 +266,8 @@ class ValuePickler(cloudpickle.Pickler):
         at_receiver: Names of functions and classes that the receiver has in its namespace, by id.
             The pickle contains only the names of these objects.
         is_digest: Whether the pickle is only for a digest. If so, a class inside of an added value
-            is pickled as an id, because a changed attribute of a class is no change of an instance.
+            is pickled as an id. Reason: if an attribute of a class changes, instances of the class
+            count as unchanged.
         updated: Ids of the classes whose attributes the receiver must set again, if the receiver
             has these classes already.
         coming: Values of the variables that are being added, by name. If an added function reads
@@ -368,7 +373,7 @@ class ValuePickler(cloudpickle.Pickler):
                     undo()
 
     def pickled(self) -> Pickled:
-        """Return all values added so far, without copying the memory of arrays and tensors."""
+        """Return the pickle of all values added so far; do not copy the memory of its buffers."""
         return Pickled(self._file.getvalue(), tuple(self.buffers))
 
     def shared_objects(self) -> dict[int, Any]:

@@ -117,7 +117,8 @@ class PlainWriter:
         """Return the entry that stands for `value` in the node of the object that contains `value`.
 
         For None, a bool, a float, a 64-bit int or a UTF-8 string, the entry is the value itself.
-        For any other value, write a node unless the table has one; the entry is its number.
+        For any other value, the entry is a tuple with the number of the value's node. If the table
+        does not have this node yet, write the node.
         """
         kind = type(value)
         if value is None or kind is bool or kind is float:

@@ -493,6 +493,6 @@ _SETTING_KINDS = {
 }
 """Kinds of settings, in the order in which they are applied.
 
-Warning filters and loggers are applied last: applying the other settings may import a library, and
-filters and loggers of libraries that this process has not imported are skipped.
+Warning filters and loggers come last. Reason: filters and loggers of a library are skipped if this
+process has not imported the library, and applying the other settings may import a library.
 """

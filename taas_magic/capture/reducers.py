@@ -231,8 +231,8 @@ ATTRIBUTES_MADE_BY_CONSTRUCTOR: dict[type, Collection[str]] = {
 }
 """Attributes of a descriptor that cannot be pickled, by type of the descriptor.
 
-The attributes are a lock (Python 3.10, 3.11) and a cache of weak references (Python 3.13). The
-type's constructor makes new ones.
+The attributes are a lock (Python 3.10, 3.11) and a cache of weak references (Python 3.13). When a
+descriptor is loaded, the constructor of its type makes these attributes anew.
 """
 
 
@@ -542,8 +542,8 @@ def _reduce_torch_name(value: Any) -> Reduced:
 def _reduce_script(script: Any) -> Reduced:
     """Reduce a module or function of `torch.jit` to the bytes that `torch.jit.save` writes.
 
-    The reduced object also has the type of the device on which to load it: the type of the first
-    parameter's or buffer's device, or "cpu" if there is no parameter or buffer.
+    Also save the type of the device of its first parameter or buffer, or "cpu" if there is none. A
+    process loads the module or function on a device of this type (`target_device`).
     """
     import torch
 

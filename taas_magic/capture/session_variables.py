@@ -132,8 +132,8 @@ class RankVariables:
 
         Args:
             variables: Digests of the ranks' variables, as in `owned`.
-            code: Names of the ranks' functions, classes and modules, which have no digests. If a
-                cell uses such a name and the notebook has a variable of this name, this kernel
+            code: Names of the ranks' functions, classes and modules, which have no digests. A cell
+                may use such a name. If the notebook has a variable of this name, this kernel then
                 sends the variable, which replaces the function, class or module in the ranks.
         """
         self.owned |= variables

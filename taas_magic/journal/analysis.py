@@ -517,7 +517,7 @@ def _cores_of(run_counts: RunCounts, host: str) -> int:
 def _spent(last: FetcherCounts, first: FetcherCounts | None) -> FetcherCounts:
     """Return the seconds that a fetcher and its workers spent while ranks received batches.
 
-    If the fetcher started after `first`, return `last`.
+    If `first` is None, or a new fetcher with this number has started since, return `last`.
 
     Args:
         last: The fetcher's counts when ranks received their last batches.

@@ -329,8 +329,8 @@ class RunFolder:
 KEPT_FREE_BYTES = 64 << 20
 """Bytes of free disk space that logs and the journal must leave for the run's results.
 
-On a small or full disk, they must leave less: an eighth of the disk, or half of the space that was
-free when the `DiskRoom` was created, whichever is less.
+On a small disk, they must leave only an eighth of the disk. On an almost full disk, they must leave
+only half of the space that was free when the `DiskRoom` was created.
 """
 
 GRANT_BYTES = 256 << 10

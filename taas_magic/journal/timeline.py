@@ -71,7 +71,8 @@ class Trace:
         host: Name of the rank's host.
         steps: Span of each profiled step, by number of the step.
         loads: Spans in which the rank waits for a batch.
-        collectives: Spans of the collectives with the same name, in order of time, by this name.
+        collectives: For each name of a collective, the spans of the collectives with this name, in
+            order of time.
         work: Spans of GPU kernels that are no collectives; in a trace without such kernels, spans
             of torch's operators.
     """

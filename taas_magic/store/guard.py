@@ -107,8 +107,8 @@ def try_protection(protection: str, folder: str) -> None:
 def possible_protections(user: int) -> tuple[StoreProtection, ...]:
     """Return the mechanisms that may protect the store for this user id, strongest first.
 
-    An ordinary user can mount only in a user namespace. Root can mount without one, and would lose
-    its rights on other users' files in a user namespace.
+    An ordinary user can mount only in a user namespace. Root can mount without a user namespace. In
+    a user namespace, root would lose its rights on other users' files.
     """
     mount = StoreProtection.MOUNT if user == 0 else StoreProtection.USER_MOUNT
     return (mount, StoreProtection.LANDLOCK, StoreProtection.PYTHON)

@@ -199,7 +199,7 @@ def is_run_by_tools(path: str) -> bool:
 
 
 class PathFileCheck:
-    """Checker that tells torch's checkpoints with the suffix `.pth` from Python's path files.
+    """Checker that tells torch's checkpoints from Python's path files: both end with `.pth`.
 
     In a folder of installed packages, Python executes each line of a path file that begins with
     `import`. So the store refuses a `.pth` file that is not a checkpoint.

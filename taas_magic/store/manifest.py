@@ -206,10 +206,10 @@ class Hashes:
 def scan_store(tree: Tree, hashes: Hashes, limit_bytes: int) -> tuple[CaseChecker, Manifest]:
     """Search a store for all files and folders to copy to hosts, and hash the changed files.
 
-    Secrets, special files, unsafe or clashing names, and files that cannot be read are not copied;
-    the manifest lists them with the reasons, and all secrets together in one entry. Ignored files,
-    and files that disappear during the search, are left out. The search removes temporary files of
-    killed writers (`Tree.remove_leftover`).
+    Some paths are not copied: secrets, special files, unsafe or clashing names, and files that
+    cannot be read. The manifest lists these paths with the reasons; one entry stands for all
+    secrets. Ignored files, and files that disappear during the search, are left out. The search
+    removes temporary files of killed writers (`Tree.remove_leftover`).
 
     Args:
         tree: The store.

@@ -266,9 +266,9 @@ class _ChangeSender:
     def _pieces(self, path: str) -> Iterator[FilePiece]:
         """Yield the pieces of a file. A small file is a single piece.
 
-        Only the last piece has the hash of the file. The iterator yields nothing if no regular file
-        is at the path, and ends early if a process has the file open for writing, or if the file
-        has changed since the first piece.
+        Only the last piece has the hash of the file. If no regular file is at the path, yield
+        nothing. If a process has the file open for writing, or if the file has changed since the
+        first piece, end early.
 
         Raises:
             UnsafeError: The file cannot be read.
@@ -345,8 +345,8 @@ class _ChangeSender:
     def _queue_file(self, path: str, status: os.stat_result) -> None:
         """Queue a changed small file for the next message; add a changed large file to `large`.
 
-        A small file has changed if its hash differs from the recorded hash. A large file has
-        changed if its inode, size or modification time differs from the recorded one, or if it was
+        A small file has changed if its hash differs from the recorded hash. A large file counts as
+        changed if its inode, size or modification time differs from the record, or if the file was
         written less than `_FRESH_NS` ago. A small file that is being written is not queued. If the
         hash of a small file is unchanged, only record the file's new status.
         """
@@ -451,8 +451,8 @@ class MirrorSender:
     def _run(self) -> None:
         """Send each change when it is due, until `finish` is called; then send the rest.
 
-        At the end, first send the rest of the large files. Then check all paths at which the mirror
-        differs from the store. On an error, show a note to the user and stop.
+        At the end, first send the rest of the large files. Then send the changes at all paths at
+        which the mirror differs from the store. On an error, show a note to the user and stop.
         """
         try:
             while not self._finishing.is_set():

@@ -167,7 +167,7 @@ class RunFileRecord:
         self._append(_Record(path))
 
     def forget(self, path: str) -> None:
-        """Record that a file or folder was removed, so that `path` is no longer a run's."""
+        """Record that a file or folder of a run was removed; do nothing for any other path."""
         if path in self._known:
             self._append(_Record(path, is_gone=True))
 

@@ -147,10 +147,10 @@ class ReceiptBuilder:
     def build(self, searches: bool) -> StoreReceipt:
         """Return this host's receipt. Call when the host's ranks have ended.
 
-        The receipt lists rank 0's files with their sizes; files in shared folders are left out. It
-        also lists the writes of other ranks that were kept out, and says whether the store has a
-        file at each of these paths. Finally, it has the shared folders, the protection, and the
-        files that the store refused from the mirror and has never accepted.
+        The receipt lists rank 0's files with their sizes; files in shared folders are left out. The
+        receipt also lists the writes of other ranks that were kept out, and says whether the store
+        has a file at each of these paths. Finally, the receipt has the shared folders, the
+        protection, and the files of the mirror that the store has refused and never accepted.
 
         Args:
             searches: Whether the host ran rank 0 and shares the store. If True, search the store:

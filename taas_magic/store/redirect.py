@@ -52,9 +52,9 @@ _Call = Callable[..., Any]
 class StoreView:
     """Object that decides which path a file call of a rank really uses. Base class of all views.
 
-    An instance of this class itself is rank 0's view: it redirects no call, and only reports
-    writes. A subclass overrides the methods that redirect. In these methods, `store_path` is the
-    absolute path of a file or folder in the store, without symbolic links.
+    An instance of this class itself is rank 0's view in a real run: it redirects no call, and only
+    reports writes. Subclasses override the methods that redirect. In these methods, `store_path` is
+    the absolute path of a file or folder in the store, without symbolic links.
 
     Args:
         open_folders: Folders in the store that every rank may write: shared folders and caches.
@@ -131,7 +131,11 @@ class StoreView:
         return self.replacement_path(store_path) or store_path
 
     def path_to_read(self, store_path: str) -> str | None:
-        """Return the path to read instead of `store_path`; None to read `store_path` itself."""
+        """Return the path to read instead of `store_path`; None to read `store_path` itself.
+
+        In a rehearsal, a path that replaces `store_path` comes first. If `store_path` does not
+        exist, return the path of the rank's own version, if there is one.
+        """
         return self.replacement_path(store_path) or (
             None if os.path.exists(store_path) else self.own_path(store_path)
         )
@@ -845,7 +849,11 @@ def _write(
 
 
 def _path_to_find(view: StoreView, store_path: str) -> str:
-    """Return the path at which this rank looks for `store_path`, even if no file is there."""
+    """Return the path of the file that this rank sees at `store_path`; a file need not exist there.
+
+    The result is the rank's own version, else the path that replaces `store_path` in a rehearsal,
+    else `store_path`.
+    """
     return view.own_path(store_path) or view.common_path(store_path)
 
 

@@ -186,6 +186,8 @@ class MessageSizer:
     def record_duration(self, seconds: float) -> None:
         """Double `size` if the request took less than 0.25 s; halve `size` if it took over 1 s.
 
+        `size` stays between 64 KiB and `CHUNK_BYTES`.
+
         Args:
             seconds: Time from the last request to its response.
         """
