@@ -194,8 +194,8 @@ class RankShell(InteractiveShell):
         In `__main__`, `exit`, `quit` and `open` are Python's own functions. `input`, `sys.stdin`
         and `breakpoint()` ask the user. Also adapts tqdm.notebook and hydra when the program
         imports them, and removes `sys.ps1`, so that Lightning does not assume an interactive
-        session. Stores the first values of `__main__`, which `users_names` and `%who` leave
-        out.
+        session. Stores the values that `__main__` has now, because `users_names` and `%who` leave
+        these values out.
 
         Args:
             link: The rank's connection to its agent.

@@ -152,7 +152,7 @@ def find_target(
 
     Read the settings from the output of `ssh -G`. If no `ssh` is installed, take the user and the
     port from `host`, and OpenSSH's defaults for all other settings. If the host has jump hosts,
-    find the settings of the last of them in the same way.
+    find the last jump host in the same way; the other jump hosts are on the way to it.
 
     Args:
         host: The host, such as `gpu1`, `me@gpu3:2222`, `[fe80::1]:22` or `ssh://gpu1`.
