@@ -170,7 +170,7 @@ def parts_of(loader: Any, start: bytes | None = None) -> LoaderParts:
 
 
 class LoadedLoader(NamedTuple):
-    """An unpickled loader, or its `LoaderParts`.
+    """Result of `load`: an unpickled loader (or its `LoaderParts`), and its definitions.
 
     Attributes:
         definitions: The notebook's functions and classes that the loader uses.
@@ -522,7 +522,10 @@ class BatchSource:
 
 
 def keeps_dataset(loader: Any) -> bool:
-    """Return whether a local DataLoader would iterate the same dataset object in every epoch."""
+    """Return whether a local DataLoader would iterate the same dataset object in every epoch.
+
+    This is the case for a loader without workers, or with persistent workers.
+    """
     return not loader.num_workers or bool(loader.persistent_workers)
 
 
@@ -548,7 +551,10 @@ def _collate(samples: Any) -> Any:
 
 
 def streams_of(loader: Any) -> int | None:
-    """Return the number of streams of an iterable-style loader; None for a map-style one."""
+    """Return the number of streams of an iterable-style loader; None for a map-style one.
+
+    Each worker of the loader reads one stream. A loader without workers has one stream.
+    """
     workers: int = max(1, loader.num_workers)
     return workers if isinstance(loader.dataset, IterableDataset) else None
 
@@ -672,7 +678,11 @@ class Snapshots:
             self._states = {first: self._states[first], **kept}
 
     def reset_to(self, item: int, state: Any) -> None:
-        """Replace all saved states by `state`, after which the dataset yields `item` first."""
+        """Replace all saved states by `state`.
+
+        Args:
+            item: The first item that a dataset yields after it has loaded `state`.
+        """
         self._states = {item: cloudpickle.dumps(state, protocol=5)}
 
     def item_before(self, item: int) -> int:

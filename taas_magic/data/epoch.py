@@ -498,12 +498,13 @@ class EpochRequests:
         return received
 
     def _request_ahead(self, step: int) -> None:
-        """Request the batches of the next steps: up to a total of `window_bytes` or `_MOST_STEPS`.
+        """Request the batches of the next steps, up to about `window_bytes` and `_MOST_STEPS`.
 
-        Request at least `_least` steps, even if their batches exceed `window_bytes`; with fewer
-        steps, some workers would be idle. The next call is due when the rank has received the
-        batches of a quarter of these steps. If the schedule needs the units of each batch, queue
-        the requests in `_unlearnt`, so that the units are read in this order.
+        The largest batch so far gives an estimate of the size. Request at least `_least` steps,
+        even if their batches exceed `window_bytes`; with fewer steps, some workers would be idle.
+        The next call is due when the rank has received the batches of a quarter of these steps. If
+        the schedule needs the units of each batch, queue the requests in `_unlearnt`, so that the
+        units are read in this order.
         """
         ahead = self._least
         if self._largest_bytes:

@@ -124,7 +124,7 @@ class KeyValueStore(Protocol):
         """Store `value` if no rank has stored a value for `key`; return the stored value."""
 
     def publish(self, key: str, value: bytes, replaced: str) -> None:
-        """Store a value for the other ranks, and remove the value of the key `replaced`."""
+        """Store `value` under `key` for the other ranks; remove the value of key `replaced`."""
 
     def read(self, key: str) -> bytes:
         """Wait until another rank publishes a value for `key`, and return this value."""

@@ -204,9 +204,10 @@ class BorrowedSpans:
         return sum(arena.used_bytes for arena in list(self._arenas.values()))
 
     def _record_unused(self, place: SharedSpan) -> None:
-        """Record that the last view of a span was deleted; after `close`, maybe call `on_unused`.
+        """Record that the last view of a span was deleted.
 
-        Python may call this method in any thread.
+        If `close` has been called, and no other span is in use, also call `on_unused`. Python may
+        call this method in any thread.
         """
         del self._read[place]
         self._gone.append(place)

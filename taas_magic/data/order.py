@@ -1,9 +1,9 @@
 """Order of a map-style loader's batches in each epoch.
 
-For each epoch, the random generators are seeded by (seed, epoch), and then the loader's own sampler
-runs. The result is the order of a local DataLoader after `torch.manual_seed(seed_of(seed, epoch))`.
-If the sampler or the loader's generator keeps state between epochs, all earlier epochs are replayed
-from the state at registration.
+For each epoch, all random generators get a seed that depends on the loader's seed and the epoch.
+Then the loader's own sampler runs. The result is the order of a local DataLoader after
+`torch.manual_seed(seed_of(seed, epoch))`. If the sampler or the loader's generator keeps state
+between epochs, all earlier epochs are replayed from the state at registration.
 """
 
 import copy

@@ -143,9 +143,13 @@ class PrefetchOrder:
         self._ahead: dict[int, Iterator[LoaderRequest | None]] = {}
 
     def next(self, worker: int = 0) -> LoaderRequest | None:
-        """Return the next request that `worker` answers ahead; None if it can answer none now.
+        """Return the request for the next batch that `worker` prepares ahead.
 
-        The request is for a batch, or for the description of an epoch.
+        Before the first batch of a new epoch, the result may be a request for the description of
+        the epoch (OPEN).
+
+        Returns:
+            The request; None if there is nothing to prepare ahead now.
         """
         if worker not in self._ahead:
             self._ahead[worker] = self._ahead_requests(worker, self._epoch, self._slot)
@@ -241,7 +245,11 @@ class PrefetchOrder:
     def _slots(
         self, worker: int, epoch: int, opened: EpochDescription, first_slot: int
     ) -> Iterator[int]:
-        """Yield the slots of an epoch that a worker prepares, until all its streams have ended."""
+        """Yield the slots of an epoch that a worker prepares, in ascending order.
+
+        Skip the slots after the known end of a stream. Stop at the end of the epoch, if it is
+        known, or when all streams of this worker have ended.
+        """
         n_skipped = 0
         for slot in self._share.slots(worker, opened.streams, first_slot):
             if opened.batches is not None and slot >= opened.batches:
@@ -462,10 +470,13 @@ class PrefetchBuffer:
         return request
 
     def choose_ahead(self, worker: int) -> LoaderRequest | None:
-        """Return the next request that a worker answers ahead; None if it can answer none now.
+        """Return the request for the next batch that a worker prepares ahead.
 
         Skip requests that are in the buffer, and batches whose units are recorded. The returned
         request counts as being prepared.
+
+        Returns:
+            The request; None if there is nothing to prepare ahead now.
         """
         while (request := self.ahead.next(worker)) is not None:
             if request not in self._entries and request not in self._counts:
@@ -591,7 +602,7 @@ class PrefetchBuffer:
         self._limit_sent()
 
     def _limit_sent(self) -> None:
-        """Drop batches that are kept after sending if they need too much memory, oldest first.
+        """Limit the memory of batches that are kept after sending: drop the oldest ones.
 
         The kept batches may use a quarter of the memory limit. If the prepared batches leave less
         than a quarter free, the kept batches may use only the free part.

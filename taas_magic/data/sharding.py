@@ -277,7 +277,7 @@ class StaticSchedule:
         return (step * self._world_size + self._rank) % self._batches
 
     def row_units(self, step: int) -> int:
-        """Return the units of a step's batches, over all ranks."""
+        """Return the total units of all ranks' batches in a step."""
         if self._part.uneven == "keep":
             return min(self._batches - step * self._world_size, self._world_size)
         return self._world_size
@@ -396,7 +396,7 @@ class DynamicSchedule:
         return row[self._part.rank]
 
     def row_units(self, step: int) -> int:
-        """Return the units of a step's batches, over all ranks."""
+        """Return the total units of all ranks' batches in a step; all of them must be known."""
         return sum(self._known[slot] for slot in self._row(step) or ())
 
     def position_after(self, step: int) -> EpochPosition:

@@ -622,7 +622,7 @@ def duration(seconds: float, decimals: int = 0) -> str:
 
 
 def plain(progress: str) -> str:
-    """Return a rank's progress text or metric's name without colour codes and surrounding blanks.
+    """Remove colour codes and surrounding blanks from a rank's text, such as its progress.
 
     Cut a text that is longer than `NAME_CHARS` characters.
     """

@@ -267,14 +267,10 @@ class LogSummary:
         self.has_unshown_lines = False
 
     def count(self, n_lines: int, n_bytes: int) -> None:
-        """Add to the number and the size of the lines beyond the cell's limit.
+        """Count `n_lines` further lines, with `n_bytes` bytes in total, beyond the cell's limit.
 
         Call this method for lines that a host dropped. For lines with a known text, call
         `add_lines`.
-
-        Args:
-            n_lines: Number of further lines.
-            n_bytes: Size of these lines in bytes.
         """
         self._lines += n_lines
         self._bytes += n_bytes
@@ -355,7 +351,7 @@ class LogText:
             self._add(self._merger.push(event.rank, event.lines, now))
 
     def add_dropped(self, event: LinesDropped) -> None:
-        """Count lines of a rank that its host did not send, for the next note on dropped lines.
+        """Count lines of a rank that its host dropped; the next note has their number.
 
         If the cell is full, add the number of lines to the summary instead. Ignore ranks whose
         lines the plan does not show.
@@ -381,9 +377,10 @@ class LogText:
             self.summary.add_lines("", [text], [text])
 
     def add_due_lines(self, now: float) -> None:
-        """Add ranks' lines that have waited for `MERGE_WAIT_S` seconds to the text for the cell.
+        """Add what is due at the time `now` to the text for the cell.
 
-        If there are dropped lines, and the pause since the last note on them is over, add a note.
+        Due are ranks' lines that have waited for `MERGE_WAIT_S` seconds. A note on dropped lines is
+        due if there are such lines, and the pause since the last note is over.
         """
         self._add(self._merger.pop_due(now))
         if self._dropped and now >= self._note_at:
@@ -399,7 +396,7 @@ class LogText:
         self._note_dropped(now)
 
     def next_due(self) -> float:
-        """Return the time when `add_due_lines` next adds lines; infinity if nothing waits."""
+        """Return the time at which the next line or note is due; infinity if none waits."""
         return min(self._merger.next_due(), self._note_at if self._dropped else math.inf)
 
     @property

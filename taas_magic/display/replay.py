@@ -98,7 +98,7 @@ class Replay:
         is faster: printed lines, numbers of lines that a host dropped, counts of loaders, the
         resource use of ranks, and rank 0's newest progress. A progress bar in rank 0's printed
         lines counts as progress. Ignore lines that are not valid events. If the plan has
-        `log_ranks`, also ignore lines that other ranks printed.
+        `log_ranks`, also ignore lines printed by ranks that are not in `log_ranks`.
 
         Args:
             chunk: The lines; the last line must be complete.

@@ -155,7 +155,7 @@ class UrgentLines:
     def lines(self, state: RunState, now: float) -> str:
         """Return the run's notes since the last call, one per line, and the report of a new hang.
 
-        After the first call for a hang, leave its report out until the hang has ended.
+        Each hang is reported only once. A hang that begins after the end of an earlier one is new.
         """
         notes = head.shown_notes(state)
         lines = [f"note: {note}" for note in notes[self._notes :]]
@@ -166,7 +166,7 @@ class UrgentLines:
 
 
 class ConsoleScreen(NotebookScreen):
-    """Screen for a kernel's console, which cannot update displays.
+    """Screen for a kernel's console, which usually cannot update displays.
 
     The status header appears at the start and at the end of a run.
     """
@@ -179,12 +179,12 @@ class ConsoleScreen(NotebookScreen):
         self._urgent = UrgentLines()
 
     def open(self, state: RunState, now: float) -> None:
-        """Show the status header. Its notes are not written again as urgent lines."""
+        """Show the status header; record its notes, so that `show` does not write them again."""
         super().show(state, now)
         self._urgent.lines(state, now)
 
     def show(self, state: RunState, now: float) -> None:
-        """Update the status header if the console can do so; write new notes or a hang report."""
+        """Update the status header, which a console may ignore; write new notes or a hang."""
         super().show(state, now)
         if news := self._urgent.lines(state, now):
             self.write(news)

@@ -80,10 +80,10 @@ class Engine(ABC):
         """
 
     def prepare(self) -> None:
-        """Start processes that will be needed soon, while the pool's process imports Dask.
+        """Start processes that the engine will need soon, so that they start during Dask's import.
 
-        The pool's process calls this method before the import. The method must not import Dask or
-        block. The default does nothing.
+        The pool's process calls this method before it imports Dask. The method must not import Dask
+        or block. The default does nothing.
         """
         return
 
