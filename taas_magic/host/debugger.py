@@ -25,18 +25,26 @@ _NO_WARNING = "PYDEVD_DISABLE_FILE_VALIDATION"
 class BreakpointHook:
     """The callable that `breakpoint()` calls in a rank (`sys.breakpointhook`).
 
+    In a rank, `pdb.set_trace()` opens the same debugger.
+
     Args:
         namespace: Namespace of the rank's `__main__`.
         caller: Code object of taas-magic's method that calls the work's function. A frame that this
             method called is the frame of the work's function (`find_root`).
+        display: Code object of the rank's display hook, which Python calls at the end of a cell's
+            last expression.
     """
 
-    def __init__(self, namespace: Mapping[str, Any], caller: CodeType) -> None:
-        self._namespace, self._caller = namespace, caller
+    def __init__(self, namespace: Mapping[str, Any], caller: CodeType, display: CodeType) -> None:
+        self._namespace, self._caller, self._display = namespace, caller, display
         self._debugger: _CellDebugger | None = None
 
     def install(self) -> None:
-        """Make `breakpoint()` call this hook, unless `PYTHONBREAKPOINT` names another debugger."""
+        """Make `breakpoint()` call this hook, unless `PYTHONBREAKPOINT` names another debugger.
+
+        Also replace `pdb.set_trace`.
+        """
+        vars(pdb)["set_trace"] = self.set_trace
         if not os.environ.get(BREAKPOINT_VARIABLE):
             sys.breakpointhook = self
 
@@ -54,12 +62,23 @@ class BreakpointHook:
         self.stop(sys._getframe().f_back, header)
         return None
 
-    def stop(self, frame: FrameType | None, header: str | None = None) -> None:
+    def set_trace(self, *, header: str | None = None, **options: Any) -> None:
+        """Open the debugger at the line that called `pdb.set_trace()`.
+
+        Args:
+            header: Text to print before the debugger's first prompt.
+            options: Further arguments of this Python version's `pdb.set_trace`.
+        """
+        self.stop(sys._getframe().f_back, header, **options)
+
+    def stop(
+        self, frame: FrameType | None, header: str | None = None, **options: Any
+    ) -> None:
         """Open the debugger at the current line of `frame`, after printing `header` if given."""
         self._debugger = debugger = _CellDebugger(self)
         if header is not None:
             debugger.message(header)
-        debugger.set_trace(frame)
+        debugger.set_trace(frame, **options)
 
     def end_stepping(self) -> None:
         """Stop the debugger's single-stepping. Call this method when the work has ended.
@@ -89,12 +108,13 @@ class BreakpointHook:
     def is_users(self, frame: FrameType | None, root: FrameType | None) -> bool:
         """Return whether `frame` belongs to the work, or to a function that the work called.
 
-        Return False for the frames of IPython and taas-magic that run the work, and for None.
+        Return False for the frames of IPython and taas-magic that run the work or display the value
+        of the cell's last expression, and for None.
 
         Args:
             root: Frame of the work's function; None if the work is a cell.
         """
-        while frame is not None:
+        while frame is not None and frame.f_code is not self._display:
             if frame.f_globals is self._namespace or frame is root:
                 return True
             frame = frame.f_back
@@ -105,8 +125,9 @@ class _CellDebugger(pdb.Pdb):
     """Python's debugger, `pdb`, changed so that it steps from a cell's statement to the next one.
 
     IPython runs each statement of a cell on its own. So `pdb` itself would stop in IPython's code
-    after each statement. If the stack has no frame of the work, for example in some threads, this
-    class behaves like `pdb`.
+    after each statement, and would list the frames of IPython and taas-magic above the cell's
+    frame. If the stack has no frame of the work, for example in some threads, this class behaves
+    like `pdb`.
     """
 
     def __init__(self, hook: BreakpointHook) -> None:
@@ -126,6 +147,18 @@ class _CellDebugger(pdb.Pdb):
         stops: bool = super().stop_here(frame)
         return stops and not self._is_outside(frame)
 
+    def get_stack(self, *args: Any) -> tuple[list[tuple[FrameType, int]], int]:
+        """Return the stack that `where` and `up` show, beginning with the first frame of the work.
+
+        Returns:
+            Pairs of a frame and its line number, oldest first; and the index of the current frame.
+        """
+        stack, index = super().get_stack(*args)
+        n_above = 0
+        while n_above < index and self._is_outside(stack[n_above][0]):
+            n_above += 1
+        return stack[n_above:], index - n_above
+
     def interaction(self, *args: Any, **options: Any) -> None:
         self._has_stopped = True
         super().interaction(*args, **options)
@@ -143,11 +176,14 @@ class _CellDebugger(pdb.Pdb):
         """Stop at the end of a function, like `pdb`, but not at the end of a cell's statement.
 
         There is one exception: if the statement is `breakpoint()` itself, its end is the first
-        place at which the debugger can stop.
+        place at which the debugger can stop. There, `pdb` would store the statement's return value
+        in the cell's namespace.
         """
-        is_over = self._has_stopped and self._hook.is_statement(frame)
-        if not is_over and not self._is_outside(frame):
-            super().user_return(frame, return_value)
+        if not self._hook.is_statement(frame):
+            if not self._is_outside(frame):
+                super().user_return(frame, return_value)
+        elif not self._has_stopped:
+            self.interaction(frame, None)
 
     def _is_outside(self, frame: FrameType) -> bool:
         return self._is_in_work and not self._hook.is_users(frame, self._root)

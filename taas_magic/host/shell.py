@@ -222,7 +222,9 @@ class RankShell(InteractiveShell):
         self._at_start = dict(main.__dict__)
         self.link, self.keyboard, self.shows = link, own_keyboard, shows
         own_keyboard.install()
-        self.breakpoints = BreakpointHook(main.__dict__, RankShell._call.__code__)
+        self.breakpoints = BreakpointHook(
+            main.__dict__, RankShell._call.__code__, _LinkDisplayHook.__call__.__code__
+        )
         self.breakpoints.install()
         self.colors = colors
         if hasattr(self.InteractiveTB, "set_colors"):  # IPython 8 needs this call for tracebacks

@@ -175,6 +175,41 @@ def test_the_debugger_steps_from_statement_to_statement(frontend_of_module: Fron
     assert not re.search("IPython|taas_magic|--Call--", text)
 
 
+LAST_STOPS = (
+    "breakpoint()",
+    "import pdb; pdb.set_trace()",
+    "if seen: breakpoint()",
+    "def stop():\n    breakpoint()\nstop()",
+)
+
+
+@on_kernel
+@pytest.mark.parametrize("first_line", ["%%taas --gpus 1", "%%taas --session exp"])
+def test_the_debugger_stops_in_the_cell_at_its_last_statement(
+    first_line: str, frontend_of_module: Frontend
+) -> None:
+    frontend = frontend_of_module
+    if "session" in first_line:
+        frontend.run("%%taas --gpus 1 --session exp\npass")
+    for stop in LAST_STOPS:
+        cell = f"{first_line}\nseen = 'here'\n{stop}"
+        last = cell.splitlines()[3 if "def" in stop else -1].strip()
+        request = frontend.send(cell, allows_input=True)
+        for line in ("where", "list", "p 'in', seen", "n"):  # then, no input box opens
+            answer(frontend, request, line)
+        assert frontend.finish(request)["status"] == "ok"
+        text = frontend.text(request)
+        assert "('in', 'here')" in text and f"-> {last}\n" in text, text
+        assert re.search(r" 2\s+seen = 'here'", text), text
+        assert re.search(rf" ->\t *{re.escape(last)}", text), text
+        assert not re.search("IPython|taas_magic|forkserver|--Call--", text), text
+    if "session" in first_line:
+        assert "False" in frontend.text(
+            frontend.run("%%taas --session exp\nprint('__return__' in globals())")
+        )
+        frontend.run("%taas end exp")
+
+
 @on_kernel
 def test_the_debugger_steps_out_of_a_function_that_ranks_run(frontend_of_module: Frontend) -> None:
     frontend = frontend_of_module
