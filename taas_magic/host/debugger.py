@@ -71,9 +71,7 @@ class BreakpointHook:
         """
         self.stop(sys._getframe().f_back, header, **options)
 
-    def stop(
-        self, frame: FrameType | None, header: str | None = None, **options: Any
-    ) -> None:
+    def stop(self, frame: FrameType | None, header: str | None = None, **options: Any) -> None:
         """Open the debugger at the current line of `frame`, after printing `header` if given."""
         self._debugger = debugger = _CellDebugger(self)
         if header is not None:

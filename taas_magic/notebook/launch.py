@@ -245,7 +245,8 @@ def _run_in_session(
     cell, `session` receives all events, and `running_cell` has the cell's run id.
 
     After the cell, also after an error, record in `session` which variables the ranks have, and
-    which rank failed first. If the session has ended, print the reason.
+    which rank failed first. If a rank lacked a variable that only other ranks have, print a hint.
+    If the session has ended, print the reason.
     """
     driver.listener = session.record_event
     for event in session.pop_output():
@@ -256,6 +257,8 @@ def _run_in_session(
     finally:
         session.running_cell = ""
         session.end_cell(captured)
+        if hint := session.missing_name_hint(driver.run.failures):
+            pools.print_line(hint)
         if (failed := driver.run.failed_rank) is not None:
             session.failed_rank = failed
         if line := session.end_message(may_have_died=driver.has_lost_rank):
@@ -510,8 +513,8 @@ def debug(session: Session, rank: int | None, shell: "InteractiveShell", config:
 
     Raises:
         UsageError: No cell of the session has failed, the session has no such rank, or the rank has
-            raised no exception. In the last case, the message names ranks that have raised an
-            exception.
+            raised no exception. In the last two cases, the message names ranks that have raised an
+            exception, and the command to debug one of them.
         PoolError: The session has ended, or is running a cell.
         RunError: The debugger failed.
         KeyboardInterrupt: The user interrupted the debugger.
@@ -522,23 +525,44 @@ def debug(session: Session, rank: int | None, shell: "InteractiveShell", config:
             f'no cell of session "{session.name}" has failed, so there is nothing to debug; use '
             "`breakpoint()` in a cell to stop there"
         )
-    flags = structs.replace(session.flags, ranks=(chosen,), out=(), send=(), cpus=0, hang_s=0.0)
-    flags = structs.replace(flags, timeout_s=None, log_ranks=None)
-    check_ranks(flags)
     raised = call_on_ranks(session, last_exception, shell, config)
+    last = len(raised) - 1
+    if chosen > last:
+        ranks = f"ranks 0 to {last}" if last else "only rank 0"
+        raise UsageError(
+            f'--rank {chosen}: session "{session.name}" has {ranks}. '
+            f"{_debug_advice(session, raised)}"
+        )
     if not raised[chosen]:
-        others = [f"rank {number} ({text})" for number, text in enumerate(raised) if text]
-        which = f"Ranks that have: {listed(others, _MAX_LISTED)}" if others else "No rank has"
         raise UsageError(
             f'rank {chosen} of session "{session.name}" has raised no exception, so there is '
-            f"nothing to debug. {which}"
+            f"nothing to debug. {_debug_advice(session, raised)}"
         )
+    flags = structs.replace(session.flags, ranks=(chosen,), out=(), send=(), cpus=0, hang_s=0.0)
+    flags = structs.replace(flags, timeout_s=None, log_ranks=None)
     title = f"%taas debug {session.name} --rank {chosen}"
     execute(
         flags,
         CellWork("%debug", shell.transform_cell("%debug"), f"<{title}>", title=title),
         shell,
         config,
+    )
+
+
+def _debug_advice(session: Session, raised: Sequence[str]) -> str:
+    """Return which ranks have raised an exception, and the command to debug one of them.
+
+    Args:
+        raised: Type and text of each rank's last exception, by rank; "" for none.
+    """
+    ranks = [rank for rank, text in enumerate(raised) if text]
+    if not ranks:
+        return "No rank has raised an exception. Use `breakpoint()` in a cell to stop there"
+    shown = listed([f"rank {rank} ({raised[rank]})" for rank in ranks], _MAX_LISTED)
+    first = session.failed_rank if session.failed_rank in ranks else ranks[0]
+    return (
+        f"Ranks that have raised an exception: {shown}. Run: %taas debug {session.name} --rank "
+        f"{first}"
     )
 
 

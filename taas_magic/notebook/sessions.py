@@ -7,10 +7,11 @@ ended, and checks the flags of the session's cells.
 """
 
 import re
+import shlex
 import threading
 import time
 from collections import deque
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -21,6 +22,7 @@ from taas_magic.capture.payload import Payload
 from taas_magic.capture.session_variables import RankVariables, VariablesToSend
 from taas_magic.config import did_you_mean, working_folder
 from taas_magic.display.failure import headline
+from taas_magic.display.log import rank_ranges
 from taas_magic.errors import PoolError, UsageError, listed
 from taas_magic.host.spec import Origin, RunSpec
 from taas_magic.journal.folder import RunContext, RunFolder, state_dir
@@ -30,6 +32,7 @@ from taas_magic.messages import (
     Detach,
     Detached,
     Event,
+    Failure,
     ForwardEvents,
     Lines,
     LinesDropped,
@@ -67,6 +70,7 @@ NOT_IN_SESSIONS = {
 """Flags that cells of a session must not set, by the field of `Flags`."""
 
 _NAME = re.compile(r"[A-Za-z_][\w.-]{0,63}")
+_NO_NAME = re.compile(r"name '(\w+)' is not defined")
 _MAX_LISTED = 12
 _KEPT_OUTPUT = 1_000
 _END_POLL_S = 0.2
@@ -97,6 +101,9 @@ class Session:
         self._cells = self._n_fetchers = 0
         self._loaded: set[int] = set()
         self._changes: list[CellNames] = []
+        self._ranks_of: dict[str, set[int]] = {}
+        """Ranks on which this kernel's cells assigned a variable, by the variable's name."""
+
         self._notes: list[str] = []
         self._output: deque[Lines | LinesDropped] = deque(maxlen=_KEPT_OUTPUT)
         """Lines that threads of the ranks printed since the last cell."""
@@ -445,6 +452,33 @@ class Session:
         # Rank 0 comes last, so that its report on a name replaces the reports of other ranks.
         for said in sorted(self._changes, key=lambda said: -said.rank):
             self.names.record_changes(choice, said.assigned, said.deleted, said.plain)
+            for name in said.deleted:
+                self._ranks_of.get(name, set()).discard(said.rank)
+            for name in said.assigned:
+                self._ranks_of.setdefault(name, set()).add(said.rank)
+
+    def missing_name_hint(self, failures: Iterable[Failure]) -> str:
+        """Return a hint if a rank lacked a variable that the session's cells assigned elsewhere.
+
+        A cell with `--ranks 0`, or code below `if rank == 0:`, assigns variables on rank 0 only.
+
+        Args:
+            failures: The failures of the session's last cell.
+
+        Returns:
+            The hint, with the ranks that have the variable; "" if no rank lacked such a variable.
+        """
+        for failure in failures:
+            missing = _NO_NAME.match(failure.message) if failure.etype == "NameError" else None
+            ranks = self._ranks_of.get(missing[1]) if missing else None
+            if missing and ranks and failure.rank not in ranks:
+                numbers = rank_ranges(sorted(ranks))
+                return (
+                    f"`{missing[1]}` was assigned only on rank{'s' * (len(ranks) > 1)} {numbers} "
+                    f"of this session. Assign it on all ranks, or run the cell with --ranks "
+                    f"{numbers}"
+                )
+        return ""
 
     def end_message(self, may_have_died: bool) -> str:
         """Return a message that the session has ended; "" if it has not ended.
@@ -470,8 +504,7 @@ class Session:
             )
         return (
             f'session "{self.name}" has ended: {self.why_ended()}. Lost with its ranks: '
-            f"{self.lost_names()}. Start it again: %%taas --gpus {self.flags.gpus} "
-            f"--session {self.name}"
+            f"{self.lost_names()}. Start it again: {_start_line(self.flags)}"
         )
 
     def end(self, interrupts: Interrupts) -> None:
@@ -586,7 +619,25 @@ def _no_session_message(name: str, known: Session | None) -> str:
     if said := ended_text(name):
         return said
     hint = did_you_mean(name, [each.name for each in live()])
-    return f'There is no session "{name}"{hint}. Start it: %%taas --gpus 2 --session {name}'
+    start = _start_line(known.flags if known else Flags(gpus=2, session=name))
+    return f'There is no session "{name}"{hint}. Start it: {start}'
+
+
+def _start_line(flags: Flags) -> str:
+    """Return the `%%taas` line that starts a session with the flags of its first cell.
+
+    The line has only the flags that concern the whole session.
+    """
+    nothing, words = Flags(gpus=0), ["--gpus", str(flags.gpus), "--session", flags.session]
+    for name, flag in {"cpus": "--cpus", "data_pool": "--data-pool", **FIXED}.items():
+        value = getattr(flags, name)
+        if name == "gpus" or value == getattr(nothing, name):
+            continue
+        if name == "env":
+            value = [f"{key}={text}" for key, text in value.items()]
+        for each in value if isinstance(value, tuple | list) else [value]:
+            words += [flag] if value is True else [flag, str(each)]
+    return f"%%taas {shlex.join(words)}"
 
 
 def replace(name: str, interrupts: Interrupts) -> Session:
@@ -691,8 +742,7 @@ def ended_text(name: str) -> str:
                 return ""
             why = run.error or "it was ended"
             return (
-                f'detached session "{name}" has ended: {why}. Start it again: '
-                f"%%taas --gpus {flags.gpus} --session {name} --detach"
+                f'detached session "{name}" has ended: {why}. Start it again: {_start_line(flags)}'
             )
     return ""
 
@@ -764,7 +814,7 @@ def named(name: str | None) -> Session:
         if len(found) == 1:
             return found[0]
         if not found:
-            raise UsageError("There is no session.")
+            raise UsageError("There is no session. Start one: %%taas --gpus 2 --session NAME")
         listed = ", ".join(one.name for one in found)
         raise UsageError(f"Several sessions are running; name one: {listed}")
     for one in found:

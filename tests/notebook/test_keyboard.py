@@ -343,6 +343,12 @@ def test_a_session_is_debugged_where_a_rank_raised(frontend_of_module: Frontend)
     request = frontend.send("%taas debug exp")
     frontend.finish(request)
     assert "nothing to debug" in plain(frontend, request)
+    request = frontend.send("%taas debug --rank 2")
+    frontend.finish(request)
+    assert plain(frontend, request).endswith(
+        '--rank 2: session "exp" has ranks 0 to 1. No rank has raised an exception. Use '
+        "`breakpoint()` in a cell to stop there"
+    )
     cell = """%%taas --session exp
 def step(batch):
     scale = batch * 10
@@ -363,13 +369,15 @@ kept = step(rank + 2)
     for rank in (0, 2):
         request = frontend.send(f"%taas debug --rank {rank}")
         assert frontend.finish(request)["ename"] == "UsageError"
-        if rank == 0:
-            assert plain(frontend, request).splitlines()[-1] == (
-                'UsageError: rank 0 of session "exp" has raised no exception, so there is nothing '
-                "to debug. Ranks that have: rank 1 (ValueError: bad batch)"
-            )
-        else:
-            assert "--ranks 2: --gpus 2 has ranks 0 to 1" in plain(frontend, request)
+        why = (
+            'rank 0 of session "exp" has raised no exception, so there is nothing to debug'
+            if rank == 0
+            else '--rank 2: session "exp" has ranks 0 to 1'
+        )
+        assert plain(frontend, request).splitlines()[-1] == (
+            f"UsageError: {why}. Ranks that have raised an exception: rank 1 (ValueError: bad "
+            "batch). Run: %taas debug exp --rank 1"
+        )
     # Quitting or interrupting at a breakpoint ends the cell, but not the session.
     request = frontend.send("%%taas --session exp --ranks 0\nbreakpoint()", allows_input=True)
     answer(frontend, request, "q")

@@ -385,6 +385,10 @@ def test_some_ranks_alone_run_a_cell(session: Frontend) -> None:
         "4 False",
         "4 True",
     ]
+    said = error(session, "%%taas --session exp\nprint(mine)")
+    assert "`mine` was assigned only on rank 1" in said and "--ranks 1\n" in said
+    session.run("%%taas --session exp --ranks 1\nprint(mine)\ndel mine")
+    assert "`mine` was assigned" not in error(session, "%%taas --session exp\nmine")
 
 
 def test_what_does_not_go_together_is_said_before_anything_runs(session: Frontend) -> None:
@@ -649,7 +653,8 @@ def test_what_a_session_has_is_listed_and_new_ranks_have_nothing(session: Fronte
     rows = {line.split()[0]: line for line in listed.splitlines()}
     assert re.search(r"Tensor +\(3,\) +float32 +cpu +12 bytes +equal$", rows["same"])
     assert rows["other"].endswith("equal shapes, values differ")
-    assert rows["sizes"].endswith("values differ") and rows["alone"].endswith("only on rank 1")
+    assert rows["sizes"].endswith("shapes differ: (1,), (2,)")
+    assert rows["alone"].endswith("only on rank 1")
     assert re.search(
         r"exp +local +2 +\S+ +[\d.]+ MB +none", session.text(session.run("%taas sessions"))
     )
@@ -657,6 +662,24 @@ def test_what_a_session_has_is_listed_and_new_ranks_have_nothing(session: Fronte
     session.run("%taas restart exp")
     assert not left_of(before)
     assert printed(session, "%%taas --session exp\nprint('same' in globals())") == ["False"]
+
+
+def test_an_ended_session_names_the_line_that_starts_it_again(session: Frontend) -> None:
+    session.run("%taas end exp")
+    said = error(session, "%%taas --session exp\npass")
+    assert said.endswith("Start it again: %%taas --gpus 2 --session exp")
+    session.run("open('taas.toml', 'w').write('[pools.lab]\\nengine = \"local\"')")
+    start = "%%taas --gpus 1 --session other --cpus 1 --pool lab --env 'WORDS=two words'"
+    start += " --store-writes refuse --shared-writes parts --shared-writes more --uneven-hosts"
+    look = "import os\nprint(os.environ['WORDS'])"
+    try:
+        session.run(f"{start} --name first --timeout 1h\npass")
+        session.run("%taas end other")
+        said = error(session, "%%taas --session other\npass").splitlines()[-1]
+        assert said.partition("Start it again: ")[2] == start
+        assert printed(session, f"{start}\n{look}")[-1] == "two words"
+    finally:
+        session.run("%taas down lab\nimport os\nos.remove('taas.toml')")
 
 
 WAIT_FOR_END = """
