@@ -412,13 +412,14 @@ class Client:
     def open(self, epoch: int, has_own_sampler: bool = False) -> EpochDescription:
         """Begin an epoch: request and return the epoch's description from one fetcher.
 
-        Two fetchers may have different orders, if the sampler is not seeded. The pass follows the
+        If the sampler is not seeded, two fetchers may have different orders. The pass follows the
         order of the fetcher that sent the description, until the caller calls `use_order`.
 
         Args:
             has_own_sampler: Whether the sampler is of a type that is not torch's, and so may not be
                 seeded. If so, first wait for the fetcher from which all ranks request the
-                description. Otherwise, ranks could get different orders from different fetchers.
+                description. Without this wait, ranks could get different orders from different
+                fetchers.
 
         Raises:
             RunLost: No fetcher responds.
@@ -568,6 +569,8 @@ class Client:
         """Send a request if it is not sent yet, wait for its response, and return the response.
 
         Raises:
+            CancelledError: Another thread has set `must_end`.
+            RuntimeError: The response took longer than `timeout_s`.
             RunLost: No fetcher responds, or each worker that tried to prepare the batch has ended.
         """
         if request not in self._responses:

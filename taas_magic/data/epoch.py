@@ -305,10 +305,14 @@ class EpochIterator(Iterator[Any]):
         an unseeded generator, these orders differ.
 
         Return `opened` unchanged for a single rank, an iterable-style loader or a sampler of torch.
-        Otherwise, the first rank to open the epoch stores the hash of its order for all ranks. If
-        the sampler has a length, this rank also publishes the order, and removes an old one. A rank
-        with another hash waits for the published order, and its client then requests batches in
-        that order. A rank with the same hash returns `opened` unchanged.
+        In all other cases, the ranks agree as follows:
+
+        - The first rank that has the epoch's description stores the hash of its order for all
+          ranks. If the sampler has a length, this rank also publishes the order, and removes an old
+          one.
+        - A rank with the same hash returns `opened` unchanged.
+        - A rank with another hash waits for the published order. Its client then requests batches
+          in this order.
 
         Raises:
             RunLost: This rank's order differs, and the sampler has no length.
