@@ -114,13 +114,14 @@ def register(
 ) -> _Loader:
     """Register a loader, so that fetchers run it whenever a `%%taas` cell uses it.
 
-    An earlier registration of the same loader, or with the same `name`, is replaced. If a cell runs
-    again and puts a new loader into the same variable, the new loader replaces the old one. Without
-    a `name`, a loader stays registered as long as the notebook refers to it. Every run starts with
+    From now on, ranks get a description of the loader instead of its data. Every run starts with
     the state that the loader's sampler and generator have now. This function pickles the loader
-    once, to check that it can be sent to fetchers. From now on, ranks get a description of the
-    loader instead of its data. If the dataset has a random generator that nothing seeds, this
-    function warns.
+    once, to check that the loader can be sent to fetchers. If the dataset has a random generator
+    that nothing seeds, this function warns.
+
+    An earlier registration of the same loader, or with the same `name`, is replaced. If a cell runs
+    again and puts a new loader into the same variable, the new loader replaces the old loader.
+    Without a `name`, a loader stays registered as long as the notebook refers to the loader.
 
     Args:
         loader: A DataLoader, or any object that can be iterated several times.

@@ -458,8 +458,8 @@ def _parse_module(module: ModuleSource) -> _ParsedModule:
 def _constants(tree: ast.Module) -> dict[str, Any]:
     """Return the plain values that a module's source assigns at the top level, by name.
 
-    A name that the source assigns more than once is left out. So is a value that is not a literal,
-    or that can be changed in place.
+    Leave out a name that the source assigns more than once. Also leave out a value that is not a
+    literal, or that can be changed in place.
     """
     names = [node for node in ast.walk(tree) if isinstance(node, ast.Name)]
     times = Counter(node.id for node in names if not isinstance(node.ctx, ast.Load))

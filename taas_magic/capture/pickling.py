@@ -101,7 +101,7 @@ class Archive:
     buffers: Sequence[memoryview]
 
     def pickle(self) -> bytes:
-        """Return a copy of the pickle. If the archive has plain data, this is the table instead."""
+        """Return a copy of the pickle. An archive of plain data has a table instead of a pickle."""
         return bytes(memoryview(self.mapped)[self.pickle_at : self.pickle_at + self.pickle_bytes])
 
     def stream(self) -> mmap.mmap:

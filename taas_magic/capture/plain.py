@@ -300,6 +300,10 @@ def _resolved(item: Item, made: Sequence[Any]) -> Any:
 
     Args:
         made: Values of the nodes that were rebuilt so far, by number of the node.
+
+    Raises:
+        ValueError: The number of the other node is negative.
+        IndexError: The other node does not exist.
     """
     if not isinstance(item, tuple):
         return item

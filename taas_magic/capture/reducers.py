@@ -139,9 +139,10 @@ def reduce_received(cls: type, spare: Copy | None) -> Reduced:
 
 
 def _known_class(class_id: str, name: str, spare: Copy | None = None) -> type:
-    """Return this process's class with an id; if there is no such class, load the copy.
+    """Return the class of this process that has an id; if there is no such class, load the copy.
 
     Args:
+        class_id: The id of the class.
         name: Name of the class, for the error message.
         spare: Pickle of the class; None if there is no copy.
 
@@ -349,7 +350,10 @@ def notebooks_own(name: str, spare: Copy | None = None) -> Any:
 
 
 def stream_name(file: Any) -> str | None:
-    """Return "stdout" or "stderr" if `file` is the stream `sys` has under this name, else None."""
+    """Return "stdout" or "stderr" if `file` is this stream of the process, else None.
+
+    The stream may be Python's, or the kernel's replacement in a notebook.
+    """
     for stream in ("stdout", "stderr"):
         if file in (getattr(sys, stream), getattr(sys, f"__{stream}__")):
             return stream
@@ -359,7 +363,7 @@ def stream_name(file: Any) -> str | None:
 
 
 def reduce_file(file: Any) -> Any:
-    """Reduce the stream stdout or stderr to its name, so that the loader uses its own stream.
+    """Reduce the stream stdout or stderr to its name; the loading process uses its own stream.
 
     Raises:
         TypeError: The file is any other open file.
@@ -557,7 +561,7 @@ def _reduce_script(script: Any) -> Reduced:
 
 
 def _rebuild_script(data: bytes, device: str) -> Any:
-    """Load a module of `torch.jit`. A function is loaded as a module with the same arguments."""
+    """Load a module or function of `torch.jit`. Torch loads a function as a module to call."""
     import torch
 
     with warnings.catch_warnings():
@@ -630,7 +634,8 @@ def _reduce_scheduler(scheduler: Any) -> Any:
 
     The constructor of a scheduler replaces the optimizer's method `step` by a method that counts
     the steps. pickle does not save the counting method. Without this method, the loaded scheduler
-    would warn that the user has replaced `step`.
+    would warn that the user has replaced `step`. If the optimizer has no such method, return
+    NotImplemented.
     """
     if "step" not in vars(getattr(scheduler, "optimizer", object)):
         return NotImplemented

@@ -124,7 +124,7 @@ class RankVariables:
         return {*self.owned, *self._code, *(name for name in self._sent if name != _STATE)}
 
     def assume_state(self, state: dict[str, Any]) -> None:
-        """Record that the ranks have this process state. It is sent again only if it changes."""
+        """Record that the ranks have this process state, so it is sent only after a change."""
         self._sent[_STATE] = SentValue(_digest_of(_pickled(state)), 0)
 
     def take_over(self, variables: Mapping[str, str], code: Iterable[str]) -> None:

@@ -85,7 +85,7 @@ class LoaderCounts:
         points: The sums of all ranks' counts at different times, oldest first.
         ranks: The newest counts of each rank.
         fetchers: The newest counts of each fetcher.
-        counts_at_first_batch: Copy of `fetchers` from the time when ranks received first batches.
+        counts_at_first_batch: Copy of `fetchers` from the time when ranks first received batches.
         counts_at_last_batch: Copy of `fetchers` from the time when ranks last received batches.
     """
 
@@ -120,7 +120,7 @@ class LoaderCounts:
 
     @property
     def waited_fractions(self) -> dict[int, float]:
-        """For each rank, the fraction of its loop time (`span_s`) in which it waited."""
+        """For each rank, the fraction of its loop time (`span_s`) in which the rank waited."""
         return {
             rank: LoaderTotals(0.0, waited_s=counts.waited_s, span_s=counts.span_s).waited_fraction
             for rank, counts in sorted(self.ranks.items())
@@ -203,8 +203,9 @@ class RunCounts:
         """Update the counts by the run's next event; ignore events that do not concern loaders.
 
         Reports of ranks and fetchers replace their earlier counts. Starts and ends of fetchers
-        update `fetchers` and `fetchers_ended`. `--prefill` sets `filling` until the ranks start. A
-        restart of the ranks removes the ranks' counts for all loaders.
+        update `fetchers` and `fetchers_ended`. An event of `--prefill` sets `filling`, and the
+        start of the ranks sets `filling` to None. A restart of the ranks removes the ranks' counts
+        for all loaders.
 
         Args:
             now: Time at which the event arrived, in seconds on the caller's clock.
@@ -328,7 +329,10 @@ class LoaderUse:
 
 
 def advice_for_run(run_counts: RunCounts) -> str:
-    """Return advice on the loader for which ranks waited longest; "" if they hardly waited."""
+    """Return advice on the loader for which ranks waited longest; "" if ranks hardly waited.
+
+    Ignore a loader if no rank has spent `_LEAST_SPAN_S` seconds in loops over the loader.
+    """
     waited = [loader for loader in run_counts.loaders.values() if loader.mean.time >= _LEAST_SPAN_S]
     if not waited:
         return ""
@@ -448,7 +452,7 @@ def _advised_count(load: LoaderUse, most: float, busy: float) -> tuple[int, floa
 
     The number is the lowest number with which ranks would not wait, or would be `most` times as
     fast. It is at most `_MAX_FETCHER_RATIO` times `load.fetchers`, and at most `load.max_fetchers`.
-    It is always higher than `load.fetchers`.
+    But it is always higher than `load.fetchers`, even if this exceeds a maximum.
 
     Args:
         most: Maximum factor by which more fetchers could make the ranks faster.

@@ -1,7 +1,7 @@
 """Metrics, the numbers that ranks log by `taas.log`: their curves, tables and plots.
 
-The pool's process appends each point to `metrics.csv`, and `read` returns that file as a table. The
-other functions are pure.
+The pool's process appends each point to `metrics.csv`, and `read` returns this file as a table. The
+other functions read and write no files.
 """
 
 import base64

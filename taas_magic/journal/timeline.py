@@ -303,7 +303,7 @@ class Timeline:
 
     @property
     def slowest_rank(self) -> int:
-        """The rank that was busy longest in all steps; the other ranks waited for this rank."""
+        """The rank with the longest busy time in all steps together; other ranks waited for it."""
         busy_s = defaultdict[int, float](float)
         for one in self.steps:
             busy_s[one.rank] += one.busy_s

@@ -369,7 +369,10 @@ class DiscardingView(StoreView):
         raise PermissionError(errno.EACCES, text, store_path)
 
     def redirected_path(self, store_path: str) -> str:
-        """Return the path that this rank really writes when the program writes `store_path`."""
+        """Return the path in the scratch folder that replaces `store_path` for this rank's writes.
+
+        Nothing need exist at the returned path.
+        """
         return os.path.join(self._tree, os.path.relpath(store_path, self.store))
 
     def _make_placeholder(self, folder: bool) -> str:
@@ -1045,7 +1048,8 @@ def _redirect_profiler(view: StoreView) -> None:
 def _redirect_temporary_files() -> None:
     """Make tempfile use the replaced `unlink`.
 
-    When tempfile was imported, it copied `unlink` as the default value of a parameter.
+    When tempfile was imported, it stored the original `unlink` as the default value of a parameter.
+    So the replacement of `os.unlink` alone has no effect in tempfile.
     """
     closer: Any = getattr(tempfile, "_TemporaryFileCloser", None)
     for method in (getattr(closer, name, None) for name in ("close", "cleanup")):

@@ -114,7 +114,8 @@ class StoreServer:
 
         Raises:
             ProtocolError: The request is not valid or too large, or the server is closed.
-            StoreError: The store is too large to be copied to a host.
+            StoreError: The store is too large to be copied to a host, or a line of its
+                `.taasignore` is not a valid pattern.
         """
         if self._is_closed:
             raise ProtocolError("the run has ended: its project store accepts no more files")
@@ -259,9 +260,12 @@ class StoreServer:
     def _check(self, host_rank: int, path: str) -> None:
         """Raise UnsafeError if the host may never change `path`, whether or not a file is there.
 
-        There are four possible reasons: the path is unsafe; the host does not run rank 0, and the
-        path is outside the shared folders; `IgnoreRules.why_not_accepted` refuses the path; or the
-        path differs from a known path only by case.
+        There are four possible reasons:
+
+        - The path is unsafe (`why_unsafe`).
+        - The host does not run rank 0, and the path is outside the shared folders.
+        - `IgnoreRules.why_not_accepted` refuses the path.
+        - The path differs from a known path only by case.
         """
         if why := why_unsafe(path):
             raise UnsafeError(path, why)
