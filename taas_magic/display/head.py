@@ -22,7 +22,14 @@ from taas_magic.display.log import rank_ranges
 from taas_magic.errors import listed
 from taas_magic.journal.analysis import LoaderCounts, RunCounts, advice_for_run
 from taas_magic.journal.folder import ENDED_STATES
-from taas_magic.journal.metrics import Curve, Curves, add_points, sparkline, svg_data_url
+from taas_magic.journal.metrics import (
+    Curve,
+    Curves,
+    add_points,
+    begin_attempt,
+    sparkline,
+    svg_data_url,
+)
 from taas_magic.messages import (
     DebuggerChanged,
     Event,
@@ -308,9 +315,11 @@ class RunState:
         """Record the number and the cause of a restart, and remove the facts of the last attempt.
 
         These facts are the failures, live ranks, ended hosts, hangs, resource use, requests for
-        input and debuggers. The hosts and GPUs stay until a host has started ranks again.
+        input and debuggers. The hosts and GPUs stay until a host has started ranks again. The
+        curves stay up to the first step that the new attempt logs.
         """
         self.restarts = event.attempt
+        begin_attempt(self.curves)
         self.restart_cause = headline(event.failure) if event.failure else ""
         self.first = None
         self.usage.clear()

@@ -192,8 +192,11 @@ def pieces(message: bytes, sender: bytes) -> Iterator[bytes]:
 
 
 def flush_output() -> None:
-    """Flush stdout and stderr, unless the user's code has closed them."""
-    for stream in (sys.stdout, sys.stderr):
+    """Flush stdout and stderr, unless the user's code has closed them.
+
+    If the user's code captures stdout, also flush the original stdout.
+    """
+    for stream in (sys.__stdout__, sys.stdout, sys.stderr):
         if stream is not None and not getattr(stream, "closed", False):
             stream.flush()
 

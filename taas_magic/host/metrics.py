@@ -6,6 +6,7 @@ collective never ends, the GPU computes nothing more.
 """
 
 import os
+import re
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -21,7 +22,12 @@ METRICS_VARIABLE = "TAAS_METRICS"
 """Environment variable. If its value is "0", ranks do not log the scalars of other libraries."""
 
 
+NAME_CHARS = 1000
+"""Maximum number of characters in the name of a metric."""
+
+_NOT_SHOWN = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff]")
 _GPU_POLL_S = 0.01
+_STEP_LIMIT = 1 << 63
 
 
 class _GpuScalar:
@@ -79,6 +85,8 @@ class MetricBuffer:
 
         Raises:
             TypeError: A name, a value or the step has a wrong type. The buffer does not change.
+            ValueError: A name is not allowed, or a value or the step is too large. The buffer does
+                not change.
         """
         now, number = time.time(), None if step is None else _checked_step(step)
         found = [(now, number, _checked_name(it), _checked_copy(it, values[it])) for it in values]
@@ -135,8 +143,22 @@ class MetricBuffer:
 
 
 def _checked_name(name: Any) -> str:
+    """Return the name of a scalar, which names a column of `run.metrics`.
+
+    Other processes remove control characters from texts that ranks send. So two names that differ
+    only in control characters would name the same column.
+
+    Raises:
+        TypeError: The name is not a string.
+        ValueError: The name is too long, or has characters that cannot be shown.
+    """
     if not isinstance(name, str):
         raise TypeError(f"taas.log: the name of a value must be a string, not {name!r}")
+    if len(name) > NAME_CHARS:
+        text = f"taas.log: the name {name[:20]!r}… has {len(name):,} characters"
+        raise ValueError(f"{text}; at most {NAME_CHARS:,} are allowed")
+    if not name.isprintable() and _NOT_SHOWN.search(name):
+        raise ValueError(f"taas.log: the name {name!r} has control characters or surrogates")
     return name
 
 
@@ -149,11 +171,17 @@ def _checked_step(step: Any) -> int:
 
     Raises:
         TypeError: The step is not an integer.
+        ValueError: The step has more than 64 bits.
     """
+    number = None
     with suppress(TypeError, ValueError, OverflowError, RuntimeError):
-        if not isinstance(step, str) and (number := int(step)) == step:
-            return number
-    raise TypeError(f"taas.log: step must be an integer; it is {step!r}")
+        if not isinstance(step, str) and int(step) == step:
+            number = int(step)
+    if number is None:
+        raise TypeError(f"taas.log: step must be an integer; it is {step!r}")
+    if not -_STEP_LIMIT <= number < _STEP_LIMIT:
+        raise ValueError("taas.log: step is too large; it must fit into 64 bits")
+    return number
 
 
 def _checked_copy(name: str, value: Any) -> float | _GpuScalar:
@@ -167,7 +195,10 @@ def _checked_copy(name: str, value: Any) -> float | _GpuScalar:
     Raises:
         TypeError: The value is neither a number nor a tensor or array with one element. Or the
             value is a DTensor with partial sums.
+        ValueError: The value is an integer or a fraction that is too large for a float.
     """
+    if type(value) is float:  # the most frequent case
+        return value
     if any(it.is_partial() for it in getattr(value, "placements", ())):
         text = f"taas.log: {name} is a DTensor with partial sums of the ranks. "
         raise TypeError(f"{text}Log its full_tensor(), which all ranks must call")
@@ -180,8 +211,12 @@ def _checked_copy(name: str, value: Any) -> float | _GpuScalar:
     else:
         if getattr(value, "size", None) == 1 and hasattr(value, "item"):  # an array of numpy or JAX
             value = value.item()
-        with suppress(TypeError, ValueError):
-            return float(value)
+        try:
+            with suppress(TypeError, ValueError):
+                if not isinstance(value, str | bytes):  # `float` also accepts "3.0"
+                    return float(value)
+        except OverflowError:
+            raise ValueError(f"taas.log: {name} is too large for a float") from None
     text = f"taas.log: {name} must be a number, or a tensor or array with one element"
     raise TypeError(f"{text}; it is {kind}")
 
@@ -225,6 +260,8 @@ def log(
     Raises:
         TypeError: A name is not a string, a value is neither a number nor a tensor or array with
             one element, or the step is not an integer.
+        ValueError: A value is too large for a float, the step does not fit into 64 bits, or a name
+            has control characters or more than 1,000 characters.
     """
     if _buffer is not None:
         _buffer.add({**(values or {}), **scalars}, step, all_ranks)
@@ -293,5 +330,5 @@ def log_accepted(values: Mapping[str, Any], step: int | None) -> None:
     """
     for name, value in values.items():
         if not isinstance(value, str):  # for TensorBoard, a str is the name of a caffe2 blob
-            with suppress(TypeError):
+            with suppress(TypeError, ValueError):
                 log({name: value}, step=step)

@@ -27,7 +27,7 @@ from taas_magic.errors import TaasError
 from taas_magic.host import cell_main, tracebacks
 from taas_magic.host.debugger import BreakpointHook
 from taas_magic.host.keyboard import Keyboard
-from taas_magic.host.link import AgentLink
+from taas_magic.host.link import AgentLink, flush_output
 from taas_magic.late_imports import when_imported
 from taas_magic.messages import ClearOutput, Display, Note, RankRaised, RankShowedError
 
@@ -380,7 +380,8 @@ class RankShell(InteractiveShell):
 
         The first exception that IPython shows is the rank's failure, even if the cell continues.
         The message is sent before IPython formats the traceback, which takes up to 0.1 s. So the
-        order of the ranks' messages shows which rank has failed first.
+        order of the ranks' messages shows which rank has failed first. Before the message, flush
+        stdout, so that the log has the printed text above the traceback.
 
         - If the exception ends the cell, the message is the rank's failure, with a traceback in
           Python's format. The agent may kill the rank before IPython's traceback is ready.
@@ -406,6 +407,8 @@ class RankShell(InteractiveShell):
         cell: CellWork | None = self.compile.cell
         is_last = kwargs.get("running_compiled_code") or (cell is not None and cell.is_one_script)
         ends_cell = not self.depth or (self.depth == 1 and is_last)
+        with suppress(Exception):  # the user's code may have replaced stdout
+            flush_output()
         tracebacks.remove_own_frames(value)
         shown = tracebacks.describe_exception(value)
         if ends_cell and self.link.is_own:
@@ -427,7 +430,7 @@ class RankShell(InteractiveShell):
             # Not `sys.stderr`, which `%%capture` may redirect: errors must not be captured.
             if sys.__stderr__ is not None:
                 with suppress(ValueError):  # the cell has closed stderr
-                    sys.__stderr__.write("\n".join([*shown.traceback, ""]))
+                    sys.__stderr__.write(tracebacks.as_output(shown))
         self.failure = self.failure or shown
 
     def showsyntaxerror(self, *args: Any, **kwargs: Any) -> None:

@@ -15,6 +15,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any
@@ -22,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from taas_magic.capture.payload import CellSource
 from taas_magic.capture.reducers import project_home
 from taas_magic.errors import TaasError
-from taas_magic.host.link import STACK_SIGNAL, AgentLink
+from taas_magic.host.link import STACK_SIGNAL, AgentLink, flush_output
 from taas_magic.messages import RankRaised, StackFrame
 from taas_magic.store import guard
 
@@ -65,12 +66,22 @@ def send_failure(link: AgentLink, failure: RankRaised) -> None:
     """Send a rank's failure to the agent.
 
     In a child that the cell forked, write the traceback to standard error instead, unless the shell
-    has already written it.
+    has already written it. Flush stdout first, because its text comes before the traceback.
     """
+    with suppress(Exception):  # the user's code may have replaced stdout
+        flush_output()
     if link.is_own:
         link.send(failure)
     elif not failure.is_logged:  # as under torchrun, a child's failure is not the rank's failure
-        sys.stderr.write("\n".join([*failure.traceback, ""]))
+        sys.stderr.write(as_output(failure))
+
+
+def as_output(failure: RankRaised) -> str:
+    """Return a traceback as text for standard error.
+
+    The text begins with an empty line, because the last line of the output may be unfinished.
+    """
+    return "\n".join(["", *failure.traceback, ""])
 
 
 def describe_exception(error: BaseException, text: str | None = None) -> RankRaised:

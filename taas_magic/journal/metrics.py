@@ -27,6 +27,9 @@ OWN_COLUMNS = ("step", "rank", "time")
 CURVE_POINTS = 200
 """Largest number of points of a curve in the status header."""
 
+_DRAWN_LIMIT = 1e300
+"""Largest absolute value that `draw` passes to matplotlib."""
+
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _SPARK_CHARS = 24
 _WIDTH, _HEIGHT, _MARGIN = 220, 44, 3
@@ -42,41 +45,65 @@ class Curve:
     Attributes:
         last: The last value.
         last_step: The step of the last value.
-        count: Number of values.
+        count: Number of values, including those that a restart has replaced.
+        is_new_attempt: Whether a restart has begun a new attempt, and the rank has logged no value
+            of the metric since then.
     """
 
     def __init__(self) -> None:
         self.last, self.last_step, self.count = math.nan, 0, 0
-        self._means: list[float] = []
-        self._width, self._open = 1, list[float]()
+        self.is_new_attempt = False
+        self._means: list[tuple[int, float]] = []
+        self._width, self._open = 1, list[tuple[int, float]]()
 
     def add(self, value: float, step: int = 0) -> None:
         """Add the next value, which the rank logged at `step`.
+
+        If the value is the first one after a restart, first remove all points that begin at this
+        step or later, because the new attempt repeats these steps.
 
         When `_width` values have arrived since the last point, add their mean as a new point. If
         the curve then has `CURVE_POINTS` points, replace each two neighbouring points by their
         mean, and double `_width`.
         """
+        if self.is_new_attempt:
+            self.is_new_attempt = False
+            self._means = [point for point in self._means if point[0] < step]
+            self._open = [point for point in self._open if point[0] < step]
         self.last, self.last_step = value, step
         self.count += 1
-        self._open.append(value)
+        self._open.append((step, value))
         if len(self._open) == self._width:
-            self._means.append(_mean(self._open))
+            self._means.append(_mean_point(self._open))
             self._open = []
         if len(self._means) == CURVE_POINTS:
             pairs = zip(self._means[::2], self._means[1::2], strict=True)
-            self._means = [_mean(pair) for pair in pairs]
+            self._means = [_mean_point(pair) for pair in pairs]
             self._width *= 2
 
     @property
     def points(self) -> list[float]:
         """The points, oldest first. The newest may be the mean of fewer than `_width` values."""
-        return [*self._means, _mean(self._open)] if self._open else list(self._means)
+        newest = [_mean_point(self._open)] if self._open else []
+        return [mean for _, mean in [*self._means, *newest]]
+
+
+def _mean_point(points: Sequence[tuple[int, float]]) -> tuple[int, float]:
+    """Return the step of the first point, and the mean of the points' values."""
+    return points[0][0], _mean([value for _, value in points])
 
 
 def _mean(values: Sequence[float]) -> float:
+    """Return the mean of the finite values; NaN if there are none.
+
+    The sum of large values would be infinite, so the function adds fractions of the values. Without
+    the limits, rounding would make the curve of a constant uneven.
+    """
     known = [value for value in values if math.isfinite(value)]
-    return sum(known) / len(known) if known else math.nan
+    if not known:
+        return math.nan
+    mean = sum(value / len(known) for value in known)
+    return max(min(known), min(mean, max(known)))
 
 
 Curves = dict[str, dict[int, Curve]]
@@ -90,6 +117,16 @@ def add_points(curves: Curves, event: Metrics) -> None:
         of_metric.setdefault(event.rank, Curve()).add(number(point), point.step)
 
 
+def begin_attempt(curves: Curves) -> None:
+    """Prepare the curves for a new attempt of the run, which may log values of earlier steps again.
+
+    The first value of the new attempt removes the points from its step on (`Curve.add`).
+    """
+    for of_metric in curves.values():
+        for curve in of_metric.values():
+            curve.is_new_attempt = True
+
+
 def number(point: MetricPoint) -> float:
     """Return a point's value; NaN for None, which stands for NaN and infinity in JSON."""
     return math.nan if point.value is None else point.value
@@ -101,7 +138,7 @@ def sparkline(points: Sequence[float]) -> str:
     low, high = _range(shown)
     top = len(_BLOCKS) - 1
     return "".join(
-        _BLOCKS[round((value - low) / (high - low) * top)] if math.isfinite(value) else " "
+        _BLOCKS[round(_height(value, low, high) * top)] if math.isfinite(value) else " "
         for value in shown
     )
 
@@ -113,13 +150,19 @@ def _parts(points: Sequence[float], count: int) -> Iterator[Sequence[float]]:
 
 
 def _range(values: Iterable[float]) -> tuple[float, float]:
-    """Return the minimum and maximum of the finite values; (0, 1) if no value is finite.
-
-    If both are equal, lower the minimum and raise the maximum by 0.5.
-    """
+    """Return the minimum and maximum of the finite values; (0, 1) if no value is finite."""
     known = [value for value in values if math.isfinite(value)]
-    low, high = (min(known), max(known)) if known else (0.0, 1.0)
-    return (low, high) if high > low else (low - 0.5, low + 0.5)
+    return (min(known), max(known)) if known else (0.0, 1.0)
+
+
+def _height(value: float, low: float, high: float) -> float:
+    """Return the height of a value in the range from `low` (0) to `high` (1).
+
+    If the range is empty, or too narrow for floating-point numbers, return 0.5. The function
+    computes with half the values, because the difference of two large values may be infinite.
+    """
+    range_half = high / 2 - low / 2
+    return (value / 2 - low / 2) / range_half if range_half > 0 else 0.5
 
 
 def svg_data_url(curves: Sequence[Sequence[float]]) -> str:
@@ -135,7 +178,7 @@ def svg_data_url(curves: Sequence[Sequence[float]]) -> str:
         for part in _runs(points):
             marks = " ".join(
                 f"{_MARGIN + at / max(1, len(points) - 1) * (_WIDTH - 2 * _MARGIN):.1f},"
-                f"{_MARGIN + (high - value) / (high - low) * (_HEIGHT - 2 * _MARGIN):.1f}"
+                f"{_MARGIN + (1 - _height(value, low, high)) * (_HEIGHT - 2 * _MARGIN):.1f}"
                 for at, value in part
             )
             style = f"fill='none' stroke='{colour}' stroke-width='1.5' stroke-linecap='round'"
@@ -187,13 +230,14 @@ def read(folder: Path) -> Any:
     Returns:
         A pandas DataFrame with the columns `step`, `rank`, `time` and the metrics; a dict of lists
         with the same columns if pandas is not installed. A metric with the name of one of the first
-        three columns has an underscore appended, as in `time_`.
+        three columns has an underscore appended, as in `time_`. So has a metric whose name is such
+        a name with underscores: the column of the metric `time_` is `time__`.
     """
     found: dict[tuple[int, int], dict[str, Any]] = {}
     names: dict[str, None] = {}
     if (path := folder / FILE).exists():
-        text = path.read_text(encoding="utf-8")
-        whole = text[: text.rfind("\n") + 1]  # the last line may be incomplete
+        data = path.read_bytes()
+        whole = data[: data.rfind(b"\n") + 1].decode()  # the last line may be incomplete
         for line in csv.DictReader(io.StringIO(whole, newline="")):
             key = int(line["step"]), int(line["rank"])
             row = found.setdefault(key, {"time": float(line["time"]), "metrics": {}})
@@ -205,7 +249,7 @@ def read(folder: Path) -> Any:
         "time": [row["time"] for row in found.values()],
     }
     for name in names:
-        column = f"{name}_" if name in OWN_COLUMNS else name
+        column = f"{name}_" if name.rstrip("_") in OWN_COLUMNS else name
         columns[column] = [row["metrics"].get(name, math.nan) for row in found.values()]
     try:
         import pandas  # type: ignore[import-untyped]
@@ -216,6 +260,9 @@ def read(folder: Path) -> Any:
 
 def draw(tables: Mapping[str, Any], metric: str | None) -> "Figure":
     """Draw the same metric of several runs over the steps, one line for each run's rank 0.
+
+    Values beyond `_DRAWN_LIMIT` are drawn at this limit, because matplotlib cannot draw the range
+    of all floating-point numbers.
 
     Args:
         tables: The tables from `read`, by the name of the run.
@@ -242,9 +289,9 @@ def draw(tables: Mapping[str, Any], metric: str | None) -> "Figure":
     axes.set(xlabel="step", ylabel=metric)
     for name, table in tables.items():
         points = [
-            (step, value)
+            (step, max(-_DRAWN_LIMIT, min(value, _DRAWN_LIMIT)))
             for step, rank, value in zip(table["step"], table["rank"], table[metric], strict=True)
-            if rank == 0 and not math.isnan(value)
+            if rank == 0 and math.isfinite(value)
         ]
         axes.plot(*zip(*points, strict=True), label=name) if points else None
     axes.legend()

@@ -777,7 +777,7 @@ def _report(words: Sequence[str], settings: Config) -> str:
     from taas_magic.notebook.report import write_report
 
     run_id = _optional_word("report", words)
-    run = runs.find(run_id) if run_id else next(runs.newest_first(), None)
+    run = runs.find(run_id) if run_id else next(runs.sessions_last(), None)
     name = f"taas-report-{run.id}.txt" if run else "taas-report.txt"
     path = write_report(settings, run.path if run else None, Path(name))
     return (

@@ -57,6 +57,7 @@ def write_report(config: Config, run: Path | None, target: Path) -> Path:
     try:
         descriptor = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         with open(descriptor, "w", encoding="utf-8") as file:
+            os.fchmod(descriptor, 0o600)  # the file of an earlier report may be readable for others
             file.write(messages.escaped(text))
     except OSError as error:
         raise UsageError(f"%taas report: cannot write {target}: {reason_of(error)}") from error

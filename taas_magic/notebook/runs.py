@@ -508,26 +508,44 @@ def newest_first() -> Iterator[Run]:
     return journal.read_each_run(_run_of)
 
 
-def find(asked: str | None) -> Run:
+def sessions_last() -> Iterator[Run]:
+    """Yield all runs as `newest_first` does, but sessions' own runs after all other runs.
+
+    A session's own run is newer than the session's first cell, which the user means by "the newest
+    run".
+    """
+    own = []
+    for run in newest_first():
+        if (run.path / SESSION_FILE).exists():
+            own.append(run)
+        else:
+            yield run
+    yield from own
+
+
+def find(asked: str | None, kinds: str = "run") -> Run:
     """Find the newest run that matches `asked`.
+
+    A session's own run is found only if no other run matches.
 
     Args:
         asked: Id, beginning of an id, or name of the run. None for the newest run.
+        kinds: Kinds of things that the user may name by `asked`, for the error message.
 
     Raises:
         UsageError: There is no such run. The message lists the newest runs.
     """
-    for run in newest_first():
+    for run in sessions_last():
         if asked is None or run.id.startswith(asked) or run.name == asked:
             return run
-    listed = ", ".join(islice(journal.run_ids(), 5))
+    listed = ", ".join(run.id for run in islice(sessions_last(), 5))
     if not listed:
         raise UsageError("There is no run yet.")
-    raise UsageError(f'No run "{asked}". The newest are: {listed}')
+    raise UsageError(f'No {kinds} "{asked}". The newest runs are: {listed}')
 
 
 def find_active(asked: str | None) -> Run:
-    """Find an active run.
+    """Find an active run. A session's own run is found only if no other run matches.
 
     Args:
         asked: Id, beginning of an id, or name. None for the newest active run.
@@ -535,7 +553,7 @@ def find_active(asked: str | None) -> Run:
     Raises:
         UsageError: There is no such run, the run is not active, or no run is active.
     """
-    for run in newest_first() if asked is None else [find(asked)]:
+    for run in sessions_last() if asked is None else [find(asked)]:
         if run.is_active:
             return run
         if asked is not None:
@@ -558,10 +576,11 @@ def find_to_attach(
             session that this kernel cannot take over.
 
     Raises:
-        UsageError: There is no such run.
+        UsageError: There is no such run. The message also speaks of sessions, because the user can
+            attach sessions, too.
     """
     if asked is not None:
-        return find(asked)
+        return find(asked, "run or session")
     found = [run for run in newest_first() if not is_hidden(run)]
     among = [run for run in found if run.context.project == str(project)] or found
     are_active = [run for run in among if run.is_active]

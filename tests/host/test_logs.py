@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness import Notebook, on_event
+from tests.harness import ANSI, Notebook, on_event
 
 
 def test_output_below_python_is_caught(notebook: Notebook) -> None:
@@ -90,6 +90,16 @@ def test_one_endless_line_is_cut(notebook: Notebook) -> None:
     long, end = outcome.lines[0]
     assert len(long) < 100_000 and "cut" in long
     assert end == "end"
+
+
+def test_an_unfinished_line_precedes_the_traceback(notebook: Notebook) -> None:
+    outcome = notebook.run("print('unfinished', end='')\n1 / 0", gpus=1)
+    assert outcome.run is not None
+    first, second, *_ = outcome.run.logs(0).splitlines()
+    assert first == "unfinished" and second.startswith("Traceback")
+    shown = notebook.run("print('unfinished', end='')\nget_ipython().run_cell('1 / 0')", gpus=1)
+    first, second, *_ = shown.lines[0]
+    assert first == "unfinished" and ANSI.sub("", second).startswith("-----")
 
 
 @pytest.mark.fault(46)

@@ -142,7 +142,7 @@ def test_runs_are_found_by_id_prefix_and_name() -> None:
     assert runs.find(None).id == "20260202-2"
     assert runs.find("20260101").id == "20260101-1"
     assert runs.find("second").id == "20260202-2"
-    with pytest.raises(UsageError, match=r'No run "x". The newest are: 20260202-2'):
+    with pytest.raises(UsageError, match=r'No run "x"\. The newest runs are: 20260202-2'):
         runs.find("x")
 
 

@@ -1,6 +1,7 @@
 """`taas.log`: values of ranks appear in the run's table, and as curves in its status header."""
 
 import base64
+import io
 import math
 import threading
 from pathlib import Path
@@ -17,7 +18,7 @@ from taas_magic.host.metrics import MetricBuffer
 from taas_magic.journal import metrics
 from taas_magic.journal.folder import RunFolder
 from taas_magic.journal.metrics import CURVE_POINTS, Curve, sparkline, svg_data_url
-from taas_magic.messages import MetricPoint, Metrics, decode_event, encode
+from taas_magic.messages import MetricPoint, Metrics, Restart, decode_event, encode
 from taas_magic.notebook.runs import compare
 from tests.events import new_state
 from tests.harness import Notebook
@@ -56,6 +57,41 @@ def test_what_ranks_log_is_in_the_runs_table_and_head(notebook: Notebook, tmp_pa
     assert "… and 3 more metrics: run.metrics" in shown["text/plain"]
 
 
+EXTREMES = """
+import math, taas
+for value in (1e308, -1e308, 1e-320, 2**70, 0.5, math.inf, math.nan):
+    taas.log(extreme=value, low=-abs(value), high=1e308)
+for wrong in ({"x": 10**400}, {"a\\nb": 1.0}, {"x" * 1001: 1.0}):
+    try:
+        taas.log(wrong)
+    except ValueError as error:
+        print(error)
+try:
+    taas.log(x=1.0, step=2**63)
+except ValueError as error:
+    print(error)
+taas.log({"time": 1.0, "time_": 2.0, "time__": 3.0}, step=0)
+"""
+
+
+def test_curves_have_any_number_and_each_metric_a_column(notebook: Notebook) -> None:
+    outcome = notebook.run(EXTREMES, gpus=1)
+    assert outcome.error is None and outcome.run is not None
+    assert outcome.lines[0] == [
+        "taas.log: x is too large for a float",
+        "taas.log: the name 'a\\nb' has control characters or surrogates",
+        "taas.log: the name 'xxxxxxxxxxxxxxxxxxxx'… has 1,001 characters; at most 1,000 are allowed",
+        "taas.log: step is too large; it must fit into 64 bits",
+    ]
+    table = outcome.run.metrics
+    assert table.loc[0, ["time_", "time__", "time___"]].tolist() == [1.0, 2.0, 3.0]
+    assert table["extreme"].tolist()[:5] == [1e308, -1e308, 1e-320, 2.0**70, 0.5]
+    shown = head.mime_bundle(state_of(outcome.run.path), 0.0)
+    assert "extreme: nan █▁▅▅▅   7 values" in shown["text/plain"]
+    assert "high: 1e+308 ▅▅▅▅▅▅▅ 7 values" in shown["text/plain"]
+    compare(outcome.run, metric="extreme").savefig(io.BytesIO())
+
+
 def state_of(folder: Path) -> head.RunState:
     state = new_state()
     for event in RunFolder(folder).read_events():
@@ -72,7 +108,7 @@ def test_a_value_that_is_no_number_is_refused_where_it_is_logged() -> None:
     with pytest.raises(
         TypeError, match=r"taas\.log: name must be a number, or a tensor .* it is a str"
     ):
-        buffer.add({"name": "text"}, 0, False)
+        buffer.add({"name": "3.0"}, 0, False)
     with pytest.raises(TypeError, match=r"it is a torch\.float32 tensor with the shape \(2,\)"):
         buffer.add({"first": 1.0, "name": torch.zeros(2)}, 0, False)
     with pytest.raises(TypeError, match=r"it is a torch\.complex64 tensor with the shape \(\)"):
@@ -90,6 +126,8 @@ def test_a_step_that_is_no_integer_is_refused_where_it_is_logged(step: Any) -> N
             buffer.add({"loss": 1.0}, step, False)
         with pytest.raises(TypeError, match=r"taas\.log: loss must be a number"):
             buffer.add({"loss": "much"}, 0, False)
+        with pytest.raises(ValueError, match=r"taas\.log: step is too large"):
+            buffer.add({"loss": 1.0}, 1 << 63, False)
         assert popped(buffer) == []
 
 
@@ -208,6 +246,27 @@ def test_a_curve_of_many_values_has_few_points() -> None:
     assert (curve.count, curve.last) == (100_000, 99_999.0)
     assert curve.points == sorted(curve.points)
     assert curve.points[0] < 1_000 and curve.points[-1] > 99_000
+
+
+def test_the_curve_of_a_constant_is_even() -> None:
+    curve = Curve()
+    for step in range(777):
+        curve.add(0.1, step)
+    assert set(curve.points) == {0.1} and set(sparkline([0.1] * 61)) == {"▅"}
+
+
+def test_a_restart_replaces_the_points_from_its_first_step_on() -> None:
+    state = new_state()
+
+    def log(*values: tuple[int, float]) -> None:
+        points = [MetricPoint("loss", step, value, 1.0) for step, value in values]
+        state.apply(Metrics(points=points, rank=0), 1.0)
+
+    log((0, 5.0), (1, 4.0), (2, 3.0), (3, 2.0))
+    state.apply(Restart(attempt=1), 1.0)
+    assert state.curves["loss"][0].points == [5.0, 4.0, 3.0, 2.0]
+    log((2, 1.0), (1, 0.5))
+    assert state.curves["loss"][0].points == [5.0, 4.0, 1.0, 0.5]
 
 
 def test_a_line_of_blocks_rises_and_has_gaps() -> None:

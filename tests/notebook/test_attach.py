@@ -187,3 +187,4 @@ def test_logs_by_tail_and_pattern_and_what_a_terminal_says_of_failures(frontend:
     command = [sys.executable, "-m", "taas_magic", "logs", "nothing"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=HUNG_S)
     assert done.returncode == 1 and done.stderr.startswith('UsageError: No run "nothing"')
+    assert frontend.fail("%taas attach nothing")["evalue"].startswith('No run or session "nothing"')

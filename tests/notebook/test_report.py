@@ -27,6 +27,9 @@ def test_the_report_of_a_failed_run(notebook: Notebook) -> None:
 def test_the_report_has_no_secrets_and_is_the_users_own(tmp_path: Path) -> None:
     pool = PoolConfig("hpc", engine="dask_jobqueue.SLURMCluster", options={"token": "hunter2"})
     runs = RunsConfig(notify="curl https://example.org/?key=hunter2")
+    earlier = tmp_path / "report.txt"
+    earlier.touch()
+    earlier.chmod(0o644)
     path = write_report(Config(pools={"hpc": pool}, runs=runs), None, tmp_path / "report.txt")
     assert "hunter2" not in path.read_text() and '"token"' in path.read_text()
     assert path.stat().st_mode & 0o777 == 0o600

@@ -111,6 +111,14 @@ def test_the_list_of_runs_has_the_cells_of_a_session_and_not_the_session(
     assert value(session, f"{find}.state.value, {find}.world_size") == ("RUNNING", 2)
 
 
+def test_the_newest_run_after_the_first_cell_is_this_cell(session: Frontend) -> None:
+    session.run("%%taas --gpus 1 --session first\nprint('the first cell')")
+    assert printed(session, "%taas logs") == ["the first cell"]
+    find = "__import__('taas_magic.notebook.runs', fromlist=['find']).find"
+    assert value(session, f"{find}(None).state.value") == "SUCCEEDED"
+    session.run("%taas end first")
+
+
 def test_a_cell_without_a_session_has_nothing_of_it(session: Frontend) -> None:
     cell = "import os\nprint('rank' in globals(), 'TAAS_SESSION' in os.environ)"
     assert printed(session, f"%%taas --gpus 2\n{cell}") == ["False False"]
