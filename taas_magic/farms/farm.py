@@ -864,12 +864,14 @@ def farm(
 def _node_limits(nodes: tuple[int, int] | int | None, hosts: int) -> tuple[int, int]:
     """Return the smallest and the largest number of nodes for the argument `nodes` of `farm`.
 
+    A number stands for both limits. None stands for 0 to `hosts`.
+
     Args:
         hosts: Number of all hosts of the farm's pools.
 
     Raises:
-        UsageError: `nodes` has a wrong type, the smallest number is larger than the largest, or a
-            number is negative or exceeds `hosts`.
+        UsageError: `nodes` has a wrong type, the smallest number is negative or larger than the
+            largest, or the largest number is 0 or exceeds `hosts`.
     """
     match nodes:
         case None:

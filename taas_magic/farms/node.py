@@ -259,7 +259,10 @@ class Slots:
             self._free.append(Slot(job))
 
     def cancel(self, name: str) -> None:
-        """If this node runs the job `name`, send SIGINT, and SIGKILL if the job runs 5 s later."""
+        """Cancel the job `name`, if this node runs it.
+
+        Send SIGINT to the job's process, and SIGKILL if the job still runs `GRACE_S` later.
+        """
         if (slot := self._running.get(name)) is not None:
             slot.cancel()
 
@@ -404,9 +407,10 @@ class Slot:
         self._is_cancelled = self._is_reusable = False
 
     def cancel(self) -> None:
-        """Send SIGINT to the process of the slot's job, and SIGKILL if it runs `GRACE_S` later.
+        """Cancel the slot's job.
 
-        If the process is still starting, the job will not run.
+        Send SIGINT to the job's process, and SIGKILL if the job still runs `GRACE_S` later. If the
+        process is still starting, the job will not run.
         """
         if not self._is_cancelled:
             self._is_cancelled = True

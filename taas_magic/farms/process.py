@@ -469,7 +469,7 @@ class NodeManager(SchedulerPlugin):
         """Cancel a node's wait for a host, and interrupt the node's run. Blocks.
 
         Before the interrupt, stop receiving events of the run. If the node neither has a run nor
-        waits for a host, do nothing. Ignore that the pool's process has ended.
+        waits for a host, do nothing. Ignore errors, because the pool's process may have ended.
 
         Args:
             wait_s: Seconds to wait first. In this time, the run may end by itself and send its last

@@ -257,6 +257,10 @@ class _HostPrograms:
 
         Args:
             superlink: The SuperLink's address, as "host:port".
+
+        Raises:
+            RuntimeError: The SuperNode ended, did not listen in time, or is not installed.
+            httpx.HTTPError: The SuperLink does not answer.
         """
         name = os.environ[HOST]
         config = {

@@ -98,7 +98,7 @@ class RankShowedError(RankMessage, tag="showed"):
 class RankErrorSent(RankMessage, tag="reported"):
     """Message of a rank: it has sent all messages about its cell's exception.
 
-    Until this message, the agent waits before it kills the rank.
+    After the exception, the agent waits for this message before it kills the rank.
     """
 
 

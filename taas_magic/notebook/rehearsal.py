@@ -347,8 +347,9 @@ def _loader_rows(found: RehearsalFindings) -> Iterable[tuple[str, str]]:
 def estimate(loader_counts: LoaderCounts, ranks: int) -> str:
     """Return text with the speeds of a fetcher and a rank, and the estimated value of `--cpus`.
 
-    The speeds are in batches per second, as measured in the rehearsed run. If the run had too few
-    batches for a speed or for the estimate, the text says so instead.
+    The speeds are in batches per second, as measured in the rehearsed run. If there is too little
+    data for a speed, or if the ranks worked less than `_MIN_STEP_S` on a batch, the text says so
+    and has no estimate.
 
     Args:
         loader_counts: Counts of the loader in the rehearsed run.

@@ -421,7 +421,7 @@ class Run:
 
 
 def compare(*runs: Run, metric: str | None = None) -> "Figure":
-    """Plot one metric of several runs over the steps, with one line for each run (its rank 0).
+    """Plot one metric of several runs over the steps, with one line for rank 0 of each run.
 
     Args:
         *runs: The runs, such as `*taas.runs()[:2]`.

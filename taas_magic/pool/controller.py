@@ -469,14 +469,14 @@ class Controller(SchedulerPlugin):
     def _continue_without_kernel(self, share: Share, session: PoolRun) -> None:
         """Let a detached session's ranks, cell or fetchers continue without their kernel.
 
-        In each case, first remove the owner of `share`. If `share` is the cell's fetchers, send
-        their events to the session instead of the kernel. If `share` is a cell, it continues as a
-        detached run: publish `Detached`, and record the cell, so that the next owner of the session
-        can show it. Refuse the cell's requests for input. At its end, the `notify` command runs.
-        If `share` is the session itself, nothing else changes.
+        First remove the owner of `share`. Then:
 
-        Args:
-            share: The session itself, a cell that the session runs, or the fetchers of a cell.
+        - If `share` is the fetchers of a cell, send their events to the session instead of the
+          kernel.
+        - If `share` is a cell, let it continue as a detached run: publish `Detached`, and refuse
+          its requests for input. Record the cell, so that the next owner of the session can show
+          it. When the cell ends, the `notify` command runs.
+        - If `share` is the session itself, change nothing else.
         """
         share.owner = ""
         if isinstance(share, PoolFetchers):

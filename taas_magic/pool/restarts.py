@@ -46,15 +46,16 @@ class FetcherRestarts:
     def record(self, event: Event) -> tuple[list[Event], bool]:
         """Record an event of a fetcher; decide whether all fetchers start again.
 
-        A `FetcherStarted` means that this fetcher runs again. All fetchers start again if `event`
-        reports the unexpected end of the last fetcher, and a restart is allowed. Then the events to
-        publish are a note and a copy of `event` without addresses and failures. The copy makes
-        ranks wait for new fetchers. A `FetcherEnded` without `entry` means that a fetcher ended on
-        request; it does not count.
+        All fetchers start again if `event` reports the unexpected end of the last running fetcher,
+        and a restart is allowed. Then the events to publish are a note, and a copy of `event`
+        without addresses and failures. The copy makes ranks wait for new fetchers. In all other
+        cases, the only event to publish is `event`.
+
+        A `FetcherStarted` means that this fetcher runs again. A `FetcherEnded` without `entry`
+        means that a fetcher ended on request; such an end does not count.
 
         Returns:
-            The events to publish instead of `event`, and whether the caller must start all fetchers
-            again.
+            The events to publish, and whether the caller must start all fetchers again.
         """
         if isinstance(event, FetcherStarted):
             self._ended.discard(event.number)

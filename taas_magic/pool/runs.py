@@ -405,9 +405,10 @@ class Share(ABC):
         )
 
     async def _stacks_on(self, host: PoolHost) -> RunStacks:
-        """Request the stacks of the processes on one host; set the host's name in each of them.
+        """Request the stack reports of one host's processes; set the host's name in each report.
 
-        If the host does not respond within `STACKS_S`, or fails, the result only says so.
+        If the host reports an error, or does not respond within `STACKS_S`, the result has only a
+        line about this in `silent`.
         """
         asking = self._pool_hosts.call(host.address, GetStacks(self.run_id))
         try:
