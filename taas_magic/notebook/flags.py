@@ -660,10 +660,10 @@ def _check_rehearsal(flags: Flags) -> None:
 def check_ranks(flags: Flags, spelling: Spelling = Spelling.CELL) -> None:
     """Raise UsageError if `--out`, `--logs` or `--ranks` names a rank number that is too large.
 
-    The ranks of the run have the numbers 0 to `flags.gpus - 1`.
+    The ranks of the run, or of the session, have the numbers 0 to `flags.gpus - 1`.
     """
     gpus, spell = flags.gpus, spelling.spell
-    run = f"{spell('--gpus')} {gpus}"
+    run = f'session "{flags.session}"' if flags.session else f"{spell('--gpus')} {gpus}"
     nobody = [name for name in flags.out if split_name(name)[1] >= gpus]
     if nobody:
         raise UsageError(

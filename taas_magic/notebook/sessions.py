@@ -196,11 +196,16 @@ class Session:
         for name, flag in FIXED.items():
             asked = getattr(flags, name)
             if asked not in (getattr(nothing, name), getattr(mine, name)):
-                ranks = f"{mine.gpus} rank{'s' * (mine.gpus > 1)}"
-                has = ranks if name == "gpus" else "another value, or none"
+                words = shlex.join(_flag_words(mine, name, flag))
+                has = f"with {words}" if words else f"without {flag}"
+                if name == "gpus":
+                    has = f"with {mine.gpus} rank{'s' * (mine.gpus > 1)}"
+                change = f"end the session first (%taas end {self.name})"
+                if name == "detach":
+                    change = f"detach the session: %taas detach {self.name}"
                 raise UsageError(
-                    f'{flag}: session "{self.name}" was started with {has}, which it keeps. Leave '
-                    f"{flag} out, or end the session first (%taas end {self.name})"
+                    f'{flag}: session "{self.name}" was started {has}. Leave {flag} out, or '
+                    f"{change}"
                 )
         same = {name: getattr(mine, name) for name in FIXED}
         cpus, data_pool = flags.cpus or mine.cpus, flags.data_pool or mine.data_pool
@@ -628,16 +633,29 @@ def _start_line(flags: Flags) -> str:
 
     The line has only the flags that concern the whole session.
     """
-    nothing, words = Flags(gpus=0), ["--gpus", str(flags.gpus), "--session", flags.session]
+    words = ["--gpus", str(flags.gpus), "--session", flags.session]
     for name, flag in {"cpus": "--cpus", "data_pool": "--data-pool", **FIXED}.items():
-        value = getattr(flags, name)
-        if name == "gpus" or value == getattr(nothing, name):
-            continue
-        if name == "env":
-            value = [f"{key}={text}" for key, text in value.items()]
-        for each in value if isinstance(value, tuple | list) else [value]:
-            words += [flag] if value is True else [flag, str(each)]
+        if name != "gpus":
+            words += _flag_words(flags, name, flag)
     return f"%%taas {shlex.join(words)}"
+
+
+def _flag_words(flags: Flags, name: str, flag: str) -> list[str]:
+    """Return the words of the `%%taas` line that give a flag its value; [] for the default value.
+
+    Args:
+        name: Field of `Flags` with the value.
+        flag: Name of the flag, such as "--pool".
+    """
+    value = getattr(flags, name)
+    if value == getattr(Flags(gpus=0), name):
+        return []
+    if value is True:
+        return [flag]
+    values = value if isinstance(value, tuple) else (value,)
+    if name == "env":
+        values = tuple(f"{key}={text}" for key, text in value.items())
+    return [word for each in values for word in (flag, str(each))]
 
 
 def replace(name: str, interrupts: Interrupts) -> Session:

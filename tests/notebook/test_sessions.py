@@ -402,11 +402,12 @@ def test_some_ranks_alone_run_a_cell(session: Frontend) -> None:
 def test_what_does_not_go_together_is_said_before_anything_runs(session: Frontend) -> None:
     said = {
         "%%taas --session exp --gpus 3\npass": 'session "exp" was started with 2 ranks',
-        "%%taas --session exp --env A=1\npass": "--env: session",
+        "%%taas --session exp --env A=1\npass": 'session "exp" was started without --env. Leave',
+        "%%taas --session exp --detach\npass": "or detach the session: %taas detach exp",
         "%%taas --session other\npass": 'no session "other"',
         "%%taas --session ex\npass": 'did you mean "exp"',
         "%%taas --gpus 2 --ranks 1\npass": "--ranks works only with --session",
-        "%%taas --session exp --ranks 2\npass": "has ranks 0 to 1",
+        "%%taas --session exp --ranks 2\npass": '--ranks 2: session "exp" has ranks 0 to 1',
         "%%taas --session exp --send nowhere\npass": "the notebook has no such variable",
         "%%taas --gpus 2 --session new --max-restarts 1\npass": "cannot be combined with --session",
     }
@@ -686,6 +687,8 @@ def test_an_ended_session_names_the_line_that_starts_it_again(session: Frontend)
         said = error(session, "%%taas --session other\npass").splitlines()[-1]
         assert said.partition("Start it again: ")[2] == start
         assert printed(session, f"{start}\n{look}")[-1] == "two words"
+        said = error(session, "%%taas --session other --shared-writes less\npass")
+        assert "was started with --shared-writes parts --shared-writes more. Leave" in said
     finally:
         session.run("%taas down lab\nimport os\nos.remove('taas.toml')")
 
