@@ -277,6 +277,14 @@ class Plan(RunOptions, frozen=True, kw_only=True):
         """Name of the run's pool if taas.toml says that the pool is not trusted, else ""."""
         return "" if self.trusted else self.pool
 
+    @property
+    def timeout_text(self) -> str:
+        """Message that the run exceeded its time limit; "" if the run has no time limit."""
+        if self.timeout_s is None:
+            return ""
+        named = f'run "{self.name}" ({self.run_id})' if self.name else f"run {self.run_id}"
+        return f'{named} on pool "{self.pool}" exceeded the timeout of {self.timeout_s:g} s'
+
     def shows_lines(self, rank: int) -> bool:
         """Return whether the notebook shows the lines that a rank prints."""
         return not self.log_ranks or rank in self.log_ranks

@@ -122,7 +122,7 @@ def cause_text(failure: Failure) -> str:
         "end": f"failed after the cell's end: {failure.signal or f'exit code {failure.exitcode}'}",
         "left": "ended before the other ranks did",
         "stopped": "stopped from outside (SIGSTOP)",
-        "timeout": "stopped",
+        "timeout": "",
         "host": "" if _is_of_store(failure) else "lost",
     }.get(failure.how, failure.how)
     return cut(": ".join(filter(None, (words, first_line))), HEADLINE_CHARS)
@@ -136,7 +136,7 @@ def _is_of_store(failure: Failure) -> bool:
 def headline(failure: Failure) -> str:
     """Return one line with the failed rank, its host, and the cause of the failure.
 
-    If `--timeout` has ended the run, the line has only the cause, because no rank is to blame.
+    If the time limit has ended the run, the line has only the cause, because no rank is to blame.
     """
     if failure.how == "timeout":
         return cause_text(failure)

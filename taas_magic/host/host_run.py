@@ -446,7 +446,7 @@ class Attempt:
                 host=self._host_address.host,
                 log_path=self._spec.notebook_log_path(state.rank),
                 tail=self.reader.tail(state.rank),
-                timeout_s=self._spec.plan.timeout_s,
+                timeout_text=self._spec.plan.timeout_text,
             )
             for state in failed_ranks(self.ranks.states(), verdict.cause)
         ]

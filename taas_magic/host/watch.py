@@ -477,7 +477,7 @@ _ADVICE = {
     "exit": "os._exit ends a rank before the cell's end; raise an exception instead",
     "end": "it failed after the cell's last line: in an atexit function, a thread, or native code",
     "stopped": "another program stopped it (SIGSTOP); the cell itself did not cause this",
-    "timeout": "raise --timeout, or look at the lines above: they show where the ranks were",
+    "timeout": "raise the timeout, or look at the lines above: they show where the ranks were",
 }
 
 
@@ -487,7 +487,7 @@ def describe_failure(
     host: str,
     log_path: str,
     tail: list[str],
-    timeout_s: float | None = None,
+    timeout_text: str = "",
 ) -> Failure:
     """Return the description of a rank's failure for the journal and the user (docs/events.md).
 
@@ -499,7 +499,8 @@ def describe_failure(
         host: Name of the rank's host.
         log_path: Path of the rank's log on the notebook's machine.
         tail: Last lines of the rank's output. Used only if the rank raised no exception.
-        timeout_s: The run's `--timeout` in seconds; None without `--timeout`.
+        timeout_text: Message of the failure if the run exceeded its time limit
+            (`Plan.timeout_text`).
     """
     kind, by_signal = _failure_kind(state, verdict), signal_name(state.exitcode or 0)
     said = state.message or state.hint
@@ -510,7 +511,7 @@ def describe_failure(
         how=kind,
         etype=state.etype if kind == "raised" else "",
         etype_module=state.etype_module if kind == "raised" else "",
-        message=f"exceeded --timeout {timeout_s:g} s" if kind == "timeout" else said,
+        message=timeout_text if kind == "timeout" else said,
         traceback=state.traceback,
         stack=[] if state.traceback else state.stack or _lines_of(state.beat.stack),
         signal=by_signal,

@@ -523,7 +523,7 @@ class RunDriver:
             if deadline is not None and time.monotonic() > deadline:
                 stands = filling.event("")
                 came = f"{stands.done:,} of {stands.wanted:,} {stands.unit}"
-                raise PoolError(f"exceeded --timeout {limit_s:g} s: --prefill had {came}")
+                raise PoolError(f"{self.plan.timeout_text}; --prefill had {came}")
 
     @contextmanager
     def ending_on_error(self, view: View | SilentView) -> Iterator[None]:

@@ -56,8 +56,8 @@ def ended(first: Failure | None, *rest: Failure, state: str = "FAILED", why: str
         (failure(how="exit", exitcode=3), "rank 3 on host gpu1 (pid 812): exited with code 3"),
         (failure(None, "host", message="no heartbeat"), "host gpu1: lost: no heartbeat"),
         (
-            failure(how="timeout", message="exceeded --timeout 3s"),
-            "stopped: exceeded --timeout 3s",
+            failure(how="timeout", message='run x on pool "local" exceeded the timeout of 3 s'),
+            'run x on pool "local" exceeded the timeout of 3 s',
         ),
         (failure(message=""), "rank 3 on host gpu1 (pid 812): ZeroDivisionError"),
         (failure(message="a\nb"), "rank 3 on host gpu1 (pid 812): ZeroDivisionError: a"),

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from taas_magic.errors import RankFailed, ResultError, UsageError
+from taas_magic.errors import RankFailed, ResultError, RunTimeout, UsageError
 from tests.frontend import Scene
 from tests.harness import ANSI, Notebook
 
@@ -165,6 +165,18 @@ def test_an_option_that_is_a_parameter_too_is_refused_and_a_partial_is_not(
         notebook.define("taas.run(show, 'x', gpus=1, units='--a-b (--c)')")
     with pytest.raises(UsageError, match=r"^taas\.run: gpus is missing: .* such as gpus=2$"):
         notebook.define("taas.run(show, 'x', gpus=None)")
+
+
+def test_a_function_that_exceeds_its_timeout_names_the_run_and_the_lines(
+    notebook: Notebook,
+) -> None:
+    notebook.define("import taas, time\ndef wait():\n    time.sleep(600)")
+    with pytest.raises(RunTimeout) as caught:
+        notebook.define("taas.run(wait, gpus=1, timeout=5, name='a long one')")
+    shown = "\n".join(caught.value._render_traceback_())
+    named = r'run "a long one" \(\S+\) on pool "local" exceeded the timeout of 5 s$'
+    assert re.search(named, shown, re.MULTILINE)
+    assert "rank 0: Cell In[1], line 3: time.sleep(600)" in ANSI.sub("", shown)
 
 
 SCRIPT = """

@@ -271,7 +271,8 @@ def test_a_timeout_shows_the_notebooks_line_of_every_rank(frontend: Frontend) ->
         "    import subprocess\n    subprocess.run(['sleep', '600'])\nwait()"
     )
     shown = "\n".join(reply["traceback"])
-    assert (reply["ename"], reply["evalue"]) == ("RunTimeout", "stopped: exceeded --timeout 10 s")
+    assert reply["ename"] == "RunTimeout"
+    assert re.fullmatch(r'run \S+ on pool "local" exceeded the timeout of 10 s', reply["evalue"])
     assert f"ranks 0,2: Cell In[{number}], line 3: time.sleep(600)\n" in shown
     run = reply["execution_count"]
     assert f"rank 1: Cell In[{run}], line 5: subprocess.run(['sleep', '600'])\n" in shown
