@@ -439,38 +439,47 @@ def assigned_names(source: str) -> set[str]:
     return stored | _set_by_global(code)
 
 
-_SETS_ANY_NAME = {"exec", "globals", "locals", "push", "user_ns"}
+_SETS_ANY_NAME = {"exec", "globals", "locals", "push", "user_ns", "__main__"}
 _SETS_ANY_NAME |= {"run_cell_magic", "run_line_magic"}
-"""Functions and attributes with which a cell can set variables that its source does not name."""
+"""Names, also in strings, with which code can set variables that it does not name."""
 
 _MAX_LISTED = 12
 
 
 @without_warnings()
 def unknown_result_message(
-    names: Sequence[str], source: str, captured: Collection[str], namespace: Mapping[str, Any]
+    names: Sequence[str],
+    source: str,
+    known: Collection[str],
+    namespace: Mapping[str, Any],
+    functions: Iterable[FunctionType] = (),
 ) -> str | None:
-    """Return a message about the first name of `--out` that no rank will have at the cell's end.
+    """Return a message about the first name of `--out` that no rank will have at the work's end.
 
-    Return None if each name may exist, or if the cell may set any name, for example by `exec` or a
-    star import.
+    Return None if each name may exist, or if the cell or one of `functions` may set any name, for
+    example by `exec` or a star import.
 
     Args:
         names: Names in `--out`.
-        captured: Names of the notebook's variables that the ranks get.
-        namespace: Namespace of the notebook. Functions in this namespace may set further names by
-            `global`.
+        source: Text of the cell; "" for the call of a function.
+        known: Names of the variables that the ranks get, and that functions on the ranks set.
+        namespace: Namespace of the notebook.
+        functions: Functions that the ranks of a session may already have, and that may set names.
     """
     code = compile(source, "<cell>", "exec", _FLAGS, dont_inherit=True)
-    if not names or _may_set_any(source, code):
+    codes = [code, *(function.__code__ for function in functions)]
+    if not names or _has_star_import(source) or any(map(may_set_any_name, codes)):
         return None
-    has = {*assigned_names(source), *captured}
+    has = {*assigned_names(source), *known}.union(*map(_set_by_global, codes))
     missing = [name for name in names if name not in has]
-    missing = [name for name in missing if name not in _set_by_functions(namespace)]
-    return _unknown_result_message(missing[0], has, missing[0] in namespace) if missing else None
+    what = "cell" if source else "function"
+    is_in_notebook = bool(missing) and missing[0] in namespace
+    return _unknown_result_message(missing[0], has, what, is_in_notebook) if missing else None
 
 
-def _unknown_result_message(name: str, has: Collection[str], is_in_notebook: bool) -> str:
+def _unknown_result_message(
+    name: str, has: Collection[str], what: str, is_in_notebook: bool
+) -> str:
     """Return the message about a name in `--out` that no rank will have.
 
     The message suggests names in `has` that are similar to `name`. If no name is similar, the
@@ -478,6 +487,7 @@ def _unknown_result_message(name: str, has: Collection[str], is_in_notebook: boo
 
     Args:
         has: Names that the ranks will have.
+        what: Kind of the work: "cell" or "function".
         is_in_notebook: Whether the notebook has a variable of this name.
     """
     near = difflib.get_close_matches(name, has, n=3, cutoff=0.6)
@@ -486,17 +496,21 @@ def _unknown_result_message(name: str, has: Collection[str], is_in_notebook: boo
     else:
         shown = sorted(each for each in has if not each.startswith("_"))
         possible = f"it has: {listed(shown, _MAX_LISTED) or 'none'}"
-    why = "the cell sets no such variable"
+    why = f"the {what} sets no such variable of the notebook"
     if is_in_notebook:
-        why = "the cell neither sets nor uses it, so no rank has it"
+        why = f"the {what} neither sets nor uses it, so no rank has it"
     return f"--out {name}: {why}; {possible}"
 
 
-def _may_set_any(source: str, code: CodeType) -> bool:
-    """Return whether the cell may set any name, by `exec`, a magic or a star import."""
-    stars = (n for n in ast.walk(parse(source)) if isinstance(n, ast.ImportFrom))
-    is_star = any(alias.name == "*" for node in stars for alias in node.names)
-    return is_star or any(not _SETS_ANY_NAME.isdisjoint(it.co_names) for it in _all_codes(code))
+def _has_star_import(source: str) -> bool:
+    imports = (node for node in ast.walk(parse(source)) if isinstance(node, ast.ImportFrom))
+    return any(alias.name == "*" for node in imports for alias in node.names)
+
+
+def may_set_any_name(code: CodeType) -> bool:
+    """Return whether code may set variables that it does not name, for example by `exec`."""
+    used = ({*each.co_names, *each.co_consts} for each in _all_codes(code))
+    return any(not _SETS_ANY_NAME.isdisjoint(names) for names in used)
 
 
 def _set_by_global(code: CodeType) -> set[str]:
@@ -504,10 +518,9 @@ def _set_by_global(code: CodeType) -> set[str]:
     return {step.argval for step in steps if step.opname == "STORE_GLOBAL"}
 
 
-def _set_by_functions(namespace: Mapping[str, Any]) -> set[str]:
-    """Return the names that functions and methods of the notebook set by `global`."""
+def functions_of(namespace: Mapping[str, Any]) -> list[FunctionType]:
+    """Return the functions of the notebook, and the methods of its classes."""
     # Another thread of the notebook may add a variable meanwhile.
     classes = [vars(value) for value in list(namespace.values()) if isinstance(value, type)]
     found = [value for names in (namespace, *classes) for value in list(names.values())]
-    functions = (value for value in found if isinstance(value, FunctionType))
-    return {name for each in functions for name in _set_by_global(each.__code__)}
+    return [value for value in found if isinstance(value, FunctionType)]

@@ -297,6 +297,7 @@ class Payload(PayloadDescription, frozen=True, kw_only=True):
         requires: Top-level modules that must be installed on every host that runs the work.
         loaders: `PackedLoader` of each registered loader that the work uses, by name.
         call: Names and sizes of the function and the arguments of a call; empty for a cell.
+        sets_any: Whether a captured function may set variables that its code does not name.
         data: A pickle of several values: the process state, the values in the order of `captured`,
             then a call's function and arguments.
         choice: Variables that are sent to the ranks of a session; None outside of sessions.
@@ -309,6 +310,7 @@ class Payload(PayloadDescription, frozen=True, kw_only=True):
     notes: tuple[str, ...]
     data: Pickled
     call: tuple[CapturedVariable, ...] = ()
+    sets_any: bool = False
     choice: VariablesToSend | None = None
     state: process_state.State
 
@@ -484,6 +486,7 @@ def capture(
         notes=_notes(work, gathering, used, namespace, state),
         data=pickler.pickled(),
         call=tuple(gathering.call),
+        sets_any=pickler.sets_any,
         choice=choice,
         state=state,
     )

@@ -27,7 +27,7 @@ import cloudpickle
 from msgspec import Struct
 
 from taas_magic.capture.culprit import Destination, capture_error, is_process_bound, is_shard
-from taas_magic.capture.names import code_use
+from taas_magic.capture.names import code_use, may_set_any_name
 from taas_magic.capture.reducers import (
     ATTRIBUTES_MADE_BY_CONSTRUCTOR,
     REDUCERS,
@@ -258,6 +258,8 @@ class ValuePickler(cloudpickle.Pickler):
         modules: Modules that the added values refer to or import.
         filenames: Files of the functions that were pickled by value.
         stores: Names that the added functions set by `global`.
+        sets_any: Whether an added function may set variables that its code does not name, for
+            example by `globals()["x"] = 1`.
         attributes: Attribute names that the added functions look up.
         classes: Classes that the pickle contains only as a name, by id.
         replaced: Registered loaders among the added values, pickled for fetchers
@@ -290,6 +292,7 @@ class ValuePickler(cloudpickle.Pickler):
         self.modules: set[str] = set()
         self.filenames: set[str] = set()
         self.stores: set[str] = set()
+        self.sets_any = False
         self.attributes: set[str] = set()
         self.classes: dict[int, type] = {}
         self.replaced: dict[str, Any] = {}
@@ -548,6 +551,7 @@ class ValuePickler(cloudpickle.Pickler):
         self.attributes |= use.attributes
         if function.__globals__ is self._namespace:
             self.stores |= use.stores
+            self.sets_any |= may_set_any_name(function.__code__)
             self.needs.update(dict.fromkeys(sorted(use.names)))
             coming = {name: self.coming[name] for name in sorted(use.names & self.coming.keys())}
             reduced[2][1]["__globals__"] = coming

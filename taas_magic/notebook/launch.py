@@ -17,7 +17,7 @@ from msgspec import structs
 
 from taas_magic import registry
 from taas_magic.capture import modules, payload, process_state
-from taas_magic.capture.names import unknown_result_message
+from taas_magic.capture.names import functions_of, unknown_result_message
 from taas_magic.capture.payload import CellSource, Payload
 from taas_magic.capture.session_variables import RankVariables
 from taas_magic.capture.work import VALUE, VALUES, CellWork, FunctionWork, Work
@@ -741,20 +741,22 @@ def out_problem(
 ) -> str | None:
     """Return an error message if `--out` names a variable that no rank will have, else None.
 
-    The cell's text and the variables that the ranks get show which variables the ranks will have
-    when the cell ends.
+    The cell's text and the captured objects show which variables the ranks will have when the work
+    ends. In a session, the ranks may also have all functions that the notebook has now.
 
     Args:
-        flags: Flags of the cell.
-        captured: The objects that the cell uses, and its text.
+        flags: Flags of the cell or function.
+        captured: The objects that the cell or function uses, and the cell's text.
         shell: The notebook's IPython shell.
         known: Variables that the ranks of the cell's session already have. None without a session.
     """
-    if not flags.out:
+    if not flags.out or captured.sets_any:
         return None
     asked = [name for name in map(variable_name, flags.out) if name != VALUE]
-    names = {value.name for value in captured.captured} | (known.all if known else set())
-    return unknown_result_message(asked, captured.work.python, names, shell.user_ns)
+    names = {value.name for value in captured.captured} | captured.stores
+    functions = functions_of(shell.user_ns) if known else []
+    names |= known.all if known else set()
+    return unknown_result_message(asked, captured.work.python, names, shell.user_ns, functions)
 
 
 def capture_settings(shell: "InteractiveShell", config: Config) -> dict[str, Any]:

@@ -57,6 +57,48 @@ run = taas.run(number, gpus=3, gather=True, out="count")""")
     assert value(notebook, "count") == 5
 
 
+SETTERS = """
+import functools, sys, taas
+def by_globals(): globals()["x"] = 1
+def calls(function): function()
+def make():
+    def by_statement():
+        global x
+        x = 1
+    return by_statement
+class Setter:
+    def __call__(self): sys.modules["__main__"].x = 1
+    @staticmethod
+    @functools.cache
+    def cached():
+        import __main__
+        __main__.x = 1
+"""
+
+
+@pytest.mark.parametrize(
+    "call",
+    ["by_globals", "calls, by_globals", "make()", "functools.partial(calls, make())", "Setter()"]
+    + ["Setter.cached", "lambda: exec('x = 1', globals())"],
+)
+def test_a_name_that_only_a_callee_sets_comes_back(notebook: Notebook, call: str) -> None:
+    notebook.define(SETTERS)
+    notebook.define(f"run = taas.run({call}, gpus=1, out='x')")
+    assert value(notebook, "run.out, x") == ({"x": 1}, 1)
+    function, _, argument = call.removeprefix("functools.").partition(", ")
+    if call.startswith(("by_globals", "calls", "Setter")):
+        outcome = notebook.run(f"{function}({argument})", "--out x", gpus=1)
+        assert outcome.error is None, outcome.shown
+
+
+def test_a_name_that_nothing_sets_is_refused(notebook: Notebook) -> None:
+    notebook.define("import taas\nlr = 0.1\ndef train(): return lr")
+    with pytest.raises(
+        UsageError, match="^--out rate: the function sets no such variable of the notebook; it has:"
+    ):
+        notebook.define("taas.run(train, gpus=1, out='rate')")
+
+
 def test_a_failing_functions_traceback_is_the_functions_own(
     notebook: Notebook, monkeypatch: pytest.MonkeyPatch
 ) -> None:
