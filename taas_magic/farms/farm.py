@@ -57,7 +57,7 @@ from taas_magic.host.system import spawn_command, wait_or_kill
 from taas_magic.journal.folder import state_dir
 from taas_magic.messages import cleaned
 from taas_magic.notebook import launch, pools
-from taas_magic.notebook.options import refuse_shared_names
+from taas_magic.notebook.options import check_callable, refuse_shared_names
 from taas_magic.plan import new_run_id
 from taas_magic.pool.client import disconnect
 from taas_magic.shared_files import lock
@@ -251,9 +251,10 @@ class Farm:
     def submit(
         self,
         function: Callable[..., Any],
+        /,
         *args: Any,
-        retries: int = 0,
-        fresh: bool = False,
+        retries: int | None = None,
+        fresh: bool | None = None,
         **kwargs: Any,
     ) -> Job:
         """Submit a job: a process on a host of the farm will call `function` with the arguments.
@@ -264,8 +265,8 @@ class Farm:
             function: Any callable. It is sent with the notebook objects that it uses, like the
                 objects that a `%%taas` cell uses.
             args: Positional arguments of the call.
-            retries: Number of further calls if the function raises or its process dies.
-            fresh: Whether the job needs a process in which no other job has run.
+            retries: Number of further calls if the function raises or its process dies; default 0.
+            fresh: Whether the job needs a process in which no other job has run; default False.
             kwargs: Keyword arguments of the call.
 
         Returns:
@@ -275,17 +276,18 @@ class Farm:
             CaptureError: An object cannot be pickled. The message says where the object is, such as
                 `config['a'][3].db`.
             PoolError: The farm is closed, or its process has ended.
-            UsageError: `retries` or `fresh` was given, but the function has a parameter of the same
-                name.
+            UsageError: `function` is not callable. Or `retries` or `fresh` was given, but the
+                function has a parameter of the same name.
         """
         return self._submit([(args, kwargs)], function, retries, fresh)[0]
 
     def map(
         self,
         function: Callable[..., Any],
+        /,
         *iterables: Iterable[Any],
-        retries: int = 0,
-        fresh: bool = False,
+        retries: int | None = None,
+        fresh: bool | None = None,
         **kwargs: Any,
     ) -> list[Job]:
         """Submit one job for each call that the built-in `map` would make.
@@ -294,8 +296,9 @@ class Farm:
             function: Any callable.
             iterables: Sources of the positional arguments. The n-th job receives the n-th element
                 of each iterable. The shortest iterable determines the number of jobs.
-            retries: Number of further calls of a job if the function raises or its process dies.
-            fresh: Whether each job needs a process in which no other job has run.
+            retries: Number of further calls of a job if the function raises or its process dies;
+                default 0.
+            fresh: Whether each job needs a process in which no other job has run; default False.
             kwargs: Keyword arguments, the same for all jobs.
 
         Returns:
@@ -305,8 +308,8 @@ class Farm:
             CaptureError: An object cannot be pickled. The message says where the object is, such as
                 `config['a'][3].db`.
             PoolError: The farm is closed, or its process has ended.
-            UsageError: `retries` or `fresh` was given, but the function has a parameter of the same
-                name.
+            UsageError: `function` is not callable. Or `retries` or `fresh` was given, but the
+                function has a parameter of the same name.
         """
         calls = [(args, kwargs) for args in zip(*iterables, strict=False)]
         return self._submit(calls, function, retries, fresh)
@@ -399,8 +402,8 @@ class Farm:
         self,
         calls: Sequence[tuple[tuple[Any, ...], dict[str, Any]]],
         function: Callable[..., Any],
-        retries: int,
-        fresh: bool,
+        retries: int | None,
+        fresh: bool | None,
     ) -> list[Job]:
         """Submit one job for each item of `calls`, a pair of positional and keyword arguments.
 
@@ -422,8 +425,10 @@ class Farm:
             raise PoolError(f"{self.name} accepts no jobs: {self._why_over}; create another farm")
         if not calls:
             return []
-        given = {"retries": retries, "fresh": fresh}
-        refuse_shared_names("a farm's job", function, [name for name in given if given[name]])
+        check_callable("a farm's job", function)
+        options = {"retries": retries, "fresh": fresh}
+        given = [name for name, option in options.items() if option is not None]
+        refuse_shared_names("a farm's job", function, given)
         works = [FunctionWork(function, *call) for call in calls]
         packed = [_pack_arguments(work, self._shell.user_ns) for work in works]
         functions: dict[Any, tuple[bytes, str]] = {}
@@ -441,14 +446,14 @@ class Farm:
                 name = f"{title}-{next(self._numbers)}"
                 folder = self.folder / "jobs" / name
                 jobs.append(Job(self, name, work.args, dict(work.kwargs), folder))
-                job_calls.append(JobCall(name, work.shape, fresh, settings_hash))
+                job_calls.append(JobCall(name, work.shape, bool(fresh), settings_hash))
                 parts.append([])
                 parts[-1].append(self._stored_parts.store_part(captured, is_shared=len(packed) > 1))
                 for part in call.parts:
                     parts[-1].append(self._stored_parts.store_part(part))
             for job in jobs:
                 self.state.add(job)
-            self._send_jobs(jobs, job_calls, parts, retries)
+            self._send_jobs(jobs, job_calls, parts, retries or 0)
         except BaseException:  # such as an interrupt by the user
             for job, stored in zip(jobs, parts, strict=False):
                 if job.name not in self._jobs:

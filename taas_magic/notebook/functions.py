@@ -19,7 +19,7 @@ from taas_magic.capture.work import VALUE, VALUES, CellWork, FunctionWork, Work,
 from taas_magic.config import Config, load_config, working_folder
 from taas_magic.errors import RunError, UsageError
 from taas_magic.notebook import flags, launch, rehearsal
-from taas_magic.notebook.options import refuse_shared_names
+from taas_magic.notebook.options import check_callable, refuse_shared_names, text_of_value
 from taas_magic.plan import Flags
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ def run(
     profile: int | None = None,
     env: Mapping[str, str] | None = None,
     logs: str | None = None,
-    gather: bool = False,
+    gather: bool | None = None,
     **kwargs: Any,
 ) -> "Run":
     """Call a function on ranks, like a `%%taas` cell. Block until the run has ended.
@@ -63,14 +63,14 @@ def run(
         pool: Name of the pool, as `--pool`; default is this machine.
         data_pool: Name of the pool that runs the fetchers, as `--data-pool`.
         prefill: Data that fetchers prepare before ranks start, as `--prefill`.
-        out: Global variables of the function's module to copy back to the notebook, as `--out`.
+        out: Variables of the notebook or script to copy back from the ranks, as `--out`.
         name: Name of the run, as `--name`.
         max_restarts: Maximum number of restarts of all ranks after failures, as `--max-restarts`.
         timeout: Limit on the run's time, in seconds.
         profile: Number of steps that torch.profiler records on every rank, as `--profile`.
         env: Environment variables of the ranks, as `--env`.
         logs: Ranks whose lines are shown, as `--logs`.
-        gather: Whether to return the values of all ranks, in `run.results`. If False, return only
+        gather: Whether to return the values of all ranks, in `run.results`. By default, return only
             rank 0's value, in `run.result`.
         **kwargs: Keyword arguments of the function; the same for all ranks.
 
@@ -78,8 +78,8 @@ def run(
         The run. `run.result` is the value that rank 0 returned.
 
     Raises:
-        UsageError: An option has an impossible value. Or a given option has the same name as a
-            parameter of the function.
+        UsageError: An option has an impossible value, or `function` is not callable. Or a given
+            option has the same name as a parameter of the function.
         CaptureError: The function or an argument cannot be pickled for the ranks.
         ResultError: The returned value could not be pickled.
         PoolError: The pool could not be started.
@@ -100,14 +100,40 @@ def run(
         "profile": profile,
         "env": env,
         "logs": logs,
-        "gather": gather or None,
+        "gather": gather,
     }
     given = {option: value for option, value in options.items() if value is not None}
+    check_callable("taas.run", function)
+    _check_types(given)
     refuse_shared_names("taas.run", function, given.keys())
     shell, settings = _shell(), load_config(working_folder())
     asked = _flags(given, settings)
     work = FunctionWork(function, args, kwargs, f"taas.run({function_name(function)}, ...)")
     return _execute(asked, work, shell, settings)
+
+
+def _check_types(given: Mapping[str, Any]) -> None:
+    """Check the types of the options `out` and `env`.
+
+    The other options need no check: `_flags` converts them to text, and the flags check the text.
+
+    Raises:
+        UsageError: `out` or `env` has a type that `run` does not allow.
+    """
+    out, env = given.get("out", ()), given.get("env", {})
+    names = [out] if isinstance(out, str) else out
+    if not (isinstance(names, list | tuple) and all(isinstance(name, str) for name in names)):
+        raise UsageError(
+            'taas.run: out needs names of variables, such as "model,history", or a list of names, '
+            f'such as ["model", "losses@last"]; got {text_of_value(out)}'
+        )
+    texts = [each for pair in env.items() for each in pair] if isinstance(env, Mapping) else [env]
+    is_text = isinstance(env, Mapping) and all(isinstance(each, str) for each in texts)
+    if not is_text or any("=" in name for name in env):
+        raise UsageError(
+            'taas.run: env needs a dict of strings, such as {"NCCL_DEBUG": "INFO"}, without "=" in '
+            f"the names; got {text_of_value(env)}"
+        )
 
 
 def _flags(options: Mapping[str, Any], settings: Config) -> Flags:
@@ -132,7 +158,7 @@ def _flags(options: Mapping[str, Any], settings: Config) -> Flags:
         asked = flags.parse(shlex.join(words), settings, flags.Spelling.CALL)
     except UsageError as error:
         raise UsageError(f"taas.run: {error}") from None
-    returned = VALUES if "gather" in options else VALUE
+    returned = VALUES if options.get("gather") else VALUE
     return structs.replace(asked, out=(*asked.out, returned))
 
 

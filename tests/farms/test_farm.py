@@ -538,7 +538,22 @@ def test_an_option_of_submit_that_is_a_parameter_of_the_function_is_refused(farm
 
     with pytest.raises(UsageError, match=r"fetch has a parameter `retries`.*functools.partial"):
         farm.submit(fetch, "u", retries=2)
+    with pytest.raises(UsageError, match="fetch has a parameter `retries`"):
+        farm.submit(fetch, "u", retries=0)
     assert farm.submit(functools.partial(fetch, retries=5), "u", retries=2).result() == ("u", 5)
+    with pytest.raises(UsageError, match=r"a farm's job needs a function.*; got int 3\. To call"):
+        farm.submit(3)  # type: ignore[arg-type]
+
+
+def test_arguments_reach_parameters_with_the_names_of_a_farms_own(farm: Farm) -> None:
+    def echo(**given: int) -> dict[str, int]:
+        return given
+
+    names = ("self", "function", "args", "kwargs", "name", "job", "iterables", "calls", "folder")
+    given = dict.fromkeys(names, 3)
+    assert farm.submit(echo, **given).result() == given
+    [job] = farm.map(lambda first, **given: (first, given), [1], **given)
+    assert job.result() == (1, given)
 
 
 def test_threads_submit_functions_without_a_name(planted: Notebook, names: dict[str, Any]) -> None:

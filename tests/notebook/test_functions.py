@@ -78,8 +78,10 @@ class Setter:
 
 @pytest.mark.parametrize(
     "call",
-    ["by_globals", "calls, by_globals", "make()", "functools.partial(calls, make())", "Setter()"]
-    + ["Setter.cached", "lambda: exec('x = 1', globals())"],
+    [
+        *("by_globals", "calls, by_globals", "make()", "functools.partial(calls, make())"),
+        *("Setter()", "Setter.cached", "lambda: exec('x = 1', globals())"),
+    ],
 )
 def test_a_name_that_only_a_callee_sets_comes_back(notebook: Notebook, call: str) -> None:
     notebook.define(SETTERS)
@@ -94,7 +96,8 @@ def test_a_name_that_only_a_callee_sets_comes_back(notebook: Notebook, call: str
 def test_a_name_that_nothing_sets_is_refused(notebook: Notebook) -> None:
     notebook.define("import taas\nlr = 0.1\ndef train(): return lr")
     with pytest.raises(
-        UsageError, match="^--out rate: the function sets no such variable of the notebook; it has:"
+        UsageError,
+        match=r"^--out rate: the function sets no such variable of the notebook; it has:",
     ):
         notebook.define("taas.run(train, gpus=1, out='rate')")
 
@@ -207,6 +210,40 @@ def test_an_option_that_is_a_parameter_too_is_refused_and_a_partial_is_not(
         notebook.define("taas.run(show, 'x', gpus=1, units='--a-b (--c)')")
     with pytest.raises(UsageError, match=r"^taas\.run: gpus is missing: .* such as gpus=2$"):
         notebook.define("taas.run(show, 'x', gpus=None)")
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        ("f, out=3", r"out needs names of variables, such as .* or a list .*; got int 3$"),
+        ("f, out=[3]", r"out needs names of variables.*; got list \[3\]$"),
+        ("f, out={'a': 1}", r"out needs names of variables.*; got dict \{'a': 1\}$"),
+        ("f, env='A=1'", r"env needs a dict of strings, such as .*; got str 'A=1'$"),
+        ("f, env={'A': 1}", r"env needs a dict of strings.*; got dict \{'A': 1\}$"),
+        ("f, env={1: 'A'}", r"env needs a dict of strings.*; got dict \{1: 'A'\}$"),
+        ("f, env={'A=B': 'C'}", r"env needs a dict of strings.*without \"=\" in the names; got"),
+        ("f()", r"needs a function or another callable.*; got NoneType None\. To call the f"),
+        ("Thing()", r"needs a function or another callable.*; got Thing <"),
+    ],
+)
+def test_a_wrong_type_is_refused_with_what_is_allowed(
+    notebook: Notebook, call: str, message: str
+) -> None:
+    notebook.define("import taas\ndef f(): pass\nclass Thing: pass")
+    with pytest.raises(UsageError, match=f"^taas\\.run:? {message}"):
+        notebook.define(f"taas.run({call}, gpus=1)")
+
+
+def test_a_parameter_that_gets_no_keyword_shares_no_name_with_an_option(notebook: Notebook) -> None:
+    notebook.define("import taas\ndef show(name, /, *env): return name, env")
+    notebook.define("run = taas.run(show, 1, 2, gpus=1, name='x', env={'A': 'b'})")
+    assert value(notebook, "run.result, run.name") == ((1, (2,)), "x")
+    notebook.define("def gathers(gather): return gather")
+    with pytest.raises(UsageError, match="gathers has a parameter `gather`"):
+        notebook.define("taas.run(gathers, gpus=1, gather=False)")
+    notebook.define("def given(self, function, kwargs): return self, function, kwargs")
+    notebook.define("run = taas.run(given, gpus=1, self=1, function=2, kwargs=3)")
+    assert value(notebook, "run.result") == (1, 2, 3)
 
 
 def test_a_function_that_exceeds_its_timeout_names_the_run_and_the_lines(
