@@ -29,7 +29,7 @@ from msgspec import structs
 from taas_magic import messages
 from taas_magic.capture import payload
 from taas_magic.capture.work import FunctionWork
-from taas_magic.config import LOCAL, load_config
+from taas_magic.config import load_config
 from taas_magic.engines.keys import Keys
 from taas_magic.errors import TaasError
 from taas_magic.farms.messages import (
@@ -396,13 +396,8 @@ class NodeManager(SchedulerPlugin):
         )
         folder = RunFolder.create(plan.run_id, plan, work.raw)
         payload.write(captured, folder.payload)
-        return RunSpec(
-            plan,
-            str(folder.path),
-            settings.origin,
-            requires=None if config.engine == LOCAL else (),
-            reach=scheduler,
-            reads_only=True,
+        return RunSpec.for_pool(
+            config.engine, plan, folder, settings.origin, reach=scheduler, reads_only=True
         )
 
     def _record_lost_node(self, name: str, why: str) -> None:

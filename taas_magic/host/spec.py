@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct, structs
 
@@ -218,6 +218,29 @@ class RunSpec(Struct, frozen=True, omit_defaults=True):
     idle_s: float | None = None
     session: str = ""
     cell_number: int = 0
+
+    @classmethod
+    def for_pool(
+        cls,
+        engine: str,
+        plan: Plan,
+        folder: RunFolder,
+        origin: Origin,
+        modules: tuple[str, ...] = (),
+        **facts: Any,
+    ) -> "RunSpec":
+        """Return the description of a run for its pool. All runs are described by this function.
+
+        Hosts of the engine `local` are this machine, so the pool does not check their modules.
+
+        Args:
+            engine: Engine of the ranks' pool.
+            folder: Folder of the run on the notebook's machine.
+            modules: Modules that must be installed on the hosts of other engines.
+            facts: Further fields of the `RunSpec`.
+        """
+        requires = None if engine == "local" else modules
+        return cls(plan, str(folder.path), origin, requires, **facts)
 
     @property
     def is_session(self) -> bool:

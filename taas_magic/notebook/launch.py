@@ -214,11 +214,12 @@ def prepare_run(
     """
     folder = _write_run_folder(plan, captured, config)
     assert plan.store is not None
-    spec = RunSpec(
+    spec = RunSpec.for_pool(
+        pool.config.engine,
         plan,
-        str(folder.path),
+        folder,
         origin(shell, plan.store.path),
-        requires=None if pool.config.engine == "local" else captured.requires,
+        captured.requires,
         reads_only=reads_only,
         session=session.run_id if session is not None else "",
         cell_number=session.count_cell() if session is not None else 0,

@@ -39,6 +39,8 @@ BATCHES_VARIABLE = "TAAS_REHEARSE"
 The value is the number of batches after which a pass over a registered loader ends.
 """
 
+_SEE_REPORT = 'see "would fail" in the report above'
+
 _MAX_LISTED = 3
 _MAX_PROBLEMS = 5
 _MIN_STEP_S = 1e-3
@@ -121,16 +123,19 @@ def rehearse(flags: Flags, work: Work, shell: "InteractiveShell", config: Config
     _examine_pool(found, captured, config)
     if refused:
         pools.print_line(report(found))
-        raise CaptureError(refused[0])
+        objects = "an object" if len(refused) == 1 else f"{len(refused)} objects"
+        raise CaptureError(
+            f"the cell was not run, because {objects} cannot be sent to the ranks: {_SEE_REPORT}"
+        )
     try:
         run = _run_here(found, captured, shell, config)
     finally:
         pools.print_line(report(found))
     run.raise_failure()
     if problems := found.all_problems:
+        reasons = "a reason" if len(problems) == 1 else f"{len(problems)} reasons"
         raise PoolError(
-            f'the cell ran here, but would fail on pool "{flags.pool}": {problems[0]}'
-            + f"\nand {len(problems) - 1} more (see the report)" * (len(problems) > 1)
+            f'the cell ran here, but would fail on pool "{flags.pool}" for {reasons}: {_SEE_REPORT}'
         )
     return run
 
@@ -250,7 +255,7 @@ def report(found: RehearsalFindings) -> str:
     rows = [
         *_problem_rows(found),
         *_host_rows(found),
-        ("travels", _captured_text(found)),
+        ("sent", _captured_text(found)),
         *_loader_rows(found),
         *_rank_rows(found),
     ]
@@ -266,7 +271,7 @@ def _title(found: RehearsalFindings) -> str:
     what = f"{flags.rehearse} batch{'es' * (flags.rehearse > 1)} a pass"
     what += f" on {ranks} CPU rank{'s' * (ranks > 1)} here"
     did = f"{found.state} in {duration(found.elapsed_s, decimals=1)}" if found.state else "not run"
-    planned = f'rehearsed for pool "{flags.pool}"'
+    planned = f'for pool "{flags.pool}"'
     if found.plan is not None:
         hosts = len(found.plan.hosts)
         planned += f": {flags.gpus} rank{'s' * (flags.gpus > 1)} on {hosts} host{'s' * (hosts > 1)}"
@@ -291,8 +296,9 @@ def _host_rows(found: RehearsalFindings) -> list[tuple[str, str]]:
     fit = [row for row in found.host_rows if row.is_fit and row.host]
     if fit:
         hosts = [row for row in found.host_rows if row.host]
-        what = "have a suitable Python, torch, and all modules that the cell imports"
-        rows.append(("hosts", f"{len(fit)} of {len(hosts)} hosts {what}"))
+        have = f"host{'s have' if len(hosts) > 1 else ' has'}"
+        what = "a suitable Python, torch, and all modules that the cell imports"
+        rows.append(("hosts", f"{len(fit)} of {len(hosts)} {have} {what}"))
     for row in found.host_rows:
         if not row.host:
             what = f'the modules of pool "{row.pool}", which has no running host'
@@ -336,12 +342,14 @@ def _loader_rows(found: RehearsalFindings) -> Iterable[tuple[str, str]]:
         if value.type_name.endswith(".DataLoader") and value.name not in found.loader_bytes
     ]
     if plain:
-        which = f"{listed(plain, _MAX_LISTED)}, because it is not registered (taas.register)"
+        are = "they are" if len(plain) > 1 else "it is"
+        which = f"loops over {listed(plain, _MAX_LISTED)}, because {are} not registered"
     elif not found.loader_bytes:
-        which = "loops of the cell, because it uses no registered loader"
+        which = "loops of the cell, because the cell uses no registered loader"
     else:
         return
-    yield "not cut short", f"{which}; the cell can read K from os.environ['{BATCHES_VARIABLE}']"
+    how = f"register its loader, or stop after os.environ['{BATCHES_VARIABLE}'] batches"
+    yield "not cut short", f"{which}; to shorten a loop, {how}"
 
 
 def estimate(loader_counts: LoaderCounts, ranks: int) -> str:
@@ -368,13 +376,13 @@ def estimate(loader_counts: LoaderCounts, ranks: int) -> str:
     prepared_per_s = loader_counts.fetcher_total("workers") * prepared / work_s
     said = f"one fetcher prepares {_rate(prepared_per_s)} batches/s here"
     if not received:
-        return f"{said}; no rank used one"
+        return f"{said}; no rank used a batch"
     if busy_s / received < _MIN_STEP_S:
         return f"{said}; a rank does too little with a batch to estimate --cpus"
     speed = received / busy_s
     fetchers = max(1, math.ceil(ranks * speed / prepared_per_s))
     many = f"{ranks} such rank{'s need' if ranks > 1 else ' needs'}"
-    return f"{said}, a CPU rank takes {_rate(speed)}: {many} --cpus {fetchers}"
+    return f"{said}, a CPU rank uses {_rate(speed)}; {many} --cpus {fetchers}"
 
 
 def _rate(per_s: float) -> str:
@@ -392,19 +400,20 @@ def _rank_rows(found: RehearsalFindings) -> Iterable[tuple[str, str]]:
     if found.reports:
         most = max(found.reports, key=lambda rank: found.reports[rank].peak_bytes)
         peak = size_text(found.reports[most].peak_bytes, 1024)
-        yield "memory", f"a rank used {peak} at most (rank {most}, without its child processes)"
+        yield "memory", f"at most {peak} for a rank (rank {most}, without its child processes)"
     unreported = sorted(set(range(min(found.flags.gpus, MAX_RANKS))) - found.reports.keys())
     if unreported:
-        which = ", ".join(map(str, unreported))
-        yield "not known", f"memory and files of rank {which}: it ended before it could report"
+        which = f"rank{'s' * (len(unreported) > 1)} {', '.join(map(str, unreported))}"
+        ended = "they ended before they" if len(unreported) > 1 else "it ended before it"
+        yield "not known", f"memory and files of {which}, because {ended} could report"
     # Every report lists the files of all ranks, so only the last report is used.
     last = [report.written for report in found.reports.values()][-1:]
     if written := _merged(last):
-        yield "would write", f"{_files(written)}; nothing was written to the project store"
+        yield "would write", f"{_files(written)}; the project store has not changed"
     if outside := _merged(report.outside for report in found.reports.values()):
         yield (
             "outside",
-            f"{_files(outside)}: not in the project store: each file stays on the host of its rank",
+            f"{_files(outside)}; not in the project store, so a file stays on the host of its rank",
         )
 
 

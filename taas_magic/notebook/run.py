@@ -637,7 +637,7 @@ class RunDriver:
         if self._ended is None:
             if isinstance(view, View):
                 heads.close_view(self.run, view, self.head, DETACHED)
-            self.run.live = None  # from now on, `run` reads its state from the journal
+            self.run.read_journal()
             return
         view.feed(self._ended)
         view.close()

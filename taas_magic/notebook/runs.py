@@ -41,7 +41,10 @@ from taas_magic.store.receipt import Receipt
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-_FOR_OUR_CODE = ("context", "head", "new_state", "raise_failure", "result_notes", "unrecorded_end")
+_FOR_OUR_CODE = (
+    *("context", "head", "new_state", "raise_failure"),
+    *("read_journal", "result_notes", "unrecorded_end"),
+)
 """Attributes of `Run` that Tab completion does not offer, because only our own code uses them."""
 
 SESSION_FILE = "session.json"
@@ -57,7 +60,8 @@ POLL_S = 0.2
 class Run:
     """One execution of a cell or function on ranks, as users get it from `taas.runs()`.
 
-    Any kernel of the user may have started the run. The object only reads the run's folder.
+    Any kernel of the user may have started the run. The object only reads the run's folder. Users
+    cannot set its attributes.
 
     Args:
         path: The run's folder.
@@ -65,7 +69,7 @@ class Run:
     """
 
     def __init__(self, path: Path, live: RunState | None = None) -> None:
-        self.live = live
+        self._live = live
         self._folder = RunFolder(path)
         self._reader = JournalReader(self._folder.events)
         self._replay: Replay | None = None
@@ -109,7 +113,7 @@ class Run:
     @property
     def state(self) -> RunStatus:
         """State of the run. It can be compared with a string: `run.state == "SUCCEEDED"`."""
-        return RunStatus(self.live.state if self.live else self._summary().state)
+        return RunStatus(self._live.state if self._live else self._summary().state)
 
     @property
     def is_active(self) -> bool:
@@ -124,8 +128,8 @@ class Run:
     @property
     def duration_s(self) -> float:
         """Seconds from the run's start to its end, or until now if it is active."""
-        if self.live and self.live.has_ended:
-            return self.live.elapsed_s or 0.0
+        if self._live and self._live.has_ended:
+            return self._live.elapsed_s or 0.0
         return self._summary().elapsed_s
 
     @property
@@ -136,8 +140,8 @@ class Run:
         read new events from the run's journal. If the run's owner has disappeared, the state is
         LOST.
         """
-        if self.live:
-            return self.live
+        if self._live:
+            return self._live
         if self._replay is None:
             self._replay = Replay(self.new_state())
         for chunk in self._reader.chunks():
@@ -164,13 +168,13 @@ class Run:
     @property
     def failed_rank(self) -> int | None:
         """Number of the rank that failed first; None if no rank failed."""
-        first = self.live.first if self.live else self._summary().first
+        first = self._live.first if self._live else self._summary().first
         return first.rank if first else None
 
     @property
     def error(self) -> str:
         """One-line description of the run's error; "" if there is none."""
-        about = self.live or self._summary()
+        about = self._live or self._summary()
         return headline(about.first) if about.first else about.why
 
     @property
@@ -362,6 +366,10 @@ class Run:
             lines = [f"    {name}: {why}" for name, why in shown.items()]
             raise ResultError(f"run {self.id} succeeded, but {what}{came}\n" + "\n".join(lines))
 
+    def read_journal(self) -> None:
+        """Read the run's state from its journal from now on. The kernel has detached the run."""
+        self._live = None
+
     def unrecorded_end(self) -> RunEnded | None:
         """Return an end event if the run's owner is gone and has recorded no end of the run.
 
@@ -377,6 +385,11 @@ class Run:
         """Create the state that the run has before its first event. The caller applies events."""
         began = (self.path / "plan.json").stat().st_mtime
         return RunState(self.plan, self.path, began=began)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not name.startswith("_"):
+            raise AttributeError(f"a Run is read-only: its attribute {name!r} cannot be set")
+        super().__setattr__(name, value)
 
     def __dir__(self) -> list[str]:
         """Return the names of the attributes that users need, for Tab completion."""

@@ -282,8 +282,8 @@ class Session:
         with folder.discard_on_error():
             folder.write_context(context)
             _write_flags(folder, self.flags)
-        requires = None if connection.config.engine == "local" else ()
-        spec = RunSpec(self.plan, str(folder.path), origin, requires, idle_s=idle_s)
+        engine = connection.config.engine
+        spec = RunSpec.for_pool(engine, self.plan, folder, origin, idle_s=idle_s)
 
         def launch() -> None:
             connection.launch(spec, self._on_run_event)

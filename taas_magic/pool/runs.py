@@ -484,17 +484,15 @@ class Share(ABC):
         if self._run.requires is not None:
             await require_fit(self._pool_hosts, hosts, self._run.requires)
 
-    async def _start_one(
-        self, part: HostPart, spec: ShareSpec, is_next_attempt: bool = False
-    ) -> int:
+    async def _start_one(self, part: HostPart, is_next_attempt: bool = False, **facts: Any) -> int:
         """Start the ranks or fetchers on one host, and count the run as active on the host.
 
         If `halt` is called during the start, send `Halt` to this host again after the start.
 
         Args:
-            spec: What the host must start.
             is_next_attempt: Whether the host also ran the previous attempt, so that it must first
                 clean up after this attempt.
+            facts: Fields of the host's `ShareSpec` that only a share of ranks has.
 
         Returns:
             The port of the ranks' rendezvous if this host runs the rendezvous, else 0.
@@ -504,6 +502,7 @@ class Share(ABC):
         """
         part.host.runs.add(self.run_id)
         address = part.host.address
+        spec = ShareSpec(self._for_hosts, part.host_rank, **facts)
         try:
             port = await self._pool_hosts.call(address, StartShare(spec, is_next_attempt))
             if self.is_halted:  # an earlier `Halt` had no effect while the host was starting
@@ -604,8 +603,7 @@ class PoolFetchers(Share):
         chosen = (await self._acquire_hosts(self._data.pool_hosts))[: self._data.hosts]
         parts = [HostPart(host, number) for number, host in enumerate(chosen)]
         self._parts = {part.host.address: part for part in parts}
-        shares = (ShareSpec(self._for_hosts, part.host_rank) for part in parts)
-        starting = map(self._start_one, parts, shares)
+        starting = map(self._start_one, parts)
         for error in await asyncio.gather(*starting, return_exceptions=True):
             if isinstance(error, BaseException):
                 raise error
@@ -1178,10 +1176,10 @@ class PoolRun(Share):
             if self._run.reach:
                 tunnel = self._pool_hosts.tunnel(part.host, self._run.reach)
                 reach = await self._tunnels.enter_async_context(tunnel)
-            spec = ShareSpec(
-                self._for_hosts,
-                part.host_rank,
-                self.plan.hosts[part.host_rank],
+            return await self._start_one(
+                part,
+                part.host.address in running,
+                host_plan=self.plan.hosts[part.host_rank],
                 n_hosts=len(self._parts),
                 master_addr=master_addr,
                 master_port=master_port,
@@ -1190,7 +1188,6 @@ class PoolRun(Share):
                 fetchers=self._fetchers,
                 reach=reach,
             )
-            return await self._start_one(part, spec, part.host.address in running)
         except PoolError as error:
             self._report(part, "FAILED", "host", [host_failure(part.host.name, error)])
             self._record_part_ended(part)

@@ -546,11 +546,11 @@ def test_an_option_of_submit_that_is_a_parameter_of_the_function_is_refused(farm
 
 
 def test_arguments_reach_parameters_with_the_names_of_a_farms_own(farm: Farm) -> None:
-    def echo(**given: int) -> dict[str, int]:
+    def echo(**given: Any) -> dict[str, Any]:
         return given
 
     names = ("self", "function", "args", "kwargs", "name", "job", "iterables", "calls", "folder")
-    given = dict.fromkeys(names, 3)
+    given: dict[str, Any] = dict.fromkeys(names, 3)
     assert farm.submit(echo, **given).result() == given
     [job] = farm.map(lambda first, **given: (first, given), [1], **given)
     assert job.result() == (1, given)

@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import pickle
 import shutil
 import stat
 import subprocess
@@ -142,6 +143,11 @@ def test_runs_are_found_by_id_prefix_and_name() -> None:
     assert runs.find(None).id == "20260202-2"
     assert runs.find("20260101").id == "20260101-1"
     assert runs.find("second").id == "20260202-2"
+    run = runs.find("second")
+    for name in ("foo", "name", "plan", "state"):
+        with pytest.raises(AttributeError, match="a Run is read-only"):
+            setattr(run, name, 1)
+    assert pickle.loads(pickle.dumps(run)).id == run.id
     with pytest.raises(UsageError, match=r'No run "x"\. The newest runs are: 20260202-2'):
         runs.find("x")
 

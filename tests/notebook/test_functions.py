@@ -61,11 +61,6 @@ SETTERS = """
 import functools, sys, taas
 def by_globals(): globals()["x"] = 1
 def calls(function): function()
-def make():
-    def by_statement():
-        global x
-        x = 1
-    return by_statement
 class Setter:
     def __call__(self): sys.modules["__main__"].x = 1
     @staticmethod
@@ -79,7 +74,7 @@ class Setter:
 @pytest.mark.parametrize(
     "call",
     [
-        *("by_globals", "calls, by_globals", "make()", "functools.partial(calls, make())"),
+        *("by_globals", "calls, by_globals", "functools.partial(calls, by_globals)"),
         *("Setter()", "Setter.cached", "lambda: exec('x = 1', globals())"),
     ],
 )

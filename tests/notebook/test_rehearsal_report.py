@@ -30,14 +30,14 @@ def loader_counts(
 @pytest.mark.parametrize(
     ("counts", "ranks", "wanted"),
     [
-        (loader_counts(), 1, "a CPU rank takes 2: 1 such rank needs --cpus 1"),
+        (loader_counts(), 1, "a CPU rank uses 2; 1 such rank needs --cpus 1"),
         (
             loader_counts(),
             6,
-            "prepares 12 batches/s here, a CPU rank takes 2: 6 such ranks need --cpus 1",
+            "prepares 12 batches/s here, a CPU rank uses 2; 6 such ranks need --cpus 1",
         ),
         (loader_counts(), 7, "7 such ranks need --cpus 2"),
-        (loader_counts(batches=0), 2, "prepares 12 batches/s here; no rank used one"),
+        (loader_counts(batches=0), 2, "prepares 12 batches/s here; no rank used a batch"),
         (loader_counts(busy_s=0.0001), 2, "a rank does too little with a batch to estimate --cpus"),
         (loader_counts(prepared=0, fetch_s=0.0), 2, "no batch was prepared"),
     ],
@@ -76,7 +76,7 @@ def test_a_whole_report() -> None:
     )
     assert report(found).splitlines() == [
         "rehearsal (3 batches a pass on 2 CPU ranks here): SUCCEEDED in 4.2 s; "
-        'rehearsed for pool "gpu": 8 ranks on 2 hosts',
+        'for pool "gpu": 8 ranks on 2 hosts',
         "  would fail    first line; second line",
         "  would fail    hosts gpu0, gpu1, gpu2 and 2 more: module nosuch that the cell imports: "
         "not installed there. Install it",
@@ -84,22 +84,22 @@ def test_a_whole_report() -> None:
         "imports",
         '  not checked   the modules of pool "queue", which has no running host '
         "(%taas warm queue starts one)",
-        "  travels       15.0 MiB to each host: x5 5.0 MiB (ndarray), x4 4.0 MiB (ndarray), "
+        "  sent          15.0 MiB to each host: x5 5.0 MiB (ndarray), x4 4.0 MiB (ndarray), "
         "x3 3.0 MiB (ndarray), 3 more",
         "  loader train  3.0 MiB to each fetcher; one fetcher prepares 12 batches/s here, "
-        "a CPU rank takes 2: 8 such ranks need --cpus 2",
-        "  memory        a rank used 300.0 MiB at most (rank 0, without its child processes)",
-        "  not known     memory and files of rank 1: it ended before it could report",
+        "a CPU rank uses 2; 8 such ranks need --cpus 2",
+        "  memory        at most 300.0 MiB for a rank (rank 0, without its child processes)",
+        "  not known     memory and files of rank 1, because it ended before it could report",
         "  would write   5 files, 5.0 KiB: c0.pt (1.0 KiB), c1.pt (1.0 KiB), c2.pt (1.0 KiB) and 2 "
-        "more; nothing was written to the project store",
-        "  outside       /tmp/a.pt (10 bytes): not in the project store: each file stays on "
+        "more; the project store has not changed",
+        "  outside       /tmp/a.pt (10 bytes); not in the project store, so a file stays on "
         "the host of its rank",
     ]
 
 
 def test_many_problems_are_counted() -> None:
     text = report(RehearsalFindings(FLAGS, problems=[f"problem {n}" for n in range(9)]))
-    assert "not run; rehearsed for" in text and text.count("would fail") == 6
+    assert "not run; for pool" in text and text.count("would fail") == 6
     assert "4 more reasons" in text and "memory" not in text
 
 
@@ -110,8 +110,8 @@ def test_the_files_are_those_at_the_end() -> None:
         0: Rehearsed(rank=0, peak_bytes=1, written=[new], outside=[new]),
     }
     text = report(RehearsalFindings(FLAGS, reports=reports, state="SUCCEEDED"))
-    assert "would write    new.pt (1 byte); nothing" in text
-    assert "outside        old.pt (1 byte), new.pt (1 byte): not in" in text
+    assert "would write    new.pt (1 byte); the project" in text
+    assert "outside        old.pt (1 byte), new.pt (1 byte); not in" in text
 
 
 def test_the_rehearsed_run_is_small_and_here() -> None:

@@ -66,7 +66,9 @@ options = {{ ssh_config = "{hosts.ssh_config}" }}
 
 
 @pytest.mark.fault(29)
-def test_a_cell_runs_on_a_host_that_had_nothing_of_ours(remote: Notebook, hosts: Hosts) -> None:
+def test_a_cell_runs_on_a_host_that_had_nothing_of_ours(
+    remote: Notebook, hosts: Hosts, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Also check that the error names a missing package before the cell runs."""
     assert ".cache" not in hosts.exec(1, "ls", "-a", "/root").split()
     remote.define("import psutil")
@@ -86,7 +88,8 @@ def test_a_cell_runs_on_a_host_that_had_nothing_of_ours(remote: Notebook, hosts:
     outcome = remote.run("import sklearn.svm", "--pool bare --rehearse")
     assert isinstance(outcome.error, PoolError) and 'would fail on pool "bare"' in outcome.shown
     names = ", ".join(hosts.names)
-    assert f"hosts {names}: module sklearn that the cell imports: not installed" in outcome.shown
+    report = capsys.readouterr().out
+    assert f"hosts {names}: module sklearn that the cell imports: not installed" in report
     assert outcome.run is not None and outcome.run.state == "SUCCEEDED"  # on the local pool
     optional = "try:\n    import sklearn\nexcept ImportError:\n    print('without')"
     assert remote.run(optional, "--pool bare").lines[0] == ["without"]
