@@ -6,7 +6,7 @@ notebook. The kernel sends a value of the notebook again if the digest of its pi
 """
 
 import hashlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import FunctionType, ModuleType
 from typing import Any
@@ -122,6 +122,11 @@ class RankVariables:
     def all(self) -> set[str]:
         """All names that the ranks have."""
         return {*self.owned, *self._code, *(name for name in self._sent if name != _STATE)}
+
+    @property
+    def has_functions(self) -> bool:
+        """Whether cells have defined functions or classes in the ranks."""
+        return bool(self._reads or self._code)
 
     def assume_state(self, state: dict[str, Any]) -> None:
         """Record that the ranks have this process state, so it is sent only after a change."""
@@ -279,7 +284,7 @@ class RankVariables:
     def record_changes(
         self,
         choice: VariablesToSend,
-        assigned: Iterable[str],
+        assigned: Collection[str],
         deleted: Iterable[str],
         digests: Mapping[str, str],
     ) -> None:
@@ -301,7 +306,8 @@ class RankVariables:
             self.owned[name] = digests.get(name, "")
             self._sent.pop(name, None)
             self._returned.pop(name, None)
-            self._reads[name] = choice.reads.get(name, frozenset())
+            self._reads.pop(name, None)
+        self._reads |= {name: choice.reads[name] for name in assigned if name in choice.reads}
 
     def record_returned(self, values: Mapping[str, Any]) -> None:
         """Record values that `--out` returned: from now on, their names belong to the ranks.

@@ -743,7 +743,8 @@ def out_problem(
     """Return an error message if `--out` names a variable that no rank will have, else None.
 
     The cell's text and the captured objects show which variables the ranks will have when the work
-    ends. In a session, the ranks may also have all functions that the notebook has now.
+    ends. In a session, the ranks may also have all functions that the notebook has now. If they
+    also have functions of earlier cells, which may set any variable, return None.
 
     Args:
         flags: Flags of the cell or function.
@@ -751,7 +752,7 @@ def out_problem(
         shell: The notebook's IPython shell.
         known: Variables that the ranks of the cell's session already have. None without a session.
     """
-    if not flags.out or captured.sets_any:
+    if not flags.out or captured.sets_any or (known is not None and known.has_functions):
         return None
     asked = [name for name in map(variable_name, flags.out) if name != VALUE]
     names = {value.name for value in captured.captured} | captured.stores

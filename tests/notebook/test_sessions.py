@@ -416,6 +416,15 @@ def test_what_does_not_go_together_is_said_before_anything_runs(session: Fronten
     assert printed(session, "%%taas --session exp\nprint(rank)") == ["0", "1"]
 
 
+def test_a_name_that_only_a_function_of_an_earlier_cell_sets_comes_back(session: Frontend) -> None:
+    session.run("def of_notebook():\n    globals()['total'] = 4")
+    session.run("%%taas --session exp\nsent = of_notebook")
+    session.run("%%taas --session exp --out total\nof_notebook()")
+    session.run("%%taas --session exp\ndef of_ranks():\n    global other\n    other = 5")
+    session.run("%%taas --session exp --out other\nof_ranks()")
+    assert session.text(session.run("print(total, other)")) == "4 5\n"
+
+
 LOADER = """import taas, torch
 from torch.utils.data import DataLoader
 loader = DataLoader(torch.arange(32), batch_size=2, shuffle=True, num_workers=1)

@@ -100,10 +100,14 @@ def imported_by_text(module: str) -> Iterator[str]:
 
     The names are strings in the call, or in a module-level constant if the call is in a loop.
     """
-    tree = tree_of(module)
+    yield from imported_by_text_in(tree_of(module))
+
+
+def imported_by_text_in(tree: ast.Module) -> Iterator[str]:
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
     calls = [node for node in calls if ast.unparse(node.func).endswith("import_module")]
-    constants = [node for node in tree.body if calls and isinstance(node, ast.Assign)]
+    kinds = ast.Assign | ast.AnnAssign
+    constants = [node for node in tree.body if calls and isinstance(node, kinds)]
     for node in [*calls, *constants]:
         for inner in ast.walk(node):
             if isinstance(inner, ast.Constant) and isinstance(inner.value, str):
@@ -134,6 +138,12 @@ def test_a_module_imports_nothing_from_above_by_text() -> None:
         (module, name) for module in modules() for name in above(module, imported_by_text(module))
     }
     assert found == IMPORTED_BY_TEXT_FROM_ABOVE
+
+
+@pytest.mark.parametrize("constant", ["NAMES =", "NAMES: tuple[str, ...] ="])
+def test_a_constant_with_the_name_of_a_module_counts(constant: str) -> None:
+    source = f"{constant} ('taas_magic.api',)\nfor name in NAMES: importlib.import_module(name)"
+    assert [*imported_by_text_in(ast.parse(source))] == ["api"]
 
 
 def test_the_top_floor_counts() -> None:
