@@ -281,9 +281,12 @@ class RunState:
 
         Add the host's ranks to `live_ranks` and `processes`, its GPUs to `gpus`, and its name to
         `hosts`, in the order of the ranks. If the event is the first one of a new attempt, first
-        remove the hosts, processes and GPUs of the last attempt.
+        remove the hosts, processes and GPUs of the last attempt. The first value that a rank logs
+        in a new attempt removes the points of its curve from the value's step on.
         """
         gpus = self.gpus + event.gpus
+        if event.attempt:
+            begin_attempt(self.curves, event.pids)
         if event.attempt > self.hosts_attempt:  # a restart may have replaced hosts
             self.hosts, self.hosts_attempt, self.first_ranks = [], event.attempt, {}
             self.processes.clear()
@@ -315,11 +318,9 @@ class RunState:
         """Record the number and the cause of a restart, and remove the facts of the last attempt.
 
         These facts are the failures, live ranks, ended hosts, hangs, resource use, requests for
-        input and debuggers. The hosts and GPUs stay until a host has started ranks again. The
-        curves stay up to the first step that the new attempt logs.
+        input and debuggers. The hosts and GPUs stay until a host has started ranks again.
         """
         self.restarts = event.attempt
-        begin_attempt(self.curves)
         self.restart_cause = headline(event.failure) if event.failure else ""
         self.first = None
         self.usage.clear()

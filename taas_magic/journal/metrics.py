@@ -8,7 +8,7 @@ import base64
 import csv
 import io
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -117,14 +117,14 @@ def add_points(curves: Curves, event: Metrics) -> None:
         of_metric.setdefault(event.rank, Curve()).add(number(point), point.step)
 
 
-def begin_attempt(curves: Curves) -> None:
-    """Prepare the curves for a new attempt of the run, which may log values of earlier steps again.
+def begin_attempt(curves: Curves, ranks: Collection[int]) -> None:
+    """Prepare the curves of ranks for a new attempt, which may log values of earlier steps again.
 
     The first value of the new attempt removes the points from its step on (`Curve.add`).
     """
     for of_metric in curves.values():
-        for curve in of_metric.values():
-            curve.is_new_attempt = True
+        for rank in of_metric.keys() & ranks:
+            of_metric[rank].is_new_attempt = True
 
 
 def number(point: MetricPoint) -> float:

@@ -151,7 +151,7 @@ def execute(flags: Flags, work: Work, shell: "InteractiveShell", config: Config)
         if session is not None:
             session.names.record_returned(driver.run.out)
         else:
-            returned = {variable_name(name) for name in plan.out} if flags.detach else ()
+            returned = {variable_name(name) for name in plan.out} if driver.is_detached else ()
             between_cells.set_in_ranks.update(
                 {name: plan.run_id if name in returned else "" for name in captured.stores}
             )

@@ -18,7 +18,14 @@ from taas_magic.host.metrics import MetricBuffer
 from taas_magic.journal import metrics
 from taas_magic.journal.folder import RunFolder
 from taas_magic.journal.metrics import CURVE_POINTS, Curve, sparkline, svg_data_url
-from taas_magic.messages import MetricPoint, Metrics, Restart, decode_event, encode
+from taas_magic.messages import (
+    MetricPoint,
+    Metrics,
+    RanksStarted,
+    Restart,
+    decode_event,
+    encode,
+)
 from taas_magic.notebook.runs import compare
 from tests.events import new_state
 from tests.harness import Notebook
@@ -264,7 +271,9 @@ def test_a_restart_replaces_the_points_from_its_first_step_on() -> None:
 
     log((0, 5.0), (1, 4.0), (2, 3.0), (3, 2.0))
     state.apply(Restart(attempt=1), 1.0)
-    assert state.curves["loss"][0].points == [5.0, 4.0, 3.0, 2.0]
+    log((4, 1.0))  # the last value of the old attempt may come late
+    state.apply(RanksStarted(attempt=1, pids={0: 1}), 1.0)
+    assert state.curves["loss"][0].points == [5.0, 4.0, 3.0, 2.0, 1.0]
     log((2, 1.0), (1, 0.5))
     assert state.curves["loss"][0].points == [5.0, 4.0, 1.0, 0.5]
 

@@ -161,6 +161,9 @@ def test_a_cell_is_detached_from_a_subshell_and_stopped_from_another_kernel(
     frontend.run(
         "import taas; run = taas.last_run\nassert run.state == 'RUNNING' and run.out == {}"
     )
+    request = frontend.send("total = 0; del total; print(total)")
+    assert frontend.finish(request)["ename"] == "NameError"
+    assert "`total` comes from a detached run" in frontend.text(request)
     # meanwhile another cell can run only with another project store
     assert "StoreError" in frontend.fail("%%taas --gpus 1\nprint('on')")["ename"]
     meanwhile = frontend.run(f"%%taas --gpus 1 --store {own}\nprint('on')")
