@@ -1,4 +1,4 @@
-"""`host.activity`: telling a slow start of a process from a stuck one."""
+"""Tests of `host.activity`, which tells whether a starting process works or is stuck."""
 
 import subprocess
 import sys
@@ -11,7 +11,7 @@ from taas_magic.host.activity import IdleTimer, ResourceUsage, last_active, wait
 
 
 def idle_s(*samples: ResourceUsage) -> float:
-    """Return the idle time at the last sample, in seconds."""
+    """Return the seconds from the last activity that the samples show until the last sample."""
     active = None
     for sample in samples:
         active = last_active(active, sample)

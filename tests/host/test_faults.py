@@ -184,7 +184,7 @@ def test_out_of_memory_is_told_from_a_kill(notebook: Notebook, memory_limit: Pat
 def test_a_kill_is_not_called_out_of_memory_because_of_a_stranger(
     notebook: Notebook, memory_limit: Path
 ) -> None:
-    """While the rank runs, the memory limit kills another program; then SIGKILL ends the rank."""
+    """The memory limit kills a program that the rank starts. Then the rank sends itself SIGKILL."""
     source = f"""
 import os, subprocess, sys
 enter = "import os; open({str(memory_limit / "cgroup.procs")!r}, 'w').write(str(os.getpid()))"
@@ -334,7 +334,7 @@ AFTER_THE_CELL = {
     "a thread": "threading.Thread(target=arrive).start()",
     "a result": "class Slow:\n    def __reduce__(self):\n        return arrive()\nslow = Slow()",
 }
-"""Code that makes the rank call `arrive` after the cell's last line."""
+"""Code for the end of a cell. The rank then calls `arrive` after the cell's last line."""
 
 
 @pytest.mark.parametrize("what", AFTER_THE_CELL)
@@ -371,7 +371,7 @@ sys.setprofile(interrupt)
 
 
 def test_an_interrupt_while_a_rank_ends_shows_none_of_our_frames(notebook: Notebook) -> None:
-    """Rank 0 has run its cell and waits for rank 1 to end when the interrupt arrives."""
+    """When the interrupt arrives, rank 0 has run its cell and waits until rank 1 ends."""
     source = f"""
 import os, time
 import torch.distributed as dist

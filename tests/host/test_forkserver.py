@@ -24,7 +24,7 @@ sys.meta_path.insert(0, Gate())
 def play(tmp_path: Path, function: str, pause_s: float) -> tuple[str, str]:
     """Run a function of `forkserver_plays` in a process without a main module, as in an agent.
 
-    Importing torch._dynamo waits until the gate file exists.
+    The import of torch._dynamo in the forkserver waits until the gate file exists.
 
     Args:
         function: Name of the function.

@@ -27,7 +27,7 @@ if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and hvd.rank() == 3:
 
 
 def environ(port: int = 1, **places: int) -> dict[str, str]:
-    """Return a rank's torchrun variables, and the variable with gloo's network interface."""
+    """Return environment variables of a rank: address, port, network interface, and `places`."""
     meeting = {"MASTER_ADDR": ADDRESS, "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "eth0"}
     return {**meeting, **{name: str(number) for name, number in places.items()}}
 

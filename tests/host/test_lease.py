@@ -11,7 +11,7 @@ from tests.eventually import HUNG_S
 
 
 class Expiring:
-    """A running lease, and an event that is set when it expires."""
+    """A running lease, and an event that is set when the lease expires."""
 
     def __init__(self, lease_s: float) -> None:
         self.expired = threading.Event()

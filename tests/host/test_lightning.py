@@ -21,11 +21,11 @@ from tests.harness import Notebook
 NAMES = ("csv", "none", "wandb", "tensorboard")
 
 Series = dict[str, dict[int, float]]
-"""Values by step, by the name of the scalar without the training's name."""
+"""The values of each scalar, by step. Scalars have names without the training's name."""
 
 
 def by_csv_logger(folder: Path) -> Series:
-    """Return the scalars that Lightning's CSVLogger wrote."""
+    """Return the scalars that Lightning's CSVLogger wrote in the training `csv`."""
     found: Series = {}
     with (folder / "lightning_logs/version_0/metrics.csv").open() as file:
         for row in csv.DictReader(file):

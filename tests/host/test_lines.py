@@ -32,7 +32,13 @@ AWKWARD = st.lists(
 
 
 def assemble(data: bytes, sizes: list[int] | None = None, limit_bytes: int = 64) -> list[str]:
-    """Return the lines of `data`, fed at once or in chunks of `sizes` bytes (used in turn)."""
+    """Feed `data` to a `LineAssembler`, and return its lines.
+
+    Args:
+        data: The output of a rank.
+        sizes: Sizes of the chunks in bytes, used again and again; None feeds `data` at once.
+        limit_bytes: Longest line that is not cut.
+    """
     assembler = LineAssembler(limit_bytes)
     lines: list[str] = []
     sizes = sizes or [len(data) or 1]
@@ -125,7 +131,7 @@ def test_text_printed_behind_a_bar_is_a_line_without_the_bar(size: int) -> None:
 
 
 BAR_THEN_TEXT = b"\r 50%|# | 1/2 [00:01<00:01, 1.0it/s]\nabc\x1b[Adef\n\n"
-"""Output that writes text below a progress bar, and then text in the bar's row."""
+"""Output of a progress bar, of text in the row below the bar, and then of text in the bar's row."""
 
 
 @given(data=AWKWARD, sizes=st.lists(st.integers(1, 7), min_size=1), limit=st.sampled_from([3, 64]))

@@ -45,7 +45,7 @@ def test_the_path_of_interpreter_and_packages_stays() -> None:
 
 
 def test_folders_of_the_user_beside_the_interpreters_own_are_the_users() -> None:
-    """A system's Python has the prefix /usr, and conda's /opt/conda; users have folders there."""
+    """Users have folders below /usr, the prefix of a system's Python, and below conda's prefix."""
     own = ["/usr/lib/python3.11", "/usr/lib/python3.11/lib-dynload", "/usr/bin", "/opt/conda/bin"]
     users = ["/usr/local/work", "/usr/src/app", "/opt/conda/work"]
     assert users_path([*own, *users], ["/opt/conda", "/usr"]) == users

@@ -29,11 +29,12 @@ RAISED = RankRaised("ValueError", "bad", ["Traceback", "ValueError: bad"])
 
 
 class Rank:
-    """A reader of one rank's pipes, the rank's ends of them, and what the reader delivers.
+    """A fake rank: both ends of its pipes. A `PipeReader` reads them and delivers to lists.
 
     Attributes:
-        events: Events for the pool's process.
-        messages: Messages of the rank, and the reader's notes about invalid ones.
+        events: Events that the reader delivered for the pool's process.
+        messages: Messages of the rank that the reader delivered, and the reader's notes about
+            invalid messages.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -136,7 +137,7 @@ def test_pipes_that_their_rank_has_not_opened_yet_stay_open_for_the_next_run(
     reader = PipeReader(tmp_path, runs[0], [0], lambda event: None, lambda rank, message: None)
     reader.redirect_to(runs[1], lambda event: None, lambda rank, message: None)
     for pipe in (link.rank_file(tmp_path, 0, "log"), link.rank_file(tmp_path, 0, "messages")):
-        # Fails if the reader has closed its end, where a rank would wait forever.
+        # `open` fails if the reader has closed its end. A rank would wait forever there.
         os.close(os.open(pipe, os.O_WRONLY | os.O_NONBLOCK))
     reader.close()
 

@@ -125,7 +125,7 @@ def test_the_last_value_is_shown_and_kept(notebook: Notebook) -> None:
     outcome = notebook.run("import os\nint(os.environ['RANK']) + 40")
     assert [event["data"]["text/plain"] for event in outcome.of_kind("display")] == ["40"]
     assert outcome.run is not None and outcome.run.result == 40
-    assert "logs" in dir(outcome.run) and "conclude" not in dir(outcome.run)  # what Tab offers
+    assert "logs" in dir(outcome.run) and "conclude" not in dir(outcome.run)  # for Tab
     assert all(hasattr(outcome.run, name) for name in dir(outcome.run))
 
 
@@ -142,7 +142,7 @@ def test_displays_of_other_ranks_are_said_and_shown_on_request(
         notes = [event["text"] for event in outcome.of_kind("note")]
         assert (HIDDEN_DISPLAYS in notes) is (len(shown) < 2)
         assert ("[1] displays:\n<IPython" in capsys.readouterr().out) is (1 in shown)
-    assert not notebook.run("1 + 1").of_kind("note")  # another rank's last value is no display
+    assert not notebook.run("1 + 1").of_kind("note")  # rank 1's value is not shown
 
 
 @pytest.mark.parametrize("end", ["\\n", ""])

@@ -78,7 +78,7 @@ threading.Thread(target=late).start()
 
 
 def test_a_rank_that_ends_keeps_its_connections_while_others_begin(notebook: Notebook) -> None:
-    """Another rank's gloo may still be connecting; under torchrun it would have 0.4 s for this."""
+    """A rank waits 0.4 s before it exits, because another rank's gloo may still be connecting."""
     source = """
 import atexit, os, select, time, torch, torch.distributed as dist
 dist.init_process_group("gloo")
@@ -101,7 +101,7 @@ else:
 def test_what_ends_with_the_program_finds_what_it_uses(notebook: Notebook) -> None:
     """A `__del__` that runs at exit can use the cell's modules, functions and classes.
 
-    The object may be in a variable, in a reference cycle, or in the last variable left.
+    The object is the value of a variable, or part of a reference cycle.
     """
     notebook.define("""
 import json
@@ -204,7 +204,7 @@ exit()
 def test_a_rank_ends_though_a_thread_of_a_destroyed_group_waits_for_the_gil(
     notebook: Notebook,
 ) -> None:
-    """On a busy machine, a thread that has just finished a collective waits for the GIL."""
+    """On a busy machine, gloo's thread may wait for the GIL after it has finished a collective."""
     source = """
 import time, torch, torch.distributed as dist
 dist.init_process_group("gloo")

@@ -37,7 +37,7 @@ def share(host_rank: int, ranks: int = 2) -> ShareSpec:
 
 @pytest.fixture
 def meeting() -> Iterator[Rendezvous]:
-    """Yield a rendezvous that a process of a forkserver serves."""
+    """Yield a rendezvous, whose server is a process that a forkserver started."""
     found = Rendezvous(ADDRESS)
     found.start()
     yield found
@@ -70,7 +70,7 @@ def test_a_first_host_whose_address_has_gone_keeps_nothing_of_the_run(
 
 @pytest.mark.process
 def test_ranks_that_end_wait_for_one_another(meeting: Rendezvous) -> None:
-    """Each rank waits until the last one ends, or until its time limit."""
+    """Each rank waits until all ranks end, or until the time limit."""
     environ = {"MASTER_ADDR": ADDRESS, "MASTER_PORT": str(meeting.port), "WORLD_SIZE": "2"}
     with ThreadPoolExecutor() as ranks:
         first = ranks.submit(rendezvous.await_all_ending, environ, HUNG_S)

@@ -65,7 +65,7 @@ def test_a_captured_cell_that_fails_is_no_success(notebook: Notebook) -> None:
 def test_all_that_is_shown_is_in_the_log_and_the_first_is_the_cause(
     notebook: Notebook, tmp_path: Path
 ) -> None:
-    """The first error restarts the run; a script that ends with `sys.exit(0)` is no error."""
+    """The first shown error restarts the run. A script that ends with `sys.exit(0)` shows none."""
     _write_scripts(notebook)
     source = (
         f"shown = {str(tmp_path / 'shown')!r}"
@@ -105,7 +105,7 @@ def _write_scripts(notebook: Notebook) -> None:
 
 
 def test_what_a_rank_raised_is_the_cause_of_the_notebooks_error(notebook: Notebook) -> None:
-    """The cause's class is one that the notebook has; the kernel does not run the class's code."""
+    """`__cause__` is an instance of the notebook's class, made without the class's `__init__`."""
     notebook.define(
         "class TrainError(Exception):\n"
         "    def __init__(self, step, loss):\n        super().__init__(f'{step}: {loss}')\n"
@@ -128,7 +128,7 @@ def _cause(notebook: Notebook, source: str) -> BaseException | None:
 def test_hydra_looks_for_its_configuration_in_the_notebooks_folder(
     notebook: Notebook, tmp_path: Path
 ) -> None:
-    """A fake hydra: if `is_notebook` returns True, hydra reads the folder from the cell's `_dh`."""
+    """Hydra is fake here. If its `is_notebook` returns True, hydra reads the folder from `_dh`."""
     folder = tmp_path / "hydra" / "_internal"
     folder.mkdir(parents=True)
     for path in (folder.parent, folder):

@@ -66,7 +66,11 @@ def says_hang(event: Line) -> bool:
 
 
 def hung(notebook: Notebook, source: str, patch: pytest.MonkeyPatch, gpus: int = 2) -> list[Any]:
-    """Run a cell until the run is reported to hang; stop it, and return the rows by rank."""
+    """Run a cell until the run is reported to hang, and stop the run.
+
+    Returns:
+        The report's rows, one for each rank, in the order of the ranks.
+    """
     with on_event(patch, says_hang, stop) as seen:
         outcome = notebook.run(source, HANG, gpus=gpus)
     assert isinstance(outcome.error, KeyboardInterrupt)
@@ -174,7 +178,7 @@ class Slow:
 
 
 LATER = "--hang 4s"
-"""Hang limit that is shorter than the runs of these tests, and as long as several beats."""
+"""Flag with a hang limit that is shorter than the runs, and longer than several heartbeats."""
 
 COMPUTES = {
     "a rank": "x = torch.ones(300, 300)\nwhile time.monotonic() < until:\n    x = x @ x\n",
@@ -242,7 +246,7 @@ def test_hang_0_says_nothing(notebook: Notebook) -> None:
 
 
 def stacks_with(*words: str) -> str:
-    """Return the output of `%taas stacks` once it has all `words`, or after a time limit."""
+    """Run `%taas stacks` until its output has all `words`, or time is over; return the output."""
     shown = ""
 
     def is_there() -> bool:
@@ -330,7 +334,7 @@ FAMILY = Path(__file__).parents[1] / "children" / "forked_family.py"
 
 
 def test_each_fork_has_its_own_stack_and_a_program_gets_no_signal(tmp_path: Path) -> None:
-    """The main thread of the first process is in a C call."""
+    """A process, its fork and another program: the process's main thread is in a C call."""
     written = tmp_path / "stacks"
     command = [sys.executable, str(FAMILY), str(written)]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
@@ -582,7 +586,7 @@ def test_a_host_that_was_lost_need_not_say_that_it_hangs() -> None:
 def test_ranks_that_wait_where_nobody_listens_are_told_why(
     notebook: Notebook, monkeypatch: pytest.MonkeyPatch, call: str, said: str
 ) -> None:
-    """The cell sets its own address, as `initDist` of a guide for PBS does."""
+    """The cell sets MASTER_ADDR itself, as `initDist` in a guide for PBS does."""
 
     def says_why(event: Line) -> bool:
         return event["kind"] == "note" and said in event["text"]
@@ -599,7 +603,7 @@ rank = int(os.environ["RANK"])
 
 
 def knows_use(report: Line) -> bool:
-    """Return whether a `usage` event shows that rank 1 is in its endless loop, and rank 0 waits."""
+    """Return whether a `usage` event shows rank 1 in its endless loop, and rank 0 in a wait."""
     idle, busy = report["ranks"]
     there = re.search(r"Cell In\[\d+\], line (9|10): ", busy["place"])
     uses_more = busy["cpus"] > idle["cpus"] and busy["memory_bytes"] > 10e6

@@ -93,7 +93,11 @@ def test_an_interrupt_does_not_reach_it(supervisor: subprocess.Popen[bytes]) -> 
 
 
 def longest_pause(supervisor: subprocess.Popen[bytes], for_s: float) -> float:
-    """Write to a supervisor every 0.25 s for `for_s` seconds; return the longest pause (s)."""
+    """Write a byte to a supervisor about every 0.25 s, until it ends or `for_s` seconds are over.
+
+    Returns:
+        The longest time between two writes in seconds. On a busy machine, it exceeds 0.25 s.
+    """
     assert supervisor.stdin is not None
     pauses_s, at = [0.0], time.monotonic()
     until = at + for_s
@@ -159,5 +163,5 @@ def test_what_was_started_just_before_its_parent_was_killed_ends_at_once(module:
     others = psutil.Process().parent()
     assert others is not None
     command = [*spawn_command(module), str(others.pid), "", ""]
-    with subprocess.Popen(command, stdin=subprocess.PIPE) as process:  # stdin stays open
+    with subprocess.Popen(command, stdin=subprocess.PIPE) as process:  # nothing closes stdin
         assert process.wait(HUNG_S) == 1

@@ -17,7 +17,13 @@ def hint(error: OSError) -> str:
 
 
 def raised(write: str, path: Path) -> OSError:
-    """Return the error of code that has a file at `path` open for writing while a write fails."""
+    """Run the code `write`, in which a write fails; return the error.
+
+    Args:
+        write: Code that raises `full`, the error of a full disk, often in a block that has a file
+            open.
+        path: Path that the code can use.
+    """
     full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     with pytest.raises(OSError) as caught:
         exec(write, {"path": path, "full": full})

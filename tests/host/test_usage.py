@@ -36,7 +36,7 @@ def rank() -> Iterator["subprocess.Popen[bytes]"]:
 
 
 def reports(reporter: UsageReporter, sent: list[Event]) -> Callable[[], bool]:
-    """Return a function that checks the reporter, and returns whether it has sent an event."""
+    """Return a condition: check the reporter, and return whether `sent` has an event."""
 
     def is_sent() -> bool:
         reporter.check(time.monotonic())

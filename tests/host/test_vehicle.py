@@ -9,7 +9,15 @@ from tests.frontend import ROOT
 
 
 def run(name: str, timeout_s: float = 100.0) -> tuple[int, str]:
-    """Run a vehicle in a process that looks like a command; return its exit code and output."""
+    """Run a vehicle in a process whose `sys.argv` is that of a command.
+
+    Args:
+        name: The command, for example "dask-worker".
+        timeout_s: Seconds after which `subprocess.TimeoutExpired` is raised.
+
+    Returns:
+        The exit code and the output of the process.
+    """
     command = [sys.executable, "-m", "tests.children.stuck_vehicle", name]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=timeout_s)
     assert not done.stderr

@@ -25,7 +25,7 @@ from taas_magic.messages import Failure, Note, RankTakesInterrupts
 
 
 def ranks(**of_rank_1: Any) -> list[RankState]:
-    """Return the states of two ranks; `of_rank_1` has fields of rank 1."""
+    """Return the states of ranks 0 and 1, which run; `of_rank_1` has changed fields of rank 1."""
     return [RankState(0, 10), RankState(1, 11, **of_rank_1)]
 
 
