@@ -46,12 +46,15 @@ from tests.rig.pools import enter
 
 
 def programs(name: str) -> set[psutil.Process]:
-    """Return the processes below this one that run the module `name` of `farms`."""
+    """Return the descendants that run module `name` of `taas_magic.farms`; "" for any module."""
     return {it for it in below(os.getpid()) if f"taas_magic.farms.{name}" in words(it)}
 
 
 def node_besides(known: set[psutil.Process]) -> psutil.Process:
-    """Return the new node. Children that it forked show its command line until they run exec."""
+    """Return the oldest process of a node that is not in `known`.
+
+    Younger ones may be its forks, which have its command line until they call exec.
+    """
     return min(programs("node") - known, key=lambda it: it.create_time())
 
 
@@ -59,14 +62,14 @@ def node_besides(known: set[psutil.Process]) -> psutil.Process:
 def planted(
     warm_notebook: Notebook, several_settings: Path, several_given_back: None
 ) -> Iterator[Notebook]:
-    """Yield a notebook with a farm of two nodes, `farm`. Close the farm at the end."""
+    """Yield a notebook whose variable `farm` is a farm of two nodes. Close the farm at the end."""
     with pytest.MonkeyPatch.context() as patch, without_pytests_filter():
         enter(warm_notebook, several_settings, patch)
         warm_notebook.define(FUNCTIONS)
         warm_notebook.define("farm = taas.farm('many', nodes=2)")
         yield warm_notebook
         warm_notebook.define("farm.close()")
-        eventually(lambda: not programs(""))  # the pool ends the nodes some time later
+        eventually(lambda: not programs(""))  # the nodes end some time after `close`
 
 
 @pytest.fixture
@@ -83,7 +86,7 @@ def names(planted: Notebook) -> dict[str, Any]:
 
 
 def test_the_folder_of_an_open_farm_stays(farm: Farm) -> None:
-    """Only folders of ended farms are removed, no matter how many farms were made since."""
+    """Only folders of ended farms are removed, even if `keep` allows no further folders."""
     folders = farm.folder.parent
     (folders / "farm-0").mkdir()
     (folders / "farm-0" / farm_module.LOG).touch()
@@ -334,7 +337,7 @@ def test_a_node_that_hangs_at_its_start_is_given_up_and_another_is_asked_for(
         node.suspend()
         eventually(lambda: {it.state for it in nodes_of(hanging)[-1:]} & {"ready", "lost"})
         ended = [it for it in nodes_of(hanging) if "did nothing" in it.why]
-        if not ended:  # it was ready before it was stopped: try the next node
+        if not ended:  # the node was ready before the signal stopped it: repeat with the next node
             known.add(node)
             came = hanging.status().ready
             node.kill()
@@ -459,7 +462,7 @@ def test_a_job_that_has_closed_its_output_returns_and_the_next_one_prints(
 def test_a_job_finds_what_the_notebook_has_set_and_edited_before_it_was_submitted(
     planted: Notebook, farm: Farm, names: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Short jobs share a process, and modules that one of them imported stay there."""
+    """Short jobs share a process, which keeps the modules that earlier jobs imported."""
     monkeypatch.syspath_prepend(planted.project)
     # if a file is rewritten in the same second with the same length, Python uses its old bytecode
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
@@ -632,7 +635,7 @@ def test_a_farm_of_one_node(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The checks that need a new farm share this one. The last check kills its process."""
+    """The checks that need a new farm share one farm. The last check kills the farm's process."""
     eventually(lambda: len(farm.status().ready) == 2)  # no other node starts from here on
     known, connect = programs(""), farm_module._connect
 
@@ -783,7 +786,7 @@ def test_the_table_is_read_while_it_changes() -> None:
 def test_each_slot_has_a_gpu_of_its_own_and_a_farm_ends_with_its_kernel(
     kernel_of_its_own: Frontend, tmp_path: Path, no_leftovers: str
 ) -> None:
-    """Two jobs wait for each other, so they run at once. Each sees one of the kernel's GPUs."""
+    """Two jobs run at the same time, because they wait for each other. Each job sees one GPU."""
     (tmp_path / "project" / "taas.toml").write_text("[pools.local]\ngpus = 2\ncores = 2")
     (tmp_path / "temporary").mkdir()
     request = kernel_of_its_own.run(f"""import os, time

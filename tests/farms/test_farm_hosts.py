@@ -121,8 +121,9 @@ def test_a_farm_on_hosts_that_share_nothing(user: Notebook, hosts: Hosts) -> Non
         assert {node.host for node in farm.status().ready} == set(hosts.names)
         jobs_find_the_project_and_bring_their_files_home(user, hosts)
         a_large_argument_goes_to_each_host_once(user, hosts)
-        eventually(lambda: ways_are(hosts, 2), within_s=HUNG_S)  # one to the pool, one to the farm
-    # the connection to the farm ends with the node
+        # one tunnel to the pool and one tunnel to the farm
+        eventually(lambda: ways_are(hosts, 2), within_s=HUNG_S)
+    # the tunnel to the farm ends with the node
     eventually(lambda: ways_are(hosts, 1), within_s=HUNG_S)
 
 
@@ -164,12 +165,16 @@ def a_large_argument_goes_to_each_host_once(user: Notebook, hosts: Hosts) -> Non
 
 
 def ways_are(hosts: Hosts, count: int) -> bool:
-    """Return whether each host has `count` tunnels, none of which answers without a key."""
+    """Return whether each host has `count` tunnels that send nothing to a client without a key."""
     return all(keyless(hosts, number) == ["127.0.0.1 sshd 0"] * count for number in (1, 2))
 
 
 def keyless(hosts: Hosts, number: int) -> list[str]:
-    """Return the tunnels and nodes of a host, and how many bytes each sends without a key."""
+    """Connect to the ports of a host's sshd and nodes without a certificate.
+
+    Returns:
+        A line for each port: address, program, and number of bytes received.
+    """
     return hosts.exec(number, sys.executable, str(KEYLESS)).splitlines()
 
 
@@ -260,7 +265,7 @@ def farm_jobs(notebook: Notebook) -> list[Job]:
 def a_slurm_job_that_is_cancelled_has_its_work_done_in_another(
     batch: Notebook, slurm: Slurm
 ) -> None:
-    """Of two jobs on two nodes, the one in the first Slurm job waits as long as it is there."""
+    """Two jobs run on two nodes. The one in the Slurm job `first` waits until `scancel` ends it."""
     batch.define("first = farm.submit(variable, 'SLURM_JOB_ID').result()")
     batch.define("jobs = farm.map(wait_while, ['SLURM_JOB_ID'] * 2, [first] * 2)")
     first, jobs = batch.shell.user_ns["first"], farm_jobs(batch)

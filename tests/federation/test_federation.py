@@ -22,7 +22,7 @@ from tests.harness import Notebook, on_event, without_pytests_filter
 from tests.rig.hosts import Hosts, hosts_up
 from tests.rig.pools import enter, give_back, settings_in, ssh_pool
 
-# Tests import Flower themselves: its import takes 1 s, in each process that collects the tests.
+# Each test imports Flower itself, because the import takes 1 s in each process that collects tests.
 pytestmark = pytest.mark.skipif(find_spec("flwr") is None, reason="flwr needs Python 3.11")
 
 [APPS] = cells_of("federation_apps")
@@ -31,7 +31,7 @@ PLACES = ("/tmp", "/root", "/home", "/var/tmp", "/run", "/dev/shm", "/srv", "/mn
 """Folders in which a process could leave a file on a host."""
 
 SINCE = "/srv/since"
-"""A file on each host that is older than the files that the test writes there."""
+"""A file that is created on each host before the test, to find the files that are newer."""
 
 
 def test_what_main_returns_is_written_down(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,14 +101,14 @@ def settings(
 
 @pytest.fixture
 def sites(warm_notebook: Notebook, settings: Path, monkeypatch: pytest.MonkeyPatch) -> Notebook:
-    """Return a notebook with the pool and the two apps."""
+    """Return a notebook with the pool `sites` and with the definitions of both apps."""
     enter(warm_notebook, settings, monkeypatch)
     warm_notebook.define(APPS)
     return warm_notebook
 
 
 def federate(notebook: Notebook, per_host: dict[str, dict[str, str]], **config: int) -> Run:
-    """Run the apps. Store what `run` returns in the notebook's variable `result`."""
+    """Run a federation in a cell, and assign its result to the notebook's variable `result`."""
     notebook.shell.user_ns |= {"per_host": per_host, "config": config}
     with without_pytests_filter():
         notebook.define(
@@ -120,7 +120,7 @@ def federate(notebook: Notebook, per_host: dict[str, dict[str, str]], **config: 
 
 
 def holding(hosts: Hosts, number: int, text: str) -> list[str]:
-    """Return the files of a host that contain `text` and were written during the test."""
+    """Return the files of a host that contain `text` and are newer than the file `SINCE`."""
     written = f"find {' '.join(PLACES)} -type f -cnewer {SINCE}"
     found = hosts.exec(number, "sh", "-c", f"{written} -exec grep -lF {text} {{}} + 2>/dev/null; :")
     return found.split()
@@ -177,7 +177,7 @@ federation.run(server_app, ReadsItsData(), {"rounds": 1, "timeout": 60}, timeout
 
 @pytest.mark.network
 def test_a_host_that_fails_before_it_takes_part_ends_the_run(sites: Notebook) -> None:
-    """The host fails when its rank loads the apps. The first host waits for it."""
+    """A rank fails when it loads the apps, while the first host waits for this rank's host."""
     with without_pytests_filter(), pytest.raises(RankFailed, match="data of this host is broken"):
         sites.define(FAILS_ON_ONE_HOST)
     assert (run := launch.last_run) is not None and run.state == "FAILED"

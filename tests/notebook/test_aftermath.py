@@ -43,7 +43,7 @@ def scene(tmp_path: Path) -> Iterator[Scene]:
 
 @contextlib.contextmanager
 def small_disk(path: Path, options: str) -> Iterator[None]:
-    """Mount a tmpfs at a folder for the time of the context."""
+    """Mount a tmpfs at a folder until the block ends."""
     subprocess.run(["mount", "-t", "tmpfs", "-o", options, "none", path], check=True)
     try:
         yield
@@ -56,9 +56,9 @@ def tree(frontend: Frontend) -> list[psutil.Process]:
 
 
 def only(frontend: Frontend, word: str) -> psutil.Process:
-    """Wait until one process below a kernel has `word` in its command line, and return it.
+    """Wait until exactly one process below a kernel has `word` in its command line; return it.
 
-    There can be more for a moment: a process that is ending, or a fork before its exec.
+    More processes can have it for a moment: a process that is ending, or a fork before its exec.
     """
     found: list[psutil.Process] = []
 
@@ -221,7 +221,7 @@ def torn_run_folders_hurt_nobody(scene: Scene, frontend: Frontend) -> None:
     frontend.run("%%taas --gpus 1 --name whole\nprint('next')")
     runs = scene.state / "runs"
     [whole] = runs.iterdir()
-    eventually(lambda: not (whole / "payload").exists())  # the payload is removed last
+    eventually(lambda: not (whole / "payload").exists())  # the run removes its payload last
     for name, plan in (("1-empty", ""), ("1-torn", '{"name": "x", "po'), ("1-list", "[]")):
         (runs / name).mkdir()
         (runs / name / "plan.json").write_text(plan)
@@ -340,13 +340,17 @@ def nothing_is_left_but_the_state_folder(scene: Scene, frontend: Frontend) -> No
     only(frontend, "taas_magic.host.supervisor").kill()
     frontend.run(NEXT)
     frontend.run("%taas down")
-    torchs = f"torchinductor_{user_name()}"  # importing torch creates this cache
+    torchs = f"torchinductor_{user_name()}"  # the import of torch creates this cache
     eventually(lambda: {path.name for path in scene.tmp.iterdir()} <= {torchs})
     assert not list(scene.project.iterdir())
 
 
 def warm_only_after(go: Path, scene: Scene) -> str:
-    """Set the local pool up so that its hosts warm up only after `go` exists; return PYTHONPATH."""
+    """Set the local pool up so that the warm-up of its hosts waits until the file `go` exists.
+
+    Returns:
+        The kernel's PYTHONPATH, with the module that waits.
+    """
     modules, config = scene.folder / "modules", scene.folder / "config"
     for folder in (modules, config):
         folder.mkdir()
@@ -383,7 +387,7 @@ def an_interrupt_while_fetchers_come_up_does_not_reach_the_next_cell(frontend: F
     frontend.manager.interrupt_kernel()
     following = frontend.send(NEXT.replace("1", "1 --cpus 1") + "\nlist(loader)")
     assert frontend.finish(request)["ename"] == "KeyboardInterrupt"
-    if frontend.finish(following)["status"] == "aborted":  # it arrived before the interrupt
+    if frontend.finish(following)["status"] == "aborted":  # the interrupt also ended this cell
         following = frontend.send(NEXT.replace("1", "1 --cpus 1") + "\nlist(loader)")
     assert frontend.finish(following)["status"] == "ok", error(frontend, following)
 
@@ -394,7 +398,7 @@ def a_kernel_that_dies_while_its_run_is_launched_leaves_no_run(
     [forkserver] = forkservers(tree(frontend))
     kept = tree(frontend)
     begun = set((scene.state / "runs").glob("*/events.jsonl"))
-    forkserver.suspend()  # the launch waits until it continues
+    forkserver.suspend()  # the launch of the run waits until the forkserver continues
     frontend.send("%%taas --gpus 1\nimport time\ntime.sleep(600)")
     new: set[Path] = set()
 
@@ -447,7 +451,7 @@ shell.run_line_magic("taas", "down")
 
 
 def shell_with() -> InteractiveShell:
-    """Return an IPython shell with the extension, for scripts."""
+    """Return an IPython shell that has loaded the extension, for scripts of tests."""
     shell = InteractiveShell.instance()
     shell.run_line_magic("load_ext", "taas_magic")
     return shell
@@ -530,7 +534,7 @@ shell.run_line_magic("taas", "down")
     kept = {
         name: value for name, value in os.environ.items() if name.startswith(("TAAS_TEST", "PATH"))
     }
-    rights = "+dac_override,+dac_read_search"  # to read the interpreter, which may belong to root
+    rights = "+dac_override,+dac_read_search"  # so that the user can read root's Python
     caps = [f"--inh-caps={rights}", f"--ambient-caps={rights}"]
     words_ = ["setpriv", f"--reuid={nobody}", f"--regid={nobody}", "--clear-groups", *caps]
     done = subprocess.run(

@@ -40,13 +40,13 @@ def frontend(frontend_of_module: Frontend, monkeypatch: pytest.MonkeyPatch) -> F
 
 @contextmanager
 def beside(folder: Path) -> Iterator[Frontend]:
-    """Yield a second kernel with the same state folder, in a project folder without runs."""
+    """Yield a second kernel with the same state folder. Its project folder has had no runs."""
     with kernel(folder / "beside", TAAS_WARM="0") as other:
         yield other
 
 
 def head(frontend: Frontend, request: str) -> str:
-    """Return the newest text of the status header below a cell, or ""."""
+    """Return the newest text of a cell's status header; "" if the cell shows none."""
     kinds = ("display_data", "update_display_data")
     shown = [m["content"] for m in frontend.outputs[request] if m["msg_type"] in kinds]
     heads = [it for it in shown if it["transient"].get("display_id", "").endswith(":head")]

@@ -16,7 +16,7 @@ def row(facts: HostFacts | None, *findings: HostProblem, host: str = "gpu1") -> 
 
 
 def cells(shown: HostCheck, means: str = "") -> dict[str, str]:
-    """Return the cells of the report's only row, by column title."""
+    """Return the text of each table cell in the row of a host, by column title."""
     head, line, *_ = report([shown], KERNEL, {("g2.8", "gpu1"): means}).splitlines()
     found = [re.split("  +", it) for it in (head, line)]
     return dict(zip(*found, strict=True))

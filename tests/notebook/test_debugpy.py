@@ -39,7 +39,7 @@ while time.monotonic() < until:
 
 
 def port_in(text: str) -> int:
-    """Return the port in the output of `%taas debug --debugpy`; check the configuration in it."""
+    """Check the configuration in the output of `%taas debug --debugpy`; return its port."""
     settings = json.loads(text[text.index("{") :])
     assert (settings["type"], settings["request"]) == ("debugpy", "attach")
     assert f"127.0.0.1:{settings['connect']['port']}" in text
@@ -54,7 +54,7 @@ def file_of_cell(frontend: Frontend, cell: str) -> str:
 
 
 def check_breakpoints(frontend: Frontend, port: int, module: Path, cell_file: str) -> None:
-    """Attach to rank 1, stop in the cell and in its module, and read and change variables."""
+    """Attach to rank 1, stop in the cell and in the cell's module, read and change variables."""
     with DapClient(port, {str(module): [3], cell_file: [4]}) as client:
         request = frontend.send(CELL)
         thread, frame = client.wait_for_stop()
@@ -87,7 +87,8 @@ def test_a_client_attaches_to_a_rank_of_a_session(frontend_of_module: Frontend) 
     text = frontend.text(frontend.run("%taas debug exp --debugpy --rank 1"))
     assert text.startswith("debugpy in rank 1 of session exp listens") and "this machine" in text
     port = port_in(text)
-    assert frontend.text(frontend.run("%taas debug --debugpy --rank 1")) == text  # the same port
+    # a second request returns the same port
+    assert frontend.text(frontend.run("%taas debug --debugpy --rank 1")) == text
     assert "ranks 0 to 1" in error(frontend, "%taas debug --debugpy --rank 2")
     cell_file = file_of_cell(frontend, CELL)
     Path(cell_file).parent.mkdir(exist_ok=True)
@@ -134,7 +135,7 @@ def far_kernel(
     """Yield a kernel with the pool `far`: a host that shares no folder with the notebook."""
     for name, setting in environment(tmp_path).items():
         monkeypatch.setenv(name, setting)
-    monkeypatch.setenv("TAAS_WARM", "0")  # no cell uses the local pool
+    monkeypatch.setenv("TAAS_WARM", "0")  # the local pool would start for nothing
     project = tmp_path / "project"
     project.mkdir()
     with hosts_up(2) as hosts:

@@ -34,7 +34,7 @@ TOTAL = sum(range(150))
 
 @pytest.fixture
 def frontend(frontend_of_module: Frontend, monkeypatch: pytest.MonkeyPatch) -> Frontend:
-    """Return the module's kernel; this process uses the same state folder."""
+    """Return the module's kernel, and let this process use the kernel's state folder."""
     asked = frontend_of_module.run("import os; print(os.environ['TAAS_STATE_DIR'])")
     monkeypatch.setenv("TAAS_STATE_DIR", frontend_of_module.text(asked).strip())
     return frontend_of_module
@@ -53,7 +53,7 @@ def steps_of(text: str, rank: int) -> list[int]:
 
 
 def check_attached(other: Frontend, run_id: str) -> None:
-    """Attach a run in another kernel; check that all steps are shown in order, and the result."""
+    """Attach a run in another kernel. Check that all steps are shown in order, and the result."""
     seen = other.run(f"%taas attach {run_id}")
     assert head(other, seen).startswith("SUCCEEDED counts")
     for rank in (0, 1):

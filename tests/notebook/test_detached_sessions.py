@@ -96,7 +96,7 @@ def test_another_kernel_takes_over_a_session_whose_kernel_was_killed(
     request = other.run(f"%%taas --session exp --out same@all\n{cell}")
     assert value(other, "same") == [(True, 0.2, [0.0, 1.0, 2.0]), (True, 0.2, [1.0, 2.0, 3.0])]
     assert "cells of this session assigned `lr`" in notes(other, request)
-    # the fetcher starts again, although its kernel is gone and the folders of ended runs, too
+    # a killed fetcher starts again, although its kernel and the folders of ended runs are gone
     other.run("from taas_magic.journal import folder\nfolder.prune(keep_runs=0, keep_bytes=0)")
     fetcher, *ranks = processes
     fetcher.kill()

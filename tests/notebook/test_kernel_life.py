@@ -35,7 +35,7 @@ while True:
 
 
 RUNS = 10
-"""Number of runs, each of which could leak a descriptor or a thread."""
+"""Number of runs in the test of leaks. Each run could leak a descriptor or a thread."""
 
 FAILING = """import taas, torch.utils.data as data
 class Failing(data.Dataset):
@@ -49,7 +49,7 @@ failing = taas.register(data.DataLoader(Failing(), batch_size=2), name="failing"
 
 @pytest.fixture
 def frontend(frontend_of_module: Frontend) -> Frontend:
-    """Return a kernel with a warm pool, shared by the tests that keep both usable."""
+    """Return the module's kernel with a warm pool, for tests that leave both usable."""
     return frontend_of_module
 
 
@@ -215,7 +215,8 @@ def test_run_all_stops_at_a_failing_cell_with_one_message(frontend: Frontend) ->
 def test_the_log_of_a_rank_that_raised_has_its_traceback(
     frontend: Frontend, tmp_path: Path
 ) -> None:
-    # Rank 0 prints and then makes this file; rank 1 waits for it, as its failure ends rank 0.
+    # Rank 0 prints, and then makes this file. Rank 1 fails only after that, because its failure
+    # ends rank 0.
     said = tmp_path / "said"
     request = frontend.send(
         "%%taas --gpus 2\nimport os, time\nprint('before', os.environ['RANK'], flush=True)\n"

@@ -36,7 +36,7 @@ def answer(frontend: Frontend, request: str, line: str) -> str:
 
 
 def plain(frontend: Frontend, request: str) -> str:
-    """Return the error that a cell shows, without colours."""
+    """Return the traceback that a failed cell shows, without colours."""
     [shown] = frontend.contents(request, "error")
     return re.sub(r"\x1b\[[0-9;]*m", "", "\n".join(shown["traceback"]))
 
@@ -143,7 +143,7 @@ print("sum", loss.item())
 
 
 def heads(frontend: Frontend, request: str) -> list[str]:
-    """Return the texts that a cell's status header had, oldest first."""
+    """Return all texts that a cell's status header has shown, oldest first."""
     shown = frontend.contents(request, "update_display_data")
     return [str(each["data"]["text/plain"]) for each in shown]
 
@@ -195,7 +195,7 @@ def test_the_debugger_stops_in_the_cell_at_its_last_statement(
         cell = f"{first_line}\nseen = 'here'\n{stop}"
         last = cell.splitlines()[3 if "def" in stop else -1].strip()
         request = frontend.send(cell, allows_input=True)
-        for line in ("where", "list", "p 'in', seen", "n"):  # then, no input box opens
+        for line in ("where", "list", "p 'in', seen", "n"):  # after "n", no input box opens
             answer(frontend, request, line)
         assert frontend.finish(request)["status"] == "ok"
         text = frontend.text(request)

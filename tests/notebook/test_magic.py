@@ -29,7 +29,7 @@ from tests.eventually import eventually
 
 
 class FakeLaunch(ModuleType):
-    """Fake of the modules `launch` and `pools`; `asked` lists the calls and their arguments."""
+    """Fake of the modules `launch` and `pools`. `asked` lists the calls, with their arguments."""
 
     def __init__(self) -> None:
         super().__init__("taas_magic.notebook.launch")
@@ -100,7 +100,7 @@ def shell(
 
 
 def run(shell: InteractiveShell, cell: str) -> Exception | None:
-    """Run a cell as a frontend does; return the exception that it raised, or None."""
+    """Run a cell as a frontend does; return the exception that the cell raised, or None."""
     result = shell.run_cell(cell, store_history=True)
     error = result.error_before_exec or result.error_in_exec
     assert error is None or isinstance(error, Exception)
@@ -114,7 +114,11 @@ def asked_cell(launch: FakeLaunch) -> CellWork:
 
 
 def a_run(run_id: str, state: str, log: str = "") -> journal.JournalWriter:
-    """Create a run; its controller counts as alive until the returned writer is closed."""
+    """Create the folder and journal of a run.
+
+    Returns:
+        The journal's writer. The run's controller counts as alive until the writer is closed.
+    """
     folder = RunFolder.create(run_id, PlanHead(run_id, "", "local", 2), "")
     writer = journal.JournalWriter(folder)
     writer.append(StateChanged(state=state) if state == "RUNNING" else RunEnded(state=state))

@@ -17,16 +17,19 @@ DEFINE, TRAIN, FILES = cells_of("rehearsed_training")
 
 @pytest.fixture
 def kernel(frontend_of_module: Frontend) -> Iterator[Frontend]:
-    """Yield a kernel with a loader, a model and a checkpoint; check the folder afterwards."""
+    """Yield a kernel with a loader, a model and a checkpoint.
+
+    After the tests, check that the notebook's folder is unchanged.
+    """
     frontend_of_module.run(DEFINE)
     yield frontend_of_module
     assert files(frontend_of_module) == {"last.pt": "an old checkpoint"}
 
 
 def files(kernel: Frontend) -> dict[str, str]:
-    """Return the text of each file in the notebook's folder, by path; skip hidden files.
+    """Return the text of each file below the notebook's folder, by path; "" for a folder.
 
-    A folder has the text "".
+    Skip hidden files and folders.
     """
     folder = Path(kernel.process.cwd())
     found = (path for path in folder.rglob("*") if not path.name.startswith("."))
@@ -36,7 +39,7 @@ def files(kernel: Frontend) -> dict[str, str]:
 
 
 def rows(text: str) -> dict[str, str]:
-    """Return the rows of the report in a cell's output, by label."""
+    """Return the texts of the report in a cell's output, by the label of their row."""
     _, _, report = text.partition("rehearsal (")
     return {
         found[1]: found[2]
@@ -119,7 +122,7 @@ def test_all_ranks_see_rank_0s_files_and_the_store_keeps_its_own(kernel: Fronten
     kernel.run(
         "from taas_magic.store.rule import locked_store\n"
         "another_run = locked_store(os.path.realpath('.'), 'another run')\n"
-        "another_run.__enter__()"  # another run owns the store from now on
+        "another_run.__enter__()"  # another run is now the owner of the store
     )
     _, error = failed(kernel, "%%taas --gpus 1\npass")
     assert "run another run writes to the project store" in error
@@ -159,4 +162,4 @@ def test_the_rule_for_other_ranks_holds(kernel: Frontend) -> None:
     cell = "open(f'made-{os.environ[\"RANK\"]}', 'w').close()"
     _, error = failed(kernel, f"%%taas --gpus 2 --rehearse --store-writes refuse\n{cell}")
     assert "rank 1 may not: only rank 0 writes to the project store" in error
-    assert "1 other rank" not in error  # rank 0 may write
+    assert "1 other rank" not in error  # rank 0 wrote its file

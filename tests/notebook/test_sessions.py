@@ -54,7 +54,7 @@ def session(frontend_of_module: Frontend) -> Iterator[Frontend]:
 
 
 def printed(frontend: Frontend, cell: str) -> list[str]:
-    """Run a cell; return the different lines that its ranks printed, sorted."""
+    """Run a cell. Return the different lines that its ranks printed, sorted, without labels."""
     text = frontend.text(frontend.run(cell))
     return sorted({re.sub(r"^\[[^\]]*\] ", "", line) for line in text.splitlines()})
 
@@ -90,7 +90,7 @@ def test_variables_modules_and_the_process_group_stay(session: Frontend) -> None
     assert printed(session, f"%%taas --session exp\n{cell}") == ["3.0 True"]  # on both ranks
     session.run("%%taas --session exp --out x,stays@all\npass")
     assert value(session, "x.item(), stays") == (3.0, [[0, True], [1, True]])
-    # the ranks do not get again what they have: a variable of the notebook's environment
+    # an unchanged environment variable of the notebook is sent to the ranks only once
     session.run(f"import os\nos.environ['BIG'] = 'x' * 100_000\n{SIZES}")
     session.run("%%taas --session exp\npass")
     session.run("del os.environ['BIG']\nPoolConnection.launch = launch")
@@ -200,7 +200,7 @@ def test_reset_deletes_the_variables_and_keeps_main(session: Frontend) -> None:
 
 def test_a_recursion_error_is_shown_at_once(session: Frontend) -> None:
     text = error(session, "%%taas --session exp\ndef deep(): return deep()\ndeep()")
-    # IPython would still format the frames when the other rank's failure interrupts this rank
+    # Otherwise, IPython would still format frames when the other rank's failure ends this rank.
     assert "RecursionError" in text and "KeyboardInterrupt" not in text
 
 
@@ -311,27 +311,27 @@ def test_objects_of_the_notebook_stay_what_they_are_in_a_session(session: Fronte
     begin = "replay.append(1)\nnet.seen += 1\ncaching.n += 1\n"
     begin += "print(Cfg.lr, Cfg().double(), agent.eps)"
     assert printed(session, f"%%taas --session exp\n{begin}") == ["0.1 0.2 1.0"]
-    # a value that only its pickling has changed stays
+    # a value that only pickling has changed is not sent again
     for seen in (2, 3):
         cell = "net.seen += 1\ncaching.n += 1\nprint(net.seen, caching.n)"
         assert printed(session, f"%%taas --session exp\n{cell}") == [f"{seen} {seen}"]
-    # what shares an object is sent together
+    # values that share an object are sent together
     session.run("agent.eps = 0.5")
     same = "all(vars(agent)[n] is globals()[n] for n in ('replay', 'numbers', 'count', 'slotted'))"
     use = "used = replay, numbers, count, slotted"
     assert printed(session, f"%%taas --session exp\n{use}\nprint({same}, agent.eps)") == [
         "True 0.5"
     ]
-    # a function in a value is the ranks' function, with the objects that the ranks trained
+    # a function in a value sent again is the ranks' function, and uses the ranks' trained objects
     step = "conf['loss']().backward()\noptimizer.step()"
     assert printed(session, f"%%taas --session exp\n{step}\nprint(weight.item())") == ["-1.0"]
     session.run("conf['n'] = 1")
     again = f"optimizer.zero_grad()\n{step}\nprint(weight.item(), conf['loss'] is loss, conf['n'])"
     assert printed(session, f"%%taas --session exp\n{again}") == ["-2.0 True 1"]
-    # changed attributes of a class arrive
+    # changed attributes of a class are sent
     session.run("Cfg.lr = 0.5\nCfg.double = lambda self: 3 * self.lr")
     assert printed(session, "%%taas --session exp\nprint(Cfg.lr, Cfg().double())") == ["0.5 1.5"]
-    # and do not reset the class's instances
+    # the ranks' instances of a changed class keep their state
     session.run("Agent.bonus = 7")
     assert printed(session, "%%taas --session exp\nprint(net.seen + Agent.bonus)") == ["10"]
 
@@ -632,7 +632,11 @@ def test_a_rank_that_dies_between_cells_ends_the_session(session: Frontend) -> N
 
 
 def key_value_store(frontend: Frontend) -> psutil.Process:
-    """Destroy the process group of session `exp`; return the process of the key-value store."""
+    """Destroy the process group of session `exp`, whose key-value store continues.
+
+    Returns:
+        The process of the key-value store.
+    """
     frontend.run(
         "%%taas --session exp --out port\nport = int(os.environ['MASTER_PORT'])\n"
         "dist.destroy_process_group()"
@@ -653,7 +657,7 @@ def test_a_session_whose_key_value_store_is_stopped_ends(session: Frontend) -> N
 
 def test_a_session_whose_key_value_store_dies_ends(session: Frontend) -> None:
     ranks, store = ranks_of(session), key_value_store(session)
-    store.send_signal(signal.SIGINT)  # has no effect
+    store.send_signal(signal.SIGINT)  # the key-value store ignores SIGINT
     session.run("%%taas --session exp\ndist.init_process_group('gloo')")
     store.kill()
     assert not left_of(ranks)

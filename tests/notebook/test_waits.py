@@ -55,7 +55,14 @@ def test_two_interrupts_end_the_cell_whatever_does_not_answer(
 
 
 def two_interrupts_end_the_cell(frontend: Frontend, token: str, stopped: str, said: str) -> None:
-    """Stop a process during a run, and interrupt the run twice; the next cell must show `said`."""
+    """Stop a process during a run, and interrupt the run twice. The next cell must show `said`.
+
+    Args:
+        frontend: The kernel.
+        token: Token of the kernel's processes.
+        stopped: Text in the command line of the process that SIGSTOP stops.
+        said: Text that the next cell shows before its ranks start.
+    """
     request = frontend.send(ENDLESS)
     frontend.wait(lambda: "begun" in frontend.text(request))
     eventually(lambda: len(carriers_of(token, stopped)) == 1)  # a replaced process may be ending
@@ -98,7 +105,7 @@ OWN = Config(pools={"own": PoolConfig("own")})
 
 @pytest.fixture
 def own_pool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_leftovers: str) -> Iterator[Pool]:
-    """Yield a pool for this test only; its process listens, and it has no host yet."""
+    """Yield a pool for this test only. The pool's process listens, and has no host yet."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(pools, "_pools", {})
     pool = pools.named("own", OWN)
@@ -116,7 +123,8 @@ def test_a_pool_that_another_kernel_uses_is_listed_as_running(
 ) -> None:
     own_pool.connect()
     assert pools.rows(OWN)[0].state == "ready"
-    monkeypatch.setattr(pools, "_pools", {})  # this process is now like another kernel
+    # without its list of pools, this process acts as another kernel
+    monkeypatch.setattr(pools, "_pools", {})
     assert pools.rows(OWN)[0].state == "running"
 
 
@@ -150,7 +158,7 @@ def test_a_kernel_that_comes_to_a_stopped_pool_replaces_it(
         joining = threading.Thread(target=other.connect, args=(told.extend,))
         joining.start()
         process.wait(HUNG_S)
-        patch.undo()  # the new process may need longer
+        patch.undo()  # the new process may need more time to answer
         joining.join()
     assert 'pool "own" did not answer: its process is replaced' in told
     assert not other.connect().status().hosts
@@ -179,7 +187,7 @@ def test_waits_end_with_the_process_that_is_killed_and_the_next_one_starts_anoth
 
 @pytest.mark.nightly
 def test_a_wait_from_before_the_pool_was_ended_starts_no_process(own_pool: Pool) -> None:
-    """Here the thread that waits reaches the pool only after `down` has begun."""
+    """The thread that waits for the pool continues only after `down` has begun."""
     wait = PoolWait(own_pool)
     with ThreadPoolExecutor() as threads:
         with own_pool._joining:
@@ -202,7 +210,7 @@ def test_a_wait_says_that_another_kernel_ended_the_pool(own_pool: Pool, tmp_path
         eventually(lambda: mine._waiting and process_of(own_pool).children())
         hosts = process_of(own_pool).children(recursive=True)
         for host in hosts:
-            host.suspend()  # so that it cannot join before the pool ends
+            host.suspend()  # a suspended host cannot join before the pool ends
         ending = threads.submit(other.down)
         with pytest.raises(PoolError, match=r"a kernel ended the pool \(`%taas down`\)"):
             opening.result(HUNG_S)
@@ -295,7 +303,8 @@ def test_a_pool_that_stops_while_it_starts_is_replaced(
     before = psutil.Process().children()
 
     def begun(process: psutil.Process) -> bool:
-        return process not in before and POOL in words(process)  # after its exec
+        # true only after the new process has called exec
+        return process not in before and POOL in words(process)
 
     with ThreadPoolExecutor() as threads:
         opening = threads.submit(hasty.connect, told.extend)
@@ -320,7 +329,8 @@ def test_what_a_host_has_ready_is_replaced_where_it_is_gone_or_stopped(
     local = process_of(pools.named("local", Config()))
     [process] = forkservers(local.children(recursive=True))
     harm(process)
-    eventually(lambda: status_of(process) in ("", psutil.STATUS_STOPPED))  # a signal takes a moment
+    # the signal takes effect after a moment
+    eventually(lambda: status_of(process) in ("", psutil.STATUS_STOPPED))
     assert notebook.run("print('on')", gpus=1).lines == {0: ["on"]}
 
 

@@ -73,7 +73,7 @@ Kinds = set[type[Request[Any]]]
 
 
 class Pool(PoolHere):
-    """A pool with one well-behaved host, and methods to connect as a malicious one."""
+    """A pool with one honest host, and methods to connect as a malicious host."""
 
     @property
     def port(self) -> tuple[str, int]:
@@ -84,7 +84,7 @@ class Pool(PoolHere):
         return await connect(self.scheduler.address, timeout=HUNG_S, **arguments)
 
     async def bad_host(self, name: str = "bad") -> Any:
-        """Connect with the keys of a host; return the connection."""
+        """Connect with the keys of a host, and do not register; return the connection."""
         return await self.connect(self.keys.host(name))
 
     async def join(self, comm: Any, **told: Any) -> None:
@@ -189,7 +189,7 @@ def test_a_host_may_ask_for_nothing_else(with_pool: Callable[[Play], None]) -> N
 def test_who_may_ask_what_and_who_answers(
     with_pool: Callable[[Play], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Check who may send each request. A new request class must be added to one of these sets."""
+    """Each request has allowed senders and a receiver. Add each new request class to a set here."""
     by_hosts: Kinds = {ListFiles, ReadFiles, WriteFiles, ListChanges, MakeToken}
     by_kernels: Kinds = {
         WaitForHosts,
@@ -224,7 +224,8 @@ def test_who_may_ask_what_and_who_answers(
         assert answered == {kind.op() for kind in by_hosts | by_kernels}
         monkeypatch.setattr(hosts, "to_bytes", lambda request: b"none")
         for kind in of_hosts:
-            request = cast("Request[object]", kind)  # only its name is sent
+            # `to_bytes` is replaced, so only the name of the request is sent
+            request = cast("Request[object]", kind)
             with pytest.raises(PoolError, match=f"ProtocolError: {kind.op()}"):
                 await pool.controller.pool_hosts.call(pool.member.address, request)
 
@@ -254,7 +255,7 @@ def test_a_host_joins_by_its_own_name_alone(with_pool: Callable[[Play], None]) -
 
 @pytest.mark.fault(73)
 def test_a_host_speaks_for_itself_alone(with_pool: Callable[[Play], None]) -> None:
-    """Dask trusts the field `worker` of a message more than the stream that the message came by."""
+    """Without the gate, Dask would trust the sender that a message names in its field `worker`."""
 
     async def play(pool: Pool) -> None:
         comm = await pool.bad_host()
@@ -395,7 +396,7 @@ def test_a_host_is_whom_its_certificate_names() -> None:
 class Nowhere(Engine):
     """Engine without hosts; the test's hosts join the pool by themselves."""
 
-    capacity = open = mock.Mock()  # not called here
+    capacity = open = mock.Mock()  # this test does not call them
 
     async def request_hosts(self, count: int) -> list[str]:
         return []
@@ -461,7 +462,7 @@ def test_a_bad_host_of_a_run_says_only_what_is_its_own(
                 assert isinstance(run, PoolRun)
                 for host in made:
                     host.leave()
-                await run.over.wait()  # then the journal has the end of the run
+                await run.over.wait()  # after this, the journal has the end of the run
 
     asyncio.run(live())
     told = [json.loads(line) for line in folder.events.read_text().splitlines()]
@@ -473,7 +474,7 @@ def test_a_bad_host_of_a_run_says_only_what_is_its_own(
 
 
 async def _refuses(controller: Controller, count: int) -> None:
-    """Wait until a pool has refused `count` messages, which arrive on two connections."""
+    """Wait until a pool has refused `count` messages, or return after 100 s."""
     for _ in range(10_000):
         if controller.pool_hosts.refused >= count:
             return
@@ -481,7 +482,7 @@ async def _refuses(controller: Controller, count: int) -> None:
 
 
 class MadeUp:
-    """Fake host without an agent, which joins the pool and answers its calls."""
+    """Fake host without an agent, which joins the pool and answers the pool's calls."""
 
     def __init__(self, address: str, keys: Keys, name: str) -> None:
         self.name, self._address = name, address

@@ -62,7 +62,8 @@ def test_its_files_are_the_users_alone(notebook: Notebook) -> None:
 
 def test_the_key_is_in_no_command_line_or_environment(notebook: Notebook) -> None:
     for process in below(os.getpid()):
-        with contextlib.suppress(psutil.NoSuchProcess):  # a process of the previous test has ended
+        # a process of an earlier test may end meanwhile
+        with contextlib.suppress(psutil.NoSuchProcess):
             words = " ".join([*process.cmdline(), *process.environ().values()])
             assert "PRIVATE KEY" not in words
 
@@ -91,7 +92,10 @@ def test_another_certificate_is_refused(notebook: Notebook) -> None:
 
 
 def answers(context: ssl.SSLContext, plain: socket.socket) -> bool:
-    """Return whether a peer answers; with TLS 1.3, a refused client learns it at its first read."""
+    """Return whether a peer sends data over TLS.
+
+    A TLS 1.3 client learns that it was refused only at its first read.
+    """
     try:
         with context.wrap_socket(plain) as stranger:
             stranger.sendall(b"hello")
@@ -181,7 +185,7 @@ def test_a_pool_is_ended_while_it_comes_up(tmp_path: Path) -> None:
         opening = threads.submit(pool.connect)
         while not set(psutil.Process().children()) - before:
             threading.Event().wait(0.001)
-        pool.down()  # its process has not imported anything yet
+        pool.down()  # the pool's process is still in its first imports
         with pytest.raises(PoolError, match="this kernel ended it during the wait"):
             opening.result()
     assert not pool.folder.is_locked
@@ -221,7 +225,7 @@ def test_runs_of_two_kernels_do_not_touch_each_other(notebook: Notebook, tmp_pat
 def test_a_pool_that_is_just_ending_is_followed_by_a_new_one_for_all_that_wait(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The warm-up of a pool and three cells wait for the same new process."""
+    """The old process still holds the lock. A warm-up and three cells wait for one new process."""
     monkeypatch.setattr(pool_process, "LINGER_S", 0.2)
     pool = Pool(PoolConfig("local"), tmp_path)
     lock = open_and_lock(pool.folder.path / "lock")
@@ -256,7 +260,8 @@ def test_a_kernel_that_comes_while_its_pool_ends_gets_a_new_one(tmp_path: Path) 
 def test_a_pool_whose_settings_have_changed_is_left_after_its_runs_and_ends_by_itself(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pool_process, "LINGER_S", 0.01)  # its first kernel connects later than that
+    # shorter than the time until the first kernel connects
+    monkeypatch.setattr(pool_process, "LINGER_S", 0.01)
     monkeypatch.chdir(tmp_path)
     before, after = (
         Config(pools={"brief": PoolConfig("brief", start_timeout_s=limit_s)})
@@ -293,7 +298,7 @@ def test_a_run_in_which_the_pool_fails_ends(kernel_of_its_own: Frontend) -> None
 def test_all_that_wait_hear_what_becomes_of_hosts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Threads that begin to wait at different times each get the messages from then on."""
+    """Two threads wait, the second one later. Each gets the messages since its wait began."""
     asked, over = threading.Semaphore(0), threading.Event()
     heard: list[list[str]] = [[], []]
 

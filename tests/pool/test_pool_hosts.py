@@ -48,7 +48,7 @@ def with_host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[Pl
 
 
 def named(name: str) -> Request[None]:
-    """Return an empty request with this name, whose answer must be None."""
+    """Return a request without fields, whose operation has this name and whose answer is None."""
 
     class Named(Request[None]):
         @classmethod
@@ -178,14 +178,14 @@ def new_one(known: set[psutil.Process]) -> psutil.Process:
 
 
 def test_a_silent_host_is_lost(with_host: Callable[[Play], None]) -> None:
-    """docs/faults.md 12: whatever the reason for the silence."""
+    """docs/faults.md 12: the reason for the silence does not matter."""
 
     async def play(scheduler: PoolScheduler, controller: Controller, _: PoolHost) -> None:
         [member] = await controller.pool_hosts.acquire(1)
         gone = asyncio.Event()
         with (
             mock.patch.object(controller.pool_hosts, "_on_lost", lambda lost, why: gone.set()),
-            # a beat that arrives now would end the silence
+            # a late beat would end the silence
             mock.patch.dict(scheduler.stream_handlers, {BEAT: lambda **beat: None}),
         ):
             member.last_message_at -= 10_000
@@ -202,7 +202,7 @@ async def failed(task: asyncio.Task[Any]) -> bool:
 
 
 def test_a_host_that_fails_keeps_no_other_out(with_host: Callable[[Play], None]) -> None:
-    """Two calls wait for a host: one gets the failure, the other one gets the next host."""
+    """Two calls wait when a host fails. One call raises the error; the other gets the next host."""
 
     async def play(scheduler: PoolScheduler, controller: Controller, _: PoolHost) -> None:
         await controller.pool_hosts.release(lambda host: False)
@@ -232,7 +232,7 @@ def test_the_clock_of_a_run_leaves_out_the_time_in_which_the_user_types() -> Non
     assert clock.ran_s(100.0) == 0.0
     clock.set_paused(False, 100.0)
     clock.set_paused(True, 103.0)
-    clock.set_paused(True, 150.0)  # a second rank asks
+    clock.set_paused(True, 150.0)  # a second rank waits for the user's input
     assert clock.ran_s(200.0) == 3.0
     clock.set_paused(False, 200.0)  # the next attempt begins
     clock.set_paused(False, 201.0)
