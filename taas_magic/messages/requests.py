@@ -212,7 +212,8 @@ class PoolStatus(Struct, kw_only=True):
     Attributes:
         hosts: Hosts that can start ranks.
         starting: Hosts that cannot start ranks yet.
-        refused: Number of messages and connections that the pool's process refused.
+        refused: Number of messages and connections that the pool's process refused, because they
+            were not authenticated, invalid, forbidden or too late.
         gpu_hours: Sum over all hosts: GPUs of the host times the hours for which the host was
             allocated, since the pool's process started.
         used_gpu_hours: The part of `gpu_hours` in which runs used the hosts.

@@ -832,18 +832,19 @@ def dry_run_text(flags: Flags, work: Work, shell: "InteractiveShell", config: Co
     Raises:
         UsageError: The flags are impossible.
         StoreError: The project store is not usable.
-        SyntaxError: The cell is not valid Python.
+        CellSyntaxError: The cell is not valid Python.
     """
     session, asked = sessions.for_cell(flags, registers=False), flags
     if session is not None:
         flags = session.with_session_flags(flags)
     known = session.names if session is not None else None
     plan = plan_of(flags, pools.named(flags.pool, config), config)
-    settings = {**capture_settings(shell, config), "known": known, "send": flags.send}
     problems: list[str] = []
     travels: list[str] = []
     try:
-        captured = payload.capture(work, shell.user_ns, problems=problems, **settings)
+        captured = capture_work(
+            work, shell, config, known=known, send=flags.send, problems=problems
+        )
     except CaptureError as error:  # for example, a module of the project cannot be read
         problems.append(str(error))
     else:

@@ -628,7 +628,7 @@ def _pools(words: Sequence[str], settings: Config) -> str:
     ]
     refused = [
         f'pool "{pool.name}": refused {pool.status.refused:,} connections or messages that were '
-        "not authenticated or came too late"
+        "not authenticated, invalid, forbidden or too late"
         for pool in found
         if pool.status.refused
     ]

@@ -329,8 +329,8 @@ def test_pools_warm_and_down(
     assert "                      there  idle 1 min 01 s  2 h 00 min  4.00\n" in shown
     assert 'pool "local": 8.00 GPU-hours, 25% of them in runs\n' in shown
     assert (
-        'pool "local": refused 3 connections or messages that were not authenticated or came '
-        "too late\n(" in shown
+        'pool "local": refused 3 connections or messages that were not authenticated, invalid, '
+        "forbidden or too late\n(" in shown
     )
 
 

@@ -56,6 +56,13 @@ def failed(kernel: Frontend, cell: str) -> tuple[str, str]:
     return kernel.text(request), re.sub(r"\x1b\[[0-9;]*m", "", "\n".join(shown["traceback"]))
 
 
+@pytest.mark.parametrize("flag", ["", "--rehearse", "--dry-run"])
+def test_a_cell_that_is_not_python_names_its_line(kernel: Frontend, flag: str) -> None:
+    _, error = failed(kernel, f"%%taas --gpus 1 {flag}\nx = 1\ny = )")
+    assert re.search(r'File "Cell In\[\d+\]", line 3\n +y = \)\n', error), error
+    assert "unmatched ')'" in error and "capture" not in error
+
+
 def test_a_rehearsal_runs_the_whole_cell_and_reports(kernel: Frontend) -> None:
     text = kernel.text(
         kernel.run(f"%%taas --gpus 4 --rehearse --out seen --shared-writes shards\n{TRAIN}")
