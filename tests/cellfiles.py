@@ -1,7 +1,7 @@
-"""Read the cells that tests run in notebooks from the files in tests/cells.
+"""Read cells that tests run in notebooks. The cells are in the files of tests/cells.
 
 A file has the cells of one notebook. A line `# %%` begins each cell. The lines above the first cell
-do not run: they only define the names that a test sets, so that ruff and mypy know them.
+do not run. They define the names that a test sets in the notebook, so that ruff and mypy know them.
 """
 
 import re

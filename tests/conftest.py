@@ -55,16 +55,20 @@ def forkserver() -> Iterator[None]:
         patch.chdir(ROOT)  # Python 3.11 finds the package `tests` only from this folder
         ensure_running()
     yield
-    gc.collect()  # an uncollected loader's server process would keep the forkserver's pipe open
+    gc.collect()  # server processes of loaders would keep the forkserver's pipe open
     end_forkserver()
 
 
 @pytest.fixture
 def no_leftovers(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Fail the test if a process, an open port or a shared-memory file of it is left.
+    """Fail the test if it leaves a process, an open port or a shared-memory file.
 
-    All processes that the test starts inherit a token in their environment, so that this fixture
-    finds detached processes too. It kills leftover processes to protect later tests.
+    All processes that the test starts inherit a token in their environment. By this token, this
+    fixture also finds detached processes. The fixture kills leftover processes, so that later tests
+    are not affected.
+
+    Yields:
+        The token.
     """
     token = secrets.token_hex(8)
     monkeypatch.setenv(TOKEN, token)
@@ -95,7 +99,7 @@ def left_behind(token: str, ports: set[int], files: set[Path]) -> list[str]:
 
 
 def carriers(token: str) -> list[psutil.Process]:
-    """Return the processes with the token, except this one and its resource tracker."""
+    """Return the processes whose environment has the token, except this process and its tracker."""
     return [
         process
         for process in psutil.process_iter()
@@ -111,7 +115,7 @@ def carries(process: psutil.Process, token: str) -> bool:
 
 
 def is_tracker(process: psutil.Process) -> bool:
-    """Return whether a process is this process's resource tracker, which lives as long as it."""
+    """Return whether a process is the resource tracker of this process, which ends only with it."""
     try:
         is_child = process.ppid() == os.getpid()
         return is_child and "multiprocessing.resource_tracker" in " ".join(process.cmdline())
@@ -135,7 +139,7 @@ def end(process: psutil.Process) -> None:
 
 
 def listening() -> set[int]:
-    """Return the ports on which this process listens; other processes' ports end with them."""
+    """Return the ports on which this process listens; a port of another process ends with it."""
     connections = psutil.Process().net_connections("inet")
     return {seen.laddr.port for seen in connections if seen.status == psutil.CONN_LISTEN}
 

@@ -16,7 +16,10 @@ Line = dict[str, Any]
 
 
 def parsed(line: Line) -> Event:
-    """Return the event of a line; integers may be floats in the line."""
+    """Return the event of a journal line, in which floats may stand for integers.
+
+    If the line lacks the time or the host, the event gets time 0 and host gpu1.
+    """
     whole: Event = msgspec.convert(
         {"time": 0.0, "host": "gpu1", **line}, messages.AnyEvent, strict=False, str_keys=True
     )

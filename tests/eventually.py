@@ -22,13 +22,16 @@ def eventually(
 ) -> None:
     """Wait until `holds()` returns a true value. An OSError counts as false.
 
-    A check that lists all processes, or starts one, is made less often (`pause_s`).
+    The pause between two checks grows with the duration of a check (`pause_s`).
 
     Args:
         holds: The condition.
-        otherwise: The message of the AssertionError if the time is over.
-        within_s: Seconds after which the test fails.
+        otherwise: The message of the error if the time is over.
+        within_s: Maximum seconds to wait.
         every_s: Minimum seconds between two checks.
+
+    Raises:
+        AssertionError: The condition did not hold in time.
     """
     deadline = time.monotonic() + within_s
     while True:
@@ -42,9 +45,10 @@ def eventually(
 
 
 def pause_s(took_s: float, every_s: float) -> float:
-    """Return the seconds to wait before the next check: four times as long as the last check took.
+    """Return the seconds to wait before the next check.
 
-    The pause leaves the processor to the processes for which the test waits.
+    The pause is four times as long as the last check, at most `LONGEST_PAUSE_S`, and at least
+    `every_s`. The pause leaves the processor to the processes for which the test waits.
 
     Args:
         took_s: Seconds that the last check took.

@@ -213,7 +213,7 @@ def is_rank_table(content: dict[str, Any]) -> bool:
 
 
 def before_start(frontend: Frontend, request: str) -> str:
-    """Return what a cell has printed, and its status headers in state STARTING."""
+    """Return the output of a cell, followed by its status headers in state STARTING."""
     heads = [it["data"]["text/plain"] for it in frontend.contents(request, "update_display_data")]
     return frontend.text(request) + "".join(head for head in heads if head.startswith("STARTING"))
 

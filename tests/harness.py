@@ -37,9 +37,9 @@ tracebacks.innermost_frames = beat
 for _ in range(3):
     os.read(told, 1)
 """
-"""Start of a cell that waits here for three beats of its rank.
+"""Code for the start of a cell: wait until the rank has prepared three heartbeats.
 
-A beat carries the rank's stack, so at least one beat with a stack in this code has been sent.
+A heartbeat carries the rank's stack. After this code, the rank has sent a stack in this code.
 """
 
 

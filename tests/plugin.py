@@ -67,7 +67,7 @@ def pytest_collection() -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Turn garbage collection on again, without the objects of the imports."""
+    """Turn garbage collection on again. It ignores the objects that the imports created."""
     gc.freeze()
     gc.enable()
 
@@ -82,7 +82,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def processes_are_marked(request: pytest.FixtureRequest) -> Iterator[None]:
-    """In `make unit`, fail a test that starts a process, because it lacks the mark `process`."""
+    """In `make unit`, fail a test that starts a process without having the mark `process`."""
     is_unit = request.config.getoption("markexpr") == "not process"
     with no_process_starts() if is_unit else contextlib.nullcontext():
         yield
@@ -116,7 +116,7 @@ def notebook(warm_notebook: Notebook, monkeypatch: pytest.MonkeyPatch) -> Iterat
     monkeypatch.chdir(warm_notebook.project)
     monkeypatch.setattr(notebook_run, "KILL_WAIT_S", HUNG_S)
     _empty(warm_notebook.shell)
-    if "torch" in sys.modules:  # else ranks would get the seed of an earlier test
+    if "torch" in sys.modules:  # otherwise, ranks would get the seed of an earlier test
         sys.modules["torch"].seed()
     files = shared_memory()
     of_others = set(_left_behind(files))

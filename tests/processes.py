@@ -87,7 +87,10 @@ def _is_here(file: str) -> bool:
 
 @contextmanager
 def no_process_starts() -> Iterator[None]:
-    """Make each start of a process raise an error in the block, and once more at its end."""
+    """Make each start of a process in the block raise an AssertionError.
+
+    The end of the block raises the first error again, because the block's code may catch it.
+    """
     attempts: list[str] = []
 
     def refuse(*args: Any, **kwargs: Any) -> Any:

@@ -1,8 +1,8 @@
 """Disturb a kernel between the loading of the extension and the end of its second cell.
 
-At a random moment, each round kills the pool's process, runs `%taas down`, or interrupts, restarts
-or kills the kernel. Each cell must succeed, or fail soon afterwards with a message that says what
-ended. No process and no file may be left.
+Each round does one *deed* at a random moment: it kills the pool's process, runs `%taas down`, or
+interrupts, restarts or kills the kernel. Each cell must succeed, or fail soon after the deed with a
+message that says what ended. No process and no file may be left.
 """
 
 import random
@@ -34,11 +34,11 @@ CLEAR = {
     "down": r"KeyboardInterrupt|this kernel ended|a kernel ended the pool",
     "interrupt": "KeyboardInterrupt|aborted",
 }
-"""Patterns for the message of a failed cell, for each deed."""
+"""For each deed: a pattern that the message of a failed cell must match to be clear."""
 
 UNCLEAR = re.compile(r"ConnectionPool|<TLS|object at 0x|Traceback|Comm|hangs")
 MORE_S = 3.0
-"""Longest delay between the start of a phase and the deed, in seconds."""
+"""Maximum seconds between the start of a phase (`FirstCells._has_begun`) and the deed."""
 
 
 @dataclass
@@ -46,7 +46,7 @@ class Result:
     """The results of all rounds.
 
     Attributes:
-        deeds: Number of rounds with each deed and outcome of the cells.
+        deeds: Number of rounds, by a text with the deed and the outcome of the cells.
         late: Rounds in which a failed cell ended too late.
         unclear: Rounds in which the message of a failed cell was not clear.
         left: Processes, mounts and files that were left.
@@ -102,7 +102,7 @@ class FirstCells:
         return self.result
 
     def _round(self, frontend: Frontend, number: int) -> str:
-        """Run the cells and do a deed meanwhile. Return a description of the round."""
+        """Run the cells, and do a deed meanwhile. Record the outcome, and return it as text."""
         deed = self._random.choice(self._deeds)
         phase, delay_s = self._random.randrange(5), self._random.uniform(0.0, MORE_S)
         beside = frontend.new_subshell() if deed == "down" else None
@@ -141,7 +141,7 @@ class FirstCells:
         began = 0.0
         for request, error in zip(requests, errors, strict=True):
             after_s = ended.get(request, done_at) - max(done_at, began)
-            began = ended.get(request, done_at)  # the next cell begins then
+            began = ended.get(request, done_at)  # the next cell begins when this cell has ended
             if not error:
                 continue
             if not re.search(CLEAR.get(deed, "nothing"), error) or UNCLEAR.search(error):
@@ -204,7 +204,7 @@ class FirstCells:
         return None
 
     def _left(self, token: str) -> list[str]:
-        """Return the processes, mounts and files that should be gone."""
+        """Return descriptions of the processes, mounts and files that are left of the rounds."""
         scene = self._scene
         found = [f"process {describe(process)}" for process in carriers(token)]
         files = abandoned(set(Path("/dev/shm").iterdir()) - self._files)

@@ -54,7 +54,7 @@ class Chaos:
         self.proxy.close()
 
     def stepped(self) -> None:
-        """Record that each rank has received a batch."""
+        """Record that each rank has received a further batch. Called by `train` after each step."""
         with self._news:
             self._steps += 1
             self._news.notify()
@@ -121,7 +121,19 @@ def train(
     rest_s: float = 0.0,
     stepped: Callable[[], None] = lambda: None,
 ) -> tuple[str, torch.Tensor]:
-    """Train on the streams of all ranks. Return a hash of the batches, and the weights."""
+    """Iterate the loaders of all ranks in this process, and train on the batches.
+
+    Args:
+        running: The data service.
+        epochs: Number of epochs.
+        directory: Where the ranks find the fetchers' addresses.
+        attempt: Number of the attempt, for the ledgers.
+        rest_s: Mean seconds of a rest after every `REST_EVERY` steps; 0: no rests.
+        stepped: Called after each step.
+
+    Returns:
+        A hash of all batches, and the weights.
+    """
     torch.manual_seed(0)
     weights = torch.zeros(8)
     digest = hashlib.sha256()

@@ -23,7 +23,7 @@ from tests.frontend import Frontend, Scene
 from tests.harness import FORKSERVER, words
 
 COLD = 0.2
-"""Fraction of the rounds that begin without hosts. The hosts start during the harm."""
+"""Fraction of the rounds that begin without hosts, so that the harm meets hosts that start."""
 
 STOPPED_S = 2.0
 """Seconds for which a kernel or a pool's process stays stopped. No other process can end them."""
@@ -109,7 +109,7 @@ DETACHED = replace(
 
 @dataclass
 class Outcomes:
-    """Numbers of rounds with one harm, by what the next cell did.
+    """Numbers of rounds with one kind of harm, by the outcome of the next cell.
 
     Attributes:
         ran: Number of rounds in which the next cell ran.
@@ -204,7 +204,7 @@ class Chaos:
             if self._program.way_out:  # the session has ended with its pool
                 self._run(frontend, self._program.start)
         request = frontend.send(self._program.cell)
-        with suppress(AssertionError):  # the moment has come, or the cell has ended
+        with suppress(AssertionError):  # the delay is over, or the cell has ended
             frontend.wait(lambda: request in frontend.replies, delay_s)
         victims = list(self._find(frontend, harm.split()[1]))
         if victims:
@@ -292,10 +292,10 @@ class Chaos:
                 yield process
 
     def _look_for_old(self, frontend: Frontend, harm: str) -> None:
-        """Record processes that left the tree, and report those that should have ended by now."""
+        """Record processes that left the tree. Report and end those that live too long after that."""
         now = time.monotonic()
         seen = carriers(self._token)
-        tree = self._tree(frontend)  # after `carriers`, so that new processes are not taken for old
+        tree = self._tree(frontend)  # after `carriers`: a newer process is no leftover
         for process in seen:
             if process not in tree:
                 self._doomed.setdefault(process, (now, harm))
@@ -319,7 +319,7 @@ class Chaos:
         return tree
 
     def _all_left(self) -> list[str]:
-        """Return the leftovers after the kernel's end. Ports end with their processes."""
+        """Return descriptions of processes and files that are left after the kernel's end."""
         found = [f"process {describe(process)}" for process in carriers(self._token)]
         files = abandoned(set(Path("/dev/shm").iterdir()) - self._files)
         kept = [path for path in self._scene.tmp.iterdir() if not NOT_OURS.fullmatch(path.name)]
@@ -356,14 +356,15 @@ def _place_of(process: psutil.Process) -> str:
 def grown(
     frontend: Frontend, before: dict[str, tuple[int, int, int]], more: int
 ) -> dict[str, tuple[int, int, int]]:
-    """Return the processes that have at least `more` descriptors or threads more than before.
+    """Return the processes that have gained at least `more` descriptors or `more` threads.
 
-    Looks again for a while, because descriptors may still be closed.
+    Checks until no process has, or until a time limit, because processes may still close
+    descriptors.
 
     Args:
         frontend: The kernel.
         before: The earlier result of `memory_of`.
-        more: Number of descriptors or threads that is too many.
+        more: Smallest growth that counts.
     """
 
     def found() -> dict[str, tuple[int, int, int]]:

@@ -1,4 +1,6 @@
-"""A process that waits in C code, its fork, which waits in Python code, and another child program.
+"""A process that waits in C code, and its two children.
+
+The first child is a fork that waits in Python code. The second child is another program.
 
 python tests/children/forked_family.py FILE
 """

@@ -19,7 +19,10 @@ def private_kib() -> int:
 
 
 def main() -> None:
-    """Print the sum of the variable `big`; after a line of input, print the memory."""
+    """Load the payload, and print the sum of its variable `big`.
+
+    After a line of input, print the private memory that the load and the sum took, in KiB.
+    """
     namespace = types.ModuleType("__main__")
     sys.modules["__main__"] = namespace
     before = private_kib()

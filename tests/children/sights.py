@@ -131,7 +131,7 @@ def saves_with_libraries() -> None:
 
 
 def is_refused_in_a_subprocess() -> str:
-    """Copy a file into the store by a program. Return the message that users see."""
+    """Copy a file into the store by the program `cp`. Return the error that users see, or ""."""
     from taas_magic.host.tracebacks import message_of
 
     try:

@@ -1,4 +1,4 @@
-"""Run a vehicle's event loop in which a task ignores that it is cancelled, as Dask's may.
+"""Run a vehicle's event loop with a task that ignores its cancellation, as a task of Dask may.
 
 python -m tests.children.stuck_vehicle COMMAND
 

@@ -1,4 +1,4 @@
-"""Read what batch systems report of jobs, from samples and from real commands."""
+"""Tests of queries to batch systems: samples of their output are parsed, and real ones asked."""
 
 import asyncio
 import stat
@@ -120,7 +120,7 @@ async def settled(
     while True:
         if is_so(job := (await asked.query([job_id]))[job_id]):
             return job
-        await asyncio.sleep(0.2)  # each query starts a program
+        await asyncio.sleep(0.2)  # a pause, because each query starts a program
 
 
 @pytest.mark.network

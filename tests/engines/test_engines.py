@@ -1,4 +1,4 @@
-"""One suite for all engines: what the controller requires of them."""
+"""Tests of what the controller requires of an engine. Every engine passes the same tests."""
 
 import asyncio
 import gc
@@ -74,7 +74,7 @@ def test_settings_override_what_is_found(pool: PoolConfig) -> None:
 def test_hosts_come_are_given_back_and_come_again(pool: PoolConfig, tmp_path: Path) -> None:
     async def live() -> None:
         engine = find_engine(pool)
-        engine.prepare()  # the first host starts early, the second does not
+        engine.prepare()  # starts the first host early; the second host starts on request
         async with engine.open(PoolScheduler, Keys(), str(tmp_path)) as scheduler:
             watching = Watching()
             scheduler.add_plugin(watching)
@@ -107,7 +107,7 @@ WHY = {"ssh": "host gpu1: KeyError: 'odd'", "slurm": "could not start a host: .*
 def test_a_host_that_fails_in_an_unforeseen_way_is_said_each_time(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A run that starts again needs the error, or it would wait forever for a host."""
+    """Every request for a host raises the error. Otherwise, a restarted run would wait forever."""
     pool = NOWHERE[name]
 
     def fail(*_: object) -> None:
@@ -120,7 +120,7 @@ def test_a_host_that_fails_in_an_unforeseen_way_is_said_each_time(
             for _ in range(2):
                 with pytest.raises(PoolError, match=WHY[name]):
                     await members.acquire(1)
-            gc.collect()  # an error's frames keep the failed host alive, and Dask complains
+            gc.collect()  # frees the failed host, of which Dask would warn
 
     monkeypatch.setattr(ssh, "connect", fail)
     monkeypatch.setenv("PATH", "/nowhere")

@@ -98,7 +98,7 @@ def far(
 
 
 def left_on(hosts: Hosts, number: int) -> list[psutil.Process]:
-    """Return our processes that are left on a host after a while, except sshd, which ends later."""
+    """Wait for our processes on a host to end; return those that do not, except sshd."""
     return hosts.left(number, ignoring="sshd")
 
 
@@ -113,7 +113,7 @@ def run_on_all(notebook: Notebook, source: str, flags: str = "") -> Outcome:
 
 
 def run_and_break(notebook: Notebook, tmp_path: Path, fault: Callable[[], None]) -> Outcome:
-    """Run a cell without an end. Inject a fault when all ranks have met."""
+    """Run an endless cell. Inject a fault when all ranks have joined their process group."""
     pipe = tmp_path / "ready"
     os.mkfifo(pipe)
     met: list[str] = []
@@ -206,7 +206,10 @@ def test_a_partition_that_heals_changes_nothing(
 
 @pytest.mark.fault(54)
 def test_clocks_a_day_apart_change_nothing(far: Notebook) -> None:
-    """libfaketime is of no use here: it also shifts the clock of `time.sleep`, and sleeps fail."""
+    """The hosts have wrong clocks because `sitecustomize` replaces `time.time` there.
+
+    libfaketime would also shift the clock of `time.sleep`, which would then fail.
+    """
     source = """
 print("CLOCK", time.time())
 dist.barrier()

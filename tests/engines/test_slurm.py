@@ -162,7 +162,7 @@ def hpc(notebook: Notebook, slurm: Slurm, monkeypatch: pytest.MonkeyPatch) -> It
 def test_a_full_partition_is_named_while_it_is_waited_for_and_nothing_is_kept(
     hpc: Hpc, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A host never starts. A smaller cell then runs, in the environment of its jobs."""
+    """The partition has two hosts, and the cell needs three. Afterwards, a smaller cell runs."""
     prologue = '["export CUDA_VISIBLE_DEVICES=4,5"]'
     hpc.configure(start_timeout_s=30, job_script_prologue=prologue)
     outcome = hpc.run(MEET, gpus=6)
@@ -186,7 +186,7 @@ def test_a_full_partition_is_named_while_it_is_waited_for_and_nothing_is_kept(
 def test_a_cancelled_job_is_named_the_next_cell_runs_and_a_requeued_one_joins_no_old_run(
     hpc: Hpc,
 ) -> None:
-    """Hosts are killed or requeued. No part of a run continues elsewhere."""
+    """Slurm cancels or requeues the job of a host. The run is lost; the next cell runs."""
     hpc.configure(job_extra_directives='["--requeue"]')
     with hpc.once(hpc.has_begun, lambda: hpc.slurm.run("scancel", max(hpc.slurm.jobs()))):
         outcome = hpc.run(ENDLESS)
@@ -199,7 +199,7 @@ def test_a_cancelled_job_is_named_the_next_cell_runs_and_a_requeued_one_joins_no
 
 
 def a_job_that_is_started_again_does_not_join_the_old_run(hpc: Hpc) -> None:
-    """Requeue a host. Nothing may run twice."""
+    """Slurm requeues the job of a host. The run is lost, and no ranks start a second time."""
     hpc.forget_runs()
     with hpc.once(
         hpc.has_begun, lambda: hpc.slurm.run("scontrol", "requeue", max(hpc.slurm.jobs()))

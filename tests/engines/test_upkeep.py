@@ -1,4 +1,4 @@
-"""Count the hours of hosts, and give idle hosts back."""
+"""Tests of the pool meter, which counts the hours of hosts and gives idle hosts back."""
 
 import threading
 import time

@@ -1,4 +1,4 @@
-"""Reports on a pool's batch jobs: jobs that wait, that failed, and that are not needed any more."""
+"""Tests of `Vehicles`, which reports on a pool's batch jobs: waiting, failed and unneeded jobs."""
 
 import asyncio
 from collections.abc import Collection
@@ -25,7 +25,7 @@ class Told(BatchSystem):
 
 @dataclass
 class Submitted:
-    """A Dask worker object that represents a job."""
+    """Stand-in for the Dask worker object of a batch job."""
 
     job_id: str
 

@@ -64,7 +64,7 @@ def test_a_model_travels_from_gpu_to_gpu_and_back(frontend_of_module: Frontend) 
         value(frontend_of_module, "next(net.parameters()).device, loss.device").count("cuda") == 2
     )
     assert value(frontend_of_module, "torch.equal(loss, expected)") == "True"
-    frontend_of_module.run("train(net, adam)")  # net and adam belong together
+    frontend_of_module.run("train(net, adam)")  # works only if `adam` has the parameters of `net`
 
 
 def test_results_come_to_the_cpu_of_a_notebook_without_cuda(kernel_of_its_own: Frontend) -> None:
@@ -100,7 +100,7 @@ def test_metrics_on_the_gpu_are_sent_when_they_are_computed(frontend_of_module: 
         "print('queued', flush=True)\n"
     )
     frontend_of_module.wait(lambda: "queued" in frontend_of_module.text(run))
-    # the heartbeat thread answers although the GPU is busy: it does not wait for the metrics
+    # The heartbeat thread does not wait for the metrics. So it answers while the GPU is busy.
     subshell = frontend_of_module.new_subshell()
     stacks = frontend_of_module.send("%taas ranks", subshell_id=subshell)
     frontend_of_module.finish(stacks)

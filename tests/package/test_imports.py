@@ -1,4 +1,7 @@
-"""Tests of imports: no module imports from a higher floor, and light modules import no torch."""
+"""Tests of imports: no module imports from a higher floor, and light modules import no torch.
+
+The floors are the rows of the table of folders in ARCHITECTURE.md (`FLOORS`).
+"""
 
 import ast
 import subprocess
@@ -11,9 +14,9 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "taas_magic"
 
-# From top to bottom. A module may import from its own floor and from lower floors. The name of a
-# folder means all modules in it. `taas_magic/__init__.py` itself is not checked as an imported
-# module, because every import of a module runs it.
+# The floors, from top to bottom. A module may import from its own floor and from lower floors. The
+# name of a folder means all modules in the folder. The test does not check who imports
+# `taas_magic/__init__.py`, because every import of a module of the package runs this file.
 FLOORS = (
     ("kernel", "__init__", "__main__", "api"),
     ("farms", "federation"),
@@ -43,7 +46,7 @@ IMPORTED_BY_TEXT_FROM_ABOVE = {
     # The forkserver preloads the public API, so that `import taas` in a rank costs nothing.
     ("host.forkserver", "api"),
 }
-"""Allowed exceptions: (module, module on a higher floor that it imports by name in a string)."""
+"""Pairs of modules. The first may import the second, by its name in a string, from above."""
 
 LIGHT = ["", ".messages", ".plan", ".config", ".errors", ".journal", ".api", ".host.supervisor"]
 LIGHT += [f".notebook.{it}" for it in ("flags", "magic", "launch", "pools", "run")]

@@ -36,9 +36,9 @@ def test_it_is_done_after_the_import_and_once(module: str) -> None:
 
 
 def test_who_asks_whether_a_module_is_there_does_not_take_the_hook_away(module: str) -> None:
-    """transformers calls `find_spec` for accelerate and others before it imports them."""
+    """transformers calls `find_spec` for accelerate and other modules before it imports them."""
     seen: list[str] = []
-    before = list(sys.meta_path)  # another test of this process may have left a finder
+    before = list(sys.meta_path)  # earlier tests may have left a finder
     when_imported(module, lambda: seen.append("first"))
     when_imported(module, lambda: seen.append("second"))
     for _ in range(2):

@@ -33,7 +33,11 @@ def is_pytestmark(node: ast.Assign) -> bool:
 
 
 def leaves_nothing(decorator: ast.expr) -> bool:
-    """Return whether a decorator marks a test, or each parameter in a list, as nightly."""
+    """Return whether a decorator leaves nothing of a test for `make test`.
+
+    This is so if the decorator is the mark `nightly`, or if each parameter in a list of the
+    decorator has this mark.
+    """
     if ast.unparse(decorator) == NIGHTLY:
         return True
     if not isinstance(decorator, ast.Call):

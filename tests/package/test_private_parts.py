@@ -37,7 +37,7 @@ LISTED = {
 
 OWN = {
     "_storages",
-    # of `Attempt` and `HostRun`; host/host_session.py has their subclasses for sessions
+    # attributes of `Attempt` and `HostRun`, used by their subclasses in host/host_session.py
     *(
         "_emit",
         "_end_steps",
@@ -48,9 +48,9 @@ OWN = {
         "_report_started",
     ),
     *("_check", "_path_prefix", "_rendezvous", "_share", "_spec", "_start_ranks"),
-    "_acquire_hosts",  # of `Share`; pool/runs.py has its subclasses
+    "_acquire_hosts",  # of `Share`, used by its subclasses in pool/runs.py
     "_numbers",  # of the picklers in data/encode.py
-    "_storage",  # of a buffer, which capture/reducers.py makes
+    "_storage",  # of a buffer that capture/reducers.py makes
 }
 """Private attributes that one class of this package uses of another class of this package."""
 

@@ -25,7 +25,7 @@ def make_bare_python(folder: Path, packages: Iterable[str] = ("torch",), pip: bo
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
     site = Path(sysconfig.get_path("purelib", vars={"base": str(folder)}))
     names = [*_with_required(packages), *(["pip"] if pip else [])]
-    for entry in set().union(*map(_entries, names)):  # some packages share a folder
+    for entry in set().union(*map(_entries, names)):  # a set, because some packages share a folder
         (site / entry.name).symlink_to(entry)
     return folder / "bin" / "python"
 

@@ -97,11 +97,14 @@ class Hosts:
                     process.kill()
 
     def left(self, number: int, ignoring: str = "-") -> list[psutil.Process]:
-        """Wait at most `HUNG_S` for a host's current processes to end; return the others.
+        """Wait at most `HUNG_S` seconds for a host's current processes to end.
 
         Args:
             number: Number of the host.
             ignoring: Prefix of the names of processes to ignore.
+
+        Returns:
+            The processes that have not ended.
         """
         found = [p for p in self.processes(number) if not name_of(p).startswith(ignoring)]
         _, alive = psutil.wait_procs(found, timeout=HUNG_S)

@@ -9,7 +9,7 @@ from multiprocessing import forkserver
 
 CONTEXT = multiprocessing.get_context("forkserver")
 
-# One list for all tests: a process has one forkserver, and a second call would replace the list.
+# All tests use one list of modules, because a process has one forkserver.
 CONTEXT.set_forkserver_preload(
     [
         *("torch", "numpy", "sqlite3", "taas_magic.store.guard"),

@@ -70,7 +70,7 @@ options = {{ ssh_config = "{hosts.ssh_config}" }}
 
 
 def enter(notebook: Notebook, settings: Path, patch: pytest.MonkeyPatch) -> None:
-    """Let this process use the notebook's state folder and project, and these settings."""
+    """Let this process use a notebook's state folder and project, and a configuration folder."""
     patch.setenv("TAAS_STATE_DIR", str(notebook.state_dir))
     patch.setenv("XDG_CONFIG_HOME", str(settings))
     patch.chdir(notebook.project)

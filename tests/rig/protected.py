@@ -97,9 +97,9 @@ def kept_out() -> list[str]:
 
 
 def _serve(connection: Connection, setting: Setting) -> None:
-    """Protect this process, and then run the functions that `connection` brings, until it closes.
+    """Protect this process. Then receive functions from `connection`, and run them until it closes.
 
-    Send back each result or error. If the protection fails, send the error and end.
+    Send the result or error of each function. If the protection fails, send its error and return.
     """
     try:
         connection.send((False, _enter(setting)))

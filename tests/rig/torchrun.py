@@ -62,7 +62,7 @@ def torchrun(script: Path, *arguments: str) -> list[str]:
 
 
 def recorded(script: Path, *arguments: str) -> list[str] | None:
-    """Return the recorded RESULT lines of a script; None if the record lacks this text of it."""
+    """Return a script's recorded RESULT lines; None if its text has changed since the record."""
     found: list[str] | None = _record()["results"].get(_key(script, arguments))
     return found
 

@@ -45,7 +45,10 @@ SIMILAR = {
     "loader_workers": "process_pools",
     "sklearn_search": "process_pools",
 }
-"""Programs that only `make nightly` runs, each with one that `make test` runs in its place."""
+"""Programs that only `make nightly` runs, by name.
+
+The value is a program, or a file of tests, that `make test` runs instead.
+"""
 
 NEEDS_TORCH = {"fsdp_dcp": "2.7", "pipeline_parallel": "2.6"}
 """Minimum version of torch for programs that use new features of torch."""
@@ -130,7 +133,7 @@ def test_the_record_is_of_the_programs_text(name: str) -> None:
 @pytest.fixture
 def frontend(frontend_of_module: Frontend) -> Frontend:
     """Return the module's kernel with an empty namespace and the scripts in its folder."""
-    # `gc.freeze` leaves imported modules out of garbage collections, which would take 0.5 s each.
+    # With imported modules, each garbage collection takes 0.5 s. `gc.freeze` leaves them out.
     frontend_of_module.run("%reset -f\nimport gc; gc.freeze(); del gc")
     frontend_of_module.run(
         f"import shutil; shutil.copytree({str(BESIDE)!r}, '.', dirs_exist_ok=True)"

@@ -151,9 +151,9 @@ def run_cell(page: Page, number: int) -> None:
 
 @contextmanager
 def reserved_port() -> Iterator[int]:
-    """Yield a port that the system does not assign to others during the block.
+    """Yield a port that the system assigns to no other program during the block.
 
-    A program that asks for this very port can bind it.
+    A program that requests this port by its number can bind it.
     """
     with socket.socket() as holder:
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

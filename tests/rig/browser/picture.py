@@ -119,7 +119,7 @@ def running_cell(session: Session) -> bytes:
 
 
 def narrow(session: Session) -> bytes:
-    """Show the same cell in a page that is 480 pixels wide."""
+    """Show the cell of `running_cell` in a page that is 480 pixels wide."""
     session.open(DIGITS, WARM_UP, f"%%taas --gpus 2 --name digits\n{TRAINING}", width=480)
     session.run(0, 1, 2)
     session.wait_for(2, "epoch 10:")
@@ -127,7 +127,7 @@ def narrow(session: Session) -> bytes:
 
 
 def dark(session: Session) -> bytes:
-    """Show the same cell in JupyterLab's dark theme, and a failure."""
+    """Show the cell of `running_cell` and a failure in JupyterLab's dark theme."""
     session.open(DIGITS, WARM_UP, f"%%taas --gpus 2 --name digits\n{TRAINING}", READ, FAILS)
     session.run(0, 1, 2)
     command(session.page, "apputils:change-theme", theme="JupyterLab Dark")
@@ -248,7 +248,7 @@ def main(target: Path, names: list[str]) -> None:
             notebooks.mkdir()
             (notebooks / "taas.toml").write_text(TAAS_TOML)
             with (
-                # The run folders in the pictures are those that a user would see.
+                # With the default state folder, the pictures show the paths that users see.
                 open_lab(folder / "jupyter", notebooks, TAAS_STATE_DIR="") as lab,
                 open_page(browser, folder / "profile") as page,
             ):
