@@ -292,7 +292,7 @@ class Chaos:
                 yield process
 
     def _look_for_old(self, frontend: Frontend, harm: str) -> None:
-        """Record processes that left the tree. Report and end those that live too long after that."""
+        """Record processes that left the tree. Report and end those that live on for too long."""
         now = time.monotonic()
         seen = carriers(self._token)
         tree = self._tree(frontend)  # after `carriers`: a newer process is no leftover
