@@ -59,7 +59,8 @@ def test_packages_name_all_their_modules() -> None:
 
 
 def test_the_pages_name_files_that_there_are() -> None:
-    pages = [ROOT / "README.md", ROOT / "ARCHITECTURE.md", *(ROOT / "docs").glob("*.md")]
+    guides = ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md")
+    pages = [*(ROOT / guide for guide in guides), *(ROOT / "docs").glob("*.md")]
     rooms = [path.name for path in (ROOT / "taas_magic").iterdir() if path.is_dir()]
     names = re.compile(
         rf"`((?:{'|'.join([*rooms, 'tests', 'benchmarks', 'notebooks'])})/[\w/]+\.\w+)`"
