@@ -114,7 +114,9 @@ def add_points(curves: Curves, event: Metrics) -> None:
     """Add the values that a rank logged to the curves of this rank; create missing curves."""
     for point in event.points:
         of_metric = curves.setdefault(point.name, {})
-        of_metric.setdefault(event.rank, Curve()).add(number(point), point.step)
+        if (curve := of_metric.get(event.rank)) is None:
+            curve = of_metric[event.rank] = Curve()
+        curve.add(number(point), point.step)
 
 
 def begin_attempt(curves: Curves, ranks: Collection[int]) -> None:
@@ -293,7 +295,8 @@ def draw(tables: Mapping[str, Any], metric: str | None) -> "Figure":
             for step, rank, value in zip(table["step"], table["rank"], table[metric], strict=True)
             if rank == 0 and math.isfinite(value)
         ]
-        axes.plot(*zip(*points, strict=True), label=name) if points else None
+        steps, values = zip(*points, strict=True) if points else ((), ())
+        axes.plot(steps, values, label=name)
     axes.legend()
     pyplot.close(figure)  # otherwise a notebook shows it twice: as a value, and at the cell's end
     return figure

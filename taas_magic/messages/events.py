@@ -697,10 +697,15 @@ _decode_event: Callable[[bytes], Event] = msgspec.json.Decoder(AnyEvent).decode
 def decode_event(packed: bytes) -> Event:
     """Decode an event from JSON, and remove terminal control sequences from its texts.
 
+    JSON has control characters only as escapes, except those above ASCII and DEL. Without any of
+    them, there is nothing to remove, and the function skips the slow search.
+
     Raises:
         msgspec.DecodeError: `packed` is not the JSON of an event.
     """
     try:
-        return cleaned(_decode_event(packed))
+        event = _decode_event(packed)
+        is_plain = packed.isascii() and b"\\" not in packed and b"\x7f" not in packed
+        return event if is_plain else cleaned(event)
     except RecursionError as error:
         raise msgspec.DecodeError("it is nested too deeply") from error

@@ -142,3 +142,9 @@ raise type("E" + hostile, (Exception,), {{}})("message " + hostile)
     assert "note a" in said and "message a" in said and "printed" in said
     assert not any(sequence in said for sequence in OBEYED)
     assert "[1] forged" not in {line.strip() for line in str(outcome.error).splitlines()}
+
+
+@pytest.mark.parametrize("text", [b"\x7f", "\x9b".encode(), b"\\u001b[2J", b"\\r", b"\\u007f"])
+def test_one_control_character_is_enough_to_clean_an_event(text: bytes) -> None:
+    event = decode_event(b'{"kind":"note","text":"plain%b"}' % text)
+    assert isinstance(event, messages.Note) and event.text == "plain"
