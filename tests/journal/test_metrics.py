@@ -337,7 +337,7 @@ def test_runs_are_compared_by_a_metric_that_all_have(tmp_path: Path) -> None:
     ]
     never = metrics.read(table_of(tmp_path / "3", MetricPoint("loss", 0, None, 0.0)))
     [axes] = metrics.draw({"never a number": never}, "loss").axes
-    assert axes.get_legend().get_texts()[0].get_text() == "never a number"
+    assert [line.get_label() for line in axes.lines] == ["never a number"]
     for wrong, kind in (("first", "str"), ([], "list")):
         with pytest.raises(UsageError, match=rf"compare needs runs, such as .*; got a {kind}$"):
             compare(wrong)  # type: ignore[arg-type]
