@@ -296,7 +296,7 @@ class Route:
                 )
             time.sleep(_FIRST_CHECKS_S)
 
-    def wait_for_opener(self) -> None:
+    def wait_for_describing_fetcher(self) -> None:
         """Wait for the start of the fetcher from which all ranks request descriptions of epochs.
 
         Return without this fetcher after `start_s` seconds, or if the fetcher cannot start.
@@ -392,7 +392,7 @@ class Client:
         self._responses: dict[LoaderRequest, tuple[Response, memoryview]] = {}
         self._instead: dict[LoaderRequest, LoaderRequest] = {}
         self._epoch = 0
-        self._opener: int | None = None  # the fetcher that described the epoch
+        self._describing_fetcher: int | None = None  # the fetcher that described the epoch
         self._order: int | None = None
         self._indices: Sequence[Any] | None = None
         self._streams: int | None = None
@@ -409,7 +409,7 @@ class Client:
         links = list(self._links.values())
         return self._blocks.held_bytes + sum(link.borrowed.held_bytes for link in links)
 
-    def open(self, epoch: int, has_own_sampler: bool = False) -> EpochDescription:
+    def request_description(self, epoch: int, has_own_sampler: bool = False) -> EpochDescription:
         """Begin an epoch: request and return the epoch's description from one fetcher.
 
         If the sampler is not seeded, two fetchers may have different orders. The pass follows the
@@ -426,12 +426,12 @@ class Client:
             Exception: The exception that the loader's sampler raised.
         """
         if has_own_sampler:
-            self._route.wait_for_opener()
+            self._route.wait_for_describing_fetcher()
         body = self._request_body(LoaderRequest(RequestKind.OPEN, epoch, 0), ResponseKind.OPENED)
-        opened = protocol.decode_epoch_description(body)
-        self._epoch, self._streams, self._indices = epoch, opened.streams, None
-        self._order = opened.order if opened.streams is None else None
-        return opened
+        description = protocol.decode_epoch_description(body)
+        self._epoch, self._streams, self._indices = epoch, description.streams, None
+        self._order = description.order if description.streams is None else None
+        return description
 
     def request_order(self) -> bytes:
         """Request and return the encoded indices of all batches of the epoch, for `use_order`.
@@ -561,7 +561,10 @@ class Client:
         if response.kind is expected:
             return body
         if response.kind is not ResponseKind.ERROR:
-            raise ProtocolError(f"a request was answered with {response.kind.name}")
+            raise ProtocolError(
+                f"the fetcher answered a request of kind {request.kind.name} with a response of "
+                f"kind {response.kind.name}"
+            )
         raised: UserErrorReport = encode.from_bytes(bytes(body))
         raised.reraise()
 
@@ -597,10 +600,10 @@ class Client:
         """
         while True:
             of_order = request.kind in (RequestKind.OPEN, RequestKind.ORDER)
-            # Request the order from the fetcher that opened the epoch: others may differ.
-            opener = self._opener if request.kind is RequestKind.ORDER else None
+            # Request the order from the fetcher that described the epoch: others may differ.
+            preferred = self._describing_fetcher if request.kind is RequestKind.ORDER else None
             number = self._route.choose_fetcher(
-                0 if of_order else request.slot, self._streams, opener
+                0 if of_order else request.slot, self._streams, preferred
             )
             began = time.monotonic()
             try:
@@ -621,7 +624,7 @@ class Client:
         for number, link in list(self._links.items()):
             try:
                 if link.unsent:
-                    link.request()
+                    link.send_unsent()
             except OSError as error:
                 self._reroute_requests(number, error)
 
@@ -682,9 +685,12 @@ class Client:
         pending, bodies = link.pending, 1 + response.more
         request = pending[0] if len(pending) >= bodies else None
         if request is None or response.slot != request.slot or response.epoch != request.epoch:
+            expected = (
+                f"batch {request.slot} of epoch {request.epoch}" if request else "fewer batches"
+            )
             raise ProtocolError(
-                f"{link.address} was asked for {request} and answered with batch {response.slot} "
-                f"of epoch {response.epoch}, and {response.more} more"
+                f"{link.address} sent batch {response.slot} of epoch {response.epoch} and "
+                f"{response.more} more, but this rank expects {expected}"
             )
         size = len(body) // bodies
         for number, one in enumerate([pending.popleft() for _ in range(bodies)]):
@@ -698,14 +704,14 @@ class Client:
     ) -> None:
         """Store the response to `request`, or send a further request for the same batch.
 
-        After a response to OPEN, first record the fetcher as the opener of the epoch. A further
+        After a response to OPEN, first record which fetcher has described the epoch. A further
         request is necessary if the worker prepared the batch in an order that is not the epoch's
         order (`_follow_up_request`). When the batch of the epoch's order has arrived, store this
         batch as the response to the original request.
         """
         number = self._where.pop(request)
         if request.kind is RequestKind.OPEN:
-            self._opener = number
+            self._describing_fetcher = number
         first = self._instead.pop(request, request) if self._instead else request
         instead = self._follow_up_request(request, first, response, body)
         if instead is not None:
@@ -789,4 +795,6 @@ def decode_slot_response(response: Response, body: memoryview) -> SlotResponse:
         return SlotResponse(VOID)
     if kind is ResponseKind.PEEKED:
         return SlotResponse(response.units, order=response.order)
-    raise ProtocolError(f"a request for a batch was answered with {kind.name}")
+    raise ProtocolError(
+        f"the fetcher answered a request for a batch with a response of kind {kind.name}"
+    )

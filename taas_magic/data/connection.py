@@ -136,7 +136,7 @@ class FetcherLink:
         if self._is_tls:
             self._socket.settimeout(ALIVE_S)
 
-    def request(self) -> None:
+    def send_unsent(self) -> None:
         """Send the requests in `unsent`, and move them to `pending`.
 
         Consecutive requests that differ only in the slot share a message.
@@ -180,8 +180,8 @@ class FetcherLink:
             message, body = whole
             if isinstance(message, Response) and (shared := message.shared) is not None:
                 if shared.is_new:
-                    self.borrowed.add_arena(shared.place.arena, self._inbox.pop_descriptor())
-                body = self.borrowed.map_span(shared.place, shared.size)
+                    self.borrowed.add_arena(shared.span.arena, self._inbox.pop_descriptor())
+                body = self.borrowed.map_span(shared.span, shared.size)
             if not self._unconfirmed_cancels:
                 yield message, body
             elif isinstance(message, protocol.Cancelled):
@@ -207,16 +207,16 @@ class FetcherLink:
             ProtocolError: The fetcher rejects this rank, or does not know the run's key.
             TimeoutError: The fetcher does not answer in time.
         """
-        place, nonce = self.address.unix, os.urandom(protocol.NONCE_BYTES)
+        socket_name, nonce = self.address.unix, os.urandom(protocol.NONCE_BYTES)
         challenge = self._receive_handshake()
         assert isinstance(challenge, protocol.Challenge)
-        mac = protocol.make_proof(key, Role.RANK, challenge.nonce, place)
+        mac = protocol.make_proof(key, Role.RANK, challenge.nonce, socket_name)
         self.send([(protocol.Proof(nonce, mac, loader), b"")])
         response = self._receive_handshake()
         if isinstance(response, protocol.Rejected):
             raise ProtocolError(f"{self.address} refused: {response.why}")
         assert isinstance(response, protocol.Welcome)
-        if not protocol.is_proof(key, Role.SERVER, nonce, place, response.mac):
+        if not protocol.is_proof(key, Role.SERVER, nonce, socket_name, response.mac):
             raise ProtocolError(f"{self.address} does not know this run's key")
 
     def _receive_handshake(self) -> FromServer:
@@ -404,11 +404,11 @@ class Inbox:
             else:
                 got = self._socket.recv_into(room, flags=flags)
         except (BlockingIOError, ssl.SSLWantReadError):
-            raise PeerSilent("nothing came") from None
+            raise PeerSilent(f"no data arrived for {ALIVE_S:g} s") from None
         except TimeoutError as error:
             if is_raised_by_cell(error) or not self._is_tls:
                 raise
-            raise PeerSilent("nothing came") from None
+            raise PeerSilent(f"no data arrived for {ALIVE_S:g} s") from None
         if not got:
             raise ConnectionError("the peer closed the connection")
         self._silent_s = 0.0

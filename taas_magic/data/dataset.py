@@ -235,7 +235,7 @@ class BatchSource:
             after = find_generators(self.loader.dataset)
             self._generator = next((path for path in after if path not in before), "")
 
-    def open(self, epoch: int) -> EpochDescription:
+    def describe_epoch(self, epoch: int) -> EpochDescription:
         """Return an epoch's description; for a map-style loader, run the sampler to find the order.
 
         For an iterable-style loader, run no user code. The description then has the number of

@@ -143,24 +143,29 @@ class EpochIterator(Iterator[Any]):
     """Iterator over one rank's batches of one epoch; one such iteration is called a pass.
 
     Args:
-        turn: Number of iterators that the loader has made before this iterator.
+        pass_number: Number of iterators that the loader has made before this iterator.
         order: Hash that the epoch must have, according to a loaded state; 0 if any hash is allowed.
             For a map-style loader, this is the hash of the epoch's order. For an iterable-style
             loader, this is the hash of the epoch's first batch.
 
     Attributes:
         after: Position in the epoch after the last yielded batch.
-        opened: The fetchers' description of the epoch; None until the first `next`.
+        description: The fetchers' description of the epoch; None until the first `next`.
         ended: Whether the pass has ended or was closed.
     """
 
     def __init__(
-        self, loader: "RemoteLoader", epoch: int, place: EpochPosition, turn: int, order: int = 0
+        self,
+        loader: "RemoteLoader",
+        epoch: int,
+        start: EpochPosition,
+        pass_number: int,
+        order: int = 0,
     ) -> None:
-        self._loader, self.epoch, self.after, self._turn = loader, epoch, place, turn
-        self.order = order
+        self._loader, self.epoch, self.after = loader, epoch, start
+        self._pass_number, self.order = pass_number, order
         self._client: Client | None = None
-        self.opened: EpochDescription | None = None
+        self.description: EpochDescription | None = None
         self._steps: Iterator[Step] | None = None
         self._thread: ReceiveThread | None = None
         self._line = -1
@@ -187,7 +192,7 @@ class EpochIterator(Iterator[Any]):
     def _next_batch(self) -> Any:
         """Return the next batch, and add the time of waiting for it to the loader's counts.
 
-        The first call opens the epoch. At the epoch's end, or if receiving fails, close the pass.
+        The first call begins the pass. At the epoch's end, or if receiving fails, close the pass.
         The pass stays open if the user's code in a fetcher raised an exception instead of returning
         the batch; this method then raises the exception.
         """
@@ -277,40 +282,42 @@ class EpochIterator(Iterator[Any]):
         """
         loader, feed = self._loader, self._loader.feed
         self._client = loader.new_client()
-        opened = self._client.open(self.epoch, loader.shape.has_own_sampler)
-        self.opened = opened = self._adopt_common_order(self._client, opened)
-        if opened.streams is None:
-            if self.order and self.order != opened.order:
+        description = self._client.request_description(self.epoch, loader.shape.has_own_sampler)
+        self.description = description = self._adopt_common_order(self._client, description)
+        if description.streams is None:
+            if self.order and self.order != description.order:
                 raise ValueError(_ANOTHER_ORDER.format(loader.name, self.epoch))
-            self.order = opened.order
-        loader.send_states(self._client, opened.streams or 1)
-        if opened.counter and not feed.rank:
-            warnings.warn(_EVERY_EPOCH_ALIKE.format(loader.name, opened.counter), stacklevel=4)
-        if opened.generator and not feed.rank and not self._turn:
-            warnings.warn(_OWN_GENERATOR.format(loader.name, opened.generator), stacklevel=4)
+            self.order = description.order
+        loader.send_states(self._client, description.streams or 1)
+        if description.counter and not feed.rank:
+            warnings.warn(_EVERY_EPOCH_ALIKE.format(loader.name, description.counter), stacklevel=4)
+        if description.generator and not feed.rank and not self._pass_number:
+            warnings.warn(_OWN_GENERATOR.format(loader.name, description.generator), stacklevel=4)
         if feed.ledger is not None:
             step = self.after.position // feed.world_size
-            about = loader.name, self._turn, self.epoch, feed.world_size, step
+            about = loader.name, self._pass_number, self.epoch, feed.world_size, step
             self._line = feed.ledger.begin_pass(*about)
         left = None if feed.units is None else feed.units - loader.counts.spent
         part = RankPart(feed.rank, feed.world_size, loader.shape.uneven, left)
         bounds = self.after, feed.window_bytes
-        return EpochRequests(self._client, opened, part, *bounds, self._compare).steps()
+        return EpochRequests(self._client, description, part, *bounds, self._compare).steps()
 
-    def _adopt_common_order(self, client: Client, opened: EpochDescription) -> EpochDescription:
+    def _adopt_common_order(
+        self, client: Client, description: EpochDescription
+    ) -> EpochDescription:
         """Make all ranks use the same order of the epoch; return the description with this order.
 
         In a run without fetchers, each rank runs the sampler itself. In a run with fetchers, ranks
         may get the order from different fetchers, if a fetcher has ended. If the sampler draws from
         an unseeded generator, these orders differ.
 
-        Return `opened` unchanged for a single rank, an iterable-style loader or a sampler of torch.
-        In all other cases, the ranks agree as follows:
+        Return `description` unchanged for a single rank, an iterable-style loader or a sampler of
+        torch. In all other cases, the ranks agree as follows:
 
         - The first rank that has the epoch's description stores the hash of its order for all
           ranks. If the sampler has a length, this rank also publishes the order, and removes an old
           one.
-        - A rank with the same hash returns `opened` unchanged.
+        - A rank with the same hash returns `description` unchanged.
         - A rank with another hash waits for the published order. Its client then requests batches
           in this order.
 
@@ -318,20 +325,20 @@ class EpochIterator(Iterator[Any]):
             RunLost: This rank's order differs, and the sampler has no length.
         """
         loader, agreement = self._loader, self._loader.feed.agreement
-        if agreement is None or opened.streams is not None or not loader.shape.has_own_sampler:
-            return opened
-        key, order = f"{loader.name}/{self.epoch}/order", str(opened.order).encode()
+        if agreement is None or description.streams is not None or not loader.shape.has_own_sampler:
+            return description
+        key, order = f"{loader.name}/{self.epoch}/order", str(description.order).encode()
         who = str(loader.feed.rank).encode()
         first, _, whose = agreement.store_first(key, order + b" of " + who).partition(b" of ")
-        if whose == who and opened.batches is not None:
+        if whose == who and description.batches is not None:
             old = f"{loader.name}/{self.epoch - _KEPT_ORDERS}/indices"
             agreement.publish(f"{loader.name}/{self.epoch}/indices", client.request_order(), old)
         if first == order:
-            return opened
-        if opened.batches is None:
+            return description
+        if description.batches is None:
             raise RunLost(_OTHER_ORDER_HERE.format(loader.name, self.epoch))
         batches = client.use_order(agreement.read(f"{loader.name}/{self.epoch}/indices"))
-        return structs.replace(opened, batches=batches, order=int(first))
+        return structs.replace(description, batches=batches, order=int(first))
 
     def _compare(self, slot: int, order: int) -> None:
         """Compare the hash of a stream's batch with other hashes; warn if the data differ.
@@ -353,8 +360,8 @@ class EpochIterator(Iterator[Any]):
                 (`Response.order`).
         """
         loader, agreement = self._loader, self._loader.feed.agreement
-        assert self.opened is not None
-        item, stream = divmod(slot, self.opened.streams or 1)
+        assert self.description is not None
+        item, stream = divmod(slot, self.description.streams or 1)
         if not item:
             self._first_hashes.setdefault(stream, order)
         if not item or not is_compared(item):  # then `order` is the hash of item 0
@@ -424,7 +431,7 @@ class EpochRequests:
     """Request loop of a rank for one epoch: requests batches early and yields the rank's steps.
 
     Args:
-        client: Client that has opened the epoch.
+        client: Client that has requested the epoch's description.
         window_bytes: Total bytes of the batches to request before the rank needs them.
         compare: Called with the slot and the hash of a stream's batch, if the batch has a hash. The
             function warns if ranks get different data. Not called for a map-style loader.
@@ -433,26 +440,26 @@ class EpochRequests:
     def __init__(
         self,
         client: Client,
-        opened: EpochDescription,
+        description: EpochDescription,
         part: RankPart,
-        place: EpochPosition,
+        start: EpochPosition,
         window_bytes: int,
         compare: Callable[[int, int], None] = lambda slot, order: None,
     ) -> None:
-        self._compare = compare if opened.streams is not None else lambda slot, order: None
+        self._compare = compare if description.streams is not None else lambda slot, order: None
         self._client, self._window_bytes, self._largest_bytes = client, window_bytes, 0
         self._schedule: StaticSchedule | DynamicSchedule
-        if opened.batches is None or opened.counted:
-            has_hints = None if part.units is None else opened.counted
-            about = part, opened.batches, opened.streams or 1, place, has_hints
+        if description.batches is None or description.counted:
+            has_hints = None if part.units is None else description.counted
+            about = part, description.batches, description.streams or 1, start, has_hints
             self._schedule = DynamicSchedule(*about)
         else:
-            self._schedule = StaticSchedule(part, opened.batches, place)
-        self._scouts = isinstance(self._schedule, DynamicSchedule)
-        self._first = self._request_again_at = place.position // part.world_size
+            self._schedule = StaticSchedule(part, description.batches, start)
+        self._is_dynamic = isinstance(self._schedule, DynamicSchedule)
+        self._first = self._request_again_at = start.position // part.world_size
         self._least = 2 * -(-client.workers // part.world_size) + 1  # keeps every worker busy
-        self._learns_late = part.units is not None and not self._scouts
-        self._unlearnt: deque[SlotRequest] = deque()
+        self._records_own_units = part.units is not None and not self._is_dynamic
+        self._unrecorded: deque[SlotRequest] = deque()
         self._kept: dict[int, SlotResponse] = {}
 
     def steps(self) -> Iterator[Step]:
@@ -479,15 +486,15 @@ class EpochRequests:
         if step >= self._request_again_at:
             self._request_ahead(step)
         while (slot := self._schedule.slot_at(step)) is NoSlot.WAIT:
-            if not self._unlearnt:
+            if not self._unrecorded:
                 self._request_ahead(step)
-            request = self._unlearnt.popleft()
-            learnt = self._client.wait_for_response(request)
-            self._schedule.record_units(request.slot, learnt.units)
-            if learnt.order:
-                self._compare(request.slot, learnt.order)
-            if request.is_own and learnt.units != VOID:
-                self._kept[request.slot] = learnt
+            request = self._unrecorded.popleft()
+            response = self._client.wait_for_response(request)
+            self._schedule.record_units(request.slot, response.units)
+            if response.order:
+                self._compare(request.slot, response.order)
+            if request.is_own and response.units != VOID:
+                self._kept[request.slot] = response
         if isinstance(slot, NoSlot):
             return None
         received = self._kept.pop(slot, None) or self._client.wait_for_response(
@@ -495,7 +502,7 @@ class EpochRequests:
         )
         if received.units == VOID:
             raise ProtocolError(f"the fetchers announced batch {slot}, but do not have it")
-        if self._learns_late:
+        if self._records_own_units:
             self._schedule.record_units(slot, received.units)
         if received.size > self._largest_bytes:
             self._largest_bytes = received.size
@@ -507,7 +514,7 @@ class EpochRequests:
         The largest batch so far gives an estimate of the size. Request at least `_least` steps,
         even if their batches exceed `window_bytes`; with fewer steps, some workers would be idle.
         The next call is due when the rank has received the batches of a quarter of these steps. If
-        the schedule needs the units of each batch, queue the requests in `_unlearnt`, so that the
+        the schedule needs the units of each batch, queue the requests in `_unrecorded`, so that the
         units are read in this order.
         """
         ahead = self._least
@@ -515,8 +522,8 @@ class EpochRequests:
             ahead = max(ahead, min(self._window_bytes // self._largest_bytes, _MOST_STEPS))
         requests = list(self._schedule.requests(step + ahead))
         self._client.send_requests(requests)
-        if self._scouts:
-            self._unlearnt += requests
+        if self._is_dynamic:
+            self._unrecorded += requests
         self._request_again_at = step + max(1, ahead // 4)
 
 

@@ -200,7 +200,7 @@ class RemoteLoader(DataLoader[Any]):
     def __init__(self, shape: LoaderShape, feed: RankFeed) -> None:
         self.shape, self.feed = shape, feed
         self._seed = feed.seed if shape.seed is None else shape.seed
-        self.next_epoch, self._turn = 0, 0
+        self.next_epoch, self._passes = 0, 0
         self._resume, self._resume_order = EpochPosition(), 0
         self._states: dict[int, tuple[int, Any]] = {}
         self._current: EpochIterator | None = None
@@ -295,11 +295,11 @@ class RemoteLoader(DataLoader[Any]):
         """
         batches, current = self.shape.batches, self._current
         if self.shape.varies:
-            if current is not None and not current.ended and current.opened is not None:
-                batches = current.opened.batches
+            if current is not None and not current.ended and current.description is not None:
+                batches = current.description.batches
             else:
                 with closing(self.new_client()) as client:
-                    batches = client.open(self.next_epoch).batches
+                    batches = client.request_description(self.next_epoch).batches
         if batches is None:
             raise TypeError(f'loader "{self.shape.name}" does not know its length')
         steps = count_steps(batches, self.feed.rank, self.feed.world_size, self.shape.uneven)
@@ -312,11 +312,11 @@ class RemoteLoader(DataLoader[Any]):
         After `load_state_dict`, the iterator begins at the loaded position. Also warn if the cell
         has changed this rank's copy of the sampler or of another part that only fetchers use.
         """
-        epoch, place, order = self.next_epoch, self._resume, self._resume_order
+        epoch, start, order = self.next_epoch, self._resume, self._resume_order
         self.next_epoch, self._resume, self._resume_order = epoch + 1, EpochPosition(), 0
-        self._turn += 1
+        self._passes += 1
         self._warn_of_changed_parts()
-        self._current = EpochIterator(self, epoch, place, self._turn - 1, order)
+        self._current = EpochIterator(self, epoch, start, self._passes - 1, order)
         return self._current
 
     def current_counts(self) -> RankCounts:
@@ -361,14 +361,14 @@ class RemoteLoader(DataLoader[Any]):
         `state_dict()` without the dataset's own state. It also has the spent units, the hash of the
         order, and facts by which `load_state_dict` recognizes the loader.
         """
-        epoch, place, order = self.next_epoch, self._resume, self._resume_order
+        epoch, position, order = self.next_epoch, self._resume, self._resume_order
         if self._current is not None and not self._current.ended:
-            epoch, place, order = self._current.epoch, self._current.after, self._current.order
+            epoch, position, order = self._current.epoch, self._current.after, self._current.order
         return {
             "epoch": epoch,
-            "place": list(place),
+            "place": list(position),
             "units": self.counts.spent,
-            "order": order if place != EpochPosition() else 0,
+            "order": order if position != EpochPosition() else 0,
             **self._identity(),
         }
 
@@ -449,14 +449,14 @@ class RemoteLoader(DataLoader[Any]):
         Args:
             position: Result of the method `position`.
         """
-        epoch, place = position["epoch"], EpochPosition(*position["place"])
-        if not self.shape.has_state or place == EpochPosition():
+        epoch, start = position["epoch"], EpochPosition(*position["place"])
+        if not self.shape.has_state or start == EpochPosition():
             return position
         if self._states:
             return {**position, "streams": self._states}
         with closing(self.new_client()) as client:
-            streams = client.open(epoch).streams or 1
-            slots = {slot % streams: slot for slot in range(place.slot, place.slot + streams)}
+            streams = client.request_description(epoch).streams or 1
+            slots = {slot % streams: slot for slot in range(start.slot, start.slot + streams)}
             found = {stream: client.find_state(slot) for stream, slot in slots.items()}
         return {**position, "streams": {key: value for key, value in found.items() if value}}
 
@@ -466,7 +466,7 @@ class RemoteLoader(DataLoader[Any]):
         Each state is sent only once: later calls do nothing until the next `load_state_dict`.
 
         Args:
-            client: Client that has opened the epoch.
+            client: Client that has requested the epoch's description.
         """
         states, self._states = self._states, {}
         for stream, (item, state) in states.items():
@@ -645,11 +645,11 @@ class _Sampler:
     """Base class of a rank's substitutes for samplers; only fetchers run the real samplers.
 
     Attributes that a substitute does not define come from the rank's copy of the real sampler. This
-    copy is the element of `RemoteLoader.visible_parts()` with the index `_place`.
+    copy is the element of `RemoteLoader.visible_parts()` with the index `_index`.
     """
 
     _loader: RemoteLoader
-    _place: int
+    _index: int
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the loader's next iterator."""
@@ -663,7 +663,7 @@ class _Sampler:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name == "_loader":
             raise AttributeError(name)
-        return getattr(self._loader.visible_parts()[self._place], name)
+        return getattr(self._loader.visible_parts()[self._index], name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         loader: RemoteLoader | None = vars(self).get("_loader")
@@ -682,7 +682,7 @@ class RemoteSampler(_Sampler, DistributedSampler[Any]):
     The class is a DistributedSampler, so that Lightning does not shard the loader again.
     """
 
-    _place = 0
+    _index = 0
 
     def __init__(self, loader: RemoteLoader) -> None:
         samples: Any = range(loader.shape.drawn or 0)
@@ -702,7 +702,7 @@ class RemoteSampler(_Sampler, DistributedSampler[Any]):
 class RemoteBatchSampler(_Sampler, Sampler[Any]):
     """A rank's substitute for the batch sampler; its length counts only this rank's batches."""
 
-    _place = 1
+    _index = 1
 
     def __init__(self, loader: RemoteLoader, sampler: RemoteSampler) -> None:
         self._loader = loader

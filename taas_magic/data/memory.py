@@ -177,20 +177,20 @@ class BorrowedSpans:
         """
         self._arenas[arena] = ArenaMapping(descriptor)
 
-    def map_span(self, place: SharedSpan, size: int) -> memoryview:
+    def map_span(self, span: SharedSpan, size: int) -> memoryview:
         """Return a view of a batch's span; the span is in use until its last view is deleted."""
-        mapped = self._arenas[place.arena].mapped(place.offset + size)
-        owner: Any = (ctypes.c_ubyte * size).from_buffer(mapped, place.offset)
+        mapped = self._arenas[span.arena].mapped(span.offset + size)
+        owner: Any = (ctypes.c_ubyte * size).from_buffer(mapped, span.offset)
         owner.borrowed = self  # keeps the connection open while the span is in use
-        self._read[place] = weakref.ref(owner, lambda _: self._record_unused(place))
+        self._read[span] = weakref.ref(owner, lambda _: self._record_unused(span))
         return memoryview(owner).cast("B")
 
     def pop_released(self) -> list[SharedSpan]:
         """Return the spans whose use has ended since the last call, for reuse by the fetcher."""
-        places: list[SharedSpan] = []
+        spans: list[SharedSpan] = []
         while self._gone:
-            places.append(self._gone.popleft())
-        return places
+            spans.append(self._gone.popleft())
+        return spans
 
     def close(self) -> None:
         """Call `on_unused` as soon as no span is in use, possibly now; spans in use stay valid."""
@@ -203,14 +203,14 @@ class BorrowedSpans:
         """Bytes of the fetcher's shared memory that this process has accessed."""
         return sum(arena.used_bytes for arena in list(self._arenas.values()))
 
-    def _record_unused(self, place: SharedSpan) -> None:
+    def _record_unused(self, span: SharedSpan) -> None:
         """Record that the last view of a span was deleted.
 
         If `close` has been called, and no other span is in use, also call `on_unused`. Python may
         call this method in any thread.
         """
-        del self._read[place]
-        self._gone.append(place)
+        del self._read[span]
+        self._gone.append(span)
         if self._is_closed and not self._read:
             self._on_unused()
 

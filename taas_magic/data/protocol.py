@@ -180,7 +180,7 @@ class SharedSpan(NamedTuple):
 class FreeSpans(Struct, frozen=True, array_like=True, tag=6):
     """Message of a rank with the spans of shared memory that the rank no longer reads."""
 
-    places: list[SharedSpan]
+    spans: list[SharedSpan]
 
 
 class Cancel(Struct, frozen=True, array_like=True, tag=7):
@@ -208,7 +208,7 @@ class SharedBody(Struct, frozen=True, array_like=True, gc=False):
             carries the descriptor of the arena's file.
     """
 
-    place: SharedSpan
+    span: SharedSpan
     size: _Count
     is_new: bool
 
@@ -430,26 +430,26 @@ class Assembler:
             yield message, body
 
 
-def make_proof(key: bytes, role: Role, nonce: bytes, place: str) -> bytes:
+def make_proof(key: bytes, role: Role, nonce: bytes, socket_name: str) -> bytes:
     """Return the MAC that proves that `role` knows the run's key.
 
     Args:
         role: The side that proves itself.
         nonce: The peer's nonce.
-        place: Name of the server's Unix socket, as the proving side knows it. Because the MAC
+        socket_name: Name of the server's Unix socket, as the proving side knows it. Because the MAC
             includes this name, a proof for one server is not valid for another server.
     """
-    signed = b"\0".join((role.value.encode(), place.encode(), nonce))
+    signed = b"\0".join((role.value.encode(), socket_name.encode(), nonce))
     return hmac.new(key, signed, hashlib.sha256).digest()
 
 
-def is_proof(key: bytes, role: Role, nonce: bytes, place: str, mac: bytes) -> bool:
+def is_proof(key: bytes, role: Role, nonce: bytes, socket_name: str, mac: bytes) -> bool:
     """Return whether `mac` is the result of `make_proof` for these arguments.
 
     The comparison takes the same time for every `mac`, so that the time reveals nothing about the
     correct MAC.
     """
-    return hmac.compare_digest(make_proof(key, role, nonce, place), mac)
+    return hmac.compare_digest(make_proof(key, role, nonce, socket_name), mac)
 
 
 class WorkerChange(Struct, frozen=True, array_like=True):

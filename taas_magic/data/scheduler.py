@@ -43,13 +43,13 @@ from taas_magic.errors import signal_name
 from taas_magic.leases import STOPPED_S
 from taas_magic.messages import FetcherCounts
 
-_TRIES = 10
+_MAX_LOST_PER_REQUEST = 10
 """Number of times that a worker may end while it prepares the same request.
 
 After that, the request gets a LOST response, and the rank fails.
 """
 
-_MAX_LOST = 100
+_MAX_LOST_WORKERS = 100
 """Number of workers of one loader that may end. When one more worker ends, the fetcher fails."""
 
 _NEXT_EPOCH_BATCHES = 2
@@ -133,10 +133,10 @@ class PrefetchOrder:
         is_filled: Function that returns whether the minimum of `--prefill` is ready.
     """
 
-    def __init__(self, share: FetcherPart, is_filled: Callable[[], bool] = lambda: True) -> None:
-        self._share, self._is_filled = share, is_filled
-        self._is_asked = False
-        self._opened: dict[int, EpochDescription | None] = {}
+    def __init__(self, part: FetcherPart, is_filled: Callable[[], bool] = lambda: True) -> None:
+        self._part, self._is_filled = part, is_filled
+        self._has_rank_requests = False
+        self._descriptions: dict[int, EpochDescription | None] = {}
         self._ends: dict[int, dict[int, int]] = {}
         self._streams = 1
         self._epoch = self._slot = 0
@@ -171,22 +171,24 @@ class PrefetchOrder:
         epochs are dropped. From the first call on, workers no longer prepare batches for
         `--prefill`.
         """
-        self._is_asked = True
+        self._has_rank_requests = True
         if epoch > self._epoch:
             self._ends = {at: ends for at, ends in self._ends.items() if at >= epoch}
-            self._opened = {at: opened for at, opened in self._opened.items() if at >= epoch}
+            self._descriptions = {
+                at: found for at, found in self._descriptions.items() if at >= epoch
+            }
         if epoch > self._epoch or (epoch == self._epoch and slot >= self._slot):
             self._epoch, self._slot = epoch, slot + 1
             self.restart()
 
-    def record_epoch(self, epoch: int, opened: EpochDescription | None) -> None:
+    def record_epoch(self, epoch: int, description: EpochDescription | None) -> None:
         """Record an epoch's description, which tells how many batches to prepare ahead.
 
         Args:
-            opened: The description; None if the loader's sampler raised an exception.
+            description: The description; None if the loader's sampler raised an exception.
         """
-        self._opened[epoch] = opened
-        self._streams = (opened and opened.streams) or 1
+        self._descriptions[epoch] = description
+        self._streams = (description and description.streams) or 1
 
     def record_end(self, epoch: int, slot: int) -> None:
         """Record that `slot` has no batch, so that workers prepare no later slot of its stream."""
@@ -206,25 +208,25 @@ class PrefetchOrder:
         Yield None instead of a request if no batch can be prepared now; the caller must try again
         later.
 
-        - Each later epoch begins with a request that opens the epoch. Only worker 0 gets it.
+        - Each later epoch begins with a request for its description. Only worker 0 gets it.
         - Of the epoch after `epoch`, yield only the first `_NEXT_EPOCH_BATCHES` batches, or as many
           as `--prefill` needs. Later epochs follow only if `--prefill` needs more.
-        - The iterator ends if an epoch cannot be opened, at the `--units` limit, or if the worker
-          has no batch in a later epoch.
+        - The iterator ends if an epoch cannot be described, at the `--units` limit, or if the
+          worker has no batch in a later epoch.
         """
-        left = self._share.units
+        left = self._part.units
         for ahead in itertools.count():
             while ahead > 1 and self._is_enough():
                 yield None
-            if epoch + ahead not in self._opened and not worker:
+            if epoch + ahead not in self._descriptions and not worker:
                 yield LoaderRequest(RequestKind.OPEN, epoch + ahead, 0)
-            while epoch + ahead not in self._opened:
+            while epoch + ahead not in self._descriptions:
                 yield None
-            opened = self._opened[epoch + ahead]
-            if opened is None:
+            description = self._descriptions[epoch + ahead]
+            if description is None:
                 return
             done = 0
-            for slot in self._slots(worker, epoch + ahead, opened, 0 if ahead else first_slot):
+            for slot in self._slots(worker, epoch + ahead, description, 0 if ahead else first_slot):
                 while ahead and done >= _NEXT_EPOCH_BATCHES and self._is_enough():
                     yield None
                 if left is not None and slot >= left:
@@ -234,16 +236,16 @@ class PrefetchOrder:
             if ahead and not done:
                 return
             ends = self._ends.get(epoch + ahead, {})
-            end = opened.batches
+            end = description.batches
             if len(ends) == self._streams:
                 end = sum(slot // self._streams for slot in ends.values())
             left = left if left is None or end is None else left - end
 
     def _is_enough(self) -> bool:
-        return self._is_asked or self._is_filled()
+        return self._has_rank_requests or self._is_filled()
 
     def _slots(
-        self, worker: int, epoch: int, opened: EpochDescription, first_slot: int
+        self, worker: int, epoch: int, description: EpochDescription, first_slot: int
     ) -> Iterator[int]:
         """Yield the slots of an epoch that a worker prepares, in ascending order.
 
@@ -251,8 +253,8 @@ class PrefetchOrder:
         known, or when all streams of this worker have ended.
         """
         n_skipped = 0
-        for slot in self._share.slots(worker, opened.streams, first_slot):
-            if opened.batches is not None and slot >= opened.batches:
+        for slot in self._part.slots(worker, description.streams, first_slot):
+            if description.batches is not None and slot >= description.batches:
                 return
             end = self._ends.get(epoch, {}).get(slot % self._streams)
             if end is None or slot < end:
@@ -308,7 +310,7 @@ class PrefetchBuffer:
         self._budget_bytes, self.ahead = budget_bytes, ahead
         self._worker_for, self._part = worker_for, part
         self._entries: dict[LoaderRequest, _RequestState] = {}
-        self._unasked: dict[LoaderRequest, None] = {}
+        self._unrequested: dict[LoaderRequest, None] = {}
         self._counts: OrderedDict[LoaderRequest, int] = OrderedDict()
         # One queue for each worker, so that an idle worker need not search the others' requests.
         self._queues: dict[int | None, OrderedDict[Hashable, dict[LoaderRequest, None]]] = {}
@@ -368,7 +370,7 @@ class PrefetchBuffer:
             else:
                 self._queue(who, request, entry)
         elif not entry.waiting:
-            self._unasked.pop(request, None)
+            self._unrequested.pop(request, None)
         entry.waiting[who] = None
 
     def _drop_before(self, oldest: int) -> None:
@@ -377,7 +379,7 @@ class PrefetchBuffer:
         Dropped are batches that no rank has requested, batches that were kept after sending, and
         the recorded units of batches.
         """
-        for old in [old for old in self._unasked if old.epoch < oldest]:
+        for old in [old for old in self._unrequested if old.epoch < oldest]:
             self._remove(old)
         for old in [old for old in self._counts if old.epoch < oldest]:
             del self._counts[old]
@@ -501,7 +503,7 @@ class PrefetchBuffer:
         self._update_totals(request, prepared, 1)
         self._limit_sent()
         if not entry.waiting:
-            self._unasked[request] = None
+            self._unrequested[request] = None
         return entry.waiting.keys()
 
     def requeue(self, request: LoaderRequest) -> None:
@@ -532,7 +534,7 @@ class PrefetchBuffer:
         Args:
             before: Drop only responses before this epoch and slot; None to drop any.
         """
-        for request in sorted(self._unasked, reverse=True):
+        for request in sorted(self._unrequested, reverse=True):
             if not self.is_full:
                 return
             if before is not None and (request.epoch, request.slot) >= before:
@@ -734,10 +736,10 @@ class PrefetchBuffer:
             else:
                 del self._entries[request]
         elif entry.prepared is not None and not entry.waiting:
-            self._unasked[request] = None
+            self._unrequested[request] = None
 
     def _remove(self, request: LoaderRequest) -> None:
-        self._unasked.pop(request, None)
+        self._unrequested.pop(request, None)
         prepared = self._entries.pop(request).prepared
         assert prepared is not None
         self._update_totals(request, prepared, -1)
@@ -774,21 +776,21 @@ class Scheduler:
         self._served, self._ready, self._note = served, ready, note
         self._selector, self._arenas = selector, arenas
         # Use half of the file size, because spans that ranks still read leave holes in the arena.
-        fits_bytes = served.share.workers * (largest_file_bytes() // 2)
+        fits_bytes = served.part.workers * (largest_file_bytes() // 2)
         budget_bytes = min(served.budget_bytes, fits_bytes)
         self.buffer = PrefetchBuffer(
             budget_bytes,
-            PrefetchOrder(served.share, self._is_filled),
+            PrefetchOrder(served.part, self._is_filled),
             self._worker_for,
-            served.share,
+            served.part,
         )
         self._streams: int | None = None
         self._knows_kind = False
         self._positions: dict[int, dict[int, int]] = {}
-        self._tries: dict[LoaderRequest, int] = {}
-        self._lost, self._numbers = 0, itertools.count()
+        self._lost_by_request: dict[LoaderRequest, int] = {}
+        self._lost_workers, self._numbers = 0, itertools.count()
         self._wall_s: dict[int, float] = {}
-        self.counts = FetcherCounts(workers=served.share.workers, budget_bytes=budget_bytes)
+        self.counts = FetcherCounts(workers=served.part.workers, budget_bytes=budget_bytes)
         self._workers: dict[int, WorkerHandle] = {}
         self._suspects: set[int] = set()
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -807,7 +809,7 @@ class Scheduler:
         Call this method only after the constructors of all loaders' schedulers: each constructor
         forks this process, and the fork would keep copies of the workers' sockets.
         """
-        for number in range(self._served.share.workers):
+        for number in range(self._served.part.workers):
             self._start(number)
 
     def stats(self) -> FetcherCounts:
@@ -886,7 +888,7 @@ class Scheduler:
             return None
         if not self._knows_kind:
             return LATER
-        return self._served.share.assigned_worker(request.slot, self._streams)[1]
+        return self._served.part.assigned_worker(request.slot, self._streams)[1]
 
     def _continues_stream(self, request: LoaderRequest) -> bool:
         """Return whether a worker can prepare a batch without restarting the batch's stream."""
@@ -961,15 +963,15 @@ class Scheduler:
         self._wall_s[one.number] = self._wall_s.get(one.number, 0.0) + reply.wall_s
         self.counts.fetch_cpu_s += reply.cpu_s
         prepared = PreparedResponse(reply, one)
-        if self._tries:
-            self._tries.pop(request, None)
+        if self._lost_by_request:
+            self._lost_by_request.pop(request, None)
         if request.kind is RequestKind.OPEN:
-            opened = None
+            description = None
             if reply.kind is ResponseKind.OPENED:
-                opened = protocol.decode_epoch_description(prepared.body())
-                self._streams = opened.streams
+                description = protocol.decode_epoch_description(prepared.body())
+                self._streams = description.streams
             self._record_kind()
-            self.buffer.ahead.record_epoch(request.epoch, opened)
+            self.buffer.ahead.record_epoch(request.epoch, description)
         self._put(request, prepared)
 
     def _record_kind(self) -> None:
@@ -995,11 +997,12 @@ class Scheduler:
 
         First, store the replies that the ended worker has sent. Then start the new worker, which
         gets only one command at a time, and pass a message for the user to `note`. The first
-        pending request may be the reason why the worker ended. After the `_TRIES`-th such end with
-        the same first request, this request gets a LOST response, and the rank fails.
+        pending request may be the reason why the worker ended. If `_MAX_LOST_PER_REQUEST` workers
+        have ended with the same first request, this request gets a LOST response, and the rank
+        fails.
 
         Raises:
-            RuntimeError: More than `_MAX_LOST` workers have ended.
+            RuntimeError: More than `_MAX_LOST_WORKERS` workers have ended.
         """
         number, exitcode = ended.number, ended.exitcode
         one = self._workers.pop(number)
@@ -1016,15 +1019,17 @@ class Scheduler:
             f'worker {number} of {self._served.where} (loader "{self._served.name}", '
             f"pid {ended.pid}) {how}; it was started again"
         )
-        self._lost += 1
-        if self._lost > _MAX_LOST:
-            raise RuntimeError(f"{self._lost} workers have ended. The last time, {how_ended}")
+        self._lost_workers += 1
+        if self._lost_workers > _MAX_LOST_WORKERS:
+            raise RuntimeError(
+                f"{self._lost_workers} workers have ended. The last time, {how_ended}"
+            )
         self._note(how_ended)
         self._positions.clear()
         for at, request in enumerate(one.unanswered.values()):
             if not at:
-                self._tries[request] = self._tries.get(request, 0) + 1
-                if self._tries[request] >= _TRIES:
+                self._lost_by_request[request] = self._lost_by_request.get(request, 0) + 1
+                if self._lost_by_request[request] >= _MAX_LOST_PER_REQUEST:
                     if request.kind is RequestKind.OPEN:
                         self._record_kind()
                     self._put(request, _lost_response(request, how_ended))
@@ -1033,10 +1038,10 @@ class Scheduler:
 
 
 def _lost_response(request: LoaderRequest, how_ended: str) -> PreparedResponse:
-    """Return the LOST response to a request whose worker has ended in each of `_TRIES` tries."""
+    """Return the LOST response to a request, after `_MAX_LOST_PER_REQUEST` workers have ended."""
     text = (
-        f"batch {request.slot} of epoch {request.epoch}: in each of {_TRIES} attempts, the worker "
-        f"that prepared it ended. The last time, {how_ended}. Its data may crash the process "
-        "that reads them, or need more memory than the fetcher's host has"
+        f"batch {request.slot} of epoch {request.epoch}: in each of {_MAX_LOST_PER_REQUEST} "
+        f"attempts, the worker that prepared it ended. The last time, {how_ended}. Its data may "
+        "crash the process that reads them, or need more memory than the fetcher's host has"
     ).encode()
     return PreparedResponse(Reply(0, ResponseKind.LOST, 1, body_bytes=len(text)), text=text)

@@ -236,9 +236,9 @@ class RankConnection:
             part, prepared, _ = out[0]
             out[0] = memoryview(part)[size:], prepared, -1
 
-    def release_span(self, place: SharedSpan) -> None:
+    def release_span(self, span: SharedSpan) -> None:
         """Release a span of shared memory that the rank no longer reads."""
-        prepared = self.lent.pop(place, None)
+        prepared = self.lent.pop(span, None)
         if prepared is not None:
             self.lent_bytes -= prepared.reply.body_bytes
             prepared.release()
@@ -314,12 +314,12 @@ class RankConnection:
         fits = _LENT_FROM_BYTES <= size <= _LENT_BYTES - self.lent_bytes
         if worker is None or not fits or not self.is_unix or prepared.is_shared:
             return None, -1
-        place = SharedSpan(worker.arena, prepared.reply.offset)
-        self.lent[place] = prepared
+        span = SharedSpan(worker.arena, prepared.reply.offset)
+        self.lent[span] = prepared
         self.lent_bytes += size
         is_new = worker.arena not in self.arenas
         self.arenas.add(worker.arena)
-        return SharedBody(place, size, is_new), worker.memory.descriptor if is_new else -1
+        return SharedBody(span, size, is_new), worker.memory.descriptor if is_new else -1
 
 
 def _files_left(connection: RankConnection) -> int:
@@ -557,7 +557,7 @@ class Server:
         the peer has closed the connection, drop the connection. Otherwise, mark the connection, so
         that `step` sends responses that are ready.
         """
-        if connection.is_greeting and not self._has_shaken_hands(connection):
+        if connection.is_greeting and not self._continue_handshake(connection):
             return
         while True:
             try:
@@ -573,7 +573,7 @@ class Server:
                 break
         self._ready_connections[connection] = None
 
-    def _has_shaken_hands(self, connection: RankConnection) -> bool:
+    def _continue_handshake(self, connection: RankConnection) -> bool:
         """Continue the TLS handshake; return whether it is complete.
 
         If the socket cannot send now, wait for the moment when it can. After the handshake, queue
@@ -608,8 +608,8 @@ class Server:
         loader = connection.loader
         assert loader is not None
         if isinstance(message, FreeSpans):
-            for place in message.places:
-                connection.release_span(place)
+            for span in message.spans:
+                connection.release_span(span)
             return
         if isinstance(message, Cancel):
             # Responses that are already queued are still sent; the rank skips them.
@@ -637,9 +637,9 @@ class Server:
         Raises:
             ProtocolError: The peer is rejected; a message with the reason was sent to the peer.
         """
-        key, place = self._key, self.addresses[2]
+        key, socket_name = self._key, self.addresses[2]
         why = ""
-        if not protocol.is_proof(key, Role.RANK, connection.nonce, place, proof.mac):
+        if not protocol.is_proof(key, Role.RANK, connection.nonce, socket_name, proof.mac):
             why = "this peer does not know the run's key"
         elif proof.loader not in self._loaders:
             why = f'loader "{proof.loader}" is not served here'
@@ -653,7 +653,7 @@ class Server:
             raise ProtocolError(why)
         connection.loader = self._loaders[proof.loader]
         connection.queue_message(
-            protocol.Welcome(protocol.make_proof(key, Role.SERVER, proof.nonce, place))
+            protocol.Welcome(protocol.make_proof(key, Role.SERVER, proof.nonce, socket_name))
         )
 
     def _reason_when_full(self) -> str:
@@ -787,8 +787,8 @@ class Server:
         if connection.loader is not None:
             connection.loader.buffer.cancel_requests(connection)
         if is_gone:
-            for place in list(connection.lent):
-                connection.release_span(place)
+            for span in list(connection.lent):
+                connection.release_span(span)
 
 
 class RankServers:

@@ -253,10 +253,10 @@ class FolderDirectory:
         """
         contents = [_content(file) for file in self._files]
         entries = [_entry.decode(content) for content in contents if content is not None]
-        places = [entry[loader] for entry in entries if loader in entry]
-        failed = [place for place in places if place.failed]
-        if started := [place for place in places if place.addresses]:
-            found = {at: address for place in started for at, address in place.addresses.items()}
+        answers = [entry[loader] for entry in entries if loader in entry]
+        failed = [answer for answer in answers if answer.failed]
+        if started := [answer for answer in answers if answer.addresses]:
+            found = {at: address for answer in started for at, address in answer.addresses.items()}
             starting = started[0].fetchers - len(started) - len(failed)
             return structs.replace(started[0], addresses=found, starting=starting)
         have_all_failed = failed and len(failed) == failed[0].fetchers

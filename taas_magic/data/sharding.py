@@ -47,16 +47,16 @@ def is_compared(item: int) -> bool:
     return item & (item - 1) == 0
 
 
-def seed_of(seed: int, *place: int) -> int:
+def seed_of(seed: int, *numbers: int) -> int:
     """Return the 63-bit seed of a loader, of one of its epochs, or of one of its batches.
 
     Args:
         seed: The loader's seed.
-        place: Empty for the loader's seed; `epoch` for the seed of an epoch; `epoch, slot` for the
-            seed of a batch.
+        numbers: Empty for the loader's seed; `epoch` for the seed of an epoch; `epoch, slot` for
+            the seed of a batch.
     """
-    numbers = struct.pack(f"<{1 + len(place)}Q", seed & _64_BITS, *place)
-    return int.from_bytes(hashlib.blake2b(numbers, digest_size=8).digest(), "little") >> 1
+    packed = struct.pack(f"<{1 + len(numbers)}Q", seed & _64_BITS, *numbers)
+    return int.from_bytes(hashlib.blake2b(packed, digest_size=8).digest(), "little") >> 1
 
 
 def assigned_worker(
@@ -236,11 +236,11 @@ class StaticSchedule:
         self,
         part: RankPart,
         batches: int,
-        place: EpochPosition = EpochPosition(),  # noqa: B008
+        start: EpochPosition = EpochPosition(),  # noqa: B008
     ) -> None:
         self._part, self._batches = part, batches
         self._rank, self._world_size = part.rank, part.world_size
-        self._next = self._first = place.position // part.world_size
+        self._next = self._first = start.position // part.world_size
         self._steps = count_steps(batches, part.rank, part.world_size, part.uneven)
         if part.units is not None:
             left = part.units // part.world_size
@@ -313,17 +313,17 @@ class DynamicSchedule:
         part: RankPart,
         batches: int | None,
         streams: int,
-        place: EpochPosition = EpochPosition(),  # noqa: B008
+        start: EpochPosition = EpochPosition(),  # noqa: B008
         has_hints: bool | None = None,
     ) -> None:
         self._part, self._batches, self._streams = part, batches, streams
         self._has_hints = has_hints
         self._known: dict[int, int] = {}
-        self._place = place
-        self._walked = self._next = place.slot
+        self._start = start
+        self._walked = self._next = start.slot
         self._ends: dict[int, int] = {}
         self._order: list[int] = []
-        self._base = place.position
+        self._base = start.position
         self._voids = 0
         self._summed_steps = self._summed_units = 0
 
@@ -338,9 +338,9 @@ class DynamicSchedule:
         until = until_step * world_size
         if self._has_hints is False and self._part.units is not None:
             # Each batch is one unit. The first step that exceeds the limit must be known.
-            until = min(until, self._place.position + self._part.units + world_size)
-        for slot in self._place.first_slots if self._next == self._place.slot else ():
-            if slot < self._place.slot:
+            until = min(until, self._start.position + self._part.units + world_size)
+        for slot in self._start.first_slots if self._next == self._start.slot else ():
+            if slot < self._start.slot:
                 yield SlotRequest(slot, is_own=False)
         while not self._ended and self._guess(self._next) < until:
             slot = self._next
@@ -427,7 +427,7 @@ class DynamicSchedule:
     def _first_slots(self) -> tuple[int, ...]:
         if self._base == 0:
             return tuple(self._order[: self._part.world_size])
-        return self._place.first_slots
+        return self._start.first_slots
 
     def _forget(self, step: int) -> None:
         """Free the memory of all steps before `step`, if they have at least `_FORGET_SLOTS` slots.
@@ -437,12 +437,12 @@ class DynamicSchedule:
         done = step * self._part.world_size - self._base
         if done < _FORGET_SLOTS:
             return
-        self._place = self._place._replace(first_slots=self._first_slots())
+        self._start = self._start._replace(first_slots=self._first_slots())
         self._base += done
         del self._order[:done]
         gone = self._order[0] if self._order else self._walked
         for slot in [slot for slot in self._known if slot < gone]:
-            if slot not in self._place.first_slots:
+            if slot not in self._start.first_slots:
                 del self._known[slot]
 
     def _row(self, step: int) -> list[int] | None:

@@ -95,7 +95,7 @@ class ServedLoader:
 
     Attributes:
         where: The fetcher and its host, for messages.
-        share: Rule that decides which of the loader's batches this fetcher prepares.
+        part: Rule that decides which of the loader's batches this fetcher prepares.
         budget_bytes: Limit in bytes on the memory of prepared batches.
         context: multiprocessing's start method; `fork` shares a large dataset between workers.
         sums: Whether batches need checksums, because they are sent over TCP without TLS.
@@ -110,7 +110,7 @@ class ServedLoader:
     name: str
     seed: int
     where: str
-    share: FetcherPart
+    part: FetcherPart
     budget_bytes: int
     context: str = "fork"
     sums: bool = False
@@ -357,7 +357,7 @@ class Worker:
                 raise UserCodeFailed(ValueError(text), f"with {where}")
             return prepared
         except NoBatch:
-            # Send this worker's order hash: if the sampler of the worker that opened the epoch
+            # Send this worker's order hash: if the sampler of the worker that described the epoch
             # gave more batches, the client sees that the orders differ.
             order = (
                 self._source.digest(request.epoch) if isinstance(self._source, BatchSource) else 0
@@ -393,13 +393,13 @@ class Worker:
                 order = encode.fingerprint(body) if is_hashed else source.first_hash(epoch, slot)
             return ResponseKind.BATCH, body, units, order
         if kind is RequestKind.OPEN:
-            opened = source.open(epoch)
-            if self._served.share.units is not None:
+            description = source.describe_epoch(epoch)
+            if self._served.part.units is not None:
                 # An exception here is raised again when a rank requests the batch.
                 with suppress(NoBatch, UserCodeFailed):
                     counted = own_units(source.prepare(epoch, 0)) is not None
-                    opened = msgspec.structs.replace(opened, counted=counted)
-            return ResponseKind.OPENED, encode.raw(_encode(opened)), 1, 0
+                    description = msgspec.structs.replace(description, counted=counted)
+            return ResponseKind.OPENED, encode.raw(_encode(description)), 1, 0
         value, order = None, 0
         if kind is RequestKind.SAMPLE:
             value = source.sample(encode.from_bytes(detail))

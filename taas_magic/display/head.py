@@ -739,10 +739,10 @@ def prefill_text(run_counts: RunCounts) -> str:
 
     Return "" if the ranks do not wait for prepared data.
     """
-    if run_counts.filling is None:
+    if run_counts.prefilling is None:
         return ""
-    done, wanted = run_counts.filling.done, run_counts.filling.wanted
-    if run_counts.filling.unit == "bytes":
+    done, wanted = run_counts.prefilling.done, run_counts.prefilling.wanted
+    if run_counts.prefilling.unit == "bytes":
         return f"{size_text(done)} of {size_text(wanted)}"
     return f"{done:,} of {wanted:,} batches"
 

@@ -298,7 +298,7 @@ class LogSummary:
         size = size_text(self._bytes)
         s = "s" * (self._lines != 1)
         first = f"… {self._lines:,} line{s} more ({size}): %taas logs {self._run_id}"
-        title = f"errors among them (the first {ERRORS[1]} at most):"
+        title = f"errors in these lines (at most {ERRORS[1]} are shown):"
         errors = [title, *self._errors, "the last lines:"] if self._errors else []
         return "\n".join([first, *errors, *self._last])
 

@@ -103,10 +103,10 @@ class Replay:
         Args:
             chunk: The lines; the last line must be complete.
         """
-        errs, has_bar = any(word in chunk for word in _ERROR_WORDS), b"%|" in chunk
+        may_have_errors, has_bar = any(word in chunk for word in _ERROR_WORDS), b"%|" in chunk
         is_plain = chunk.startswith(_LINES) and not has_bar and not self._log_ranks
         if is_plain and chunk.count(b"\n" + _LINES) == chunk.count(b"\n") - 1:
-            self._shown.add(chunk, errs)
+            self._shown.add(chunk, may_have_errors)
             return
         printed, counts = list[bytes](), list[bytes]()
         for line in chunk.splitlines(keepends=True):
@@ -125,11 +125,11 @@ class Replay:
             elif line.startswith(_DROPPED):
                 printed.append(line)
             elif (event := _decoded(line)) is not None:
-                self._shown.add(b"".join(printed), errs)
+                self._shown.add(b"".join(printed), may_have_errors)
                 self._counts.add(counts)
                 printed, counts = [], []
                 self._apply_event(event)
-        self._shown.add(b"".join(printed), errs)
+        self._shown.add(b"".join(printed), may_have_errors)
         self._counts.add(counts)
 
     def pieces(self) -> list[OutputPiece]:
@@ -234,20 +234,20 @@ class _Block:
     Attributes:
         number: Position of the block in the sequence of all blocks and events to show.
         raw: The lines of the journal.
-        errs: Whether the lines may contain an error message.
+        may_have_errors: Whether the lines may contain an error message.
     """
 
     number: int
     raw: bytes
-    errs: bool
+    may_have_errors: bool
 
     def lines(self) -> list[bytes]:
         """Return the journal's lines in this block."""
         return self.raw.splitlines()
 
-    def erring(self) -> list[bytes]:
+    def error_lines(self) -> list[bytes]:
         """Return the lines that may contain an error."""
-        if not self.errs:
+        if not self.may_have_errors:
             return []
         return [line for line in self.lines() if any(word in line for word in _ERROR_WORDS)]
 
@@ -272,7 +272,7 @@ class _PastOutput:
         self._tail: deque[_Block] = deque()
         self._tail_bytes = self._left_out_bytes = 0
 
-    def add(self, raw: bytes, errs: bool) -> None:
+    def add(self, raw: bytes, may_have_errors: bool) -> None:
         """Add the next lines of the journal that contain printed output of ranks.
 
         Keep the first `END_LINES` lines, and a tail with at least the last `TAIL_BYTES` bytes. When
@@ -281,12 +281,12 @@ class _PastOutput:
 
         Args:
             raw: The lines, not decoded.
-            errs: Whether the lines may contain an error message.
+            may_have_errors: Whether the lines may contain an error message.
         """
         if not raw:
             return
         self._numbers += 1
-        block = _Block(self._numbers, raw, errs)
+        block = _Block(self._numbers, raw, may_have_errors)
         if (room := END_LINES - len(self._first)) > 0:
             self._first += block.lines()[:room]
         self._tail.append(block)
@@ -344,13 +344,16 @@ class _PastOutput:
         last = _printed_lines(
             [line for block in reversed(self._tail) for line in block.lines()[::-1]], True
         )
-        erring = [*self._errors, *(line for block in self._tail for line in block.erring())]
+        error_lines = [
+            *self._errors,
+            *(line for block in self._tail for line in block.error_lines()),
+        ]
         pieces: list[OutputPiece] = [
             *(event for _, event in first),
             f"… the lines between are not shown; {where}",
         ]
-        if errors := _errors_of(erring, first, last):
-            title = f"those of them that look like errors (the first {ERRORS[1]:,} at most):"
+        if errors := _select_errors(error_lines, first, last):
+            title = f"errors in the lines between (at most {ERRORS[1]:,} are shown):"
             pieces += [title, *errors]
         pieces += [event for _, event in self._kept]
         return [*pieces, f"the last {END_LINES} lines:", *(event for _, event in last)]
@@ -363,7 +366,7 @@ class _PastOutput:
         self._tail_bytes -= len(block.raw)
         self._left_out_bytes += len(block.raw)
         if len(self._errors) < ERRORS[1]:
-            self._errors += block.erring()
+            self._errors += block.error_lines()
 
     def _shorten(self, block: _Block) -> None:
         """Leave out the first lines of the tail, so that the tail has at most `TAIL_BYTES`.
@@ -373,8 +376,8 @@ class _PastOutput:
         """
         end = block.raw.find(b"\n", self._tail_bytes - TAIL_BYTES - 1) + 1
         self._tail.popleft()
-        self._tail.appendleft(_Block(block.number, block.raw[end:], block.errs))
-        self._leave_out(_Block(block.number, block.raw[:end], block.errs))
+        self._tail.appendleft(_Block(block.number, block.raw[end:], block.may_have_errors))
+        self._leave_out(_Block(block.number, block.raw[:end], block.may_have_errors))
 
     def _merged(self) -> list[OutputPiece]:
         found = list(self._kept)
@@ -408,7 +411,7 @@ def _printed_lines(lines: Iterable[bytes], from_end: bool = False) -> list[tuple
     return found[::-1] if from_end else found
 
 
-def _errors_of(
+def _select_errors(
     lines: Sequence[bytes],
     first: Sequence[tuple[bytes, Lines]],
     last: Sequence[tuple[bytes, Lines]],

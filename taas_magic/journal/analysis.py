@@ -196,16 +196,16 @@ class RunCounts:
         self.fetchers_ended: set[int] = set()
         self.rank_hosts: dict[str, int] = {}
         """The hosts of ranks that use registered loaders, and each host's cores; 0 if unknown."""
-        self.filling: Prefilling | None = None
+        self.prefilling: Prefilling | None = None
         """The newest event of `--prefill` while ranks wait for it; else None."""
 
     def apply(self, event: Event, now: float) -> None:
         """Update the counts by the run's next event; ignore events that do not concern loaders.
 
         Reports of ranks and fetchers replace their earlier counts. Starts and ends of fetchers
-        update `fetchers` and `fetchers_ended`. An event of `--prefill` sets `filling`, and the
-        start of the ranks sets `filling` to None. A restart of the ranks removes the ranks' counts
-        for all loaders.
+        update `fetchers` and `fetchers_ended`. An event of `--prefill` sets `prefilling`, and the
+        start of the ranks sets `prefilling` to None. A restart of the ranks removes the ranks'
+        counts for all loaders.
 
         Args:
             now: Time at which the event arrived, in seconds on the caller's clock.
@@ -224,9 +224,9 @@ class RunCounts:
             case FetcherEnded():
                 self.fetchers_ended.add(event.number)
             case Prefilling():
-                self.filling = event
+                self.prefilling = event
             case RanksStarted():
-                self.filling = None
+                self.prefilling = None
             case Restart():
                 for loader in self.loaders.values():
                     loader.restart(now)

@@ -510,19 +510,19 @@ class RunDriver:
             PoolError: The fetchers did not prepare enough within `--timeout`.
             KeyboardInterrupt: The user interrupted the wait.
         """
-        filling, limit_s = PrefillProgress(self.plan, self.head.run_counts), self.plan.timeout_s
+        prefill, limit_s = PrefillProgress(self.plan, self.head.run_counts), self.plan.timeout_s
         deadline = time.monotonic() + limit_s if limit_s is not None else None
         interrupts.wake = lambda: self._events.put(None)
-        while not filling.is_enough:
+        while not prefill.is_enough:
             self._show(view, events := list(self._wait(view)))
             for seen in events:
                 if isinstance(seen, FetcherReport):
-                    fetching.record_event(filling.event(seen.host))
+                    fetching.record_event(prefill.event(seen.host))
             interrupts.raise_if_interrupted()
             fetching.raise_if_ended()
             if deadline is not None and time.monotonic() > deadline:
-                stands = filling.event("")
-                came = f"{stands.done:,} of {stands.wanted:,} {stands.unit}"
+                progress = prefill.event("")
+                came = f"{progress.done:,} of {progress.wanted:,} {progress.unit}"
                 raise PoolError(f"{self.plan.timeout_text}; --prefill had {came}")
 
     @contextmanager

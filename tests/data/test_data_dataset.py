@@ -150,7 +150,7 @@ def test_a_map_style_stream_is_the_local_one(
     source = source_of(loader)
     for epoch in (0, 1, 5):
         assert flat(stream(source, epoch)) == local(loader, epoch)
-        assert source.open(epoch).batches == len(loader)
+        assert source.describe_epoch(epoch).batches == len(loader)
 
 
 @pytest.mark.parametrize(
@@ -200,7 +200,7 @@ def test_many_epochs_are_remembered_in_bounded_memory(is_stateful: bool) -> None
 def test_a_sampler_without_length_is_read_to_its_end() -> None:
     source = source_of(DataLoader(Squares(4), batch_size=2, sampler=Unsized()))
     assert flat(stream(source)) == [[9, 1], [4]]
-    assert source.open(0).batches is None
+    assert source.describe_epoch(0).batches is None
 
 
 class Turning(Remembering):

@@ -132,7 +132,7 @@ def test_errors_among_the_rest_are_kept_and_bounded() -> None:
     assert text.summary is not None
     shown = text.summary.text()
     assert shown.count("[0] ValueError: bad") == 1
-    assert "\nerrors among them (the first 200 at most):\n" in shown
+    assert "\nerrors in these lines (at most 200 are shown):\n" in shown
     text.add_lines(lines(0, *["ValueError: " + "z" * 1_000_000] * 1000), 1.0)
     assert len(text.summary.text()) < 60_000
 

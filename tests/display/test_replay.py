@@ -140,7 +140,7 @@ def test_an_ended_run_shows_both_ends_of_a_long_log_and_what_looks_like_an_error
     assert shown[:100] == [f"0:a {i}" for i in range(100)]
     assert shown[-100:] == [f"1:b {i}" for i in range(400, 500)]
     between = shown[100:-100]
-    assert "the first 1,000 at most" in between[1]
+    assert "at most 1,000 are shown" in between[1]
     assert [it for it in between if it.startswith("1:")] == [f"1:{line}" for line in traceback]
     assert "full log: /runs/r1/logs" in between[0] and between[-1] == "the last 100 lines:"
 
