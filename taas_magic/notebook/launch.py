@@ -804,12 +804,13 @@ def origin(shell: "InteractiveShell", folder: str) -> Origin:
         shell: The notebook's IPython shell.
         folder: Path of the project store, which is the working directory of the ranks.
     """
+    environ = dict(os.environ)
     return Origin(
         cwd=folder,
-        environ=dict(os.environ),
+        environ=environ,
         sys_path=tuple(os.path.abspath(path) for path in sys.path),
         colors=shell.colors,
-        changed=environ_changes(_environ_at_start(), os.environ),
+        changed=environ_changes(_environ_at_start(), environ),
         store=FolderIdentity.of(folder),
     )
 
