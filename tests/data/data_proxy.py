@@ -15,12 +15,15 @@ from taas_magic.messages import Address, LoaderAddresses
 
 
 class Proxy:
-    """Directory whose addresses lead through a proxy, which can change what the fetchers send.
+    """Directory of fetchers whose addresses lead to TCP proxies, one proxy for each fetcher.
+
+    A proxy passes the rank's data on unchanged, and lets `harm` change the fetcher's data.
 
     Attributes:
-        harm: Called with the number of the connection and bytes from the fetcher. Returns the
-            bytes to send to the rank, or None to reset the connection.
-        said: Pieces of data that ranks sent.
+        harm: Function that receives the number of a connection (from 1 on) and a piece of data
+            from the fetcher. Returns the bytes to send to the rank, or None to reset the
+            connection.
+        said: Pieces of data that ranks sent, in order.
     """
 
     def __init__(self, directory: Directory, harm: Callable[[int, bytes], bytes | None]) -> None:
@@ -90,7 +93,7 @@ class Proxy:
 
 
 def _received(sock: socket.socket) -> Iterator[bytes]:
-    """Yield received data until the connection ends. A killed fetcher may reset it."""
+    """Yield received data until the peer closes or resets the connection."""
     with contextlib.suppress(ConnectionError):
         while data := sock.recv(1 << 16):
             yield data

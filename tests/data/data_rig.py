@@ -77,7 +77,7 @@ class Noise(Rows):
 
 
 class Lines(IterableDataset[torch.Tensor]):
-    """Numbers from 0 on, split among the workers."""
+    """Iterable-style dataset of `size` numbers from 0 on; each worker yields a part of them."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -90,7 +90,10 @@ class Lines(IterableDataset[torch.Tensor]):
 
 
 class Remembering(IterableDataset[torch.Tensor]):
-    """Stateful stream of pairs: a number, and how many numbers this object has yielded."""
+    """Iterable-style dataset with a state, of pairs: a number, and a count.
+
+    The count says how many numbers this object has yielded. The state does not contain the count.
+    """
 
     def __init__(self, size: int) -> None:
         self.size, self.at, self.counted = size, 0, 0
@@ -109,7 +112,7 @@ class Remembering(IterableDataset[torch.Tensor]):
 
 
 class ShapeChanges(TypedDict, total=False):
-    """Fields of a loader's shape that a test replaces."""
+    """Fields that a test replaces in the shape of a registered loader."""
 
     settings: dict[str, object]
     attributes: dict[str, object]
@@ -138,7 +141,10 @@ class FeedChanges(TypedDict, total=False):
 
 
 def from_afar(directory: Directory) -> Directory:
-    """Return a directory for a rank on another host, which receives its batches over TCP."""
+    """Return a copy of a directory of fetchers in which no fetcher is on the rank's machine.
+
+    A rank that uses the copy receives its batches over TCP, as a rank on another host does.
+    """
 
     def found(loader: str) -> LoaderAddresses:
         place = directory(loader)
@@ -149,7 +155,7 @@ def from_afar(directory: Directory) -> Directory:
 
 
 class Service:
-    """Fetchers for some loaders in processes of their own, and remote loaders for the ranks."""
+    """Running fetchers, each in its own process, and a factory of remote loaders for ranks."""
 
     def __init__(
         self,
@@ -194,7 +200,11 @@ class Service:
         self.processes.append(self.restart(number))
 
     def restart(self, number: int) -> tuple[ForkServerProcess, Connection]:
-        """Start a fetcher. If the number is in use, replace that fetcher's entry."""
+        """Start a fetcher, wait until it has started, and return its process and pipe.
+
+        If `processes` has an entry with this number, the new fetcher replaces the entry. The
+        process of the old entry is not ended.
+        """
         with plain_main():  # another test's shell may be the main module
             control, theirs = CONTEXT.Pipe()
             process = CONTEXT.Process(target=fetcher_main, args=(self.spec(number), theirs))
@@ -273,9 +283,9 @@ def service(
 
 
 def workers_of(running: Service, number: int = 0, count: int = 1) -> list[psutil.Process]:
-    """Wait until a fetcher has `count` workers; return them.
+    """Wait until a fetcher has `count` workers, and return the processes of the workers.
 
-    The workers are children of the fetcher's only child, which forks them.
+    The workers are children of the fetcher's only child process.
     """
     while True:
         (parent,) = psutil.Process(running.processes[number][0].pid).children()
@@ -285,7 +295,7 @@ def workers_of(running: Service, number: int = 0, count: int = 1) -> list[psutil
 
 
 def everybody_of(running: Service, number: int = 0, count: int = 1) -> list[psutil.Process]:
-    """Wait until a fetcher has `count` workers; return all its processes."""
+    """Wait until a fetcher has `count` workers; return the fetcher and its descendants."""
     server = psutil.Process(running.processes[number][0].pid)
     return [server, *server.children(), *workers_of(running, number, count)]
 
@@ -301,7 +311,10 @@ def over_tcp(running: Service) -> socket.socket:
 
 
 def is_dropped(sock: socket.socket) -> bool:
-    """Read until the server closes or resets the connection; return True."""
+    """Read until the server closes or resets the connection, and return True.
+
+    If the server keeps the connection open, the function does not return.
+    """
     with contextlib.suppress(ConnectionError):
         while sock.recv(1 << 16):
             pass
@@ -315,14 +328,22 @@ def linked(
     key: bytes = b"",
     address: Address | None = None,
 ) -> FetcherLink:
-    """Connect to the first fetcher with long timeouts, for a busy machine."""
+    """Connect to a fetcher, and return the link. Its time limits suit a busy machine.
+
+    Args:
+        running: Fetchers; the link is for their loader "train".
+        tls: Settings for TLS; None for a connection without TLS.
+        direct: Whether a fetcher on the same machine may send batches through shared memory.
+        key: The run's key; by default, the right one.
+        address: Address of the fetcher; by default, that of the first fetcher.
+    """
     address = address or address_of(running)
     whom = address if direct else address._replace(machine=""), "train", key or running.key
     return FetcherLink(*whom, tls, connect_s=HUNG_S, silence_limit_s=HUNG_S)
 
 
 def heard(link: FetcherLink) -> tuple[FromServer, memoryview]:
-    """Wait without a time limit for the next frame; return its message and body."""
+    """Wait for the next frame from a fetcher, without a time limit; return message and body."""
     while True:
         with contextlib.suppress(PeerSilent):
             for whole in link.receive(ReceiveBlocks(0)):
@@ -342,7 +363,7 @@ PROOF = Proof(bytes(32), bytes(32), "train")
 
 
 def ready(role: Role) -> ProtocolState:
-    """Return a protocol state that has completed the handshake."""
+    """Return the protocol state of one side, `role`, after a completed handshake."""
     state = ProtocolState(role)
     before: list[FromRank | FromServer] = [PROOF]
     if role is Role.RANK:
@@ -355,7 +376,7 @@ def ready(role: Role) -> ProtocolState:
 
 
 def stream(running: Service, local: bool = False, **changes: Unpack[FeedChanges]) -> list[object]:
-    """Return the batches of one epoch as lists and numbers."""
+    """Iterate one epoch of a new remote loader, and return the batches as lists and numbers."""
     return [plain(batch) for batch in running.loader(local=local, **changes)]
 
 

@@ -52,15 +52,17 @@ FAULTS = ("", "", "", "kill worker", "kill fetcher")
 
 @dataclass(frozen=True)
 class Draw:
-    """Random loader and the way in which a test iterates it.
+    """Description of a random loader, and of how a test iterates this loader.
 
     Attributes:
-        leave: Number of steps after which all ranks leave the first epoch; -1: at its end.
-        save: Number of steps of the last epoch after which ranks save their states. Other ranks
-            load the states and continue. -1: no states are saved.
+        leave: Number of steps after which all ranks leave the first epoch; -1 to finish the epoch.
+        save: Number of steps of the last epoch after which ranks save their states. New ranks load
+            the states and continue. -1 to save no states.
+        cpus: Number of fetchers of the first ranks.
         cpus_after: Number of fetchers of the ranks that load the states.
-        fault: Fault in the first epoch, after two steps.
-        are_threads: Whether each rank iterates in a thread of its own, not in turn with the others.
+        fault: Fault that the test causes in the first epoch, after two steps; "" for none.
+        are_threads: Whether each rank iterates in its own thread. If not, the ranks iterate in one
+            thread, and make one step each in turn.
         item_s: Maximum seconds that the dataset takes for an item.
         load_s: Maximum seconds that a process takes to unpickle the dataset.
         window_bytes: Size of the batches that each rank requests ahead.
@@ -99,7 +101,7 @@ class Draw:
 
 
 def draw(seed: int) -> Draw:
-    """Return the draw that belongs to a seed."""
+    """Return the draw of a seed. The same seed always gives the same draw."""
     rng = random.Random(seed)
     dataset = rng.choice(DATASETS + STREAMS)
     is_stream = dataset in STREAMS
@@ -146,7 +148,10 @@ def draw(seed: int) -> Draw:
 
 
 def value_of(index: int, kind: str) -> Any:
-    """Return the item with this index; always the same one."""
+    """Return the dataset's item at an index; `kind` is a key of the dict `kinds`.
+
+    The same arguments always give equal items.
+    """
     row = torch.arange(6, dtype=torch.float32) + index
     square = torch.arange(30).reshape(5, 6) + index
     kinds: dict[str, Callable[[], Any]] = {
@@ -165,7 +170,7 @@ def value_of(index: int, kind: str) -> Any:
 
 @dataclass
 class Pace:
-    """Random delays of a dataset, which do not change its data.
+    """Random delays of a dataset. They do not change the data.
 
     Attributes:
         item_s: Maximum seconds of the delay before an item.
@@ -180,7 +185,7 @@ class Pace:
         time.sleep(self.load_s * _own.random())
 
     def item(self, index: int, kind: str) -> tuple[int, Any]:
-        """Return the item with this index, after a delay."""
+        """Sleep at most `item_s` seconds, and return the index and the item at this index."""
         if self.item_s:
             time.sleep(self.item_s * _own.random())
         return index, value_of(index, kind)
@@ -207,7 +212,7 @@ class Together(Rows):
 
 
 class Lines(IterableDataset[Any]):
-    """Iterable dataset that is split among the workers."""
+    """Iterable-style dataset; each worker yields a part of the items."""
 
     def __init__(self, first: int, size: int, kind: str, pace: Pace) -> None:
         self.first, self.size, self.kind, self.pace = first, size, kind, pace
@@ -229,7 +234,7 @@ class Sized(Lines):
 
 
 class Shuffled(Lines):
-    """Iterable dataset whose order is different each time that it is read."""
+    """Iterable-style dataset whose items come in another order in each iteration."""
 
     def indices(self) -> Sequence[int]:
         indices = super().indices()
@@ -237,7 +242,7 @@ class Shuffled(Lines):
 
 
 class Ragged(Shuffled):
-    """Shuffled dataset whose first worker has twice as many items as each other worker."""
+    """Shuffled dataset whose worker 0 yields twice as many items as each other worker."""
 
     def indices(self) -> Sequence[int]:
         info = get_worker_info()
@@ -293,7 +298,7 @@ class Epochs(Memory):
 
 
 class Drawn(Memory):
-    """Sampler that draws from torch's generator during iteration."""
+    """Sampler that draws each index from torch's global random generator when it yields it."""
 
     def __iter__(self) -> Iterator[int]:
         for _ in range(self.size):
@@ -314,7 +319,7 @@ class UnsizedMemory(Memory):
 
 
 class Bunches(Memory):
-    """Batch sampler whose batch sizes and length differ from epoch to epoch."""
+    """Batch sampler that has no length. In each epoch, it yields other batch sizes."""
 
     def __iter__(self) -> Iterator[Any]:
         order = self.rng.sample(range(self.size), self.size)
@@ -329,7 +334,7 @@ def bare(item: Any) -> Any:
 
 
 def joined(items: Sequence[Any]) -> Any:
-    """Collate the items into a dict."""
+    """Collate items into a dict: each item under its number, and the number of items."""
     return {f"{at}": item for at, item in enumerate(items)} | {"count": len(items)}
 
 
@@ -387,7 +392,7 @@ def make(one: Draw) -> DataLoader[Any]:
 
 
 def exact(value: Any) -> Any:
-    """Return a form of a batch for comparison; equal only if all bits are equal."""
+    """Convert a batch to values that can be compared: they are equal only if all bits are equal."""
     if isinstance(value, torch.Tensor):
         if value.layout is not torch.strided:
             parts = [value.is_coalesced(), value._indices(), value._values()]
@@ -406,7 +411,10 @@ def exact(value: Any) -> Any:
 
 
 def local(one: Draw) -> list[list[Any]]:
-    """Return the epochs of a local DataLoader, seeded as a registered loader is."""
+    """Return the batches of each epoch of a local DataLoader, converted by `exact`.
+
+    Each epoch has the seed that a registered loader would use.
+    """
     loader, epochs = make(one), list[list[Any]]()
     for epoch in range(one.epochs):
         for part in (loader.sampler, loader.dataset):
@@ -417,7 +425,7 @@ def local(one: Draw) -> list[list[Any]]:
 
 
 def dealt(batches: Sequence[Any], one: Draw) -> list[list[Any]]:
-    """Return the batches of an epoch that each rank should receive."""
+    """Return a list for each rank: those of the epoch's `batches` that it should receive."""
     whole, rest = divmod(len(batches), one.world_size)
     padded = [*batches]
     if rest and one.uneven == "pad":
@@ -428,7 +436,7 @@ def dealt(batches: Sequence[Any], one: Draw) -> list[list[Any]]:
 
 
 class Agreed:
-    """`taas_magic.data.loader.KeyValueStore` for ranks in one process."""
+    """Implementation of `taas_magic.data.loader.KeyValueStore` for ranks in one process."""
 
     def __init__(self) -> None:
         self._values: dict[str, bytes] = {}
@@ -451,9 +459,10 @@ class Agreed:
 
 
 class Player:
-    """Iterates the loader of a draw and records what each rank receives in each epoch.
+    """Test run that iterates the loader of a draw, and records what each rank receives.
 
-    `epochs` has a list for each epoch, with a list of batches for each rank.
+    Attributes:
+        epochs: For each epoch, a list with the list of batches of each rank.
     """
 
     def __init__(self, one: Draw, folder: Path) -> None:
@@ -504,9 +513,15 @@ class Player:
     def _pass(
         self, running: Service, ranks: Sequence[RemoteLoader], most: int, harm: str = ""
     ) -> list[list[Any]]:
-        """Iterate all ranks until they end or have made `most` steps.
+        """Iterate the loaders of all ranks until each has ended or has made `most` steps.
 
-        The ranks make one step each in turn, or iterate in threads (`Draw.are_threads`).
+        The ranks make one step each in turn, or each iterates in its thread (`Draw.are_threads`).
+
+        Args:
+            running: Fetchers of the ranks.
+            ranks: Loader of each rank.
+            most: Maximum number of steps; -1 for no limit.
+            harm: Fault to cause after two steps; "" for none.
 
         Returns:
             The batches of each rank.
@@ -543,7 +558,11 @@ class Player:
 
 
 def differences(one: Draw, folder: Path) -> list[str]:
-    """Iterate the loader of a draw; return one sentence for each difference from a local loader."""
+    """Iterate the loader of a draw, and compare the batches with those of a local DataLoader.
+
+    Returns:
+        One sentence for each difference. If the iteration raises an exception, only the exception.
+    """
     expected, player = local(one), Player(one, folder)
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
@@ -578,12 +597,13 @@ def _differing(where: str, mine: list[Any], theirs: list[Any]) -> list[str]:
 def _not_once(
     expected: list[Any], epoch: int, handed: list[list[Any]], model: list[list[Any]]
 ) -> list[str]:
-    """Return the faults of an epoch of unknown order.
+    """Check the batches of an epoch whose order is random, and return at most one fault.
 
-    The faults are wrong lengths, and batches that come twice, not at all, or as wrong padding.
+    A fault is a wrong number of batches, a batch that came twice, or padding that does not repeat
+    the first batches.
 
     Args:
-        expected: Batches of a local DataLoader, in another order.
+        expected: Batches of a local DataLoader, in another order; only their number matters.
         epoch: Number of the epoch.
         handed: Batches that each rank has received.
         model: Batches of a local DataLoader, as the ranks should receive them.

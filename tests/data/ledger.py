@@ -16,7 +16,7 @@ class Handed(NamedTuple):
 
     Attributes:
         attempt: Number of the run's attempt.
-        pass_number: Number of the pass in this attempt. Two passes may be in the same epoch.
+        pass_number: Number of the pass in this attempt. Two passes may read the same epoch.
         first_step: Step at which the pass began; not 0 after a resume.
         batches: Number of batches that the rank received, in order.
     """
@@ -70,6 +70,11 @@ def audit(lines: Iterable[Handed]) -> list[str]:
 
 
 def missing(lines: Iterable[Handed], positions: int) -> list[int]:
-    """Return the positions below `positions` that no rank received in one pass."""
+    """Return the positions below `positions` whose batch no rank received.
+
+    Args:
+        lines: Records of one pass.
+        positions: Number of batches of the epoch.
+    """
     handed = {position for line in lines for position in line.positions()}
     return [position for position in range(positions) if position not in handed]

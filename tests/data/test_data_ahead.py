@@ -17,7 +17,10 @@ def ahead_of(enough: Callable[[], bool] = lambda: True, **share: int) -> Prefetc
 def keys(
     ahead: PrefetchOrder, batches: int = 4, streams: int | None = None, most: int = 100
 ) -> Iterator[LoaderRequest]:
-    """Yield at most `most` requests of a prefetch order, and answer its OPEN requests."""
+    """Yield the next requests of a prefetch order, at most `most`.
+
+    Answer each OPEN request at once: each epoch has `streams` streams, or else `batches` batches.
+    """
     opened = EpochDescription(None if streams else batches, streams, 0)
     for key in islice(iter(ahead.next, None), most):
         if key.kind is RequestKind.OPEN:

@@ -1,4 +1,4 @@
-"""`benchmarks/data.py`, which starts fetchers and ranks."""
+"""Test that `benchmarks/data.py` ends its fetchers and ranks when it receives SIGTERM."""
 
 import signal
 import subprocess
@@ -24,7 +24,8 @@ def test_sigterm_ends_every_process_of_the_benchmark(tmp_path: Path) -> None:
     started: set[psutil.Process] = set()
 
     def has_started() -> bool:
-        # The tracker, the forkserver, the consumer, the fetcher with two processes, and a rank.
+        # multiprocessing's resource tracker, the forkserver, the consumer, the fetcher with two
+        # child processes, and a rank.
         started.update(psutil.Process(measuring.pid).children(recursive=True))
         return len(started) >= 7
 

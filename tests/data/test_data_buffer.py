@@ -28,7 +28,7 @@ def key(slot: int, epoch: int = 0, kind: RequestKind = RequestKind.GET) -> Loade
 
 
 class Arena(WorkerHandle):
-    """Stand-in for a worker that only records the offsets of freed bodies."""
+    """Stand-in for the handle of a worker. It only records the offsets of freed bodies."""
 
     def __init__(self) -> None:
         self.frees = []
@@ -41,7 +41,7 @@ def answer(
     size: int = BATCH_BYTES,
     arena: Arena | None = None,
 ) -> PreparedResponse:
-    """Return a prepared response whose offset in the worker's memory is its slot."""
+    """Return a prepared response. Its offset in the worker's memory equals its slot."""
     reply = Reply(slot, kind, units, body_bytes=size, offset=slot)
     return PreparedResponse(reply, arena or Arena())
 
@@ -58,7 +58,20 @@ def buffer_of(
     streams: int = 1,
     fetchers: int = 1,
 ) -> PrefetchBuffer:
-    """Return a buffer for epochs that have `batches` batches each to prepare ahead."""
+    """Return a buffer in which each of 60 epochs has `batches` batches to prepare ahead.
+
+    Args:
+        budget_bytes: Memory limit of the buffer.
+        batches: Number of batches of each epoch.
+        workers: Number of workers of the fetcher.
+        worker_for: Returns the only worker that may prepare a request, or None for any worker.
+        has_streams: Whether the loader's dataset is iterable-style.
+        keep_first: Number of first batches that the buffer keeps for padding.
+        has_one_rank: Whether only one rank needs the batches, as in a rank's own data server.
+        ranks: Number of ranks.
+        streams: Number of streams, if the loader has streams.
+        fetchers: Number of fetchers.
+    """
     ahead = PrefetchOrder(FetcherPart(workers=workers))
     for epoch in range(60):
         ahead.record_epoch(epoch, EpochDescription(batches, streams if has_streams else None, 0))
@@ -90,7 +103,7 @@ def by_parity(key: LoaderRequest) -> int:
 
 
 def chosen(buffer: PrefetchBuffer, most: int = 1000) -> list[int]:
-    """Choose at most `most` requests for worker 0, until there are none; return their slots."""
+    """Choose requests for worker 0 until none is left, at most `most`; return their slots."""
     return [key.slot for key in islice(iter(lambda: buffer.choose(0), None), most)]
 
 
@@ -101,7 +114,10 @@ def prepare(
     units: int = 1,
     arena: Arena | None = None,
 ) -> None:
-    """Put the batches of `slots` into the buffer; no connection requests them afterwards."""
+    """Prepare the batches of `slots`, and put them into the buffer.
+
+    A connection requests the batches, and cancels the requests afterwards.
+    """
     for slot in slots:
         buffer.add_request("nobody", key(slot, epoch))
     while (one := buffer.choose(0)) is not None:
@@ -110,7 +126,7 @@ def prepare(
 
 
 def taken(buffer: PrefetchBuffer, who: str, one: LoaderRequest) -> PreparedResponse:
-    """Return the prepared response to a connection's request; fail if it is not ready."""
+    """Remove and return the response to a connection's request; fail if it is not ready."""
     found = buffer.pop_ready(who, one)
     assert found is not None
     return found
@@ -177,7 +193,10 @@ def test_batches_of_a_stream_are_prepared_in_order_whoever_requested_them() -> N
 
 
 def test_the_only_rank_of_a_stream_needs_no_batches_before_the_next_one() -> None:
-    """The rank has requested only the units of every second batch, which fill the buffer."""
+    """The buffer is full of batches of which the rank has requested only the units.
+
+    If there is no other rank, the buffer may drop these batches. It then prepares the next ones.
+    """
     budget_bytes = 3 * (BATCH_BYTES + 1280)
     for has_one_rank in (False, True):
         buffer = buffer_of(budget_bytes, has_streams=True, has_one_rank=has_one_rank)
@@ -213,7 +232,10 @@ def test_the_first_batches_of_a_stream_stay_for_padding() -> None:
 
 
 def send_in_turn(buffer: PrefetchBuffer, who: str, slots: range, voids: set[int]) -> None:
-    """Let a rank request slots, and prepare and send each of them."""
+    """For each slot in turn: add the rank's request, prepare its response, and send it.
+
+    The response to a slot in `voids` is VOID.
+    """
     for slot in slots:
         buffer.add_request(who, key(slot))
         assert buffer.choose(0, lambda key: True) == key(slot)
@@ -233,7 +255,10 @@ def test_the_first_batches_stay_even_if_some_streams_are_empty() -> None:
 
 
 def test_sent_batches_of_several_streams_stay_for_other_ranks_while_there_is_room() -> None:
-    """A rank may have guessed that another rank's batch is its own."""
+    """If a rank guessed wrongly which batches are its own, another rank requests a sent batch, too.
+
+    With one fetcher and no ended stream, no guess can be wrong, and no sent batch is kept.
+    """
     buffer = buffer_of(16 * (BATCH_BYTES + 1280), has_streams=True, ranks=2, streams=2)
     send_in_turn(buffer, "rank 0", range(6), voids=set())
     assert not buffer._sent, "no stream has ended, so no guess was wrong"
@@ -253,7 +278,7 @@ def test_sent_batches_of_several_streams_stay_for_other_ranks_while_there_is_roo
 
 
 def test_requests_wait_until_the_loaders_kind_is_known() -> None:
-    """A stream's batches may have another worker than those of a map-style loader."""
+    """Until then, the buffer cannot choose the worker that prepares a request."""
     known = list[bool]()
     worker_for = lambda one: 1 if known else LATER  # noqa: E731
     buffer = PrefetchBuffer(PLENTY, PrefetchOrder(FetcherPart(workers=2)), worker_for)
@@ -299,7 +324,7 @@ def test_what_is_known_is_not_done_ahead() -> None:
 
 
 def test_what_somebody_waits_for_is_not_done_ahead_too() -> None:
-    """Only worker 1 may prepare batches 0 and 1, so worker 0 prepares batch 2 ahead."""
+    """Only worker 1 may prepare the requested batches 0 and 1. So worker 0 prepares batch 2."""
     buffer = buffer_of(batches=3, worker_for=lambda key: 1)
     for slot in (0, 1):
         buffer.add_request("rank", key(slot))
@@ -327,7 +352,7 @@ def test_memory_that_is_used_up_ends_working_ahead_and_what_nobody_wants_makes_r
 
 
 def test_a_full_buffer_drops_no_batch_of_a_stream_that_a_rank_still_needs() -> None:
-    """A worker would have to restart the stream to prepare the batch again."""
+    """To prepare a dropped batch again, a worker would have to restart the stream."""
     buffer = buffer_of(2 * BATCH_BYTES)
     prepare(buffer, [2, 3])
     buffer.add_request("rank", key(0))
@@ -380,7 +405,10 @@ def test_what_somebody_waits_for_makes_no_room() -> None:
 
 
 def test_a_connection_may_always_have_the_batch_that_it_has_to_send_next() -> None:
-    """Check this when a later batch, which needed no restart of a stream, has filled the memory."""
+    """A later batch has filled the memory, because its worker could prepare it first.
+
+    The batch that the connection must send next is prepared nevertheless.
+    """
     buffer = buffer_of(BATCH_BYTES)
     for slot in (0, 2, 4):
         buffer.add_request("rank", key(slot))
@@ -584,7 +612,10 @@ BUDGET_BATCHES = 3
 
 
 class BufferMachine(RuleBasedStateMachine):
-    """Random actions of three ranks that request and receive responses, and of workers that end."""
+    """State machine that requests, prepares and receives responses, and ends workers, at random.
+
+    Three ranks use one buffer.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -682,7 +713,7 @@ class BufferMachine(RuleBasedStateMachine):
         assert not is_open & set(self.doing)
 
     def teardown(self) -> None:
-        """Every rank gets what it has asked for, and then all memory is free."""
+        """Check that each rank gets all responses that it requested, and that no memory is used."""
         for who in sorted(self.asked):
             while self.asked[who]:
                 self.take_now(who)
@@ -732,6 +763,6 @@ def test_memory_is_bounded_whatever_one_rank_does(does: list[str], workers: int)
                 buffer.put(done, answer(done.slot))
             elif (got := buffer.choose(0)) is not None:
                 doing.append(got)
-        # All workers may start before the buffer knows the size of a batch. The batch that the
-        # connection must send next is prepared even if the memory is full.
+        # Before the buffer knows the size of a batch, each worker may prepare one. The batch that
+        # the connection must send next is prepared even if the memory is full.
         assert buffer.ready_batches <= max(BUDGET_BATCHES, workers) + 1

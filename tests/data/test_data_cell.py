@@ -1,4 +1,4 @@
-"""Registered loaders in `%%taas` cells of a notebook, with and without fetchers."""
+"""Tests of registered loaders in `%%taas` cells of a notebook, with and without fetchers."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Tests of `BatchSource`, compared with the batches of a local DataLoader."""
+"""Tests that `BatchSource` gives the batches of a local DataLoader."""
 
 import pickle
 import random
@@ -60,7 +60,7 @@ class Stopping(Squares):
 
 
 class Count(IterableDataset[int]):
-    """Stream of numbers, of which each worker yields its own part."""
+    """Iterable-style dataset of `size` numbers from 0 on; each worker yields a part of them."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -72,7 +72,7 @@ class Count(IterableDataset[int]):
 
 
 class Remembering(Sampler[int]):
-    """Sampler whose own generator gives another order in each epoch."""
+    """Sampler with its own random generator, which gives another order in each epoch."""
 
     def __init__(self, size: int) -> None:
         self.rng, self.size = random.Random(3), size
@@ -87,7 +87,7 @@ class Remembering(Sampler[int]):
 
 
 class Stages(Sampler[int]):
-    """Sampler that uses the epoch of `set_epoch` as its seed."""
+    """Sampler with a random order, whose seed is the epoch that `set_epoch` was called with."""
 
     def __init__(self, size: int) -> None:
         self.size, self.epoch = size, 0

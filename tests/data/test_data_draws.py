@@ -1,4 +1,7 @@
-"""Random loaders give what local ones give; benchmarks/loader_fuzz.py plays more of them."""
+"""Tests that random registered loaders give the batches of local DataLoaders.
+
+`benchmarks/loader_fuzz.py` runs more such loaders.
+"""
 
 from pathlib import Path
 
@@ -11,7 +14,7 @@ pytestmark = pytest.mark.usefixtures("forkserver")
 
 
 def is_quick(one: Draw) -> bool:
-    """Return whether a draw starts few processes."""
+    """Return whether a draw needs at most 3 fetchers and workers of local loaders together."""
     fetchers = one.cpus + (one.cpus_after if one.save >= 0 else 0)
     return fetchers + one.num_workers <= 3
 
@@ -19,7 +22,7 @@ def is_quick(one: Draw) -> bool:
 QUICK = [one.seed for one in map(draw, range(100)) if is_quick(one)][:20]
 
 
-@pytest.mark.filterwarnings("ignore")  # of more workers than there are cores
+@pytest.mark.filterwarnings("ignore")  # torch warns of more workers than cores
 @pytest.mark.parametrize("seed", [*QUICK[:8], *map(nightly, QUICK[8:])])
 def test_a_random_loader_gives_what_a_local_one_gives(seed: int, tmp_path: Path) -> None:
     assert differences(draw(seed), tmp_path) == []

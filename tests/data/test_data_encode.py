@@ -1,4 +1,4 @@
-"""A batch comes out of the wire's form as it went in, bit for bit."""
+"""Tests that a batch that is encoded for the network and decoded again has the same bits."""
 
 import collections
 import dataclasses
@@ -79,7 +79,10 @@ nested = st.recursive(
 
 
 def steps(tensor: torch.Tensor) -> list[int]:
-    """Return the strides of the dimensions in which there is a next value."""
+    """Return the strides of the dimensions with more than one value.
+
+    If the tensor has no elements, return an empty list.
+    """
     sizes = zip(tensor.shape, tensor.stride(), strict=True)
     return [step for size, step in sizes if size > 1] if tensor.numel() else []
 

@@ -1,4 +1,4 @@
-"""Faults 17 to 27 of docs/faults.md, with real fetchers, real sockets and real signals."""
+"""Tests of faults 17 to 27 of docs/faults.md, with real fetchers, sockets and signals."""
 
 import contextlib
 import os
@@ -207,7 +207,7 @@ def test_a_corrupted_batch_is_fetched_again(tmp_path: Path) -> None:
         sent, spoilt = dict[int, int](), list[int]()
 
         def harm(number: int, data: bytes) -> bytes | None:
-            """Spoil one byte of the first batch on each of the first connections."""
+            """Flip a bit of byte 20,000 of the data on each of the first four connections."""
             before, spoiling = sent.get(number, 0), bytearray(data)
             sent[number] = before + len(data)
             if number <= 4 and before <= 20_000 < sent[number]:
@@ -255,7 +255,7 @@ def test_a_rank_closes_on_a_header_that_is_huge(tmp_path: Path) -> None:
         sent, said = dict[int, int](), list[int]()
 
         def harm(number: int, data: bytes) -> bytes | None:
-            """Say it on the first connection, behind the handshake."""
+            """After the handshake, send `huge` on the first connection instead of the data."""
             sent[number] = sent.get(number, 0) + len(data)
             if number > 1 or sent[number] <= 500:
                 return data
@@ -295,7 +295,10 @@ def test_a_batch_beyond_the_limit_is_refused() -> None:
 
 
 class TooBig(Rows):
-    """Dataset that lowers its process's limit for batches, and then yields a larger batch."""
+    """Dataset that lowers the limit for batches in its process to 1000 bytes.
+
+    All its samples but the first are larger.
+    """
 
     def __getitem__(self, index: int) -> object:
         protocol.MAX_BATCH_BYTES = 1000

@@ -1,4 +1,4 @@
-"""The view of a run with loaders: which ranks waited, the advice, and `--prefill`."""
+"""Tests of what a run with loaders shows: which ranks waited, the advice, and `--prefill`."""
 
 import os
 import signal
@@ -16,7 +16,10 @@ from tests.nightly import nightly
 
 @pytest.fixture
 def small_buffer(notebook: Notebook) -> Iterator[None]:
-    """Fetchers hold one batch or two."""
+    """Write a `taas.toml` in which a prefetch buffer has room for only one or two batches.
+
+    Remove the file after the test.
+    """
     settings = notebook.project / "taas.toml"
     settings.write_text('[data]\nbuffer = "100kB"\nrank_buffer = "1MB"\n')
     yield
@@ -25,7 +28,7 @@ def small_buffer(notebook: Notebook) -> Iterator[None]:
 
 @pytest.fixture
 def short_lease(notebook: Notebook) -> Iterator[None]:
-    """Ranks wait for fetchers as short as is possible."""
+    """Write a `taas.toml` in which ranks wait only 4 s for a fetcher; remove it after the test."""
     settings = notebook.project / "taas.toml"
     settings.write_text("[data]\nfetch_s = 4\n")
     yield
@@ -57,7 +60,10 @@ for epoch in range(2):
 
 
 def filled(outcome: Outcome) -> list[dict[str, float]]:
-    """Return what was ready as long as ranks waited for it; assert that nobody started before."""
+    """Return the events of a cell that report the progress of `--prefill`.
+
+    Assert that the cell succeeded, and that no rank started before the last of these events.
+    """
     assert outcome.error is None, outcome.shown
     kinds = [event["kind"] for event in outcome.events]
     if "filling" in kinds:
@@ -71,7 +77,7 @@ def test_slow_storage_is_seen_and_advice_given(notebook: Notebook) -> None:
 
     notebook.define(LOADER)
     notebook.define("loader = taas.register(DataLoader(Pictures(160, 0.01), 4, num_workers=1))")
-    # without --prefill it is the first batch, on a busy machine, that ranks wait for
+    # Without --prefill, ranks on a busy machine would wait longest for the first batch.
     outcome = notebook.run(CELL, "--cpus 1 --prefill 2")
     assert outcome.error is None and outcome.run is not None
     assert "for 'loader': its storage is slow; --cpus " in outcome.run.advice

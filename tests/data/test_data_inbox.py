@@ -1,4 +1,4 @@
-"""Tests of `Inbox`, which reads frames from a socket, and of a client whose fetchers fail."""
+"""Tests of `Inbox`, which reads frames from a socket, and of a client if its fetchers fail."""
 
 import contextlib
 import os
@@ -44,7 +44,7 @@ SIZES = st.sampled_from([0, 64, 4096, 32 << 10, 200 << 10, 448 << 10, 600 << 10,
 
 
 def batch(number: int, size: int) -> bytes:
-    """Return the frame of a batch whose body repeats one byte, which depends on `number`."""
+    """Return the frame of a batch. Its body repeats one byte, which depends on `number`."""
     body = bytes([number % 251 + 1]) * size
     response = Response(ResponseKind.BATCH, 1, number, body_sum=checksum(body))
     return protocol.encode_header(response, size) + body
@@ -70,7 +70,13 @@ def box_of(sock: socket.socket, silence_limit_s: float = 60.0) -> Inbox:
 
 
 def sent(sock: socket.socket, data: bytes, cuts: Sequence[int] = ()) -> threading.Thread:
-    """Start a thread that sends `data` in pieces that end at `cuts`; return the thread."""
+    """Start a thread that sends `data` in pieces; return the thread.
+
+    Args:
+        sock: Socket to send to.
+        data: Bytes to send.
+        cuts: Positions in `data` at which a new piece begins.
+    """
 
     def run() -> None:
         for start, end in zip([0, *cuts], [*cuts, len(data)], strict=True):
@@ -274,7 +280,10 @@ def ring(number: int, frame: object) -> None:
 
 
 def rings(*_: object) -> None:
-    """Send SIGALRM to this process, in place of a method that the signal interrupts."""
+    """Send SIGALRM to this process. A test replaces a method by this function.
+
+    So the signal arrives while the method is called.
+    """
     signal.raise_signal(signal.SIGALRM)
 
 
@@ -305,7 +314,11 @@ def test_what_a_signals_handler_raises_is_no_fault_of_a_fetcher(
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """Replace the clock of connections and clients; return a list whose only item is its time."""
+    """Replace the clock of connections and clients by one that a test sets.
+
+    Returns:
+        A list whose only item is the clock's time.
+    """
     now = [0.0]
     for module in (connection, client_module):
         stopped = SimpleNamespace(monotonic=lambda: now[0], sleep=time.sleep)

@@ -1,4 +1,4 @@
-"""A remote loader against a local one: real fetcher processes, real sockets."""
+"""Tests that a remote loader, with real fetchers and sockets, behaves like a local DataLoader."""
 
 import contextlib
 import itertools
@@ -49,7 +49,7 @@ def local(loader: DataLoader[object], epoch: int = 0) -> list[object]:
 
 
 def dealt(batches: Sequence[object], world_size: int, uneven: Uneven = "pad") -> list[list[object]]:
-    """Return what each rank gets: the model."""
+    """Return a list for each rank: those of the epoch's `batches` that it should receive."""
     count = [
         sharding.count_steps(len(batches), rank, world_size, uneven) for rank in range(world_size)
     ]
@@ -62,7 +62,7 @@ def dealt(batches: Sequence[object], world_size: int, uneven: Uneven = "pad") ->
 def seen(
     running: Service, world_size: int, local: bool = False, shape: ShapeChanges | None = None
 ) -> list[list[Any]]:
-    """One epoch of every rank, their steps in turn."""
+    """Iterate one epoch on all ranks, which make one step each in turn; return their batches."""
     passes = [
         iter(running.loader(rank=r, world_size=world_size, local=local, shape=shape))
         for r in range(world_size)
@@ -100,7 +100,7 @@ def test_ranks_share_an_epoch(tmp_path: Path, fetchers: int, uneven: Uneven) -> 
 
 
 def test_accelerate_deals_alike(tmp_path: Path) -> None:
-    import accelerate.data_loader  # not with the module: each fetcher that unpickles of it would
+    import accelerate.data_loader  # not at the top: each fetcher would import it to unpickle
 
     loader = DataLoader(Rows(24), 3)
     with service(tmp_path, loader) as running:
@@ -138,7 +138,7 @@ def test_iterable_style(tmp_path: Path, workers: int, uneven: Uneven) -> None:
 
 
 class Noted(Lines):
-    """Stream that writes its epoch to a file at the beginning of each pass."""
+    """Iterable-style dataset that writes its epoch to a file whenever an iteration begins."""
 
     def __init__(self, size: int, file: Path) -> None:
         super().__init__(size)
@@ -162,7 +162,7 @@ def test_ranks_in_two_epochs_do_not_make_streams_begin_again(tmp_path: Path) -> 
         )
         late = iter(behind)
         found = [plain(next(late))], [plain(batch) for batch in ahead]
-        # Workers must not reach epoch 2: of one stream, two epochs stay open, not three.
+        # Workers must not reach epoch 2: only two epochs of a stream stay open.
         for other, _ in itertools.islice(zip(late, ahead, strict=False), 10):
             found[0].append(plain(other))
         assert dataset.file.read_text().split().count("1") == 2
@@ -214,7 +214,7 @@ def test_hints_count_units(tmp_path: Path, at_home: bool) -> None:
     loader = DataLoader(Hinted(8), 1, collate_fn=weigh)
     with service(tmp_path, loader, fetchers=2, units=12) as running:
         remotes = [running.loader(rank=r, world_size=2, units=12, local=at_home) for r in range(2)]
-        # Rows count 1 + 2, 3 + 4, 5 + 6: the third would make 21.
+        # The rows have 1 + 2, 3 + 4 and 5 + 6 units. With the third row, the sum would be 21.
         assert [[plain(batch) for batch in remote] for remote in remotes] == [
             [[0], [2]],
             [[1], [3]],
@@ -315,7 +315,8 @@ def test_a_state_has_the_datasets_own(
         first = [next(batches)[0, 0].item() for _ in range(140)]
         state = remote.state_dict()
     assert state["streams"] == {0: (128, {"at": 128})}
-    # workers that cannot work far ahead have nothing ready that was counted from the beginning
+    # With a small buffer, workers cannot prepare batch 140 from the stream's beginning, before the
+    # state is loaded.
     monkeypatch.setattr("taas_magic.data.loader._OWN_BUFFER_BYTES", 4096)
     with service(tmp_path / "two", loader, fetchers=2, buffer_bytes=4096) as running:
         remote = running.loader(local=at_home)
@@ -453,7 +454,14 @@ def test_a_fetcher_that_starts_later_does_not_tell_the_epochs_order(
 
 
 def both_ranks(running: Service, *changes: FeedChanges) -> list[int]:
-    """Return the samples, sorted, that two ranks get in one epoch, one rank after the other."""
+    """Return the sorted samples that two ranks together get in one epoch.
+
+    Rank 1 begins when rank 0 has ended.
+
+    Args:
+        running: Fetchers.
+        changes: For each rank, changes of its feed.
+    """
     ranks = [running.loader(rank=at, world_size=2, **it) for at, it in enumerate(changes)]
     return sorted(index for rank in ranks for batch in rank for index in plain(batch)[1])
 
@@ -490,7 +498,7 @@ def test_ranks_share_an_order_when_the_fetcher_that_decided_it_is_gone(tmp_path:
 
 
 class UnseededStream(IterableDataset[int]):
-    """Stream of 0 to 19 in an order that is different in each process."""
+    """Iterable-style dataset of the numbers 0 to 19 in an order that differs in each process."""
 
     def __iter__(self) -> Iterator[int]:
         return iter(Unseeded())
@@ -526,7 +534,11 @@ def test_ranks_do_not_wait_for_a_fetcher_that_cannot_start(tmp_path: Path) -> No
 
 
 class SlowStream(IterableDataset[torch.Tensor]):
-    """Stream that slowly yields 0 to 39; all rows of one reading have the same random token."""
+    """Iterable-style dataset that slowly yields rows of two numbers.
+
+    The second number counts from 0 to 39. The first number is random, and is the same in all rows
+    of one iteration.
+    """
 
     def __iter__(self) -> Iterator[torch.Tensor]:
         token = random.SystemRandom().getrandbits(62)
@@ -536,7 +548,7 @@ class SlowStream(IterableDataset[torch.Tensor]):
 
 
 def test_a_slow_stream_is_read_once_for_all_ranks(tmp_path: Path) -> None:
-    """Ranks request only a few batches early, so requests of several ranks wait at any time."""
+    """Ranks request only a few batches early. So requests of several ranks always wait."""
     with service(tmp_path, DataLoader(SlowStream(), 2)) as running, ThreadPoolExecutor(3) as ranks:
 
         def rows(rank: int) -> torch.Tensor:
@@ -567,7 +579,7 @@ def test_a_stream_that_gives_other_data_after_a_restart_is_reported(
 
 
 class Counted(IterableDataset[torch.Tensor]):
-    """Stream that yields 0 to `size` - 1, and writes a line to a file each time that it is read."""
+    """Iterable-style dataset of 0 to `size` - 1 that writes a line to a file at each iteration."""
 
     def __init__(self, size: int, log: Path) -> None:
         self.size, self.log = size, log
@@ -579,7 +591,10 @@ class Counted(IterableDataset[torch.Tensor]):
 
 
 class Shuffled(IterableDataset[torch.Tensor]):
-    """Streams of different lengths, in an order that differs each time they are read."""
+    """Iterable-style dataset with streams of different lengths, and another order each time.
+
+    Whenever an iteration of a stream begins, the dataset writes a line to a file.
+    """
 
     def __init__(self, sizes: Sequence[int], log: Path) -> None:
         self.sizes, self.log = sizes, log
@@ -596,7 +611,10 @@ class Shuffled(IterableDataset[torch.Tensor]):
 
 @pytest.mark.parametrize("fetchers", [1, 2])
 def test_streams_of_different_lengths_are_read_once(tmp_path: Path, fetchers: int) -> None:
-    """At a stream's end, it turns out that later batches belong to other ranks than guessed."""
+    """Before a stream ends, ranks guess which later batches are theirs. Its end proves them wrong.
+
+    Nevertheless, each epoch reads each stream only once.
+    """
     log, sizes = tmp_path / "log", (40, 11)
     loader = DataLoader(Shuffled(sizes, log), 1, num_workers=2)
     with service(tmp_path, loader, fetchers=fetchers) as running:

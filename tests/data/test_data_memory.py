@@ -1,4 +1,4 @@
-"""Tests of the memory for batches, which is reused only after its last view is gone."""
+"""Tests of the memory for batches, which is reused only if no view of it is left."""
 
 import contextlib
 import gc
@@ -19,7 +19,10 @@ MEGABYTE = 1 << 20
 
 
 class SpansMachine(RuleBasedStateMachine):
-    """Random allocations and frees: no spans overlap, and the first gap that fits is used."""
+    """State machine of random allocations and frees.
+
+    No spans overlap, and each allocation uses the first gap that is large enough.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -161,7 +164,10 @@ def test_a_mapping_outlives_its_writer(writer: Writer) -> None:
 
 
 def is_open(descriptor: int, file: os.stat_result) -> bool:
-    """Return whether a descriptor is still `file`: another thread may have reused its number."""
+    """Return whether a descriptor still refers to `file`.
+
+    After the descriptor was closed, another thread may have opened another file with its number.
+    """
     try:
         return os.path.samestat(os.fstat(descriptor), file)
     except OSError:
@@ -177,7 +183,7 @@ def test_a_mapping_that_is_gone_closes_its_descriptor(writer: Writer) -> None:
 
 
 class Watched(BorrowedSpans):
-    """`BorrowedSpans` that add an item to `closed` each time they are closed."""
+    """`BorrowedSpans` object that adds True to the list `closed` each time it is closed."""
 
     def __init__(self) -> None:
         closed = list[bool]()

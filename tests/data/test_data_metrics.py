@@ -56,7 +56,7 @@ def test_the_ledger_has_room_for_any_name(tmp_path: Path) -> None:
 
 
 class Handed(RankFeed):
-    """A feed that reports `batches` received batches."""
+    """Feed of a rank that reports a number of received batches, `batches`, which a test sets."""
 
     batches = 0
 
@@ -65,13 +65,13 @@ class Handed(RankFeed):
 
 
 class Busy(AgentLink):
-    """A link on which the first report of the heartbeat's thread takes long.
+    """Link to an agent on which a report of the heartbeat thread takes long to send.
 
-    This report lasts until the main thread has sent a report, but at most 0.2 s.
+    Sending takes until the main thread has sent a report, but at most 0.2 s.
 
     Attributes:
         said: Numbers of batches in the sent reports, in order.
-        began: Set when the heartbeat's thread begins to send a report.
+        began: Set when the heartbeat thread begins to send a report.
         over: Set when a report was sent.
     """
 

@@ -1,4 +1,4 @@
-"""Lightning and accelerate use a registered loader unchanged; each sample goes to one rank."""
+"""Tests of Lightning and accelerate with a registered loader: each sample goes to one rank."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Cells that stop iterating early, fork, are interrupted, or use threads and child processes."""
+"""Tests of loaders in cells that leave loops early, are interrupted, or use threads and forks."""
 
 import pytest
 

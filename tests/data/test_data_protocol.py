@@ -44,7 +44,7 @@ NEW_RANK, NEW_SERVER = lambda: ProtocolState(Role.RANK), lambda: ProtocolState(R
 
 
 def greeted() -> ProtocolState:
-    """Return the protocol state of a rank that has received the challenge."""
+    """Return the protocol state of a rank that has received the server's challenge."""
     state = ProtocolState(Role.RANK)
     heard(state, Challenge(bytes(32)))
     return state
@@ -91,7 +91,13 @@ def forged(
     size: int | None = None,
     body: int = 0,
 ) -> memoryview:
-    """Return a header with valid checksums, for fields that may be invalid."""
+    """Return a header with valid checksums, although its fields may be invalid.
+
+    Args:
+        packed: Encoded message.
+        size: Size of the message that the header claims; by default, the real size.
+        body: Size of the body that the header claims.
+    """
     size = len(packed) if size is None else size
     raw = struct.pack("<IQI", size, body, zlib.crc32(packed))
     whole = raw + struct.pack("<I", zlib.crc32(raw)) + packed

@@ -1,4 +1,4 @@
-"""Registered loaders as the notebook and cells see them, compared with local DataLoaders."""
+"""Tests of registered loaders in the notebook and in cells, compared with local DataLoaders."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ DEFINE, SURFACE = cells_of("registered_loaders")
 
 @pytest.fixture
 def defined(notebook: Notebook) -> Notebook:
-    """Return a notebook with a dataset."""
+    """Return a notebook that has defined a dataset."""
     notebook.define(DEFINE)
     return notebook
 
@@ -29,14 +29,14 @@ def result(outcome: Outcome) -> Any:
 
 
 def refusal(notebook: Notebook, source: str) -> str:
-    """Return the message of a cell that must fail in the notebook."""
+    """Run a cell that must fail in the notebook, and return the error message."""
     ran = notebook.shell.run_cell(source, store_history=True)
     assert ran.error_in_exec is not None
     return str(ran.error_in_exec)
 
 
 def local(notebook: Notebook, expression: str) -> list[list[int]]:
-    """Return the batches of a local DataLoader in this process."""
+    """Evaluate an expression for a local DataLoader in this process, and return its batches."""
     torch.manual_seed(seed_of(SEED, 0))
     return [torch.as_tensor(batch).tolist() for batch in eval(expression, notebook.shell.user_ns)]
 

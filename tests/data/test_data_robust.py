@@ -73,7 +73,7 @@ T = TypeVar("T")
 
 
 def stats(running: Service, until: Callable[[FetcherCounts], object]) -> FetcherCounts:
-    """Wait until `until` is true for the first fetcher's counts; return these counts."""
+    """Read reports of the first fetcher until `until` is true for its counts; return them."""
     while True:
         said = decode_fetcher_message(running.processes[0][1].recv_bytes())
         if isinstance(said, FetcherReport) and until(said.loaders["train"]):
@@ -88,7 +88,7 @@ def value_of(batch: torch.Tensor) -> float:
 
 
 class Large(Rows):
-    """A dataset whose row n is one tensor of `width` bytes; each byte is n."""
+    """Dataset whose row n is a tensor of `width` bytes, each with the value n."""
 
     def __getitem__(self, index: int) -> object:
         return torch.full((self.width,), index, dtype=torch.uint8)
@@ -97,7 +97,7 @@ class Large(Rows):
 @pytest.mark.fault(66)
 @pytest.mark.parametrize("way", ["tcp", "tls"])
 def test_a_rank_that_pauses_in_the_middle_of_a_pass_loses_nothing(tmp_path: Path, way: str) -> None:
-    """The pause of 3 s is longer than 1 s, the time limit that a send over TLS once had."""
+    """A fetcher that sends a batch waits for the rank, even if the rank pauses for 3 s."""
     certificate = service.new_certificate() if way == "tls" else None
     tls = certificate.client_context if certificate else None
     with data_service(tmp_path, DataLoader(Large(20, 4 << 20), 1), tls=certificate) as running:
@@ -111,7 +111,7 @@ def test_a_rank_that_pauses_in_the_middle_of_a_pass_loses_nothing(tmp_path: Path
 
 
 class TakesItsTime(Rows):
-    """Base class of datasets with one long operation, which begins when the file `gate` exists."""
+    """Base class of datasets with a long operation, which waits until the file `gate` exists."""
 
     def __init__(self, size: int, gate: Path) -> None:
         super().__init__(size)
@@ -123,7 +123,7 @@ class TakesItsTime(Rows):
 
 
 class SlowToUnpickle(TakesItsTime):
-    """A dataset that takes LONG_S seconds to unpickle."""
+    """Dataset that takes LONG_S seconds to unpickle."""
 
     def __setstate__(self, state: dict[str, object]) -> None:
         self.__dict__.update(state)
@@ -132,7 +132,7 @@ class SlowToUnpickle(TakesItsTime):
 
 
 class HoldsTheLock(TakesItsTime):
-    """A dataset whose item 0 holds the GIL for LONG_S seconds."""
+    """Dataset whose item 0 holds the GIL for LONG_S seconds."""
 
     def __getitem__(self, index: int) -> object:
         if not index:
@@ -143,7 +143,10 @@ class HoldsTheLock(TakesItsTime):
 
 @pytest.mark.fault(67)
 def test_a_dataset_that_takes_its_time_is_no_fetcher_that_is_gone(tmp_path: Path) -> None:
-    """One dataset unpickles slowly. At the same time, another dataset holds the GIL."""
+    """The ranks wait for their fetcher, although it takes longer than their limit `fetch_s`.
+
+    One dataset unpickles slowly. At the same time, another dataset holds the GIL.
+    """
     gates = {kind: tmp_path / kind.__name__ for kind in (SlowToUnpickle, HoldsTheLock)}
     loaders = {gate.name: DataLoader(kind(10, gate), 2) for kind, gate in gates.items()}
     with data_service(tmp_path, loaders) as running, ThreadPoolExecutor() as threads:
@@ -155,10 +158,10 @@ def test_a_dataset_that_takes_its_time_is_no_fetcher_that_is_gone(tmp_path: Path
 
 
 def taken(remote: RemoteLoader, gate: Path) -> tuple[list[object], float]:
-    """Create the file `gate`, and receive one epoch.
+    """Create the file `gate`, receive one epoch, and measure its duration.
 
     Returns:
-        A tuple of two: the indices of each batch's rows, and the duration of the epoch in seconds.
+        The indices of each batch's rows, and the duration in seconds.
     """
     began = time.monotonic()
     gate.touch()
@@ -201,7 +204,7 @@ def strangers(running: Service, count: int) -> list[socket.socket]:
 
 
 def drip(crowd: Sequence[socket.socket], over: threading.Event) -> None:
-    """Send the header of a wrong proof repeatedly, one byte at a time on each connection.
+    """Send the header of a wrong `Proof` again and again: one byte at a time on each connection.
 
     The function returns when `over` is set, or after 1000 headers. Closed connections are skipped.
     """
@@ -303,7 +306,7 @@ def test_a_worker_that_is_killed_three_times_in_a_row_gives_the_same_stream(tmp_
 
 
 class Whose(Rows):
-    """A dataset whose items are large tensors filled with the process id of the worker."""
+    """Dataset whose items are large tensors filled with the process id of the worker."""
 
     def __getitem__(self, index: int) -> object:
         return torch.full((LARGE,), os.getpid())
@@ -336,7 +339,7 @@ def test_a_rank_that_changes_a_padded_batch_changes_no_other_ranks(tmp_path: Pat
 
 
 class Gated(Rows):
-    """A dataset whose items wait until the file `gate` exists. Row n is filled with n + 1."""
+    """Dataset that waits until the file `gate` exists. Row n is a tensor filled with n + 1."""
 
     def __init__(self, size: int, width: int, gate: Path) -> None:
         super().__init__(size, width)
@@ -407,7 +410,7 @@ def test_large_batches_take_no_more_memory_than_there_is(tmp_path: Path, workers
 
 
 class Streams(IterableDataset[torch.Tensor]):
-    """An iterable-style dataset with two streams, which alternate in the epoch's order.
+    """Iterable-style dataset with two streams, which alternate in the epoch's order.
 
     The batch at position n is filled with n. Stream 1 waits until the file `gate` exists.
     """
@@ -435,7 +438,10 @@ def test_what_one_stream_prepared_ahead_keeps_no_other_from_being_prepared(tmp_p
 
 
 def test_a_server_does_not_wait_for_a_worker_that_takes_its_time() -> None:
-    """The longest queue of commands, with many freed offsets, fits into the worker's socket."""
+    """Even the longest queue of commands, with many freed offsets, fits into the worker's socket.
+
+    So the server can send the commands without waiting.
+    """
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     ours.setblocking(False)  # a send to a full socket then fails instead of waiting
     one = WorkerHandle(0, 1, ours, is_suspect=False)
@@ -453,7 +459,7 @@ def test_a_server_does_not_wait_for_a_worker_that_takes_its_time() -> None:
 
 
 class Which(Dataset[int]):
-    """A dataset whose samples are the process id of the worker that prepares them."""
+    """Dataset whose samples are the process id of the worker that prepares them."""
 
     def __len__(self) -> int:
         return 4
@@ -473,4 +479,4 @@ def test_a_fetcher_that_starts_after_the_first_batch_is_asked_too(
         assert len({int(batch) for batch in remote}) == 1
         running.start(1)
         while len({int(batch) for batch in remote}) == 1:
-            pass  # the remote loader looks for new fetchers only every 0.25 s
+            pass  # the remote loader searches for new fetchers only every 0.25 s

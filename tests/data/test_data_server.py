@@ -1,4 +1,4 @@
-"""A fetcher's server: how much it tells its workers, how they end, and to whom it lends memory."""
+"""Tests of a fetcher's server: its commands to workers, their ends, and memory that it lends."""
 
 import dataclasses
 import random
@@ -59,7 +59,7 @@ def test_a_worker_is_told_as_much_as_is_worth_a_message(
 
 
 class Spawning(Service):
-    """Fetchers whose workers start by spawn, and first import torch, which takes a while."""
+    """Fetchers whose workers start slowly: they are spawned, and first import torch."""
 
     def spec(self, number: int) -> FetcherSpec:
         spec = super().spec(number)
@@ -87,7 +87,7 @@ def test_a_worker_that_ends_before_it_has_begun_is_started_again(tmp_path: Path)
 
 
 def counted(running: Service) -> FetcherCounts:
-    """Return what the fetcher says next of its loader."""
+    """Wait for the next report of the first fetcher, and return its counts of the loader."""
     control = running.processes[0][1]
     while not isinstance(said := decode_fetcher_message(control.recv_bytes()), FetcherReport):
         pass
@@ -95,7 +95,7 @@ def counted(running: Service) -> FetcherCounts:
 
 
 def test_a_worker_that_has_not_begun_is_not_idle(tmp_path: Path) -> None:
-    """With `--prefill`, ranks start when all workers are idle: they can prepare no more then."""
+    """With `--prefill`, ranks start when all workers are idle, because no more can be prepared."""
     running = Spawning(tmp_path, {"train": DataLoader(Rows(8), 2)})
     try:
         while not (said := counted(running)).prepared:
@@ -110,7 +110,7 @@ def test_a_server_with_no_more_files_to_open_says_so_and_goes_on(tmp_path: Path)
         most = server.num_fds() + 80
         server.rlimit(psutil.RLIMIT_NOFILE, (most, most))
         strangers = [until_end.enter_context(over_tcp(running)) for _ in range(100)]
-        for stranger in strangers:  # who comes after them is not the one that has waited longest
+        for stranger in strangers:  # so later peers are not the ones that have waited longest
             with suppress(ConnectionError):
                 stranger.recv(1)
         full = f"fetcher 0 .* limit of open files .{most}, ulimit -n"
@@ -140,7 +140,7 @@ def test_a_rank_that_comes_alone_is_told_that_a_server_has_no_room(tmp_path: Pat
 
 
 class Gated(Dataset[torch.Tensor]):
-    """Dataset of one large sample, which waits until a file exists."""
+    """Dataset of one large sample. Reading the sample waits until the file `gate` exists."""
 
     def __init__(self, gate: Path) -> None:
         self.gate = gate
@@ -161,7 +161,7 @@ def test_memory_that_is_being_sent_is_not_lent(tmp_path: Path) -> None:
             link.send([(Requests(RequestKind.GET, 0, (0,)), b"")])
         (tmp_path / "gate").touch()
         while counted(running).sent < 2:
-            pass  # neither has read: what is sent to one is more than a pipe holds
+            pass  # neither rank has read, and the data sent to one are more than a pipe holds
         for link in links:
             message, _ = received(link)
             assert message.kind is ResponseKind.BATCH
@@ -170,7 +170,10 @@ def test_memory_that_is_being_sent_is_not_lent(tmp_path: Path) -> None:
 
 
 class SlowToLoad(IterableDataset[torch.Tensor]):
-    """Stream that cannot be unpickled before a file exists; each reading has a random token."""
+    """Iterable-style dataset of rows of two numbers. Unpickling it waits for the file `gate`.
+
+    The first number is random, and is the same in all rows of one iteration. The second counts.
+    """
 
     def __init__(self, gate: Path) -> None:
         self.gate = gate
@@ -187,7 +190,7 @@ class SlowToLoad(IterableDataset[torch.Tensor]):
 
 
 def test_a_stream_is_read_once_if_ranks_ask_before_the_loader_is_known(tmp_path: Path) -> None:
-    """A rank may know the streams from another fetcher, which has loaded the dataset earlier."""
+    """A rank can request batches early, because another fetcher has already loaded the dataset."""
     loader = DataLoader(SlowToLoad(tmp_path / "gate"), 2)
     with service(tmp_path, loader, workers=2) as running:
         ranks = [linked(running) for _ in range(2)]

@@ -24,7 +24,10 @@ rules = st.sampled_from(sharding.UNEVEN)
 
 
 def rows_of(slots: list[int], world_size: int, uneven: Uneven) -> list[list[int]]:
-    """Return the model's schedule: a row of slots for each step, with one slot for each rank."""
+    """Return the expected rows: for each step, a list with the slot of each rank.
+
+    With `uneven="keep"`, the last row may be shorter.
+    """
     rows = [slots[at : at + world_size] for at in range(0, len(slots), world_size)]
     if rows and len(rows[-1]) < world_size:
         if uneven == "drop":
@@ -50,12 +53,12 @@ def walk(
     ahead: int = 3,
     step: int = 0,
 ) -> list[int]:
-    """Run a rank's schedule to its end; return the slots that the rank gets.
+    """Run a rank's schedule to its end, and return the slots of the rank's batches.
 
     Args:
         schedule: The rank's schedule.
-        answers: Returns the number of units in a slot's batch; VOID if the slot has no batch.
-        ahead: Number of steps whose slots are requested at a time.
+        answers: Returns the number of units of a slot's batch, or VOID if the slot has no batch.
+        ahead: Number of further steps whose slots the rank requests before each step.
         step: First step.
     """
     handed: list[int] = []
@@ -216,7 +219,7 @@ def test_place_is_plain_data() -> None:
 
 
 def test_the_voids_of_a_stream_that_has_ended_are_no_batches_of_a_guess() -> None:
-    """Stream 1 of 3 has ended: the ranks still ask for each of the next batches only once."""
+    """Stream 1 of 3 has ended. Each of the next batches still belongs to only one of two ranks."""
     requests = list[list[bool]]()
     for rank in range(2):
         schedule = DynamicSchedule(RankPart(rank, 2, "keep"), None, 3)
@@ -228,7 +231,7 @@ def test_the_voids_of_a_stream_that_has_ended_are_no_batches_of_a_guess() -> Non
 
 
 def test_a_rank_asks_for_nothing_after_the_ends_of_all_streams() -> None:
-    """The ends are known before an earlier batch has arrived."""
+    """The rank knows the end of each stream before earlier batches have arrived."""
     schedule = DynamicSchedule(RankPart(0, 2), None, 2)
     for slot in (6, 9):
         schedule.record_units(slot, VOID)

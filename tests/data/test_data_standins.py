@@ -15,7 +15,7 @@ pytestmark = pytest.mark.usefixtures("forkserver")
 
 
 class Filed(Rows):
-    """A dataset with private attributes whose names `RemoteDataset` could use for its own."""
+    """Dataset with private attributes that `RemoteDataset` may have under the same names."""
 
     def __init__(self, size: int) -> None:
         super().__init__(size)
@@ -36,7 +36,7 @@ def test_private_attributes_of_a_dataset_are_the_datasets_own(
 
 
 class Weighted(Sampler[int]):
-    """A sampler whose order depends on weights that a training may change."""
+    """Sampler whose order depends on weights, which a training may change."""
 
     def __init__(self, size: int) -> None:
         self.weights = torch.ones(size)
@@ -52,7 +52,7 @@ class Weighted(Sampler[int]):
 
 
 class Cut:
-    """A collate function with a setting."""
+    """Collate function with a setting: it keeps the first `length` samples."""
 
     length = 3
 

@@ -26,7 +26,10 @@ SHOW, CELL = cells_of("shown_batches")
 
 
 def register(notebook: Notebook, source: str) -> None:
-    """Define the dict `loaders` in the notebook; register each loader under its key."""
+    """Run `source` in the notebook, and register the loaders that its function `make` returns.
+
+    `make` returns a dict; each key is the name of its loader.
+    """
     notebook.define(SHOW + source)
     notebook.define(
         f"import taas, torch; torch.manual_seed({SEED})\n"
@@ -37,7 +40,11 @@ def register(notebook: Notebook, source: str) -> None:
 def remote(
     notebook: Notebook, cpus: int, ranks: int, epochs: int = 1
 ) -> dict[str, list[list[object]]]:
-    """Return the batches of all ranks in the loader's order: by loader, then by epoch."""
+    """Run a cell that iterates all loaders, and return the batches of all ranks together.
+
+    Returns:
+        For each loader's name, a list of epochs. Each epoch is a list of batches in their order.
+    """
     notebook.define(f"EPOCHS = {epochs}")
     outcome = notebook.run(CELL, f"--cpus {cpus}", gpus=ranks)
     assert outcome.error is None, outcome.shown
@@ -59,14 +66,17 @@ def handed(outcome: Outcome) -> dict[tuple[str, int], dict[int, list[object]]]:
 
 
 def defined(source: str) -> dict[str, Any]:
-    """Run a source in a module that workers can import from; return its names."""
+    """Run `source` in a new module, which workers can import; return the module's variables."""
     module = sys.modules["taas_tests_local"] = types.ModuleType("taas_tests_local")
     exec(SHOW + source, vars(module))
     return vars(module)
 
 
 def local(source: str, epochs: int = 1) -> dict[str, list[list[object]]]:
-    """Return the batches of local loaders, each epoch with the seed of a registered loader."""
+    """Return the batches of local loaders: for each loader's name, a list of epochs.
+
+    Each epoch has the seed that a registered loader would use.
+    """
     space = defined(source)
     given: dict[str, list[list[object]]] = {}
     for name, loader in space["make"]().items():
@@ -80,7 +90,10 @@ def local(source: str, epochs: int = 1) -> dict[str, list[list[object]]]:
 
 
 def compare(notebook: Notebook, source: str, cpus: int, ranks: int, epochs: int = 1) -> None:
-    """Assert that ranks get the batches of local loaders; the first batches pad the last step."""
+    """Assert that ranks get the batches of local loaders.
+
+    If the last step has too few batches, the epoch's first batches must fill it.
+    """
     register(notebook, source)
     found, expected = remote(notebook, cpus, ranks, epochs), local(source, epochs)
     for name in expected:
@@ -146,10 +159,10 @@ def caught(notebook: Notebook, cpus: int) -> dict[str, Any]:
 
 
 def caught_here() -> dict[str, Any]:
-    """Return the outcomes of local loaders with one worker.
+    """Return the outcomes of the local loaders of `FAILING`, by name.
 
-    The result leaves out `exit`, the loaders in `AT_THE_BEGINNING`, and `group`: torch cannot pass
-    on an exception group.
+    The loaders `exit` and those in `AT_THE_BEGINNING` are left out. So is `group`, because torch
+    cannot send an exception group from a worker.
     """
     space = defined(FAILING)
     lines: list[str] = []

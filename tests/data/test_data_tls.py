@@ -43,12 +43,12 @@ def running(request: pytest.FixtureRequest, tmp_path: Path, ours: Tls) -> Iterat
 
 
 def handed_over_tcp(running: Service) -> list[object]:
-    """Return the batches of an epoch, received over TCP although the fetcher is on this host."""
+    """Return the batches of an epoch. The rank receives them under TLS, not in shared memory."""
     return stream(running, direct=False, tls=client_of(running))
 
 
 def refused(running: Service) -> int:
-    """Wait until the fetcher reports refused peers; return their number."""
+    """Wait until the first fetcher reports that it refused peers; return their number."""
     control, count = running.processes[0][1], 0
     while not count:
         said = decode_fetcher_message(control.recv_bytes())

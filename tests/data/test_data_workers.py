@@ -1,4 +1,4 @@
-"""The server's side of a worker (`WorkerHandle`), and the watchdog of stopped children."""
+"""Tests of the server's handle of a worker (`WorkerHandle`), and of `StoppedChildWatchdog`."""
 
 import socket
 import subprocess
@@ -41,7 +41,7 @@ def test_replies_are_not_waited_for(sockets: tuple[socket.socket, socket.socket]
 
 
 def test_a_child_that_was_reaped_meanwhile_is_no_error() -> None:
-    """`Process.start()` of multiprocessing reaps children that have ended."""
+    """The watchdog may check a child that `Process.start()` of multiprocessing has reaped."""
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
     watchdog = StoppedChildWatchdog()

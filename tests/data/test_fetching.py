@@ -1,4 +1,4 @@
-"""Fetchers in a pool of their own: several hosts on this machine, which share files."""
+"""Tests of fetchers in a separate pool, whose hosts are processes on this machine."""
 
 import _thread
 import contextlib
@@ -79,7 +79,7 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def no_hosts_left(warm_notebook: Notebook, settings: Path) -> Iterator[None]:
-    """Keep the data pool from test to test; give it back in the end, when nothing may be left."""
+    """Share the data pool among all tests; end the pool afterwards, and check that it is gone."""
     with given_back(warm_notebook, settings, "data"):
         yield
 
@@ -91,7 +91,7 @@ def two_pools(
     no_hosts_left: None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> Iterator[Notebook]:
-    """Yield a notebook whose loaders run in pool `data`; no run leaves a fetcher."""
+    """Yield a notebook whose fetchers run in pool `data`; check afterwards that none is left."""
     enter(warm_notebook, settings, monkeypatch)
     warm_notebook.define(LOADERS)
     yield warm_notebook
@@ -115,7 +115,7 @@ def handed(outcome: Outcome) -> list[ledger.Handed]:
 
 def test_weights_are_equal_wherever_the_loaders_run(two_pools: Notebook) -> None:
     seen = {}
-    # so many ready batches that each fetcher must have come up: ranks need no more than one
+    # Ranks need only one fetcher. Only all fetchers together can have so many batches ready.
     prefill = {"--cpus 2": "--prefill 12", "--cpus 3": "--prefill 18"}
     for flags in ("--cpus 0", "--cpus 1 --data-pool local", "--cpus 2", "--cpus 3"):
         outcome = two_pools.run(TRAIN, f"{flags} {prefill.get(flags, '')}")
@@ -163,7 +163,10 @@ while not os.path.exists("said"):
 
 @contextlib.contextmanager
 def said(notebook: Notebook, words: str) -> Iterator[None]:
-    """Have a file for what waits in UNTIL_SAID, once a note of the run has these words."""
+    """Within the block, create the file `said` when a note of a run contains `words`.
+
+    A cell with `UNTIL_SAID` waits for this file.
+    """
     file = notebook.project / "said"
     is_said: Callable[[Line], bool] = lambda line: words in line.get("text", "")  # noqa: E731
     with (
@@ -176,7 +179,7 @@ def said(notebook: Notebook, words: str) -> Iterator[None]:
 
 @pytest.mark.fault(18)
 def test_a_host_with_fetchers_dies(two_pools: Notebook) -> None:
-    """docs/faults.md 10 and 18: its batches come from the other host, each once."""
+    """docs/faults.md 10 and 18: the other host provides the batches, and each batch comes once."""
     two_pools.define(
         "def VICTIMS(host):\n    return [host, *host.children(recursive=True)]\nimport psutil"
     )
@@ -196,7 +199,7 @@ def test_a_host_with_fetchers_dies(two_pools: Notebook) -> None:
 @pytest.mark.nightly
 @pytest.mark.fault(20)
 def test_all_hosts_with_fetchers_die(two_pools: Notebook) -> None:
-    """docs/faults.md 20: the run fails, no rank hangs."""
+    """docs/faults.md 20: the run fails, and no rank hangs."""
     two_pools.define(
         "def VICTIMS(host):\n"
         "    hosts = [p for p in host.parent().children() if 'supervisor' in str(p.cmdline())]\n"
@@ -215,11 +218,11 @@ def test_all_hosts_with_fetchers_die(two_pools: Notebook) -> None:
 def test_hosts_with_fetchers_die_before_these_listen(
     two_pools: Notebook, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """docs/faults.md 20: no rank waits for a fetcher that never comes."""
+    """docs/faults.md 20: no rank waits for a fetcher that never listens. The run fails."""
     launch = PoolConnection.launch_fetchers
 
     def launch_in_vain(connection: PoolConnection, run: RunSpec, *args: Any) -> list[str]:
-        os.mkfifo(run.folder.path / "logs" / "fetcher-0.log")  # whoever opens it waits
+        os.mkfifo(run.folder.path / "logs" / "fetcher-0.log")  # opening it blocks
         hosts = launch(connection, run, *args)
         for process in below(connection.process.pid):
             with contextlib.suppress(psutil.NoSuchProcess):  # some go with others of them

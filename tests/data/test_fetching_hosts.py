@@ -1,4 +1,4 @@
-"""Fetchers on other hosts than the ranks, over a network that is cut, slowed and lossy."""
+"""Tests of fetchers on other hosts than the ranks, over a slow, lossy or broken network."""
 
 import contextlib
 import threading
@@ -60,7 +60,10 @@ def hosts() -> Iterator[Hosts]:
 
 @pytest.fixture(scope="module")
 def far_pools(warm_notebook: Notebook, hosts: Hosts) -> Iterator[None]:
-    """Set up the notebook's pools: `g` with host 1, `c` for data with hosts 2 and 3."""
+    """Add two pools to the notebook: `g` with host 1, and the data pool `c` with hosts 2 and 3.
+
+    After the tests, end the pools, and check that no process is left on the hosts.
+    """
     settings = warm_notebook.project / "taas.toml"
     data = ssh_pool("c", hosts, FETCHERS, gpus=0, more='role = "data"')
     settings.write_text(ssh_pool("g", hosts, [1], gpus=0) + data)
@@ -78,7 +81,7 @@ def far_pools(warm_notebook: Notebook, hosts: Hosts) -> Iterator[None]:
 
 
 def processes_of(hosts: Hosts, number: int) -> list[psutil.Process]:
-    """Return the processes of a host; none where its power is off."""
+    """Return the processes of a host; an empty list if the host is powered off."""
     try:
         return hosts.processes(number)
     except psutil.NoSuchProcess:
@@ -89,7 +92,7 @@ def processes_of(hosts: Hosts, number: int) -> list[psutil.Process]:
 def remote(
     warm_notebook: Notebook, far_pools: None, hosts: Hosts, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Notebook]:
-    """Yield a notebook with these pools; after each test no fetcher is left on its hosts."""
+    """Yield a notebook with the pools; after each test, check that no fetcher is left."""
     monkeypatch.setenv("TAAS_STATE_DIR", str(warm_notebook.state_dir))
     monkeypatch.chdir(warm_notebook.project)
     warm_notebook.define(LOADERS)
@@ -98,7 +101,10 @@ def remote(
 
 
 def fetchers_on(hosts: Hosts) -> list[psutil.Process]:
-    """Return the fetchers and workers on the data pool's hosts: what a forkserver has started."""
+    """Return the fetchers and workers on the data pool's hosts.
+
+    They are the processes that a forkserver has started.
+    """
     found = []
     for number in FETCHERS:
         for process in processes_of(hosts, number):
@@ -125,7 +131,7 @@ def result(outcome: Outcome) -> tuple[str, int, list[float]]:
 
 
 def received(hosts: Hosts, number: int) -> int:
-    """Bytes that have arrived at a host."""
+    """Return the number of bytes that a host has received over its network since its start."""
     return int(hosts.exec(number, "cat", "/sys/class/net/eth0/statistics/rx_bytes"))
 
 
@@ -138,9 +144,9 @@ def test_data_goes_from_fetcher_host_to_rank_host_and_nowhere_else(
 ) -> None:
     remote.define("loader = taas.register(DataLoader(Pictures(40, width=500_000), 2))")
     here = result(train(remote, "--cpus 0"))
-    train(remote, "--cpus 2 --prefill 16")  # the project's files are on all hosts then
+    train(remote, "--cpus 2 --prefill 16")  # copies the project's files to all hosts
     before, by_caller = received(hosts, 1), sent_by_caller(hosts)
-    # so many ready batches that both fetchers must have come up: the rank needs no more than one
+    # The rank needs only one fetcher. Only both together can have so many batches ready.
     outcome = train(remote, "--cpus 2 --prefill 16")
     arrived = received(hosts, 1) - before
     by_caller = sent_by_caller(hosts) - by_caller
@@ -154,7 +160,7 @@ def test_data_goes_from_fetcher_host_to_rank_host_and_nowhere_else(
 
 
 def during(outcome_of: Callable[[], Outcome], hosts: Hosts, harm: Callable[[], None]) -> Outcome:
-    """Return a cell's outcome; do something as soon as data flows to host 1."""
+    """Run a cell, call `harm` as soon as data flows to host 1, and return the cell's outcome."""
     flowing = received(hosts, 1) + 300_000
     ended = threading.Event()
 
@@ -178,7 +184,10 @@ def during(outcome_of: Callable[[], Outcome], hosts: Hosts, harm: Callable[[], N
 def test_a_bad_network_costs_time_and_nothing_else(
     remote: Notebook, hosts: Hosts, fault: str
 ) -> None:
-    """docs/faults.md 15 (30 % loss), 16 (1 Mbit/s) and 17 (resets in the middle of batches)."""
+    """Cause faults 15 (30 % loss), 16 (1 Mbit/s) and 17 (resets within batches) of docs/faults.md.
+
+    The batches must stay the same.
+    """
     remote.define("loader = taas.register(DataLoader(Pictures(60, width=2_000, wait_s=0.02), 2))")
     here = result(train(remote, "--cpus 0"))
     every_40th = "-m statistic --mode nth --every 40 --packet 0"
@@ -205,7 +214,7 @@ def test_a_bad_network_costs_time_and_nothing_else(
 
 
 def most_ready(outcome: Outcome) -> int:
-    """Return the most memory that a fetcher said its prepared batches take."""
+    """Return the largest size of prepared batches that a fetcher reported, in bytes."""
     told = [one for event in outcome.of_kind("fetched") for one in event["loaders"].values()]
     return max(int(one["ready_bytes"]) for one in told)
 
@@ -221,7 +230,7 @@ while not os.path.exists({SAID!r}):
 def test_a_host_with_fetchers_is_powered_off(
     remote: Notebook, hosts: Hosts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """docs/faults.md 11 and 18: the other host's fetcher takes over, each batch comes once."""
+    """docs/faults.md 11 and 18: the other host's fetcher takes over, and each batch comes once."""
     remote.define("loader = taas.register(DataLoader(Pictures(200, 20_000, wait_s=0.05), 2))")
     body, result_line = TRAIN.rstrip().rsplit("\n", 1)
     source = f"{body}{UNTIL_SAID}{result_line}"

@@ -1,4 +1,4 @@
-"""Tests of `--prefill`: when ranks may start, by the reports of the fetchers."""
+"""Tests of `--prefill`: the reports of fetchers after which ranks may start."""
 
 import pytest
 from msgspec import structs

@@ -138,10 +138,9 @@ def test_a_cell_gets_a_remote_loader_and_others_stay_what_they_are() -> None:
 
 
 def test_a_loader_that_the_notebook_has_no_more_is_forgotten() -> None:
-    """The data of one loader may fill most of the memory.
+    """Users run the cell that registers a loader again and again.
 
-    Users run the cell that registers a loader many times. Then the previous loader must not stay
-    in memory.
+    The previous loader must not stay in memory: its data may fill most of the memory.
     """
     for _ in range(2):
         loaders = {"train": taas.register(DataLoader(Rows(4)))}
@@ -150,7 +149,7 @@ def test_a_loader_that_the_notebook_has_no_more_is_forgotten() -> None:
 
 
 class Feed:
-    """An iterable of batches that depend on the epoch."""
+    """Iterable of batches that depend on the epoch."""
 
     epoch = 0
 

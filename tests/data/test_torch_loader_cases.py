@@ -1,4 +1,4 @@
-"""Tests that a registered loader in a rank behaves like the rank's share of a local DataLoader."""
+"""Tests that a registered loader gives a rank its share of a local DataLoader's batches."""
 
 from types import ModuleType
 

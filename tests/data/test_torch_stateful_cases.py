@@ -1,4 +1,4 @@
-"""Tests that a registered loader continues from a saved state exactly as a local loader does."""
+"""Tests that a registered loader continues from a saved state as a local DataLoader does."""
 
 from types import ModuleType
 

@@ -17,7 +17,7 @@ SETTINGS = ((1, 0), (2, 1))
 
 
 class Made(Dataset):
-    """Dataset that calls a function to make each sample."""
+    """Map-style dataset that calls a function to make each sample."""
 
     def __init__(self, make, size):
         self.make, self.size = make, size
@@ -50,7 +50,7 @@ class OwnTuple(tuple):
 
 
 class Attributed(dict):
-    """Dict that also has an attribute."""
+    """Subclass of dict with the additional attribute `note`."""
 
     def __init__(self, *items):
         super().__init__(*items)
@@ -473,7 +473,7 @@ def in_workers_single_samples():
 
 
 def batches_are_the_ranks_own():
-    """Change each batch in place, as a rank may."""
+    """Case in which a rank changes each batch in place; the next epoch has the original values."""
 
     def written(loader):
         seen = []
@@ -500,6 +500,6 @@ def large_batches_outlive_the_iterator():
 
 
 def one_object_returned_again():
-    """Return the same unchanged tensor for each index."""
+    """Case in which the dataset returns the same unchanged tensor object for each index."""
     constant = torch.ones(3)
     return of(lambda i: constant, batch_size=None)

@@ -1,6 +1,6 @@
-"""Converts what a case's script receives from a loader to tuples that can be compared and printed.
+"""Converts the results of a case's script to tuples that a test can compare and print.
 
-The ranks run this code, too. It needs only torch.
+The ranks run this code, too. So it imports only torch.
 """
 
 import dataclasses
@@ -31,7 +31,7 @@ def two_epochs(loader: Iterable[object]) -> list[list[object]]:
 
 
 def seen_of(script: Script, loader: Iterable[object]) -> tuple[object, ...]:
-    """Run a script on a loader; describe its result, or the exception that it raises."""
+    """Call a script with a loader; describe the script's result, or the exception it raises."""
     try:
         return described(script(loader))
     except Exception as error:
@@ -67,7 +67,7 @@ def last_line(error: BaseException) -> str:
 
 
 def tensor(value: torch.Tensor) -> tuple[object, ...]:
-    """Return a tensor's attributes and numbers."""
+    """Describe a tensor by its attributes and its numbers."""
     about = str(value.dtype), str(value.layout), value.requires_grad
     if value.is_nested:
         return *about, *(tensor(part) for part in value.unbind())
@@ -80,9 +80,10 @@ def tensor(value: torch.Tensor) -> tuple[object, ...]:
 
 
 def order(value: torch.Tensor) -> list[int]:
-    """Return the dimensions in the order of memory, outermost first.
+    """Return the dimensions of a tensor in the order of their strides, the largest first.
 
-    The strides themselves may differ: a tensor with gaps may arrive without them.
+    The strides themselves are no part of the description: a tensor with gaps in its memory may
+    arrive without these gaps.
     """
     longer = [dimension for dimension in range(value.dim()) if value.shape[dimension] > 1]
     return sorted(longer, key=value.stride, reverse=True)

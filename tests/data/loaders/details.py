@@ -1,4 +1,4 @@
-"""Cases of index types, memory that the dataset reuses, settings, and resumed streams."""
+"""Cases of index types, of memory that a dataset reuses, of settings, and of resumed streams."""
 
 import itertools
 
@@ -50,7 +50,7 @@ class ToldWorker(Dataset):
 
 
 class Marked(Dataset):
-    """Dataset whose samples tell whether `worker_init_fn` was called in their process."""
+    """Dataset whose samples tell whether `worker_init_fn` was called in the worker."""
 
     mark = "none"
 
@@ -108,7 +108,7 @@ class StatefulStream(IterableDataset):
 
 
 class ByEpoch(Dataset):
-    """Map-style dataset with `set_epoch`."""
+    """Map-style dataset whose samples depend on the epoch set by `set_epoch`."""
 
     epoch = 0
 
@@ -123,7 +123,7 @@ class ByEpoch(Dataset):
 
 
 class EpochBatches:
-    """Batch sampler with `set_epoch`."""
+    """Batch sampler whose batches depend on the epoch set by `set_epoch`."""
 
     epoch = 0
 
@@ -170,7 +170,7 @@ def at_the_first(loader):
 
 
 def length(loader):
-    """Return the length before an epoch, the number of batches, and the length after the epoch."""
+    """Iterate one epoch; return `len(loader)` before, the number of batches, and `len` after."""
     return len(loader), len(list(loader)), len(loader)
 
 
@@ -188,7 +188,10 @@ def one_array_filled_by_collate_fn():
 
 
 def one_buffer_filled_again():
-    """Fill one buffer for every sample; the sums show which sample arrived."""
+    """Case in which the dataset fills the same tensor anew for each sample, and returns it.
+
+    The sum of a batch shows which sample it has.
+    """
     buffer = torch.zeros(3)
 
     def sums(loader):
@@ -351,7 +354,10 @@ def exception_group():
 
 
 def assignment_to_the_dataset():
-    """Assign to the dataset, which must take effect or raise an AttributeError."""
+    """Case in which a cell assigns to an attribute of the dataset.
+
+    The assignment must have an effect on the samples, or raise an AttributeError.
+    """
 
     def assigned(loader):
         try:

@@ -1,4 +1,4 @@
-"""Cases of samplers that are endless or have no length."""
+"""Cases of samplers that never end, or that have no `len`."""
 
 import itertools
 

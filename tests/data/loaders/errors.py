@@ -9,7 +9,7 @@ SETTINGS = ((1, 0), (2, 1))
 
 
 class BadAt(Dataset):
-    """Dataset that raises an error at one index."""
+    """Map-style dataset that raises an exception at one index."""
 
     def __init__(self, error, at=3, size=8):
         self.error, self.at, self.size = error, at, size
@@ -53,7 +53,7 @@ class BadSampler:
 
 
 def events(loader):
-    """Return what each `next` returns or raises, until the end or the third exception."""
+    """Return a list of the batches and exceptions of an epoch, up to the third exception."""
     seen, batches = [], iter(loader)
     while sum(isinstance(event, Exception) for event in seen) < MOST_ERRORS:
         try:
@@ -66,9 +66,9 @@ def events(loader):
 
 
 def first_error(loader):
-    """Return all batches of an epoch, or the first exception.
+    """Return all batches of an epoch. If the loader raises an exception, return only this.
 
-    With several workers, the number of batches before the exception is not determined.
+    With several workers, the number of batches before the exception may vary.
     """
     try:
         return list(loader)
@@ -157,7 +157,7 @@ def own_error():
 
 
 def recovered_loop():
-    """Iterate again after an exception: the batches before it are yielded again."""
+    """Case in which a second loop, after an exception, begins again with the first batch."""
 
     def twice(loader):
         return [events(loader), events(loader)]
@@ -289,7 +289,10 @@ def of_a_sample_by_index():
 
 
 def with_two_arguments_in_a_worker():
-    """Raise an exception that takes two arguments: it arrives as a RuntimeError, as in torch."""
+    """Case of an exception class with two arguments, raised in a worker.
+
+    As with torch's DataLoader, it arrives as a RuntimeError.
+    """
     loader = DataLoader(Raising(), batch_size=2, num_workers=1)
     return loader, lambda loader: kinds([at_the_first(loader)])
 

@@ -28,7 +28,7 @@ class Stream(IterableDataset):
 
 
 class StatefulIterator:
-    """Iterator with a state, for a dataset that has no state."""
+    """Iterator with `state_dict` and `load_state_dict`, for a dataset that has neither."""
 
     def __init__(self, samples):
         self.samples, self.place = samples, 0
@@ -83,7 +83,7 @@ def whole(loader):
 
 
 def all_taken(loader):
-    """Return all batches; do not call `next` once more after the last one."""
+    """Return all batches; stop after the last one without a further call of `next`."""
     return list(itertools.islice(loader, len(loader)))
 
 

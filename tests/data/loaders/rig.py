@@ -1,11 +1,12 @@
-"""Runs cases on ranks and compares what they receive with local DataLoaders.
+"""Runs cases on ranks, and compares the batches that ranks receive with local DataLoaders.
 
-A case is a function without parameters in one of the modules of this folder. It returns a loader;
-or a loader and a script; or a loader, a script and further arguments of `taas.register`. A script
-takes a loader and returns what it receives from it. The default script returns two epochs.
+A case is a function without parameters in one of the modules of this folder. A case returns a
+loader; or a loader and a script; or a loader, a script and further arguments of `taas.register`.
+A script is a function that uses a loader and returns a result. The default script returns the
+batches of two epochs.
 
-The cases of a module are distributed over its SETTINGS. If the environment variable
-TAAS_EVERY_SETTING is set, each case runs in all of them.
+The cases of a module are distributed over its SETTINGS, so that each case runs in one setting. If
+the environment variable TAAS_EVERY_SETTING is set, each case runs in all settings.
 """
 
 import contextlib
@@ -30,7 +31,14 @@ SeenByCase = dict[str, object]
 
 
 class Setting(NamedTuple):
-    """Numbers of ranks and fetchers of a cell, and of fetchers of a second cell that resumes it."""
+    """Numbers of ranks and fetchers with which cases run.
+
+    Attributes:
+        ranks: Number of ranks.
+        cpus: Number of fetchers of the cell.
+        resumed_cpus: Number of fetchers of a second cell, which loads the states of the first
+            cell. None for no second cell.
+    """
 
     ranks: int
     cpus: int
@@ -91,7 +99,7 @@ del cases, name, loader, script, options
 
 @contextlib.contextmanager
 def unfiltered() -> Iterator[None]:
-    """Ignore warnings of more workers than cores, and torchdata's deprecation warnings."""
+    """Within the block, ignore warnings of too many workers, and torchdata's deprecations."""
     with without_pytests_filter():
         warnings.filterwarnings("ignore", "This DataLoader will create")
         warnings.filterwarnings("ignore", "'set_vital' is deprecated")
@@ -108,7 +116,7 @@ def cases_of(module: ModuleType) -> list[str]:
 def parameters(*modules: ModuleType) -> list[Any]:
     """Return all cases of some modules as pytest parameters.
 
-    `make nightly` runs all of them, and `make test` those of the daily parts (`Part.is_daily`).
+    `make nightly` runs all cases; `make test` runs the cases of daily parts (`Part.is_daily`).
     """
     return [
         pytest.param(
@@ -122,7 +130,7 @@ def parameters(*modules: ModuleType) -> list[Any]:
 
 
 def marks(is_daily: bool) -> tuple[pytest.MarkDecorator, ...]:
-    """Return the marks of a parameter."""
+    """Return the pytest marks of a parameter: none if it is daily, else the mark `nightly`."""
     return () if is_daily else (pytest.mark.nightly,)
 
 
@@ -134,11 +142,11 @@ EVERY_SETTING = bool(os.environ.get("TAAS_EVERY_SETTING"))
 
 
 class Part(NamedTuple):
-    """Cases of a module that one cell runs in one setting.
+    """Group of a module's cases that one cell runs in one setting.
 
     Attributes:
-        is_daily: Whether `make test` runs the part. It is the first part of its setting. If all
-            cases run in all settings, it is also of the first or the last setting.
+        is_daily: Whether `make test` runs the part. The first part of each setting is daily. If all
+            cases run in all settings, only the first parts of the first and last setting are daily.
     """
 
     module: ModuleType
@@ -167,7 +175,7 @@ def parts_of(module: ModuleType) -> list[Part]:
 
 
 def groups(names: list[str], size: int) -> list[list[str]]:
-    """Distribute names over lists of at most `size`; each list has some of every kind."""
+    """Distribute names in turn over as few lists as possible, with at most `size` names each."""
     count = -(-len(names) // size)
     return [names[number::count] for number in range(count)]
 
@@ -187,19 +195,22 @@ def settings_of(module: ModuleType) -> list[Setting]:
 
 
 class Seen:
-    """Results of the cases on the ranks. Runs a cell when a test first asks for its results."""
+    """Cache of the cases' results on ranks. It runs a cell when a test first needs its results."""
 
     def __init__(self, notebook: Notebook, settings: Path) -> None:
         self._notebook, self._settings = notebook, settings_in(settings, PATIENT)
         self._seen: dict[Part, list[SeenByCase] | Exception] = {}
 
     def of(self, module: ModuleType, name: str) -> SeenBySetting:
-        """Return the results of each cell that runs a case: by setting, a dict for each rank."""
+        """Return a case's results by setting: for each setting, a list with a dict for each rank."""
         parts = [part for part in parts_of(module) if name in part.names]
         return {part.setting: self.of_part(part) for part in parts}
 
     def of_part(self, part: Part) -> list[SeenByCase]:
-        """Return a part's results: a dict for each rank. Raise the cell's error if it failed."""
+        """Return a part's results: a dict for each rank, with the results by case.
+
+        Run the part's cell at the first call. If the cell failed, each call raises its exception.
+        """
         if part not in self._seen:
             self._seen[part] = self._entered(part)
         found = self._seen[part]
@@ -208,14 +219,14 @@ class Seen:
         return found
 
     def _entered(self, part: Part) -> list[SeenByCase] | Exception:
-        """Run a part; return its results, or its error. A failed part is not run again."""
+        """Run a part's cell with the test's folders; return its results, or the exception."""
         with pytest.MonkeyPatch.context() as patch, unfiltered():
             patch.setenv("TAAS_STATE_DIR", str(self._notebook.state_dir))
             patch.setenv("XDG_CONFIG_HOME", str(self._settings))
             patch.chdir(self._notebook.project)
             try:
                 return self._run(part)
-            except Exception as error:  # raised in every test of the part
+            except Exception as error:  # `of_part` raises it in each test of the part
                 return error
 
     def _run(self, part: Part) -> list[SeenByCase]:
@@ -247,7 +258,10 @@ class Seen:
 
 @functools.cache
 def expected(module: ModuleType, name: str, rank: int, ranks: int, is_resumed: bool) -> object:
-    """Return what a rank should receive in a case."""
+    """Return the result that a case should have on a rank, derived from a local DataLoader.
+
+    If `is_resumed`, return a tuple with the result of the second cell, which loads the state, too.
+    """
     local, script, options = _local(module, name)
     if not local.loader.num_workers:
         local, *_ = _made(module, name)
@@ -263,10 +277,10 @@ def expected(module: ModuleType, name: str, rank: int, ranks: int, is_resumed: b
 
 @functools.lru_cache(1)
 def _local(module: ModuleType, name: str) -> tuple[Local, Script, dict[str, str]]:
-    """Return a case's local loader with workers; all ranks use its batches.
+    """Return the local loader, script and options of a case. The last case is cached.
 
-    Ranks can share them, because workers send each batch in new memory. Only one loader is cached,
-    because each tensor that a worker has sent keeps a file open.
+    If the loader has workers, all ranks can share its batches, because a worker sends each batch in
+    new memory. Only one case is cached, because each tensor from a worker keeps a file open.
     """
     return _made(module, name)
 

@@ -45,7 +45,7 @@ class ToldWorker(Dataset):
 
 
 class Marked(Dataset):
-    """Dataset whose samples tell whether `worker_init_fn` was called in their process."""
+    """Dataset whose samples tell whether `worker_init_fn` was called in the worker."""
 
     def __init__(self):
         self.mark = "none"
@@ -89,7 +89,7 @@ def numbers(size=11):
 
 
 def length(loader):
-    """Return the length before an epoch, the number of batches, and the length after the epoch."""
+    """Iterate one epoch; return `len(loader)` before, the number of batches, and `len` after."""
     return len(loader), len(list(loader)), len(loader)
 
 
@@ -329,7 +329,10 @@ def seed_of_the_ranks_does_not_count():
 
 
 def ranks_random_numbers_stay():
-    """Check that iteration does not use the random generators of the rank's process."""
+    """Case that returns random numbers of the rank's process after an iteration.
+
+    The iteration must not use the random generators of this process.
+    """
 
     def drawn(loader):
         torch.manual_seed(1), random.seed(1), np.random.seed(1)
@@ -442,7 +445,7 @@ def attributes_of_the_dataset():
 
 
 def a_pickle_of_a_batch():
-    """Pickle and save batches."""
+    """Case in which a rank saves batches by `torch.save`, pickles them, and loads both again."""
 
     def saved(loader):
         file = io.BytesIO()

@@ -41,7 +41,7 @@ class EveryOther(Sampler):
 
 
 class Reshuffled(Sampler):
-    """Sampler that draws from torch's generator during iteration."""
+    """Sampler that draws from torch's global random generator during iteration."""
 
     def __init__(self, size):
         self.size = size
@@ -86,7 +86,7 @@ class ByEpoch(Sampler):
 
 
 class Growing:
-    """Batch sampler with batches of different sizes; not a torch BatchSampler."""
+    """Batch sampler with batches of 1, 2, 3 and 0 samples. It is not a torch `BatchSampler`."""
 
     def __iter__(self):
         return iter([[0], [1, 2], [3, 4, 5], []])
@@ -104,7 +104,7 @@ def generator(seed=3):
 
 
 def seeded(loader):
-    """Return three epochs."""
+    """Return the batches of three epochs."""
     return [list(loader) for _ in range(3)]
 
 
@@ -246,7 +246,7 @@ def batch_sampler_of_the_users_own():
 
 
 def batch_sampler_as_sampler():
-    """Bulk loading as in torch's documentation: each index of the sampler is a list."""
+    """Case of bulk loading as in torch's documentation: the sampler yields lists of indices."""
     sampler = BatchSampler(SequentialSampler(range(7)), batch_size=3, drop_last=False)
     return DataLoader(torch.arange(7) * 2, sampler=sampler, batch_size=None)
 

@@ -1,4 +1,7 @@
-"""Derives from a local DataLoader what one rank should receive, by the rules of docs/data.md."""
+"""Computes the batches that one rank should receive, by the rules of docs/data.md.
+
+The batches are those of a local DataLoader.
+"""
 
 import warnings
 from collections.abc import Iterator
@@ -16,10 +19,11 @@ MOST_ERRORS = 8
 
 
 class Epoch:
-    """Batches of one epoch of a local DataLoader, read on demand under the epoch's own seed.
+    """One epoch of a local DataLoader, whose batches are read on demand with the epoch's seed.
 
     Attributes:
-        seen: Batches so far, with an exception in the place of each batch that raised one.
+        seen: Batches read so far. If reading a batch raised an exception, the list has the
+            exception in place of the batch.
     """
 
     def __init__(self, loader: DataLoader[Any], seed: int) -> None:
@@ -32,18 +36,24 @@ class Epoch:
             self._take_all()
 
     def reaches(self, position: int) -> bool:
-        """Read batches up to a position; return whether the epoch has a batch there."""
+        """Read all batches up to a position; return whether the epoch has this position."""
         while len(self.seen) <= position and not self._is_over:
             with self._own_random():
                 self._take()
         return len(self.seen) > position
 
     def close(self) -> None:
-        """Release the iterator, so that its workers end even if an exception keeps its frames."""
+        """Drop the reference to the loader's iterator, so that its workers end.
+
+        This is necessary, because an exception may still refer to the frames of the iteration.
+        """
         self._is_over, self._batches = True, iter(())
 
     def _take_all(self) -> None:
-        """Read all batches, so that the workers end and a generator advances by a whole epoch."""
+        """Read all batches, so that workers end and the generator advances by a whole epoch.
+
+        Stop after the third exception.
+        """
         while self.reaches(len(self.seen)) and self._errors() < MOST_ERRORS:
             continue
         self.close()
@@ -70,26 +80,29 @@ class Epoch:
 
 
 def has_generator(loader: DataLoader[Any]) -> bool:
-    """Return whether the next epoch depends on how many batches of this epoch were read."""
+    """Return whether the loader or its sampler has its own random generator.
+
+    If so, the next epoch depends on how many batches of this epoch were read.
+    """
     return loader.generator is not None or getattr(loader.sampler, "generator", None) is not None
 
 
 class Local:
-    """Epochs of a local DataLoader, each begun under `torch.manual_seed(seed_of(SEED, epoch))`."""
+    """Epochs of a local DataLoader. Each epoch begins after `torch.manual_seed(seed_of(…))`."""
 
     def __init__(self, loader: DataLoader[Any]) -> None:
         self.loader = loader
         self._epochs: dict[int, Epoch] = {}
 
     def epoch(self, number: int) -> Epoch:
-        """Return an epoch; begin it at the first call."""
+        """Return an epoch by its number. The first call with a number begins the epoch."""
         if number not in self._epochs:
             self._set_epoch(number)
             self._epochs[number] = Epoch(self.loader, seed_of(SEED, number))
         return self._epochs[number]
 
     def close(self) -> None:
-        """End the workers of all epochs."""
+        """Close all epochs, so that their workers end."""
         for epoch in self._epochs.values():
             epoch.close()
 
@@ -100,7 +113,7 @@ class Local:
 
 
 class Share:
-    """One rank's share of a local DataLoader.
+    """Iterable of one rank's share of a local DataLoader, in the place of a remote loader.
 
     Batch i of an epoch goes to rank i mod world size. `uneven` decides whether the last step is
     padded with the first batches, dropped or kept.
@@ -125,7 +138,7 @@ class Share:
         return self.current
 
     def steps(self, batches: int) -> int:
-        """Return the number of batches that the rank gets of an epoch with `batches` batches."""
+        """Return how many batches the rank receives in an epoch that has `batches` batches."""
         if self.uneven == "pad":
             return -(-batches // self.world_size)
         rest = batches % self.world_size
@@ -182,7 +195,10 @@ class Pass(Iterator[Any]):
         return event
 
     def _position(self, events: Epoch) -> int | None:
-        """Return the position of this step's batch in the epoch, or None at the end."""
+        """Return the position of this step's batch in the epoch, or None after the last step.
+
+        The position of a padding batch is that of the batch that it repeats.
+        """
         share, first = self.share, self.step * self.share.world_size
         position, last = first + share.rank, first + share.world_size - 1
         if not self.ended and events.reaches(last if share.uneven == "drop" else position):

@@ -1,4 +1,7 @@
-"""Cases of `state_dict` and `load_state_dict` within one run: a loaded state repeats the rest."""
+"""Cases of `state_dict` and `load_state_dict` within one run.
+
+After a state was loaded, the loader yields again the batches that follow the state.
+"""
 
 import io
 import itertools
@@ -41,7 +44,7 @@ class BadAt(Rows):
 
 
 class Stream(IterableDataset):
-    """Iterable dataset without a state; each worker reads another part."""
+    """Iterable dataset without `state_dict`; each worker reads another part."""
 
     def __init__(self, sizes):
         self.sizes = sizes
@@ -75,7 +78,7 @@ class StatefulStream(Stream):
 
 
 class Resumable(Sampler):
-    """Sampler with a fixed, reversed order."""
+    """Sampler that yields the indices from the last to the first."""
 
     def __init__(self, size):
         self.size = size
@@ -94,7 +97,10 @@ class Drawing(Resumable):
 
 
 def in_the_middle(loader, taken=2):
-    """Return the first batches, the rest, the rest after loading a state, and the next epoch."""
+    """Save a state after `taken` batches, finish the epoch, load the state, and iterate again.
+
+    Return the first batches, the rest, the rest again after loading, and the next epoch.
+    """
     batches = iter(loader)
     first = list(itertools.islice(batches, taken))
     state = loader.state_dict()
@@ -127,7 +133,7 @@ def at_the_end(loader):
 
 
 def after_the_last_batch(loader):
-    """Save the state after the last batch, without calling `next` once more."""
+    """Save and load the state after the last batch, before a further call of `next`."""
     count = len(list(loader))
     batches = iter(loader)
     last = list(itertools.islice(batches, count))
@@ -137,7 +143,7 @@ def after_the_last_batch(loader):
 
 
 def twice(loader):
-    """Save a state in an iteration that began from a loaded state."""
+    """Save and load a state in an iteration that itself began from a loaded state."""
     next(iter(loader))
     loader.load_state_dict(loader.state_dict())
     batches = iter(loader)
@@ -166,7 +172,7 @@ def in_a_later_epoch(loader):
 
 
 def back_and_forth(loader):
-    """Load the states of two epochs, the later one last, after both were saved."""
+    """Save states in two epochs. Then load the earlier state, iterate, and load the later state."""
     next(iter(loader))
     early = loader.state_dict()
     batches = iter(loader)
@@ -189,7 +195,10 @@ def during_another_iterator(loader):
 
 
 def unchanged_by_what_comes(loader):
-    """Check that a state does not change while its loader is iterated further."""
+    """Return whether a saved state stays the same while its loader is iterated further.
+
+    Then load the state; return also the batches after it.
+    """
     batches = iter(loader)
     next(batches)
     state = loader.state_dict()
@@ -229,7 +238,7 @@ def loaded_twice(loader):
 
 
 def loaded_and_asked_again(loader):
-    """Save a state that was just loaded; without an iteration in between, it is the same."""
+    """Save a state directly after loading one, load the saved state, and return the next batches."""
     next(iter(loader))
     loader.load_state_dict(loader.state_dict())
     loader.load_state_dict(loader.state_dict())
@@ -242,7 +251,7 @@ def after_set_epoch(loader):
 
 
 def before_set_epoch(loader):
-    """Call `set_epoch` with the epoch of the loaded state, which changes nothing."""
+    """Load a state of epoch 0, and call `set_epoch(0)`. The call has no effect."""
     next(iter(loader))
     state = loader.state_dict()
     loader.load_state_dict(state)
