@@ -2,7 +2,8 @@
 
     python benchmarks/attach.py
 
-The journal of one run is full of printed lines, that of another run of reports about loaders.
+There are two such runs. One journal is full of printed lines. The other journal is full of reports
+about loaders.
 """
 
 import contextlib
@@ -50,7 +51,7 @@ def journal(run_id: str, kind: str) -> Run:
 
 
 def main() -> None:
-    """Attach five times to each run, and print the shortest elapsed time and CPU time."""
+    """Attach five times to each run, and print the shortest elapsed time and the least CPU time."""
     with tempfile.TemporaryDirectory() as state:
         os.environ["TAAS_STATE_DIR"] = state
         for number, kind in enumerate(("lines", "reports")):

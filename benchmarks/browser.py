@@ -45,11 +45,13 @@ CELL = "document.querySelectorAll('.jp-CodeCell')[{}].querySelector('.jp-OutputA
 
 
 class Cost(NamedTuple):
-    """Cost of a scene for the page.
+    """Cost of one cell's output for JupyterLab's page.
 
     Attributes:
-        cpu_s: CPU seconds of the page's main thread, which handles no events while it works.
-        memory_mb: Peak growth of the page's process, in MB.
+        seconds: Time until the cell shows the run's end.
+        stall_s: Longest stall of the page.
+        cpu_s: CPU seconds of the page's main thread. While this thread works, it handles no events.
+        memory_mb: Peak growth of the memory of the page's process, in MB.
         shown_bytes: Length of the cell's output text at the end.
     """
 
@@ -61,9 +63,9 @@ class Cost(NamedTuple):
 
 
 def measure(page: Page, cell: int) -> Cost:
-    """Run the selected cell, and return its cost for the page.
+    """Run the selected cell, and return the cost of its output for the page.
 
-    Wait until the cell shows the run's end, and one more second, in which the page draws the rest.
+    Wait until the cell shows the run's end. Then wait one second, so that the page draws the rest.
 
     Args:
         cell: Index of the selected cell among the code cells.
@@ -78,7 +80,7 @@ def measure(page: Page, cell: int) -> Cost:
         most = max(most, _renderer_bytes())
         time.sleep(0.2)
     seconds = time.monotonic() - began
-    page.evaluate("new Promise(done => setTimeout(done, 1000))")  # the page draws the rest
+    page.evaluate("new Promise(done => setTimeout(done, 1000))")  # lets the page draw the rest
     most = max(most, _renderer_bytes())
     stall_s = page.evaluate("window.longest") / 1000
     shown = page.evaluate(f"{output}.length")

@@ -87,9 +87,9 @@ def harm_the_data_service(faults: int, seed: int, is_tls: bool, rest_s: float) -
 
 
 def harm_processes(rounds: int, seed: int, program: Program, harms: tuple[str, ...]) -> None:
-    """Harm processes in `rounds` rounds, and print a table and all that went wrong.
+    """Kill or stop processes in `rounds` rounds; print a table and a line for each failure.
 
-    After an interrupt by the user, print the results so far.
+    If the user interrupts the rounds, print the results up to then.
     """
     started = time.perf_counter()
     _say(f"seed {seed}")
@@ -106,7 +106,10 @@ def harm_processes(rounds: int, seed: int, program: Program, harms: tuple[str, .
 
 
 def harm_first_cells(rounds: int, seed: int, deeds: tuple[str, ...]) -> None:
-    """Disturb the first cells of `rounds` kernels, and print the results so far or at the end."""
+    """Disturb the first cells of `rounds` kernels, and print the results.
+
+    If the user interrupts the rounds, print the results up to then.
+    """
     started = time.perf_counter()
     with _scene() as scene:
         cells = FirstCells(scene, seed, deeds, CELL_END_S, GONE_S + FIRST_KERNEL_S)
@@ -129,7 +132,7 @@ def run_again_and_again(runs: int) -> None:
         def has_all() -> bool:
             return "all: True" in frontend.text(frontend.run(HAS_ALL))
 
-        eventually(has_all, every_s=2 * DEFERRED_IDLE_S)  # only an idle host imports these
+        eventually(has_all, every_s=2 * DEFERRED_IDLE_S)  # leaves the host idle, so that it imports
         before = memory_of(frontend)
         began = time.perf_counter()
         _run(frontend, runs)

@@ -169,9 +169,10 @@ def floor() -> Figures:
 
 
 def _warm_figures(kernel: Notebook, cell: Callable[[str], str]) -> Figures:
-    """Measure the launches from a kernel that has launched ranks before, a line's delay, a flood.
+    """Measure a kernel that has launched ranks before.
 
-    Before the last launch, pause for `PAUSE_S` seconds.
+    The figures are the times of four launches, the delay of a line, and the time and completeness
+    of a flood of lines. Before the fourth launch, pause for `PAUSE_S` seconds.
     """
     figures = {
         "warm": first_line_s(kernel.run(cell(ALL_PRINT))),
@@ -188,9 +189,9 @@ def _warm_figures(kernel: Notebook, cell: Callable[[str], str]) -> Figures:
 
 
 def _session_figures(kernel: Notebook, cell: Callable[[str], str]) -> Figures:
-    """Return the median time of `SESSION_CELLS` cells on ranks that have a process group.
+    """Return the median time of `SESSION_CELLS` cells on ranks that keep their process group.
 
-    One more cell runs before them, and is not measured.
+    Before these cells, run one more cell, which is not measured.
     """
     kernel.run(cell(SESSION_PRINTS))
     seconds = [first_line_s(kernel.run(cell(SESSION_PRINTS))) for _ in range(SESSION_CELLS)]

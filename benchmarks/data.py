@@ -90,7 +90,7 @@ def busy_s() -> float:
 
 
 def verdict(load: float) -> str:
-    """Return a line that says whether the machine was quiet before the run and in most samples.
+    """Return a line that says whether the machine was quiet: before the run, and in most samples.
 
     Args:
         load: Load average before the run.
@@ -105,7 +105,7 @@ def verdict(load: float) -> str:
 
 
 class Figures(NamedTuple):
-    """Result of one measurement of one row.
+    """Result of one measurement of one row of a table.
 
     Attributes:
         size: Bytes of the received batches.
@@ -182,7 +182,7 @@ def consume(make: Takes, seconds: float, results: Connection) -> None:
         before = memory_from_here()
         for _ in range(3):
             touch(take())
-        # Send inside the block: after it, some services leave the process unable to send anything.
+        # Send inside the block: at its end, some services leave the process unable to send.
         results.send(measured(take, seconds, before))
 
 
@@ -232,7 +232,10 @@ def one_rank(
 
 
 def first_batches(make: Services, results: Connection) -> None:
-    """Send `FIRST_BATCHES` times from `iter(loader)` to the first batch, in milliseconds."""
+    """Measure the time from `iter(loader)` to the first batch `FIRST_BATCHES` times; send the list.
+
+    The times are in milliseconds. Before, wait until the prefetch buffers are full.
+    """
     with make() as running:
         running.wait_until_filled()
         times = []
@@ -246,7 +249,10 @@ def first_batches(make: Services, results: Connection) -> None:
 
 
 def after_steps(make: Takes, results: Connection) -> None:
-    """Send the milliseconds until the next batch, after each of `STEPS` steps of `STEP_S`."""
+    """After each of `STEPS` steps, measure the time to the next batch; send the list.
+
+    A step is a sleep of `STEP_S` seconds. The times are in milliseconds.
+    """
     times = []
     with make() as take:
         touch(take())

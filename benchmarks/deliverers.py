@@ -210,7 +210,7 @@ def service(
         yield Service(loader, feed, [control for _, control in running])
     finally:
         for process, control in running:
-            # Closing the pipe does not end the fetcher, because other forks have copies of our end.
+            # Closing the pipe would not end the fetcher: other forks have copies of our end.
             process.terminate()
             process.join()
             control.close()

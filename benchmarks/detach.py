@@ -62,7 +62,7 @@ def main() -> int:
 
 
 def play(project: Path, token: str, after_s: float) -> None:
-    """Play one round.
+    """Play one round: run a detached cell, kill the kernel, attach to the run, and check all.
 
     Args:
         token: Value of TAAS_TEST_TOKEN, which marks the processes of the round.

@@ -96,10 +96,11 @@ def _print(line: str) -> None:
 
 
 def measure(notebook: Notebook, rounds: int) -> list[str]:
-    """Measure one pool, and return its row: for each column the median, minimum and maximum.
+    """Measure the pools `ranks` and `data` of a notebook, and return a row of the table.
 
-    Each round starts the pools anew, runs four cells in which two ranks meet, and one cell that
-    reads batches, and then ends the pools. The first of these cells includes the pool's start.
+    Each column has the median, minimum and maximum over the rounds. A round runs four cells in
+    which two ranks meet, and one cell that reads batches. The first cell includes the start of the
+    pool. The round then ends both pools.
     """
     config = load_config(notebook.project)
     up, meet, delay, rate = [], [], [], []

@@ -97,7 +97,7 @@ def interrupt(frontend: Frontend, kind: str, after_s: float, times: int, result:
         times: Number of interrupts.
     """
     request = frontend.send(KINDS[kind])
-    with suppress(AssertionError):  # raised if the cell still runs after `after_s`
+    with suppress(AssertionError):  # `finish` raises it if the cell still runs after `after_s`
         frontend.wait(lambda: request in frontend.replies, after_s)
     began = time.perf_counter()
     for _ in range(times):

@@ -1,7 +1,7 @@
 """A real Jupyter kernel and a client that records its output with the times of arrival.
 
 The client parses only the parts of messages that it needs. So it is fast enough for 40,000
-messages, and a measured time is that of the tool that sends them.
+messages, and does not add to the times of the tool that sends them.
 """
 
 import json
@@ -100,7 +100,7 @@ class Notebook:
             CellError: A cell failed, or the cells took longer than CELL_TIMEOUT_S.
         """
         output = Output(time.time())
-        # by default, a kernel aborts requests that arrive soon after a failed cell
+        # By default, a kernel aborts requests that arrive soon after a failed cell.
         ids = [self._client.execute(cell, stop_on_error=False) for cell in cells]
         socket = self._client.iopub_channel.socket
         deadline = output.sent + CELL_TIMEOUT_S

@@ -114,7 +114,10 @@ def cell(figures: Sequence[Figures], column: str) -> str:
 
 
 def completeness(figures: Sequence[Figures]) -> str:
-    """Return how many lines of the flood were glued to other lines, or lost, in the worst round."""
+    """Return how many lines of the flood were glued to other lines, and how many were lost.
+
+    Each number is that of its worst round. If both are 0, return "all whole".
+    """
     counts = {what: int(max(seen[what] for seen in figures)) for what in ("glued", "lost")}
     bad = [f"{count:,} {what}" for what, count in counts.items() if count]
     return ", ".join(bad) or "all whole"
@@ -140,7 +143,10 @@ def ratios(rounds: Rounds) -> list[str]:
 
 
 def aims(rounds: Rounds) -> list[str]:
-    """Return a line for each target: the median of `%%taas`, and whether it reaches the target."""
+    """Return a line for each target, with the median of `%%taas`, and whether it meets the target.
+
+    Some targets are constants, the others are medians of torchrun.
+    """
     lines = []
     cold = {column: median(rounds, "torchrun", column) for column in COLD}
     for column, aim in {**AIMS, **cold}.items():

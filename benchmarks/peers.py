@@ -1,7 +1,7 @@
 """Other services that deliver batches to a process, as rows of benchmarks/data.py.
 
-Each service is used as its documentation says, with one process that prepares batches. Services
-that are not installed (`pip install '.[bench]'`) are left out.
+Each service is used as its documentation says, with one process that prepares batches. A service
+that is not installed (`pip install '.[bench]'`) has no row.
 """
 
 import contextlib

@@ -74,7 +74,7 @@ _PREFIX = re.compile(r"^\[\S+\] ", re.MULTILINE)
 
 
 class Flood(NamedTuple):
-    """Arrival of the lines of `FLOOD`.
+    """Figures of the arrival of the lines that the program `FLOOD` prints.
 
     Attributes:
         seconds: Time between the first and the last piece of text.
@@ -102,7 +102,7 @@ def delay_s(output: Output) -> float:
 
 
 def flood(output: Output) -> Flood:
-    """Search the output for every printed line, and return the counts and the time."""
+    """Search the output of `FLOOD` for each printed line, and return the figures."""
     arrivals = [piece.arrived for piece in output.pieces if " line " in piece.text]
     text = _PREFIX.sub("", output.text)
     whole = Counter(line.rstrip("\r") for line in text.split("\n"))

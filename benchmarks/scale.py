@@ -1,4 +1,4 @@
-"""Measure the cost of a run, without its ranks' own work, for several numbers of ranks.
+"""Measure what a run costs in addition to the work of its ranks, for several numbers of ranks.
 
     python benchmarks/scale.py --ranks 1 8 64 512 8192
 

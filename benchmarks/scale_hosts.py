@@ -92,10 +92,10 @@ class Figures(NamedTuple):
 
 
 class Agent:
-    """A simulated agent.
+    """Simulated agent.
 
-    It learns the numbers of its ranks from the request to start them, because hosts join in any
-    order.
+    Hosts join in any order. So the agent learns the numbers of its ranks only from the request to
+    start these ranks.
     """
 
     def __init__(self, number: int, name: str, keys: Keys) -> None:
@@ -201,7 +201,7 @@ class Agent:
 
 
 class Kernel:
-    """Counter of the events that a kernel's Dask client receives, by type."""
+    """Stand-in for a kernel that counts the received events by their type."""
 
     def __init__(self) -> None:
         self.counts: dict[type[Event], int] = {}
@@ -225,7 +225,11 @@ def measure(world_size: int) -> Figures:
 
 
 async def _measure(world_size: int, folder: Path) -> Figures:
-    """Join the agents, launch a run, print lines, wait quietly, and end; return the costs."""
+    """Run all phases of a run with simulated agents, and return the costs of each phase.
+
+    The agents join, the run is launched, ranks print lines, nothing happens for `QUIET_S` seconds,
+    and the run ends.
+    """
     logging.getLogger("distributed").setLevel(logging.WARNING)
     plan = plan_of(world_size)
     memory = psutil.Process().memory_info

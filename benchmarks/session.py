@@ -57,9 +57,10 @@ def main() -> int:
 
 
 def run_cells(kernel: Notebook, first: int, end: int) -> list[float]:
-    """Run cells, each after the notebook has changed `step`; return the seconds of each cell.
+    """Run the cells of the steps from `first` to `end` - 1; return the seconds of each cell.
 
-    Every tenth cell raises an exception. If such a cell succeeds, end the script.
+    Before each cell, the notebook sets the variable `step`. Every tenth cell raises an exception.
+    If such a cell succeeds, end the script.
     """
     taken = []
     for step in range(first, end):

@@ -63,10 +63,15 @@ def counts() -> dict[str, float]:
 
 
 def seen(batches: int, rest_s: float, **way: object) -> Iterator[tuple[int, dict[str, float]]]:
-    """Receive `batches` batches; at each moment, yield their number so far and the counts.
+    """Receive batches, and measure the processes at `MOMENTS` moments.
 
     Args:
-        rest_s: Seconds to sleep after each yield.
+        batches: Number of batches to receive.
+        rest_s: Seconds to sleep after each measurement.
+        way: Further arguments of `service`.
+
+    Yields:
+        The number of batches received so far, and the figures of the processes.
     """
     every = batches // MOMENTS
     loader = DataLoader(Small(), batch_size=None)

@@ -1,4 +1,4 @@
-"""Capture cells in this process, load and run them in a new Python process, compare results."""
+"""Tests of capture: cells that this process captures run correctly in a new Python process."""
 
 import io
 import json
@@ -44,7 +44,7 @@ print(json.dumps(main.__dict__["out"]))
 
 
 class Notebook:
-    """The namespace and the cells of a notebook. Captured cells run in a new process."""
+    """Namespace and cells of a notebook, whose captured cells run in a new process."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -71,7 +71,7 @@ class Notebook:
         return payload.capture(cell, self.namespace, **self._arguments(limit_bytes))
 
     def survey(self, source: str, limit_bytes: int = 1 << 30) -> tuple[Payload, list[str]]:
-        """Capture as `--dry-run` does. Return the payload and all problems."""
+        """Capture a cell as `--dry-run` does. Return the payload, and all problems as messages."""
         cell, problems = self.cell(source), list[str]()
         settings = {**self._arguments(limit_bytes), "problems": problems}
         return payload.capture(cell, self.namespace, **settings), problems
@@ -82,7 +82,11 @@ class Notebook:
         return CellWork(f"%%taas --gpus 2\n{source}", python, "/tmp/ipykernel_1/cell.py", 1, 7)
 
     def in_rank(self, source: str, **environment: str) -> Any:
-        """Run the captured cell in a new process. Return its variable `out`, converted by JSON."""
+        """Capture a cell and run it in a new process; return the value of its variable `out`.
+
+        The process sends the value as JSON, so it has only JSON's types. `environment` has
+        additional environment variables of the process.
+        """
         path = self.folder / "payload"
         with without_pytests_filter():
             payload.write(self.capture(source), path)
@@ -549,7 +553,10 @@ def _ask(rank: "subprocess.Popen[str]") -> str:
 
 
 def take_handlers_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Remove pytest's handlers from torch's loggers. Torch's own handlers discard every record."""
+    """Remove all handlers of torch's loggers `c10d-NullHandler-…` until the test ends.
+
+    So capture does not report these loggers.
+    """
     for name in list(logging.root.manager.loggerDict):
         if name.startswith("c10d-NullHandler-"):
             monkeypatch.setattr(logging.getLogger(name), "handlers", [])

@@ -1,4 +1,4 @@
-"""Which installed modules a cell certainly needs, and which are optional."""
+"""Tests of how capture finds the installed modules that a cell needs, and the optional ones."""
 
 import ast
 import sys
@@ -96,7 +96,7 @@ def test_one_thread_parses_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
         most.append(len(parsing))
         if len(parsing) > 1:
             second.set()
-        second.wait(0.2)  # time for another thread to come here
+        second.wait(0.2)  # gives another thread the time to enter this function
         tree: ast.Module = parse(*args)
         parsing.pop()
         return tree

@@ -1,4 +1,4 @@
-"""Capture the variables of a real kernel, and use them in real ranks."""
+"""Tests that ranks can use the captured variables of a real kernel."""
 
 import re
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ pytestmark = [
 
 @pytest.fixture
 def frontend(frontend_of_module: Frontend) -> Frontend:
-    """Return a kernel with a warm pool, shared by the tests that leave both unchanged."""
+    """Return a kernel with a warm pool. Tests that leave kernel and pool unchanged share it."""
     return frontend_of_module
 
 
@@ -24,7 +24,7 @@ HELD = "\nprint('all held')"
 
 
 def held(text: str) -> set[str]:
-    """Return the ranks that printed the line of `HELD`. One line may stand for a range of ranks."""
+    """Return the numbers of the ranks that printed "all held". A prefix `[0-1]` counts as both."""
     return {
         rank for ranks in re.findall(r"\[(\S+).*\] all held", text) for rank in ranks.split("-")
     }
@@ -175,7 +175,7 @@ def test_classes_with_slots_keep_them_and_their_instances_come_home(frontend: Fr
 
 
 def test_classes_enter_themselves_into_a_register_of_the_notebook(frontend: Frontend) -> None:
-    """To rebuild the classes, a rank needs the register, and the register contains the classes."""
+    """Classes and register refer to each other: creating a class changes the register."""
     frontend.run("""
 models = {}
 class Model:
@@ -319,7 +319,7 @@ def test_the_magics_that_show_names_see_the_notebooks_names_only(frontend: Front
 
 
 def test_what_nobody_set_stays_as_it_is_in_a_program(frontend: Frontend) -> None:
-    """The kernel's own arguments, loggers and seed are not sent to the ranks."""
+    """Settings that no cell has changed are not sent, such as the kernel's arguments and seed."""
     frontend.run("import torch; torch.seed()")
     frontend.run("""%%taas --gpus 1
 import sys, torch

@@ -1,4 +1,4 @@
-"""Which settings of the kernel's process are sent to the ranks."""
+"""Tests of which settings of the kernel's process are sent to the ranks."""
 
 import json
 import subprocess
@@ -22,7 +22,10 @@ LAUNCHER = ["python", "-m", "ipykernel_launcher", "-f", "kernel.json"]
 
 
 def collected(setup: str, *words: str) -> Any:
-    """Run `setup` in a new process. Return the state that it would send, except warning filters."""
+    """Run the code `setup` in a new process, and return the process state that capture collects.
+
+    Warning filters are left out. `words` are the arguments of the process.
+    """
     command = [sys.executable, "-c", COLLECT.format(setup), *words]
     ran = subprocess.run(command, capture_output=True, text=True, check=True)
     return json.loads(ran.stdout)

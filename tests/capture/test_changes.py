@@ -1,4 +1,4 @@
-"""Which changes of the notebook's values in the ranks are reported after a cell."""
+"""Tests of which changes by ranks to the notebook's values are reported after a cell."""
 
 import argparse
 import collections
@@ -14,7 +14,7 @@ from taas_magic.capture.changes import ChangeDetector
 
 
 class Meter:
-    """A class as a notebook might define it."""
+    """Class as a notebook might define it."""
 
     __module__ = "__main__"
     __slots__ = ("__dict__", "slot")
@@ -50,7 +50,13 @@ def train(model: torch.nn.Module) -> None:
 
 
 def said(value: Any, change: Callable[[Any], object], **names: Any) -> str:
-    """Return the notes on `value` after `change` was applied to it."""
+    """Apply `change` to the variable `value`, and return the notes that report the change.
+
+    Args:
+        value: Value of the variable before the change.
+        change: Function that changes the value in place.
+        names: Arguments of `ChangeDetector`: variables that come back or are set by the cell.
+    """
     namespace = {"value": value}
     changes = ChangeDetector(namespace, **{"out": (), "stores": (), "updates": (), **names})
     change(namespace["value"])
@@ -130,7 +136,7 @@ def test_a_model_that_the_cell_wraps_is_watched_all_the_same() -> None:
 
 
 def test_an_optimizer_of_a_model_that_comes_back_is_named() -> None:
-    """The notebook's optimizer still refers to the parameters of the old model."""
+    """The model comes back from the ranks, but the optimizer still has the old parameters."""
     model = torch.nn.Linear(100, 2)
     namespace = {"model": model, "kept": [model], "optimizer": torch.optim.SGD(model.parameters())}
     changes = ChangeDetector(namespace, ["model"], (), ())

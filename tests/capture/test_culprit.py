@@ -1,4 +1,4 @@
-"""The path in an error message to the object that cannot be pickled."""
+"""Tests of the path by which an error message names the object that cannot be pickled."""
 
 import collections
 import concurrent.futures
@@ -47,7 +47,7 @@ class Pair(NamedTuple):
 
 
 class Stateful:
-    """A class whose `__getstate__` leaves its lock out."""
+    """Class with a lock that `__getstate__` leaves out, so that its objects can be pickled."""
 
     def __init__(self, kept: Any) -> None:
         self.dropped, self.kept = LOCK, kept

@@ -1,4 +1,4 @@
-"""Paths of data cubes in the project: on hosts that have a copy of it, and in receipts."""
+"""Tests of paths of data cubes in the project: on hosts with a mirror, and in receipts."""
 
 import pickle
 from pathlib import Path

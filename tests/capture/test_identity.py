@@ -1,4 +1,4 @@
-"""Objects that are identical in the notebook stay identical after pickling and loading."""
+"""Tests that references to one object still refer to one object after pickling and loading."""
 
 import functools
 import io
@@ -19,14 +19,14 @@ from taas_magic.capture.reducers import LruCache
 
 
 class Plain:
-    """A class with attributes and a method."""
+    """Class with attributes and a method."""
 
     def method(self) -> object:
         return self
 
 
 def pickled(values: Iterable[Any]) -> bytes:
-    """Return a payload to which each of `values` was added separately."""
+    """Pickle values by one pickler, each by its own call, and return the payload."""
     pickler = ValuePickler(to="fetchers")
     for value in values:
         pickler.add(value)
@@ -39,19 +39,25 @@ def loaded(data: bytes, count: int) -> list[Any]:
 
 
 def graph_of(data: bytes, count: int) -> list[Any]:
-    """Load the payload's values and return their graph. Runs in a process without the classes."""
+    """Load `count` values from a payload, and return the graph of their objects.
+
+    The function runs in a process that lacks the test's classes, as a rank does.
+    """
     return graph(loaded(data, count))
 
 
 @pytest.fixture(scope="module")
 def other() -> Iterator[Executor]:
-    """Return an executor with one spawned process. Like a rank, it lacks the test's classes."""
+    """Yield an executor with one spawned process. Like a rank, it lacks the test's classes."""
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as executor:
         yield executor
 
 
 def parts(value: Any) -> list[Any]:
-    """Return the objects to which `value` refers."""
+    """Return the parts of a value that the graph contains: elements, attributes or contents.
+
+    If the type is none of those that the tests use, return an empty list.
+    """
     match value:
         case list() | tuple() | deque():
             return list(value)
@@ -82,7 +88,11 @@ def parts(value: Any) -> list[Any]:
 
 
 def graph(root: Any) -> list[Any]:
-    """Return the objects reachable from `root`, breadth first, with the numbers of their parts."""
+    """Describe the objects that can be reached from `root`, in breadth-first order.
+
+    Each object is described by its type's name and its parts. A part is a simple value, or the
+    number of an object. So two graphs are equal only if the same objects are identical in both.
+    """
     numbers: dict[int, int] = {}
     described: list[Any] = []
     kept = [root]  # an id is only unique while its object is alive
@@ -184,7 +194,7 @@ JOINED = "joined"
 
 
 def _join(into: Any, value: Any) -> None:
-    """Make the object `into` refer to `value`. This can create reference cycles."""
+    """Add a reference from the object `into` to `value`, which may create a reference cycle."""
     match into:
         case list() | deque():
             into.append(value)

@@ -1,4 +1,4 @@
-"""Which modules belong to the project, what they import, and how a rank imports them."""
+"""Tests of how capture finds the project's modules, and of how a rank imports them."""
 
 import ast
 import importlib
@@ -199,7 +199,10 @@ def test_installing_again_replaces_what_was_installed(project: Path, clean_impor
 
 
 def test_a_stale_bytecode_file_never_wins(project: Path, tmp_path: Path) -> None:
-    """The source changes but keeps its time and size, so Python's own import uses old bytecode."""
+    """If a source file changes but keeps its time and size, Python's import uses old bytecode.
+
+    A rank must import the new source nevertheless.
+    """
     source = """
         import os, sys
         from pathlib import Path

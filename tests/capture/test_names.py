@@ -1,4 +1,4 @@
-"""Which of the notebook's names a cell may read, for each kind of statement."""
+"""Tests of `used_names`: the notebook's names that a cell may read, by kind of statement."""
 
 import builtins
 import contextlib
@@ -152,7 +152,7 @@ def _nested(inner: st.SearchStrategy[str]) -> st.SearchStrategy[str]:
 
 
 class _Watched(dict[str, object]):
-    """A namespace that records which of its initial values were read."""
+    """Namespace that records which of its initial variables were read or deleted."""
 
     def __init__(self, values: dict[str, object]) -> None:
         super().__init__(values)

@@ -1,4 +1,4 @@
-"""Pickle values into bytes and buffers, store them in a file, and load them from it."""
+"""Tests of pickling values into bytes and buffers, of storing them in a file, and of loading."""
 
 import math
 import os
@@ -94,11 +94,11 @@ def test_parameters_and_views_keep_one_storage(path: Path) -> None:
 
 
 class Scaled(torch.nn.Parameter):
-    """A parameter of the user's own kind."""
+    """Subclass of `torch.nn.Parameter`, as a user may write it."""
 
 
 class Info(np.ndarray[Any, np.dtype[Any]]):
-    """An array with attributes, as numpy's guide to subclasses shows."""
+    """Subclass of `ndarray` with an attribute, as in numpy's guide to subclasses."""
 
 
 def test_users_kinds_of_parameters_and_arrays_keep_class_and_attributes(path: Path) -> None:
@@ -112,7 +112,7 @@ def test_users_kinds_of_parameters_and_arrays_keep_class_and_attributes(path: Pa
 
 
 class Symmetric(torch.nn.Module):
-    """A parametrization whose results are symmetric matrices."""
+    """Parametrization that makes a matrix symmetric."""
 
     def forward(self, values: torch.Tensor) -> torch.Tensor:
         return values.triu() + values.triu(1).T

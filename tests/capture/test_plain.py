@@ -1,4 +1,4 @@
-"""The format for plain data: values survive it, and forged data never runs code."""
+"""Tests of the format for plain data: values come back equal, and forged data never runs code."""
 
 import datetime as dt
 import os
@@ -214,7 +214,7 @@ def test_a_forged_table_is_refused(nodes: list[PlainNode]) -> None:
 
 
 class Makes:
-    """An object whose unpickling creates a file."""
+    """Class whose objects create a file when they are unpickled."""
 
     def __init__(self, file: Path) -> None:
         self.file = file
@@ -231,7 +231,7 @@ def test_a_pickle_is_no_table(tmp_path: Path) -> None:
 
 
 def test_any_bytes_are_read_or_refused() -> None:
-    """Change random bytes, with a fixed seed. Reading may raise no other error than ValueError."""
+    """If random bytes of the data change, reading them succeeds or raises a ValueError."""
     writer = PlainWriter()
     writer.write_value({"a": [torch.ones(2000), {1, 2}], "b": (np.ones(3), Fraction(1, 2), "ü")})
     data, chance = writer.data, random.Random(0)
@@ -249,7 +249,10 @@ def test_any_bytes_are_read_or_refused() -> None:
 
 
 def test_all_that_reading_may_call_makes_plain_data() -> None:
-    """The sender chooses the arguments of these functions: check that each new one is safe."""
+    """This test lists all functions that reading may call. The sender chooses their arguments.
+
+    Before you add a function to the list, check that it is safe with any arguments.
+    """
     assert set(plain._CONTAINERS) == {
         "list", "dict", "set", "deque", "Counter", "OrderedDict", "defaultdict",
     }  # fmt: skip

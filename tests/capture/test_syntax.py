@@ -1,4 +1,4 @@
-"""Tests of the parser."""
+"""Tests of `syntax.parse`, which parses a cell."""
 
 import ast
 from typing import Any
@@ -12,7 +12,10 @@ from taas_magic.capture import syntax
 def test_a_parse_that_another_thread_has_disturbed_is_tried_again(
     monkeypatch: pytest.MonkeyPatch, n_errors: int, is_parsed: bool
 ) -> None:
-    """The error is one of CPython 3.11 that comes too rarely for a test with threads."""
+    """CPython 3.11 raises this error if threads parse at the same time. The test raises it itself.
+
+    With real threads, the error is too rare for a test.
+    """
     parse, left = ast.parse, [n_errors]
 
     def disturbed(*args: Any) -> Any:

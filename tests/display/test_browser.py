@@ -112,7 +112,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         )
         nbformat.write(other, folder / f"{name}.ipynb")
     yield folder
-    take_steps(folder, 6)  # else the detached run of a failed test would never end
+    take_steps(folder, 6)  # lets the detached run end, also if its test has failed
 
 
 @pytest.fixture(scope="module")
@@ -128,7 +128,7 @@ def page(project: Path) -> Iterator[Page]:
 
 
 def output(number: int) -> str:
-    """Return JavaScript for the text of a cell's output."""
+    """Return a JavaScript expression for the output text of the cell with this index."""
     return OUTPUT.format(number)
 
 
@@ -245,13 +245,13 @@ def test_the_table_of_ranks_stays_open_and_scrolled_and_the_ended_head_keeps_it(
 
 
 def take_steps(project: Path, number: int) -> None:
-    """Let the run of `STEPS` take `number` steps."""
+    """Create files that let the run of the cell `STEPS` take its first `number` steps."""
     for step in range(number):
         (project / f"step-{step}").touch()
 
 
 def sees_steps(page: Page, number: int) -> None:
-    """Wait until the second cell shows the log and the loss curve of `number` steps."""
+    """Wait until the second cell shows the log of `number` steps; check its loss curve and log."""
     cell = f"document.querySelectorAll('{SHOWN}')[1]"
     page.wait_for(f"!!{cell}?.querySelector('.jp-OutputArea')")
     page.wait_for(f"/loss.*{number} values/.test({output(1)})")
@@ -263,7 +263,7 @@ def sees_steps(page: Page, number: int) -> None:
 
 
 def attach_in_a_terminal(project: Path, printed: Path) -> "subprocess.Popen[bytes]":
-    """Start a process that attaches to the run `back` and writes to the file `printed`."""
+    """Start `python -m taas_magic attach back`, which writes its output to the file `printed`."""
     environ = {**os.environ, **environment(project.parent / "jupyter")}
     command = [sys.executable, "-m", "taas_magic", "attach", "back"]
     with printed.open("wb") as out:
@@ -273,7 +273,7 @@ def attach_in_a_terminal(project: Path, printed: Path) -> "subprocess.Popen[byte
 def test_a_run_shows_its_head_its_log_and_its_result(
     page: Page, lab: Lab, project: Path, tmp_path: Path
 ) -> None:
-    """Run this test after those with runs: its notebook ends the pool that they share."""
+    """This test must run after the other tests with runs: its notebook ends their shared pool."""
     open_notebook(page, lab, "seen.ipynb")
     command(page, "notebook:run-all-cells")
     page.wait_for(f"/rank 0 waits/.test({output(1)}) && /rank 1 waits/.test({output(1)})")

@@ -1,4 +1,4 @@
-"""Text from hosts can neither control a terminal nor look like a line of another rank."""
+"""Tests that text from hosts cannot control a terminal or look like a line of another rank."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -41,7 +41,7 @@ SHOWN = [
 
 
 def hostile(kind: inspect.Type, depth: int = 0) -> Any:
-    """Return a value of type `kind`, as decoded JSON, in which every text is hostile."""
+    """Return a value of type `kind`, as decoded JSON, in which each text is `HOSTILE`."""
     match kind:
         case inspect.StrType():
             return HOSTILE
@@ -72,7 +72,7 @@ def _is_nothing(kind: inspect.Type) -> bool:
 
 
 def texts(value: Any, field: str = "") -> Iterator[tuple[str, str]]:
-    """Yield each text in a value, with the name of the struct's field that contains it."""
+    """Yield each text in a value, after the name of the innermost struct's field that has it."""
     if isinstance(value, str):
         yield field, value
     elif isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""Failure events become one exception with a short, useful message."""
+"""Tests of the exception that a cell raises for a run's failure events, and of its message."""
 
 import sys
 from typing import Any

@@ -1,4 +1,4 @@
-"""The text of the log: prefixes, size limits, and counts of omitted lines."""
+"""Tests of the log's text: prefixes of lines, size limits, and counts of omitted lines."""
 
 import pytest
 

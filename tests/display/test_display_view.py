@@ -1,4 +1,4 @@
-"""The view of a run in a real kernel, in IPython in a terminal, and in plain Python."""
+"""Tests of a run's view in a real kernel, in IPython in a terminal, and in plain Python."""
 
 import os
 import pty
@@ -41,7 +41,7 @@ def execute(client: BlockingKernelClient) -> Execute:
 
 
 def run_in(client: BlockingKernelClient, code: str, **how: Any) -> list[Message]:
-    """Run code; return the messages of its output, without those of the table of ranks."""
+    """Run code, and return the messages of its output, except those of the table of ranks."""
     return [it for it in all_of(client, code, **how) if not is_rank_table(it["content"])]
 
 
@@ -215,7 +215,7 @@ def test_displays_come_after_the_lines_before_them(execute: Execute) -> None:
 
 
 def test_of_an_untrusted_pool_texts_and_pictures_are_shown(execute: Execute) -> None:
-    """A script in the browser could make the kernel run any code."""
+    """HTML and JavaScript are left out, because a script in the browser can control the kernel."""
     messages = execute("""
         stage = Stage()
         plan = stage.view._state.plan
@@ -347,7 +347,7 @@ stage.play(lines(0, "a"), seconds=0.2)
 
 
 def urgent(text: str) -> list[str]:
-    """Return the notes in the output. Check that the message about the hang is there once."""
+    """Check that the output has the message about the hang once; return the lines with notes."""
     assert text.count("no rank has made progress") == 1 and "Cell In[1], line 3  a lock\n" in text
     assert "note: … and 12 more notes" not in text
     return [line for line in text.splitlines() if line.startswith("note: ")]

@@ -1,4 +1,4 @@
-"""Merge equal lines of many ranks. Each rank's order is kept, and no line waits long."""
+"""Tests of merging equal lines of ranks: each rank's order is kept, and no line waits long."""
 
 import math
 from collections import defaultdict

@@ -1,4 +1,4 @@
-"""The status header of a run: its state after events, and equal content in text and HTML."""
+"""Tests of a run's status header: its state after events, and the same content as text and HTML."""
 
 import re
 from html import unescape
@@ -41,7 +41,7 @@ def at(seen: Event, time: float) -> Event:
 
 
 class Words(HTMLParser):
-    """Parser of HTML that collects its words, tags and attributes."""
+    """HTML parser that collects the words, tags and attributes of a page."""
 
     def __init__(self, source: str) -> None:
         super().__init__()
@@ -59,7 +59,10 @@ class Words(HTMLParser):
 
 
 def words_of_text(source: str) -> set[str]:
-    """Return the words that the HTML must contain too. There, bars and curves are not text."""
+    """Return the words of the header's text that its HTML must contain, too.
+
+    Bars and curves are left out, because they are no text in HTML.
+    """
     return {word.rstrip(":") for word in re.sub(r"\|[^|]*\|| · |[▁-█]+", " ", source).split()}
 
 

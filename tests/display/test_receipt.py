@@ -1,4 +1,4 @@
-"""The receipt: which files a run changed, which ranks wrote them, and the receipt's text."""
+"""Tests of the receipt: which files a run changed, which ranks wrote them, and its text."""
 
 import os
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A journal that is read later gives the same state and the same ends of the log as a live view."""
+"""Tests that a view of a journal that is read later equals the view of the run while it ran."""
 
 import random
 from typing import Any
@@ -26,7 +26,10 @@ def replayed(events: list[Event], state: RunState | None = None) -> Replay:
 
 
 def texts(pieces: list[OutputPiece]) -> list[str]:
-    """Return the shown lines. A line that a rank printed becomes `RANK:TEXT`."""
+    """Return one text for each shown line: `RANK:TEXT` if a rank printed it, else the text.
+
+    A piece that is no text, such as a display, becomes the name of its type.
+    """
     found: list[str] = []
     for piece in pieces:
         if isinstance(piece, Lines):

@@ -1,4 +1,4 @@
-"""The advice on data loading: what limited it, and which flag would help by how much."""
+"""Tests of the advice on data loading: what limited it, and which flag would help."""
 
 from dataclasses import replace
 
@@ -139,7 +139,14 @@ def test_more_fetchers_are_never_slower(waited: float, fetchers: int, ranks: int
 
 
 def run_of(waited_s: float, cpu_s: float, host: str = "cpu1", **counts: float) -> RunCounts:
-    """Return the counts of a run of 10 s with one fetcher, whose worker was always busy."""
+    """Return the counts of a run of 10 s with one fetcher, whose worker was always busy.
+
+    Args:
+        waited_s: Seconds for which the rank waited for batches.
+        cpu_s: CPU seconds that the worker used.
+        host: Host of the fetcher.
+        counts: Further counts of the rank.
+    """
     rank = {"batches": 9, "units": 9, "bytes": 1e6, "span_s": 10.0, "waited_s": waited_s} | counts
     worker = {
         "fetch_s": 10.0,
@@ -169,7 +176,7 @@ def test_the_sums_of_a_run_decide() -> None:
 
 @pytest.mark.parametrize("cores", [1, 2, 3, 64])
 def test_never_more_workers_than_cores_are_advised(cores: int) -> None:
-    """This holds on one host, with and without fetchers, unless storage is the limit."""
+    """The limit applies with and without fetchers, unless slow storage limits the loading."""
     run_counts = run_of(waited_s=9.9, cpu_s=9.5, host="gpu1")
     run_counts.fetchers[0].cores = cores
     alone = RunCounts()

@@ -1,4 +1,4 @@
-"""Run folders: another kernel can read them, and their size and number are limited."""
+"""Tests of run folders: other kernels can read them, and their size and number are limited."""
 
 import errno
 import json

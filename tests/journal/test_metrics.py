@@ -1,4 +1,4 @@
-"""`taas.log`: values of ranks appear in the run's table, and as curves in its status header."""
+"""Tests of `taas.log`: its values appear in the run's table, and as curves in the status header."""
 
 import base64
 import io
@@ -127,7 +127,7 @@ def test_a_value_that_is_no_number_is_refused_where_it_is_logged() -> None:
 
 @pytest.mark.parametrize("step", ["3", 0.5, math.nan, math.inf, [1]])
 def test_a_step_that_is_no_integer_is_refused_where_it_is_logged(step: Any) -> None:
-    for rank in (0, 1):  # a rank that did not raise would wait for rank 0
+    for rank in (0, 1):  # if only rank 0 raised, the other ranks would wait for it
         buffer = MetricBuffer(rank)
         with pytest.raises(TypeError, match=r"taas\.log: step must be an integer; it is "):
             buffer.add({"loss": 1.0}, step, False)
@@ -202,7 +202,7 @@ class _GpuTensor:
 
 @pytest.fixture
 def gpu_scalars(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make the buffer keep a `_GpuTensor` as it is."""
+    """Let the buffer of metrics store a `_GpuTensor` itself, instead of a CUDA copy of it."""
     monkeypatch.setattr(in_rank, "_GpuScalar", lambda tensor: tensor)
 
 

@@ -1,4 +1,4 @@
-"""The figure of a run's data loading, drawn from its journal."""
+"""Tests of the figure of a run's data loading, which is drawn from the journal."""
 
 import sys
 

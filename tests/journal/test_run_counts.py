@@ -1,4 +1,4 @@
-"""`RunCounts`: sums of the counts that ranks and fetchers report about loaders."""
+"""Tests of `RunCounts`, the sums of what ranks and fetchers report about loaders."""
 
 from taas_magic.journal.analysis import RunCounts
 from taas_magic.messages import Event

@@ -1,4 +1,7 @@
-"""Copies of a run folder on hosts that cannot see it; requests are direct calls of the server."""
+"""Tests of a run folder's copies on hosts that do not share the folder.
+
+In these tests, a host calls the file server directly.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -51,7 +54,7 @@ def share_of(plan: Plan, run_dir: str, host_rank: int = 0, attempt: int = 0) -> 
 
 
 class Far:
-    """A host that calls the file server directly; the run folder's path does not exist there."""
+    """Host that does not have the run folder, and calls the file server directly."""
 
     def __init__(self, home: RunFolder, plan: Plan, cache: Path, host_rank: int = 0) -> None:
         self.server = FileServer(
@@ -69,7 +72,13 @@ class Far:
 
 
 def writes(name: str, data: bytes = b"x", size: int | None = None) -> WriteFiles:
-    """Return a request to write the first `data` of a file of `size` bytes, by default all."""
+    """Return a request to write `data` at the beginning of a file of the run folder.
+
+    Args:
+        name: Path of the file in the run folder.
+        data: Bytes to write.
+        size: Size of the whole file; by default, that of `data`.
+    """
     entry = ManifestEntry(name, len(data) if size is None else size, "")
     return WriteFiles([FilePiece(entry, 0, data)], root=FileRoot.RUN)
 

@@ -1,4 +1,4 @@
-"""`--profile`: recording the steps of ranks, and the timeline of the run."""
+"""Tests of `--profile`: recording the steps of ranks, and the timeline of the run."""
 
 import gzip
 import json
@@ -95,7 +95,7 @@ def test_a_profiler_of_the_program_itself_goes_first(notebook: Notebook) -> None
 
 
 def trace(host: str = "a", **changes: Any) -> Trace:
-    """Return a trace of one step of 100 us, with a collective in its last 40 us."""
+    """Return the trace of a rank with one step of 100 us, whose last 40 us are a collective."""
     collectives = changes.pop("collectives", {"gloo:all_reduce": [Span(60, 100)]})
     fields: dict[str, Any] = {"loads": [], "work": [], "steps": {1: Span(0, 100)}, **changes}
     return Trace(host=host, collectives=collectives, **fields)

@@ -1,4 +1,4 @@
-"""Runs on hosts that share no files with the notebook: all data go through the pool."""
+"""Tests of runs on hosts that share no files with the notebook."""
 
 import re
 from collections.abc import Iterator
@@ -29,7 +29,10 @@ def hosts() -> Iterator[Hosts]:
 def settings(
     warm_notebook: Notebook, hosts: Hosts, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Path]:
-    """Yield a configuration folder with an ssh pool of `hosts`; end the pool afterwards."""
+    """Yield a configuration folder with an ssh pool of `hosts`.
+
+    Afterwards, end the pool, and check that no process is left on the hosts.
+    """
     toml = ssh_pool("far", hosts, more="lease_s = 20")
     folder = settings_in(tmp_path_factory.mktemp("config"), toml)
     yield folder

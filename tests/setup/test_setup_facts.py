@@ -1,4 +1,4 @@
-"""Ask a host for its facts, with its own Python of any age."""
+"""Tests of finding a host's facts by the host's own Python, whatever its version."""
 
 import platform
 import shutil
@@ -24,7 +24,10 @@ def shell(tmp_path: Path) -> SubShell:
 
 
 def works(command: str) -> bool:
-    """Return whether an interpreter really exists. A pyenv shim may exist without one."""
+    """Return whether a command runs a Python that is older than 3.8.
+
+    Running the command is necessary: pyenv's command may exist without an interpreter.
+    """
     if shutil.which(command) is None:
         return False
     words = [command, "-c", "import json, sys; sys.exit(sys.version_info >= (3, 8))"]
@@ -33,7 +36,7 @@ def works(command: str) -> bool:
 
 @cache
 def old_pythons() -> list[str]:
-    """Return the interpreters of this machine that are too old for our programs."""
+    """Return the commands of this machine's Pythons that are older than 3.8."""
     places = [Path.home() / ".pyenv" / "versions", Path("/opt"), Path("/usr/local")]
     found = [str(path) for place in places for path in sorted(place.glob("*/bin/python"))]
     return [name for name in ["python2", "python3.6", "python3.7", *found] if works(name)]

@@ -1,4 +1,4 @@
-"""Findings on a host's facts, each with what to do."""
+"""Tests of the findings about a host's facts. Each finding says what to do."""
 
 from typing import Any
 
@@ -68,7 +68,7 @@ def test_a_host_that_fits_gives_no_finding() -> None:
 def test_each_finding_says_what_and_what_to_do(
     change: dict[str, Any], level: str, what: str, todo: str
 ) -> None:
-    """Among the findings are faults 29, 30 and 54 of docs/faults.md."""
+    """Some of the findings are faults 29, 30 and 54 of docs/faults.md."""
     packages = {"dask": RequiredPackage("dask", "2.0", SpecifierSet("==2.0"))}
     (found,) = find_problems(replace(FIT, **change), KERNEL, 8, "ib0", packages)
     assert (found.level, what in found.what, todo in found.todo) == (level, True, True)

@@ -1,4 +1,4 @@
-"""Ask all hosts at the same time. A host that does not answer does not delay the others."""
+"""Tests that all hosts are asked for facts at the same time, so that none delays the others."""
 
 import sys
 import threading
@@ -58,7 +58,7 @@ def test_hosts_are_asked_at_the_same_time(pools: list[PoolConfig], tmp_path: Pat
 
 
 def test_whoever_gives_up_leaves_nobody_asking(tmp_path: Path) -> None:
-    """An interrupt stops the connections without waiting for them (docs/faults.md 35)."""
+    """docs/faults.md 35: an interrupt stops the open connections and does not wait for them."""
     stopped: list[threading.Event] = []
 
     def shells(pool: PoolConfig, stop: threading.Event) -> Shells:

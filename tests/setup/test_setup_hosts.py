@@ -1,4 +1,4 @@
-"""Hosts that have SSH and a Python with torch, but no package of ours."""
+"""Tests of hosts that have SSH and a Python with torch, but no package of taas-magic."""
 
 import sysconfig
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.network]
 
 @pytest.fixture(scope="module")
 def pythons(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Return Pythons for hosts: `bare` has only torch, `other` another torch than the kernel."""
+    """Return two Pythons for hosts: `bare` has only torch; `other` has another version of torch."""
     folder = tmp_path_factory.mktemp("pythons")
     other = make_bare_python(folder / "other", packages=())
     site = Path(sysconfig.get_path("purelib", vars={"base": str(folder / "other")}))
@@ -69,7 +69,10 @@ options = {{ ssh_config = "{hosts.ssh_config}" }}
 def test_a_cell_runs_on_a_host_that_had_nothing_of_ours(
     remote: Notebook, hosts: Hosts, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Also check that the error names a missing package before the cell runs."""
+    """taas-magic installs its packages on the host. It does not install a package of the user.
+
+    If the cell imports a module that the host lacks, the error names it before the cell runs.
+    """
     assert ".cache" not in hosts.exec(1, "ls", "-a", "/root").split()
     remote.define("import psutil")
     cell = "import sys, taas_magic\nprint(taas_magic.__file__, sys.executable, psutil.__name__)"

@@ -1,4 +1,4 @@
-"""Install our packages on a host whose Python has only torch: on first use, and atomically."""
+"""Tests of installing our packages, at the first use, on a host whose Python has only torch."""
 
 import hashlib
 import os
@@ -50,7 +50,13 @@ def site_of(shell: SubShell) -> set[str]:
 
 
 def said_by(python: Path, path_entries: tuple[str, ...], code: str) -> str:
-    """Return the output of the prepared interpreter, started as an engine starts it."""
+    """Run code by a host's Python, as an engine starts it, and return the output.
+
+    Args:
+        python: Interpreter.
+        path_entries: Folders for PYTHONPATH, with the installed packages.
+        code: Code to run.
+    """
     environ = {"PATH": os.environ["PATH"], "PYTHONPATH": os.pathsep.join(path_entries)}
     done = subprocess.run(
         [str(python), "-W", "ignore", "-c", code],

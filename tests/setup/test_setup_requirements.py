@@ -1,4 +1,4 @@
-"""Which packages a host needs, and which of them it lacks."""
+"""Tests of which packages a host needs, and which of these packages the host lacks."""
 
 import importlib.metadata
 from pathlib import Path

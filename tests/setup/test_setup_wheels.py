@@ -1,4 +1,4 @@
-"""Packages for a host: files from here, downloads by pip, or advice for another kind of host."""
+"""Tests of how a host gets packages: files of this environment, downloads by pip, or advice."""
 
 import io
 import re
@@ -33,7 +33,7 @@ def make_wheel(folder: Path, name: str, tag: str, files: dict[str, str]) -> Path
 
 @pytest.fixture
 def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return the only folder in which pip finds packages."""
+    """Set up pip to find packages only in a new folder, and return the folder."""
     folder = tmp_path / "index"
     folder.mkdir()
     for name in ("PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL"):
@@ -84,7 +84,7 @@ def test_files_of_this_environment_go_where_they_fit() -> None:
     assert files and any(path.startswith("psutil/_psutil_linux") for path in files)
     assert any(path.endswith(".dist-info/METADATA") for path in files)
     assert not any(path.endswith(".pyc") or ".." in path for path in files)
-    assert installed_files("taas-magic") is None  # editable
+    assert installed_files("taas-magic") is None  # an editable installation has no files
     assert installed_files("no-such") is None
 
 

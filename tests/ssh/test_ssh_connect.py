@@ -1,4 +1,4 @@
-"""SSH connections: host keys, logins, jump hosts and tunnels, and the messages of failures."""
+"""Tests of SSH connections: host keys, logins, jump hosts, tunnels, and messages of failures."""
 
 import contextlib
 import os
@@ -39,7 +39,7 @@ def hosts() -> Iterator[Hosts]:
 
 @pytest.fixture
 def no_threads(hosts: Hosts) -> Iterator[None]:
-    """Check that closed connections leave no thread."""
+    """Check after the test that closed connections have left no thread."""
     before = set(threading.enumerate())
     yield
     for thread in set(threading.enumerate()) - before:
@@ -48,7 +48,10 @@ def no_threads(hosts: Hosts) -> Iterator[None]:
 
 
 def target(hosts: Hosts, tmp_path: Path, number: int = 1, first: str = "") -> SshTarget:
-    """Return a host of the rig. The lines `first` come before the rig's configuration."""
+    """Return host `number` of the simulated hosts, with settings from an SSH configuration.
+
+    The configuration consists of the lines `first`, and then of the configuration of `hosts`.
+    """
     config = tmp_path / "ssh_config"
     config.write_text(f"Host *\n{first}\n{hosts.ssh_config.read_text()}")
     return asked(hosts.name(number), config)
@@ -63,7 +66,7 @@ def opened(where: SshTarget) -> Connection:
 
 
 def opened_at_once(where: SshTarget, count: int) -> list[Connection]:
-    """Open `count` connections in as many threads at the same time. Return them, closed."""
+    """Open `count` connections at the same time, in threads; close and return them."""
     made: list[Connection] = []
     threads = [threading.Thread(target=lambda: made.append(opened(where))) for _ in range(count)]
     for thread in threads:
@@ -82,7 +85,7 @@ def refusal(where: SshTarget) -> str:
 
 
 def lets_in(where: SshTarget) -> None:
-    """Log in and run a command. After that, sshd's log contains the login."""
+    """Check that a login succeeds and that a command runs. Then sshd's log contains the login."""
     connection = opened(where)
     assert connection.run("true").code == 0
     connection.close()
@@ -96,7 +99,7 @@ def answers(family: int, address: str | tuple[str, int]) -> bool:
 
 @contextlib.contextmanager
 def in_a_hole(hosts: Hosts, number: int) -> Iterator[None]:
-    """Drop all packets to a host within the block."""
+    """Drop all packets to a host until the block ends."""
     hosts.hole(number)
     try:
         yield
@@ -255,7 +258,10 @@ def make_key(path: Path, phrase: str = "") -> Path:
 
 
 def with_key(hosts: Hosts, tmp_path: Path, key: Path, only: bool) -> SshTarget:
-    """Return a host of the rig with another IdentityFile."""
+    """Return host 1 with the IdentityFile `key`.
+
+    If `only`, the configuration has `IdentitiesOnly yes`, so the agent's other keys are not tried.
+    """
     config = hosts.ssh_config.read_text().replace(str(hosts.state / "id_ed25519"), str(key))
     (tmp_path / "config").write_text(config if only else config.replace("IdentitiesOnly yes", ""))
     return asked(hosts.name(1), tmp_path / "config")
@@ -269,7 +275,7 @@ def test_an_agents_key_is_taken(hosts: Hosts, tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("agent")
 def test_a_file_says_which_of_the_agents_keys_is_meant(hosts: Hosts, tmp_path: Path) -> None:
-    """The public key selects one of the agent's keys. A host accepts at most six attempts."""
+    """The IdentityFile selects one of the agent's 8 keys: a host accepts only 6 attempts."""
     rigs = hosts.state / "id_ed25519"
     add_to_agent(*(make_key(tmp_path / f"other{number}") for number in range(7)), rigs)
     public, locked = tmp_path / "mine.pub", tmp_path / "locked"
@@ -289,7 +295,7 @@ def test_a_file_says_which_of_the_agents_keys_is_meant(hosts: Hosts, tmp_path: P
 def test_an_agent_that_says_no_keys_keeps_nobody_out(
     hosts: Hosts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: bytes
 ) -> None:
-    """An agent that was forwarded from a sleeping machine does not answer."""
+    """For example, an agent does not answer if it was forwarded from a machine that now sleeps."""
     sock = str(tmp_path / "agent")
     monkeypatch.setenv("SSH_AUTH_SOCK", sock)
     visitors: list[socket.socket] = []
@@ -315,7 +321,7 @@ def test_an_agent_that_says_no_keys_keeps_nobody_out(
 
 
 def test_include_and_match_lead_there_as_with_ssh(hosts: Hosts, tmp_path: Path) -> None:
-    """`Match exec` runs its command, and `Match final` applies after all other entries."""
+    """`Match exec` runs its command. `Match final` applies after all other entries."""
     part = tmp_path / "part.conf"
     part.write_text(f"Host lab\n  HostName {hosts.address(1)}\n")
     first = (
@@ -339,7 +345,7 @@ def test_a_host_behind_another_is_reached_through_it(hosts: Hosts, tmp_path: Pat
 
 @pytest.mark.parametrize("command", ["{}", "sh -c 'trap \"\" TERM; {}; exec sleep 600'"])
 def test_a_proxy_command_leads_there(hosts: Hosts, tmp_path: Path, command: str) -> None:
-    """The second command ignores SIGTERM and the end of its input, so it must be killed."""
+    """The second proxy command ignores SIGTERM and the end of its input. So it must be killed."""
     command = command.format(f"ssh -F {hosts.ssh_config} -W %h:%p {hosts.name(1)}")
     first = f"Host {hosts.name(2)}\nProxyCommand {command}\nHost *"
     connection = opened(target(hosts, tmp_path, 2, first))
@@ -428,7 +434,7 @@ def test_a_cut_is_noticed(hosts: Hosts, tmp_path: Path) -> None:
 def test_a_connection_may_end_while_a_command_gets_its_input(
     hosts: Hosts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An exception in the thread that writes the input would fail this test."""
+    """The thread that writes the command's input must not raise an exception."""
     start = Connection.start
 
     def start_and_cut(self: Connection, command: str) -> Channel:
@@ -469,7 +475,10 @@ def has_rto_max(sock: socket.socket) -> bool:
 
 
 def retransmissions(sock: socket.socket) -> tuple[int, float]:
-    """Return how often the oldest bytes were sent again, and the next pause in seconds."""
+    """Return how often TCP has sent the oldest unacknowledged bytes again, and the next pause.
+
+    The pause is in seconds.
+    """
     n_times, rto_us = struct.unpack_from(
         "2xB5xI", sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 12)
     )
@@ -533,19 +542,19 @@ def test_a_host_that_forwards_no_ports_is_told_how_to(hosts: Hosts, tmp_path: Pa
 
 @contextlib.contextmanager
 def another_sshd(hosts: Hosts, tmp_path: Path, change: str) -> Iterator[SshTarget]:
-    """Start another sshd on host 2, on another port, within the block. Yield the host.
+    """Run another sshd on port 2222 of host 2 until the block ends; yield the host.
 
-    Its key is known for the host without that port, as ssh would look it up.
+    The known_hosts file has the key for the host without a port, where ssh also searches for it.
 
     Args:
-        hosts: The hosts of the rig.
+        hosts: The simulated hosts.
         tmp_path: Folder for the SSH configuration.
         change: A sed script, applied to the configuration of sshd.
     """
     script = f"sed 's/^Port .*/Port 2222/; {change}' /run/rig/sshd_config > /run/rig/other"
     hosts.exec(2, "sh", "-c", f"{script}; /usr/sbin/sshd -f /run/rig/other")
     place = (hosts.address(2), 2222)
-    eventually(lambda: answers(socket.AF_INET, place))  # it forks before it listens
+    eventually(lambda: answers(socket.AF_INET, place))  # sshd forks before it listens
     try:
         yield target(hosts, tmp_path, 2, "Port 2222")
     finally:

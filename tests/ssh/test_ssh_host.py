@@ -1,4 +1,4 @@
-"""Pools of SSH hosts: cells run on the hosts, and no fault leaves a process there."""
+"""Tests of pools of SSH hosts: cells run on the hosts, and no fault leaves a process there."""
 
 import contextlib
 import os
@@ -40,7 +40,10 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
 
 @pytest.fixture(scope="module")
 def remote(warm_notebook: Notebook, hosts: Hosts) -> Iterator["Remote"]:
-    """Yield a notebook with SSH pools, which stay up for all tests and must leave nothing."""
+    """Yield a notebook with two SSH pools, which all tests share.
+
+    After the tests, end the pools, and check that no process is left on the hosts.
+    """
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TAAS_STATE_DIR", str(warm_notebook.state_dir))
         patch.chdir(warm_notebook.project)
@@ -54,13 +57,13 @@ def remote(warm_notebook: Notebook, hosts: Hosts) -> Iterator["Remote"]:
 
 @pytest.fixture(autouse=True)
 def here(remote: "Remote", monkeypatch: pytest.MonkeyPatch) -> None:
-    """Use the notebook's folders in each test."""
+    """Set the state folder and the current folder to the notebook's, within each test."""
     monkeypatch.setenv("TAAS_STATE_DIR", str(remote.notebook.state_dir))
     monkeypatch.chdir(remote.notebook.project)
 
 
 class Remote:
-    """A notebook and its SSH pools."""
+    """Notebook and its SSH pools."""
 
     def __init__(self, notebook: Notebook, hosts: Hosts) -> None:
         self.notebook, self.hosts = notebook, hosts
@@ -79,7 +82,10 @@ class Remote:
         return load_config(self.notebook.project)
 
     def pool(self, name: str, *numbers: int, **more: object) -> None:
-        """Add a pool with the hosts `numbers` to taas.toml."""
+        """Add an SSH pool with the hosts `numbers` to taas.toml.
+
+        `more` has further settings of the pool; a setting with the value None is left out.
+        """
         values = {
             "engine": "ssh",
             "hosts": [self.hosts.name(number) for number in numbers],
@@ -99,7 +105,7 @@ class Remote:
         return self.notebook.run(source, f"--pool {pool}", gpus=gpus)
 
     def run_until(self, source: str, pool: str, harm: Callable[[], object]) -> Outcome:
-        """Run a cell. Call `harm` as soon as the cell has printed "begun"."""
+        """Run a cell, call `harm` as soon as a rank has printed "begun", and return the outcome."""
         known = set(self.runs())
         over = threading.Event()
 
@@ -194,7 +200,7 @@ def shell_bytes(said: bytes) -> str:
 
 
 def speaks_without_key(address: str, port: int) -> bool:
-    """Return whether a port answers a peer with another certificate (docs/faults.md 47)."""
+    """Return whether a port answers a TLS peer without a certificate (docs/faults.md 47)."""
     context = ssl.create_default_context()
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     try:
@@ -279,7 +285,7 @@ def test_imports_of_the_pools_process_and_on_a_host_may_take_longer_than_any_lim
     is_over = threading.Event()
 
     def is_late(process: psutil.Process, name: str) -> bool:
-        """Return whether the process has been starting for three times the start timeout."""
+        """Return whether a process has `name` in its command, and is older than 3 x `START_S`."""
         with contextlib.suppress(psutil.NoSuchProcess):
             return name in words(process) and time.time() - process.create_time() > 3 * START_S
         return False
@@ -336,7 +342,10 @@ def test_cores_and_gpus_are_asked_of_a_host_once(remote: Remote, hosts: Hosts) -
 def test_an_interrupt_while_connecting_into_nothing(
     remote: Remote, hosts: Hosts, cores: int | None
 ) -> None:
-    """Without `cores`, the kernel itself connects to ask for them; else only the pool connects."""
+    """The host drops all packets. An interrupt ends the cell while it waits for the connection.
+
+    If the pool's `cores` are unknown, the kernel itself connects. Otherwise, only the pool does.
+    """
     name = f"void{cores}"
     remote.pool(name, 3, cores=cores)
     sent = threading.Event()
@@ -354,7 +363,7 @@ def test_an_interrupt_while_connecting_into_nothing(
         outcome = remote.run("1", name)
     finally:
         hosts.unhole(3)
-        # else the next test would see this connection attempt and interrupt too early
+        # Otherwise, the next test would see this connection attempt, and would interrupt too early.
         eventually(lambda: not connects_to(hosts.address(3)))
     assert isinstance(outcome.error, KeyboardInterrupt), f"was interrupted: {sent.is_set()}"
     interrupting.join()

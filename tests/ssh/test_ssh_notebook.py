@@ -1,4 +1,4 @@
-"""The notebook for SSH hosts: its stored form, and its execution on three hosts of the rig."""
+"""Tests of the notebook for SSH hosts: its stored outputs, and its execution on three hosts."""
 
 import re
 import shutil
@@ -45,9 +45,9 @@ pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning")
 def folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_leftovers: str
 ) -> Iterator[tuple[Path, Hosts]]:
-    """Yield a folder with a copy of the notebook and a taas.toml, and the hosts of that taas.toml.
+    """Yield a folder with a copy of the notebook and a taas.toml, and the three hosts in it.
 
-    The hosts share no folder with the notebook.
+    The hosts share no folder with the notebook. Afterwards, check that no process is left there.
     """
     for name, value in environment(tmp_path).items():
         monkeypatch.setenv(name, value)
@@ -68,13 +68,13 @@ def folder(
 
 
 def ssh_config(hosts: Hosts) -> str:
-    """Return an SSH configuration that names the hosts as the notebook does."""
+    """Return an SSH configuration in which the hosts have the names that the notebook uses."""
     named = [f"Host {name}\n  HostName {hosts.address(n)}\n" for n, name in enumerate(NAMES, 1)]
     return "".join(named) + hosts.ssh_config.read_text()
 
 
 def texts(notebook: NotebookNode) -> str:
-    """Return all text that the cells show."""
+    """Return all text output of the notebook's cells. Check that no cell has an error."""
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", ())]
     assert not [output for output in outputs if output.output_type == "error"]
     shown = (o.get("text") or o.get("data", {}).get("text/plain", "") for o in outputs)
@@ -82,7 +82,10 @@ def texts(notebook: NotebookNode) -> str:
 
 
 def check(notebook: NotebookNode) -> None:
-    """Check that it shows two good trainings, a checkpoint, and batches from the data host."""
+    """Check the outputs of the notebook.
+
+    They must show two successful trainings, a checkpoint, and batches from the data host.
+    """
     text = texts(notebook)
     assert text.count("SUCCEEDED") == 2 and "rank 0 wrote: digits.pt" in text
     assert "['digits.pt'] ['gpu1', 'gpu2']" in text

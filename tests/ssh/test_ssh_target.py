@@ -1,4 +1,4 @@
-"""SSH hosts as the user writes them, with the settings that `ssh -G` gives."""
+"""Tests of the settings of SSH hosts: those of the user's pool, and those of `ssh -G`."""
 
 import os
 import pwd

@@ -41,7 +41,10 @@ def test_rank_0s_file_is_the_one_that_is_read(base: Path, rank: ProtectedProcess
 
 
 def test_what_every_rank_does_fails_on_none(base: Path, rank: ProtectedProcess) -> None:
-    """If rank 0 was faster, the folder already exists and the files are already gone."""
+    """All ranks create, remove or rename the same paths. Rank 0 was the first.
+
+    So the folder already exists and the files are gone, but other ranks get no error.
+    """
     rank.call(os.mkdir, "folder")
     rank.call(os.remove, "gone.pt")
     rank.call(os.rename, "gone.pt", "renamed.pt")
@@ -95,7 +98,7 @@ def test_writing_elsewhere_is_not_redirected(base: Path, rank: ProtectedProcess)
 def test_libraries_that_open_files_themselves_are_redirected(
     base: Path, rank: ProtectedProcess
 ) -> None:
-    """This rank has only Python's protection, so a write that is not redirected would succeed."""
+    """The system does not protect the store here: a write that is not redirected would succeed."""
     pytest.importorskip("transformers")
     before = tree_of(base / "store")
     rank.call(sights.saves_with_libraries)

@@ -70,7 +70,10 @@ def protected_rank(
 
 
 def refused_of(rank: ProtectedProcess, tried: list[Callable[[], None]], store: Path) -> list[str]:
-    """Run attempts to write, check that none changes the store, and return the refused ones."""
+    """Run attempts to write, and return the names of the attempts that raised an exception.
+
+    Check that no attempt changes the store.
+    """
     before, refused = hash_of(store), []
     for attempt in tried:
         try:
@@ -104,7 +107,7 @@ def test_refuse_refuses_all(base: Path, user: User, which: str) -> None:
 @pytest.mark.fault(42)
 @pytest.mark.parametrize("which", ["mount", "landlock"])
 def test_the_system_alone_refuses_all(base: Path, user: User, which: str) -> None:
-    """The system's protection is complete without the redirection of Python's functions."""
+    """The system's protection refuses all writes, even if Python's functions are not redirected."""
     exempt = [attempts.chmod, attempts.utime] if which == "landlock" else []
     tried = [it for it in [*attempts.PYTHON, *attempts.SYSTEM] if it not in exempt]
     with protected_rank(base, user, protection_of(user, which), writes="none") as rank:

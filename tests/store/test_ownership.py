@@ -29,7 +29,7 @@ from tests.store.travel_rig import Travel, tree_of, wired
 
 @pytest.fixture
 def travel(tmp_path: Path) -> Iterator[Travel]:
-    """Yield a store in which hosts may replace no file of the user."""
+    """Yield a store in which hosts may not replace files of the user."""
     travel = Travel(tmp_path, overwrite=())
     yield travel
     travel.store_server.close()
@@ -37,14 +37,14 @@ def travel(tmp_path: Path) -> Iterator[Travel]:
 
 @pytest.fixture
 def store_server(travel: Travel) -> StoreServer:
-    """Return the store server, for tests that send requests as a hostile host."""
+    """Return the store server. Tests send requests to it directly, as a hostile host can."""
     return travel.store_server
 
 
 def put(
     store_server: StoreServer, path: str, content: bytes = b"from the host", host_rank: int = 0
 ) -> str:
-    """Publish a file in two pieces; return the reason for a refusal, or ""."""
+    """Send a file to the store in two pieces, as a host; return the reason for a refusal, or ""."""
     ask = wired(store_server, host_rank)
     said = [ask(WriteFiles([piece])).get(path, "") for piece in in_two(path, content)]
     return next(filter(None, said), "")
@@ -119,7 +119,10 @@ def test_files_of_runs_are_replaced_and_removed_until_the_user_changes_them(
 
 
 def test_what_a_kill_leaves_is_known_as_a_runs(travel: Travel) -> None:
-    """A file is recorded as a run's before it is put in its place, not at the end of the run."""
+    """The store server records that a run has written a file before it puts the file in place.
+
+    So the record is right even if the server's process is killed during the run.
+    """
     put(travel.store_server, "m.pt")
     record = travel.folder / "state" / "made-by-runs"
     record.write_bytes(record.read_bytes() + b'["torn')
@@ -172,7 +175,7 @@ def test_start_up_files_modules_and_hidden_files_do_not_come_into_the_users_fold
 
 
 def test_a_run_may_put_code_and_hidden_files_into_its_own_folders(travel: Travel) -> None:
-    """Hydra, wandb, zarr, torch's checkpoints, and programs that copy their source do so."""
+    """Examples are Hydra, wandb, zarr, torch's checkpoints, and programs that copy their source."""
     (travel.store / "data.zarr").mkdir()
     (travel.store / "checkpoints").mkdir()
     good = (

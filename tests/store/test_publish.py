@@ -1,4 +1,4 @@
-"""Tests of `taas.save`: a kill or a full disk leaves the old file or the complete new one."""
+"""Tests of `taas.save`: after a kill or on a full disk, the old or the complete new file exists."""
 
 import os
 import random

@@ -1,4 +1,4 @@
-"""Tests of which folders can be the project store, and that only one run uses a store at a time."""
+"""Tests of the choice of the project store, and that only one run at a time can write to it."""
 
 import os
 import subprocess

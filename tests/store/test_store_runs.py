@@ -1,4 +1,4 @@
-"""Tests of the project store in runs: only rank 0 writes, all ranks read, and the receipt."""
+"""Tests of the project store in runs: only rank 0 writes, all ranks read. Also of the receipt."""
 
 import os
 import re
@@ -76,7 +76,9 @@ if os.environ["RANK"] == "1":
 
 
 def test_a_rank_sees_its_own_writes_beside_the_stores_files(notebook: Notebook) -> None:
-    """A rank saves, lists, loads, moves and removes files. Errors name the path that it used.
+    """A rank other than 0 saves, lists, loads, moves and removes files.
+
+    Errors name the path that the rank used.
 
     `os.makedirs(".", exist_ok=True)` writes nothing, so the receipt does not list `.`.
     """
@@ -130,7 +132,10 @@ for path in ("data.lock", "shared/data.lock"):
 
 
 def test_a_lock_that_keeps_no_rank_out_says_so(notebook: Notebook) -> None:
-    """Rank 0's lock and locks in shared folders get no warning: they lock the store's file."""
+    """A rank other than 0 locks its own copy of a file, so it gets a warning.
+
+    Rank 0 and locks in shared folders get no warning, because they lock the store's file.
+    """
     outcome = notebook.run(LOCKS, gpus=2, flags="--shared-writes shared")
     assert outcome.error is None
     warned = {
@@ -351,7 +356,7 @@ def test_a_plain_write_that_fills_the_disk_says_which_and_how_full(
 
 
 def test_what_rank_0_writes_on_this_machine_counts_as_a_runs(notebook: Notebook) -> None:
-    """A later run on a host without the project folder may replace the file."""
+    """So a later run on a host that does not share the project folder may replace the file."""
     (notebook.project / "mine.txt").write_text("mine")
     outcome = notebook.run("open('m.txt', 'w').write('x')")
     assert outcome.error is None

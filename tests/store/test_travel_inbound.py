@@ -18,7 +18,7 @@ from tests.store.travel_rig import Travel, descriptors, files_of, folder, tree_o
 
 
 class Counted:
-    """Function that sends requests to a store server and records the paths that are read."""
+    """Callable that sends requests to a store server, and records the paths that are read."""
 
     def __init__(self, travel: Travel) -> None:
         self._ask = wired(travel.store_server)
@@ -76,7 +76,7 @@ def test_only_what_changed_travels(travel: Travel) -> None:
 
 
 def test_what_was_changed_in_the_mirror_is_mended(travel: Travel) -> None:
-    """docs/faults.md 40: a file that was damaged in the mirror is detected by its hash."""
+    """docs/faults.md 40: hashes show which files of a mirror are damaged; only these are copied."""
     fill(travel.store)
     mirror, _ = travel.mirrored()
     mirror.close()
@@ -101,7 +101,10 @@ def test_what_was_changed_in_the_mirror_is_mended(travel: Travel) -> None:
 
 @pytest.mark.fault(40)
 def test_what_is_flipped_on_its_way_is_asked_for_again(travel: Travel) -> None:
-    """docs/faults.md 40: the hash shows damage; if it persists, an error names the file."""
+    """docs/faults.md 40: a file that is damaged on its way to the host is requested again.
+
+    If it is always damaged, an error names the file.
+    """
     fill(travel.store)
     ask, flips = wired(travel.store_server), 1
 
@@ -129,7 +132,7 @@ def test_what_is_flipped_on_its_way_is_asked_for_again(travel: Travel) -> None:
 
 @pytest.mark.fault(53)
 def test_hostile_names_stay_behind_and_are_named(travel: Travel, tmp_path: Path) -> None:
-    """docs/faults.md 53: hostile names in the user's store."""
+    """docs/faults.md 53: links, special files and hostile names in the store are not copied."""
     store = travel.store
     (tmp_path / "secret").write_text("secret")
     (tmp_path / "outside").mkdir()
@@ -159,7 +162,7 @@ def test_hostile_names_stay_behind_and_are_named(travel: Travel, tmp_path: Path)
 
 
 def test_a_hostile_list_writes_nothing_outside(travel: Travel, tmp_path: Path) -> None:
-    """docs/faults.md 53: hostile names in the list that a host receives."""
+    """docs/faults.md 53: a host skips hostile names in the list of files that it receives."""
     bad = ["../out", "/tmp/out", "a/../../out", "", "a//b", "nul\0", "x" * 300, "ok"]
     entries = [ManifestEntry(path, 1, "0" * 64) for path in bad]
     answers: dict[type[object], object] = {
@@ -281,10 +284,11 @@ def test_any_tree_becomes_any_other(
 
 
 def make(store: Path, files: dict[str, bytes]) -> None:
-    """Replace the content of a store by these files.
+    """Replace all files of a store by `files`.
 
     Args:
-        files: Contents by path. A path that is also the folder of another path is skipped.
+        store: Folder of the store.
+        files: Contents by path. A path is skipped if it is also the folder of another path.
     """
     for path in sorted(store.rglob("*"), reverse=True):
         path.rmdir() if path.is_dir() else path.unlink()
@@ -312,7 +316,7 @@ SECRETS = (
 
 @pytest.mark.fault(75)
 def test_secrets_stay_and_the_first_is_named(travel: Travel) -> None:
-    """docs/faults.md 75: files with secrets are not copied if the store is a home folder."""
+    """docs/faults.md 75: files that may hold secrets are not copied to hosts."""
     make(travel.store, dict.fromkeys((*SECRETS, "train.py", "environment.yml"), b"x"))
     mirror, manifest = travel.mirrored()
     assert files_of(manifest) == {"train.py", "environment.yml"}

@@ -1,4 +1,4 @@
-"""Tests that a kill of a process that publishes files leaves each file old or new, but complete."""
+"""Tests that each file is complete, old or new, after a kill of the pool or the host."""
 
 import fcntl
 import random
@@ -36,7 +36,7 @@ def kill(child: "subprocess.Popen[str]") -> None:
 
 
 def check(store: Path) -> None:
-    """Check that a store has only files that `travel_side.write_all` wrote, each complete."""
+    """Check that each file in a store is a complete version that `travel_side.write_all` wrote."""
     for name, content in tree_of(store).items():
         if content is not None:  # a .new file may arrive before it is renamed
             assert content == content[:1] * travel_side.SIZES[name.removesuffix(".new")], name

@@ -37,7 +37,7 @@ def published(request: FileRequest[Any]) -> list[str]:
 
 
 def is_going_on(request: FileRequest[Any]) -> bool:
-    """Return whether a request has a piece from the middle or the end of a file."""
+    """Return whether a request writes a piece of a file that is not the file's first piece."""
     return isinstance(request, WriteFiles) and any(piece.offset for piece in request.pieces)
 
 
@@ -91,7 +91,7 @@ def test_a_temporary_file_that_is_renamed_is_never_seen(travel: Travel) -> None:
 
 
 def test_many_small_files_fill_no_slow_link(travel: Travel, tmp_path: Path) -> None:
-    """Messages stay small: the host's heartbeats use the same link and must not be late."""
+    """Messages stay small, so that they do not delay the host's heartbeats on the same link."""
     sent: list[int] = []
     ask, aside = wired(travel.store_server), tmp_path / "aside"
     aside.mkdir()
@@ -228,7 +228,7 @@ def test_a_subprocess_and_a_mapped_file_are_seen(travel: Travel) -> None:
 
 
 def test_links_and_devices_do_not_get_out(travel: Travel, tmp_path: Path) -> None:
-    """docs/faults.md 53: hostile names that a rank creates in its mirror."""
+    """docs/faults.md 53: hostile names that a rank creates in its mirror do not reach the store."""
     (tmp_path / "outside").mkdir()
     with travel.running() as mirror:
         (mirror / "link").symlink_to("/etc/passwd")
@@ -250,7 +250,7 @@ def test_links_and_devices_do_not_get_out(travel: Travel, tmp_path: Path) -> Non
 
 @pytest.mark.fault(53)
 def test_a_lying_host_writes_nothing_outside(travel: Travel, tmp_path: Path) -> None:
-    """docs/faults.md 53: hostile names in a host's requests."""
+    """docs/faults.md 53: the store server refuses hostile names in a host's requests."""
     (tmp_path / "outside").mkdir()
     (travel.store / "way-out").symlink_to(tmp_path / "outside")
     (travel.store / "link.txt").symlink_to(tmp_path / "victim")
@@ -288,7 +288,7 @@ def folders(paths: Iterable[str]) -> list[FilePiece]:
 
 
 def in_two(path: str, content: bytes) -> list[FilePiece]:
-    """Return a file as two pieces."""
+    """Return two pieces that together are a file with this content."""
     whole = ManifestEntry(path, len(content), hashlib.sha256(content).hexdigest())
     at = len(content) // 2
     begun = structs.replace(whole, sha256="")
@@ -342,7 +342,7 @@ def test_other_hosts_get_what_rank_0_wrote(travel: Travel) -> None:
 
 
 def test_other_hosts_have_no_folder_that_rank_0_removed_with_all_in_it(travel: Travel) -> None:
-    """The updater handles a folder's paths before a new file with the folder's name arrives."""
+    """A file with the name of a removed folder must reach other hosts, too."""
     for name in ("gone/sub/x", "to-file/sub/x"):
         (travel.store / name).parent.mkdir(parents=True)
         (travel.store / name).touch()
@@ -360,9 +360,12 @@ def test_other_hosts_have_no_folder_that_rank_0_removed_with_all_in_it(travel: T
 
 
 def followed(travel: Travel, news: StoreUpdater, mirror: Path, other: Path) -> Callable[[], bool]:
-    """Return a function that tells whether the store and `other` are equal to rank 0's mirror.
+    """Return a function that updates `other`, and returns whether all copies are equal.
+
+    The copies are the store, rank 0's mirror, and `other`.
 
     Args:
+        travel: Store of the run.
         news: Updater of `other`.
         mirror: Mirror of rank 0's host.
         other: Mirror of another host.
@@ -547,7 +550,7 @@ def test_a_flood_of_files_that_overflows_the_queue_arrives(travel: Travel) -> No
 
 @pytest.mark.fault(36)
 def test_a_full_store_is_said_with_the_file(travel: Travel) -> None:
-    """docs/faults.md 36: rank 0 runs on a host that does not share the store."""
+    """docs/faults.md 36: a note names the file if rank 0 runs on a host with its own mirror."""
     if os.geteuid() != 0:
         pytest.skip("a small disk takes root")
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "none", travel.store], check=True)
@@ -593,7 +596,10 @@ BELIEVED = (
 
 @pytest.mark.fault(75)
 def test_what_others_believe_never_comes_from_a_host(travel: Travel) -> None:
-    """A hostile host sends such files; the store server creates, changes and removes none."""
+    """A hostile host sends files that tools would trust, such as .bashrc.
+
+    The store server creates, changes and removes none of these files.
+    """
     (travel.store / ".taasignore").write_text("cache.bin\n")
     (travel.store / ".bashrc").write_text("mine")
     (travel.store / "taas.toml").write_text("mine")

@@ -1,4 +1,4 @@
-"""Test that the store and other hosts follow random changes of files and folders by rank 0."""
+"""Test that the store and other hosts receive random changes by rank 0 to files and folders."""
 
 import os
 import random
@@ -23,7 +23,7 @@ def any_path(choose: random.Random) -> str:
 
 
 def change(choose: random.Random, root: Path) -> None:
-    """Apply a random change to files or folders in `root`; skip it if it is impossible."""
+    """Apply a random change to files or folders in `root`. Ignore a change that is impossible."""
     path, other = root / any_path(choose), root / any_path(choose)
     what = choose.choice(("write", "write", "make", "remove", "move", "replace"))
     with suppress(OSError):

@@ -43,7 +43,7 @@ def hosts(warm_notebook: Notebook) -> Iterator[Hosts]:
 def settings(
     warm_notebook: Notebook, hosts: Hosts, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Path]:
-    """Create a configuration folder with pools of these hosts; end the pools after the tests."""
+    """Yield a configuration folder with pools of `hosts`; end the pools after the tests."""
     tables = [ssh_pool(name, hosts, numbers, gpus=2) for name, numbers in POOLS.items()]
     toml = '[store]\nlimit = "4MiB"\n' + "".join(tables)
     folder = settings_in(tmp_path_factory.mktemp("config"), toml)
@@ -107,7 +107,10 @@ if os.environ["RANK"] == "0":
 
 @pytest.mark.fault(75)
 def test_secrets_and_what_others_believe_stay_where_they_are(far: Notebook) -> None:
-    """docs/faults.md 75: they are copied in neither direction, and notes name the first of them."""
+    """docs/faults.md 75: secrets are not copied to hosts; files that tools trust do not come back.
+
+    Notes name the first of these files.
+    """
     for path in (".env", ".ssh/id_ed25519", "keys/.netrc"):
         Path(path).parent.mkdir(exist_ok=True)
         Path(path).write_text("secret")
@@ -136,7 +139,10 @@ if os.environ["RANK"] == "0":
 
 @pytest.mark.fault(75)
 def test_files_of_the_user_stay_and_those_of_runs_are_replaced(far: Notebook) -> None:
-    """Files that tools load by themselves do not come back either. Ranks see rank 0's versions."""
+    """New files that tools load by themselves do not come back from the host.
+
+    All ranks see the versions that rank 0 wrote.
+    """
     Path("results.json").write_text("mine")
     Path("train.py").write_text("mine")
     source = """
@@ -236,7 +242,7 @@ def test_too_much_is_refused_with_what_to_do(far: Notebook) -> None:
 
 @pytest.mark.fault(14)
 def test_a_host_that_comes_back_changes_nothing(far: Notebook, hosts: Hosts) -> None:
-    """The run has already ended, and the pool refuses the files that the host still sends."""
+    """A host was cut off until its run was lost. The pool refuses the files that it still sends."""
     source = """
 if rank == 0:
     for number in range(100_000):

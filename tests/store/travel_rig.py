@@ -1,4 +1,4 @@
-"""A store and its hosts' mirrors on one machine; requests are encoded as for the network."""
+"""Store of a run and its hosts' mirrors on one machine, with requests encoded as for a network."""
 
 import gc
 import threading
@@ -23,7 +23,10 @@ _one_at_a_time = threading.Lock()
 
 
 def wired(store_server: StoreServer, host_rank: int = 0) -> SendRequest:
-    """Return a function that sends requests to a store server as a host."""
+    """Return a function that encodes a host's request and passes it to a store server.
+
+    The function returns the server's answer, also encoded and decoded.
+    """
 
     def ask(request: FileRequest[Any]) -> Any:
         asked = from_bytes(to_bytes(request), type(request))
@@ -35,7 +38,7 @@ def wired(store_server: StoreServer, host_rank: int = 0) -> SendRequest:
 
 
 class Travel:
-    """The store of one run, its server, and the mirrors of its hosts.
+    """Store of one run, with its server and the mirrors of its hosts.
 
     Args:
         limit_bytes: Maximum total size of the files to copy.
@@ -62,14 +65,14 @@ class Travel:
         self.notes: list[str] = []
 
     def look_again(self) -> None:
-        """Make the store server list the store again."""
+        """Make the store server list its files again, and wait until the list is complete."""
         listed = self.store_server.answer(0, ListFiles(fresh=True))
         while listed is None:
             threading.Event().wait(0.01)
             listed = self.store_server.answer(0, ListFiles())
 
     def host(self, number: int = 0) -> Mirror:
-        """Reserve a mirror on the host with this number."""
+        """Reserve and return a mirror on the host with this number."""
         return reserve(self.rule.path, "me", self.folder / f"host-{number}")
 
     def mirrored(self, number: int = 0) -> tuple[Mirror, Manifest]:
@@ -78,19 +81,22 @@ class Travel:
 
     @property
     def written(self) -> dict[str, int]:
-        """Bytes of each file that the store has accepted from hosts, by path."""
+        """Size in bytes of each file that the store has accepted from hosts, by path."""
         return {
             file.path: file.bytes for file in self.receipt_builder.build(searches=False).written
         }
 
     @property
     def refused(self) -> dict[str, str]:
-        """Reason for each path that the store has not accepted from hosts."""
+        """For each path that the store has refused from hosts, the reason."""
         return {file.path: file.why for file in self.receipt_builder.build(searches=False).not_sent}
 
     @contextmanager
     def running(self, number: int = 0, shared: tuple[str, ...] | None = None) -> Iterator[Path]:
-        """Yield a host's mirror, as during a run; send all remaining changes after the block."""
+        """Yield a host's mirror, and send changes in it to the store, as during a run.
+
+        When the block ends, send all remaining changes.
+        """
         mirror, _ = self.mirrored(number)
         ask = wired(self.store_server, number)
         self.outbound = MirrorSender(mirror, ask, self.notes.append, self.receipt_builder, shared)

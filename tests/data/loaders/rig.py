@@ -202,7 +202,7 @@ class Seen:
         self._seen: dict[Part, list[SeenByCase] | Exception] = {}
 
     def of(self, module: ModuleType, name: str) -> SeenBySetting:
-        """Return a case's results by setting: for each setting, a list with a dict for each rank."""
+        """Return a dict from each setting in which a case runs to the results of that cell."""
         parts = [part for part in parts_of(module) if name in part.names]
         return {part.setting: self.of_part(part) for part in parts}
 

@@ -238,7 +238,7 @@ def loaded_twice(loader):
 
 
 def loaded_and_asked_again(loader):
-    """Save a state directly after loading one, load the saved state, and return the next batches."""
+    """Save a state directly after loading one, load it again, and return the next batches."""
     next(iter(loader))
     loader.load_state_dict(loader.state_dict())
     loader.load_state_dict(loader.state_dict())
