@@ -48,7 +48,7 @@ Job Id: 14.server
 """
 
 
-def test_squeue_is_read() -> None:
+def test_the_output_of_squeue_is_parsed() -> None:
     jobs = parse_squeue(SQUEUE)
     assert {job_id: job.ended for job_id, job in jobs.items()} == {
         "17": False,
@@ -62,7 +62,7 @@ def test_squeue_is_read() -> None:
     assert jobs["21"].reason == "ReqNodeNotAvail, UnavailableNodes:n[1-2]"
 
 
-def test_qstat_is_read_with_its_broken_lines() -> None:
+def test_the_output_of_qstat_is_parsed_also_with_broken_lines() -> None:
     jobs = parse_qstat(QSTAT)
     reason = "Not Running: Insufficient amount of resource: ngpus (R: 2 A: 0 T: 8)"
     assert jobs["12"] == BatchJob("12", "QUEUED", reason, ended=False)
@@ -71,7 +71,7 @@ def test_qstat_is_read_with_its_broken_lines() -> None:
 
 
 @pytest.mark.parametrize("parse", [parse_squeue, parse_qstat])
-def test_what_is_no_answer_has_no_jobs(parse: Callable[[str], dict[str, BatchJob]]) -> None:
+def test_text_that_is_no_report_has_no_jobs(parse: Callable[[str], dict[str, BatchJob]]) -> None:
     assert parse("slurm_load_jobs error: x\n|\n\nJob") == {}
 
 
@@ -180,7 +180,7 @@ def test_pbs_is_asked_for_jobs_that_wait_run_and_have_ended(pbs: Pbs) -> None:
     asyncio.run(live())
 
 
-def test_the_tail_is_of_the_jobs_own_file(tmp_path: Path) -> None:
+def test_the_tail_of_a_jobs_output_is_from_its_own_file(tmp_path: Path) -> None:
     (tmp_path / "taas-1.err").write_text("one\n")
     (tmp_path / "taas-12.err").write_text("\n".join(map(str, range(40))))
     (tmp_path / "taas-12.out").write_text("")

@@ -59,19 +59,19 @@ def pool(request: pytest.FixtureRequest) -> PoolConfig:
     return POOLS[request.param]
 
 
-def test_capacity_takes_no_host(pool: PoolConfig) -> None:
+def test_the_capacity_is_known_without_a_host(pool: PoolConfig) -> None:
     capacity = find_engine(pool).capacity()
     assert capacity.cores >= 1
     assert capacity.gpus >= 0
 
 
-def test_settings_override_what_is_found(pool: PoolConfig) -> None:
+def test_settings_override_the_gpus_and_cores_that_were_found(pool: PoolConfig) -> None:
     told = PoolConfig(pool.name, engine=pool.engine, gpus=3, cores=5)
     capacity = find_engine(told).capacity()
     assert (capacity.gpus, capacity.cores) == (3, 5)
 
 
-def test_hosts_come_are_given_back_and_come_again(pool: PoolConfig, tmp_path: Path) -> None:
+def test_hosts_can_be_requested_again_after_their_release(pool: PoolConfig, tmp_path: Path) -> None:
     async def live() -> None:
         engine = find_engine(pool)
         engine.prepare()  # starts the first host early; the second host starts on request
@@ -104,7 +104,7 @@ WHY = {"ssh": "host gpu1: KeyError: 'odd'", "slurm": "could not start a host: .*
 
 
 @pytest.mark.parametrize("name", NOWHERE)
-def test_a_host_that_fails_in_an_unforeseen_way_is_said_each_time(
+def test_an_unforeseen_error_of_a_host_is_raised_at_each_request(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every request for a host raises the error. Otherwise, a restarted run would wait forever."""
@@ -127,7 +127,7 @@ def test_a_host_that_fails_in_an_unforeseen_way_is_said_each_time(
     asyncio.run(ask())
 
 
-def test_an_unknown_engine_is_refused_with_those_that_are() -> None:
+def test_an_unknown_engine_is_refused_and_the_known_ones_are_listed() -> None:
     with pytest.raises(UsageError, match=r'no engine "x". There are local, ssh'):
         find_engine(PoolConfig("p", engine="x"))
 

@@ -102,7 +102,7 @@ def test_it_is_stored_with_its_outputs() -> None:
     check(notebook)
 
 
-def test_its_cells_need_none_of_what_guides_have_users_write() -> None:
+def test_the_cells_lack_the_setup_that_guides_require() -> None:
     notebook = nbformat.read(STORED, as_version=4)
     source = "\n".join(cell.source for cell in notebook.cells if cell.cell_type == "code")
     assert not [word for word in NEEDS_NONE_OF if word in source]

@@ -26,7 +26,7 @@ def first(outcome: Outcome) -> dict[str, object]:
     return failure
 
 
-def test_ranks_lie_on_hosts_in_order_and_meet(several: Notebook) -> None:
+def test_ranks_are_placed_on_hosts_in_order_and_form_one_process_group(several: Notebook) -> None:
     source = """
 total = torch.tensor([float(rank)])
 dist.all_reduce(total)
@@ -42,7 +42,9 @@ int(total)
     assert sorted(outcome.run.hosts) == sorted(hosts)
 
 
-def test_ranks_of_a_fast_host_stay_until_all_are_done(several: Notebook) -> None:
+def test_ranks_of_a_fast_host_stay_until_the_ranks_of_all_hosts_have_ended(
+    several: Notebook,
+) -> None:
     source = """
 word = torch.full((4,), 7.0)
 if rank == 0:
@@ -159,7 +161,7 @@ print("attempt", attempt)
     assert len(hosts) == 6 and len(set(hosts)) == 3  # the new host has the lost host's name
 
 
-def test_a_host_that_replaces_another_has_what_is_left_of_the_time(several: Notebook) -> None:
+def test_a_host_that_replaces_another_gets_the_rest_of_the_time_limit(several: Notebook) -> None:
     source = """
 import os, psutil, time
 if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
@@ -240,7 +242,9 @@ print("done")
 
 
 @pytest.mark.nightly
-def test_a_rank_0_that_nobody_hears_is_gone_before_another_starts(several: Notebook) -> None:
+def test_the_rank_0_of_a_silent_host_is_gone_before_another_rank_0_starts(
+    several: Notebook,
+) -> None:
     source = """
 import contextlib, os, psutil, signal, time
 if os.environ["RANK"] == "0" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":

@@ -39,7 +39,7 @@ def test_a_host_is_given_back_once_it_was_idle_for_long_enough() -> None:
     assert not pool.meter.is_in_use(pool.hosts[1])
 
 
-def test_a_host_that_was_just_taken_stays() -> None:
+def test_a_host_that_was_just_acquired_is_not_released() -> None:
     pool = Pool()
     pool.pass_s(29)
     for host in pool.hosts:
@@ -49,7 +49,7 @@ def test_a_host_that_was_just_taken_stays() -> None:
     assert pool.pass_s(1)
 
 
-def test_a_run_begins_the_idle_time_anew() -> None:
+def test_a_run_resets_the_idle_time() -> None:
     pool = Pool()
     pool.pass_s(50)
     for host in pool.hosts:
@@ -67,7 +67,7 @@ def test_without_a_timeout_hosts_stay() -> None:
     assert not pool.pass_s(1e9)
 
 
-def test_gpu_hours_count_hosts_that_are_gone() -> None:
+def test_gpu_hours_include_hosts_that_have_left() -> None:
     pool = Pool()
     pool.hosts[0].runs.add("run")
     pool.pass_s(1800)
@@ -82,7 +82,7 @@ def test_gpu_hours_count_hosts_that_are_gone() -> None:
 
 @pytest.mark.nightly
 @pytest.mark.usefixtures("no_leftovers")
-def test_an_idle_host_of_a_real_pool_goes_and_comes_again(tmp_path: Path) -> None:
+def test_an_idle_host_of_a_real_pool_is_released_and_requested_again(tmp_path: Path) -> None:
     pool = RealPool(PoolConfig("thrifty", idle_timeout_s=6.0), tmp_path)
     connection = pool.open()
     try:

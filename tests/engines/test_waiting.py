@@ -57,13 +57,13 @@ def look(vehicles: Vehicles, up: Collection[str] = (), agents: Collection[str] =
     return asyncio.run(vehicles.describe_awaited(["hpc-0"], up, agents))
 
 
-def test_what_is_said_follows_the_job(vehicles: Vehicles) -> None:
+def test_the_report_follows_the_state_of_the_batch_job(vehicles: Vehicles) -> None:
     assert look(vehicles) == ["hpc-0: Slurm job 1 PENDING (Resources)"]
     assert "the agent starts" in look(vehicles, up=["hpc-0"])[0]
     assert look(vehicles, up=["hpc-0"], agents=["hpc-0"]) == []
 
 
-def test_a_job_that_ends_early_is_an_error_once(vehicles: Vehicles, system: Told) -> None:
+def test_a_batch_job_that_ends_early_raises_one_error(vehicles: Vehicles, system: Told) -> None:
     (Path(str(vehicles._output)) / "taas-1.err").write_text("no module named torch\n")
     system.jobs["1"] = FAILED
     with pytest.raises(
@@ -80,19 +80,19 @@ def test_a_job_that_the_system_has_forgotten_has_ended(vehicles: Vehicles, syste
         look(vehicles)
 
 
-def test_jobs_that_nobody_wants_any_more_may_end(vehicles: Vehicles, system: Told) -> None:
+def test_a_batch_job_that_is_not_needed_any_more_may_fail(vehicles: Vehicles, system: Told) -> None:
     vehicles.forget(kept=[])
     system.jobs["1"] = FAILED
     assert look(vehicles) == ["hpc-0: requested"]
 
 
-def test_a_job_whose_host_has_served_may_end(vehicles: Vehicles, system: Told) -> None:
+def test_a_batch_job_whose_host_has_joined_may_end(vehicles: Vehicles, system: Told) -> None:
     system.jobs["1"] = BatchJob("1", "TIMEOUT", "TimeLimit", ended=True)
     assert asyncio.run(vehicles.why_lost("hpc-0")) == "Slurm job 1 is TIMEOUT (TimeLimit)"
     assert look(vehicles) == ["hpc-0: requested"]
 
 
-def test_a_lost_hosts_job_is_given_time_to_settle(
+def test_the_state_of_a_lost_hosts_batch_job_is_awaited_for_a_while(
     vehicles: Vehicles, system: Told, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     system.jobs["1"] = RUNNING
@@ -108,14 +108,14 @@ def test_a_lost_hosts_job_is_given_time_to_settle(
 
 
 @pytest.mark.parametrize("worker", [object(), Submitted("")])
-def test_without_a_batch_system_there_is_little_to_say(worker: Any) -> None:
+def test_without_a_batch_system_the_report_only_says_requested(worker: Any) -> None:
     vehicles = Vehicles(None, None)
     vehicles.record_jobs([("hpc-0", worker)])
     assert look(vehicles) == ["hpc-0: requested"]
     assert asyncio.run(vehicles.why_lost("hpc-0")) == ""
 
 
-def test_a_system_that_cannot_be_asked_ends_no_wait(tmp_path: Path) -> None:
+def test_a_batch_system_that_cannot_be_asked_ends_no_wait(tmp_path: Path) -> None:
     class Silent(Told):
         async def query(self, job_ids: Collection[str]) -> dict[str, BatchJob]:
             raise OSError("slurm_load_jobs error")

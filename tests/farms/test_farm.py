@@ -123,7 +123,7 @@ def test_a_job_that_raises_fails_with_its_traceback_in_the_notebooks_lines(
     assert "taas_magic" not in shown
 
 
-def test_a_job_is_called_again_as_often_as_it_may(
+def test_a_job_that_raises_is_repeated_as_often_as_retries_allows(
     farm: Farm, names: dict[str, Any], tmp_path: Path
 ) -> None:
     once = names["once"]
@@ -154,7 +154,7 @@ def test_a_job_reads_the_store_and_saves_to_its_own_folder(
     assert not (planted.project / "stray.txt").exists()
 
 
-def test_what_is_kept_out_of_the_store_is_gone_with_its_job(
+def test_files_that_are_kept_out_of_the_store_are_removed_with_their_job(
     farm: Farm, names: dict[str, Any]
 ) -> None:
     jobs = farm.map(names["leave_stray"], range(20))
@@ -307,7 +307,7 @@ def nodes_of(farm: Farm) -> list[NodeUpdate]:
     return list(farm.status().nodes.values())
 
 
-def test_a_job_that_ends_while_it_is_submitted_is_heard(
+def test_the_result_of_a_job_that_ends_during_its_submission_arrives(
     farm: Farm, names: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     submit, train = farm._client.map, names["train"]
@@ -409,7 +409,7 @@ def test_a_node_reaches_no_file_outside_of_its_jobs_folders(farm: Farm, tmp_path
 
 
 @pytest.mark.parametrize(("how", "code"), [("exit", 3), ("raise", 1), ("return", 0)])
-def test_a_child_that_a_job_forks_ends_as_one_of_a_program(
+def test_a_child_that_a_job_forks_ends_like_a_child_of_a_program(
     farm: Farm, names: dict[str, Any], how: str, code: int
 ) -> None:
     job = farm.submit(names["fork_and"], how)
@@ -423,7 +423,7 @@ def test_a_child_that_a_job_forks_ends_as_one_of_a_program(
 @pytest.mark.parametrize(
     "how", ["another session", "another group", "another group, and the job dies"]
 )
-def test_a_child_that_a_job_leaves_is_ended_wherever_it_is(
+def test_a_child_that_a_job_leaves_is_ended_even_in_another_process_group_or_session(
     farm: Farm, names: dict[str, Any], tmp_path: Path, how: str
 ) -> None:
     path = tmp_path / "pid"
@@ -476,7 +476,7 @@ def test_a_job_finds_what_the_notebook_has_set_and_edited_before_it_was_submitte
     assert found == [[f"torch.float{(64, 32)[number % 2]}", number] for number in range(4)]
 
 
-def test_a_registered_loader_is_an_ordinary_one_in_a_job(
+def test_a_registered_loader_is_an_ordinary_loader_in_a_job(
     planted: Notebook, farm: Farm, names: dict[str, Any]
 ) -> None:
     planted.define("""
@@ -489,7 +489,7 @@ taas.unregister(loader)
     assert names["sums"] == [15, 15]
 
 
-def test_a_listener_may_wait_for_jobs_and_leave(
+def test_a_listener_may_wait_for_jobs_and_call_sys_exit(
     planted: Notebook, farm: Farm, names: dict[str, Any]
 ) -> None:
     planted.define("""
@@ -616,7 +616,7 @@ job = gives_up.submit(len, Slow())
     names["gives_up"].close()
 
 
-def test_bounds_that_a_pool_cannot_keep_are_refused(several: Notebook) -> None:
+def test_numbers_of_nodes_and_gpus_that_a_pool_does_not_have_are_refused(several: Notebook) -> None:
     with pytest.raises(UsageError, match=r"0 <= least <= most <= 3"):
         taas.farm("many", nodes=(1, 9))
     with pytest.raises(UsageError, match=r"0 <= least <= most <= 3.*; got 'x'"):
@@ -731,7 +731,7 @@ def test_the_table_has_nodes_jobs_their_hosts_and_last_lines() -> None:
     assert "node-0" not in mime_bundle(closed)["text/plain"]
 
 
-def test_jobs_of_a_node_that_is_lost_wait_again() -> None:
+def test_jobs_of_a_lost_node_are_queued_again() -> None:
     state = farm_state()
     why = f"killed; its log says why ({'/long' * 30}/rank-0.log)"
     state.apply(NodeUpdate("node-0", "lost", why))
@@ -750,7 +750,7 @@ def test_a_job_that_has_ended_neither_runs_nor_waits_again() -> None:
     assert job.state == "cancelled"
 
 
-def test_what_is_left_to_do_is_estimated_by_what_was_done() -> None:
+def test_the_remaining_time_is_estimated_from_the_finished_jobs() -> None:
     state = farm_state()
     assert state.eta_s() is None
     state.jobs["train-1"].set_outcome(None)
@@ -759,7 +759,7 @@ def test_what_is_left_to_do_is_estimated_by_what_was_done() -> None:
     assert state.eta_s() == 4.0
 
 
-def test_what_is_told_late_does_not_turn_a_node_back() -> None:
+def test_a_late_update_does_not_return_a_node_to_an_earlier_state() -> None:
     state = farm_state()
     state.apply(NodeUpdate("node-0", "starting", host="h2"))
     assert [(node.state, node.host) for node in state.ready] == [("ready", "h2")]

@@ -34,7 +34,9 @@ SINCE = "/srv/since"
 """A file that is created on each host before the test, to find the files that are newer."""
 
 
-def test_what_main_returns_is_written_down(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_return_value_of_main_is_written_to_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from flwr.serverapp import ServerApp
 
     monkeypatch.setenv(RESULT, str(tmp_path / "result"))
@@ -44,7 +46,7 @@ def test_what_main_returns_is_written_down(tmp_path: Path, monkeypatch: pytest.M
     assert b"the context" in (tmp_path / "result").read_bytes()
 
 
-def test_what_apps_are_told_arrives() -> None:
+def test_the_configuration_of_apps_arrives_unchanged() -> None:
     import tomli
 
     from taas_magic.federation.programs import _bundle
@@ -127,9 +129,7 @@ def holding(hosts: Hosts, number: int, text: str) -> list[str]:
 
 
 @pytest.mark.network
-def test_data_stays_where_it_is_and_what_was_learned_comes_back(
-    sites: Notebook, hosts: Hosts
-) -> None:
+def test_data_stays_on_its_host_and_the_result_comes_back(sites: Notebook, hosts: Hosts) -> None:
     (sites.project / "notes.txt").write_text(mark := secrets.token_hex(16))
     texts = {number: secrets.token_hex(16) * number for number in (1, 2)}
     for number, text in texts.items():
@@ -155,7 +155,9 @@ def test_data_stays_where_it_is_and_what_was_learned_comes_back(
 
 
 @pytest.mark.network
-def test_a_host_without_a_word_in_per_host_is_named(sites: Notebook, hosts: Hosts) -> None:
+def test_an_unknown_host_in_per_host_is_refused_and_the_hosts_are_listed(
+    sites: Notebook, hosts: Hosts
+) -> None:
     listed = f'the hosts of pool "sites" are {", ".join(hosts.names)}'
     with pytest.raises(UsageError, match=f"per_host names elsewhere; {listed}"):
         federate(sites, {"elsewhere": {"data": "/etc/hosts"}}, rounds=1, timeout=60)
@@ -186,7 +188,7 @@ def test_a_host_that_fails_before_it_takes_part_ends_the_run(sites: Notebook) ->
 
 @pytest.mark.nightly
 @pytest.mark.network
-def test_the_others_go_on_without_a_client_that_is_lost(
+def test_the_other_hosts_continue_without_a_lost_client(
     sites: Notebook, hosts: Hosts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def trains_on_another_host(event: Line) -> bool:

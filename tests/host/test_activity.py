@@ -31,7 +31,7 @@ AT_FIRST = ResourceUsage(0.0, 1.0, 10, frozenset({7}))
         ({"pids": frozenset({7, 8})}, 30.0),
     ],
 )
-def test_any_work_starts_the_clock_again(change: dict[str, object], expected_s: float) -> None:
+def test_any_work_resets_the_idle_time(change: dict[str, object], expected_s: float) -> None:
     later = AT_FIRST._replace(at_s=30.0, **change)  # type: ignore[arg-type]
     assert idle_s(AT_FIRST, later, later._replace(at_s=60.0)) == expected_s
 
@@ -57,7 +57,7 @@ def test_a_process_that_sleeps_is_idle_and_one_that_computes_is_not(
         assert own.idle_s() == 0, "it reads /proc"
 
 
-def test_a_start_ends_with_its_mark_or_when_nothing_is_done_or_it_is_stopped(
+def test_waiting_for_a_start_ends_at_its_mark_or_if_the_process_is_idle_or_stopped(
     sleeper: "subprocess.Popen[bytes]", monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with sleeper:

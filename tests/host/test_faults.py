@@ -98,7 +98,7 @@ def test_a_run_takes_no_port_that_another_program_has(notebook: Notebook) -> Non
         assert notebook.run(ALL_REDUCE + source).error is None
 
 
-def test_an_abort_in_native_code_shows_its_last_words(notebook: Notebook) -> None:
+def test_an_abort_in_native_code_shows_its_last_output(notebook: Notebook) -> None:
     source = "os.write(2, b'terminate called: bad thing\\n')\nos.abort()\n"
     outcome = notebook.run("import os\n" + source, gpus=1)
     assert first(outcome)["signal"] == "SIGABRT"
@@ -138,11 +138,11 @@ def test_leaving_early_is_no_success(notebook: Notebook) -> None:
     assert first(outcome)["how"] == "left"
 
 
-def test_all_ranks_may_leave_by_exit(notebook: Notebook) -> None:
+def test_a_run_succeeds_if_all_ranks_call_sys_exit_0(notebook: Notebook) -> None:
     assert notebook.run("import sys\nprint('bye')\nsys.exit(0)\n").error is None
 
 
-def test_os_exit_is_no_success(notebook: Notebook) -> None:
+def test_a_rank_that_calls_os_exit_fails(notebook: Notebook) -> None:
     outcome = notebook.run("import os\nos._exit(0)\n", gpus=1)
     assert first(outcome)["how"] == "exit"
 
@@ -354,7 +354,7 @@ def arrive():
     assert outcome.lines == {}
 
 
-def test_an_interrupt_between_the_cell_and_the_end_of_its_rank_shows_no_traceback(
+def test_a_keyboard_interrupt_between_the_cell_and_the_end_of_its_rank_shows_no_traceback(
     notebook: Notebook,
 ) -> None:
     source = """
@@ -407,7 +407,7 @@ time.sleep(600)
     assert signal.getsignal(signal.SIGINT) == before
 
 
-def test_a_dead_pool_is_told_and_replaced(notebook: Notebook) -> None:
+def test_a_killed_pools_process_is_reported_and_replaced(notebook: Notebook) -> None:
     source = """
 import os, psutil, time
 pool = next(it for it in psutil.Process().parents() if 'pool.process' in str(it.cmdline()))

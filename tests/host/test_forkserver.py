@@ -56,7 +56,7 @@ def test_a_disk_that_is_full_during_the_import_does_not_end_the_forkserver(tmp_p
     play(tmp_path, "import_with_a_full_disk", pause_s=0.01)
 
 
-def test_an_import_that_does_nothing_is_given_up_by_name(tmp_path: Path) -> None:
+def test_a_forkserver_whose_import_hangs_is_given_up_and_the_module_named(tmp_path: Path) -> None:
     play(tmp_path, "give_up_an_import", pause_s=600)
 
 

@@ -53,9 +53,7 @@ def test_a_rank_has_horovodruns_variables() -> None:
 
 
 @pytest.mark.parametrize(("local_rank", "hosts"), [(0, 3), (1, 3), (2, 2)])
-def test_of_uneven_hosts_only_the_larger_ones_have_a_last_place(
-    local_rank: int, hosts: int
-) -> None:
+def test_the_cross_size_counts_only_hosts_with_this_local_rank(local_rank: int, hosts: int) -> None:
     """Three hosts have 3, 3 and 2 ranks: only two of them have a local rank 2."""
     places = {"RANK": local_rank, "WORLD_SIZE": 8, "LOCAL_RANK": local_rank, "LOCAL_WORLD_SIZE": 3}
     found = horovod_variables(environ(**places, GROUP_RANK=0, GROUP_WORLD_SIZE=3), "4711")
@@ -81,14 +79,16 @@ def test_a_first_host_without_horovod_is_named(meeting: Rendezvous) -> None:
 
 
 @needs_horovod
-def test_ranks_of_one_host_add_up(notebook: Notebook) -> None:
+def test_horovod_sums_over_the_ranks_of_one_host(notebook: Notebook) -> None:
     outcome = notebook.run(SUM)
     assert outcome.error is None, outcome.shown
     assert outcome.lines == {rank: [f"{rank} 2 {rank} 2 0 1.0"] for rank in range(2)}
 
 
 @needs_horovod
-def test_ranks_of_several_hosts_add_up_also_after_a_restart(several: Notebook) -> None:
+def test_horovod_sums_over_the_ranks_of_several_hosts_also_after_a_restart(
+    several: Notebook,
+) -> None:
     outcome = several.run(SUM + DIES_ONCE, "--pool many --max-restarts 1", gpus=4)
     assert outcome.error is None, outcome.shown
     said = {rank: f"{rank} 4 {rank % 2} 2 {rank // 2} 6.0" for rank in range(4)}

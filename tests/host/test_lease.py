@@ -28,7 +28,7 @@ def test_a_lease_that_nobody_renews_expires() -> None:
     assert Expiring(0.3).lasted_s() >= 0.3
 
 
-def test_answers_renew_it_from_the_time_the_beat_was_sent() -> None:
+def test_an_answer_renews_the_lease_from_the_time_the_beat_was_sent() -> None:
     seen = Expiring(60.0)
     time.sleep(0.01)  # the lease must begin before the beat is sent
     beat = time.monotonic()
@@ -38,7 +38,7 @@ def test_answers_renew_it_from_the_time_the_beat_was_sent() -> None:
     assert not seen.expired.is_set()
 
 
-def test_only_answers_to_beats_that_were_sent_count_and_each_once() -> None:
+def test_a_repeated_answer_or_one_without_a_beat_does_not_renew_the_lease() -> None:
     seen = Expiring(0.5)
     beat = time.monotonic()
     seen.lease.renew(beat)
@@ -49,7 +49,7 @@ def test_only_answers_to_beats_that_were_sent_count_and_each_once() -> None:
     assert seen.lasted_s() >= 0.5
 
 
-def test_an_answer_that_is_overtaken_does_not_shorten_it() -> None:
+def test_a_late_answer_to_an_earlier_beat_does_not_shorten_the_lease() -> None:
     seen = Expiring(5.0)
     early, late = time.monotonic(), time.monotonic()
     seen.lease.renew(late)
@@ -58,11 +58,11 @@ def test_an_answer_that_is_overtaken_does_not_shorten_it() -> None:
     assert seen.lease._good_until == until
 
 
-def test_beats_are_several_to_a_lease() -> None:
+def test_a_host_sends_several_beats_in_each_lease() -> None:
     assert HostLease(8.0, lambda: None).beat_s == 8.0 / BEATS_PER_LEASE
 
 
-def test_a_process_whose_event_loop_hangs_ends() -> None:
+def test_a_process_whose_event_loop_hangs_ends_when_its_lease_expires() -> None:
     code = """
 import asyncio, functools, time
 from taas_magic.host.agent_worker import HostLease, end_agent

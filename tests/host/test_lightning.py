@@ -35,7 +35,7 @@ def by_csv_logger(folder: Path) -> Series:
     return found
 
 
-def test_ranks_record_what_a_logger_of_lightning_gets(notebook: Notebook) -> None:
+def test_ranks_record_the_same_scalars_as_lightnings_csv_logger(notebook: Notebook) -> None:
     outcome = notebook.run(TRAININGS)
     assert outcome.error is None and outcome.run is not None, outcome.shown
     recorded: dict[str, Series] = {name: {} for name in NAMES}

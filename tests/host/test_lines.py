@@ -97,11 +97,11 @@ def nested() -> bytes:
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 100_000])
-def test_nested_bars_are_no_lines_before_their_end(size: int) -> None:
+def test_nested_progress_bars_give_no_line_before_their_end(size: int) -> None:
     assert assemble(nested(), [size], 1000) == [OUTER.format(2), "after"]
 
 
-def test_nested_bars_that_stay_are_a_line_each_when_they_are_done() -> None:
+def test_a_finished_nested_bar_that_stays_visible_gives_one_line() -> None:
     data = f"\r{OUTER.format(0)}\n\r{INNER.format(1)}\x1b[A\r{DONE}\n\r{OUTER.format(1)}\n"
     assert assemble(data.encode(), [3], 1000) == [DONE, OUTER.format(1)]
 
@@ -153,7 +153,7 @@ def test_progress_does_not_depend_on_how_bytes_are_chunked(data: bytes, cut: int
 
 
 @given(st.lists(st.text(st.characters(blacklist_characters="\r\n", codec="utf-8"))))
-def test_nothing_is_lost(lines: list[str]) -> None:
+def test_every_short_line_arrives_unchanged(lines: list[str]) -> None:
     data = "".join(f"{line}\n" for line in lines).encode()
     assert assemble(data, [5], limit_bytes=10_000) == lines
 
@@ -197,7 +197,7 @@ def test_a_progress_bar_without_end_takes_bounded_memory() -> None:
     assert assembler.feed(b"\n") == [" 50%|#####     |"]
 
 
-def test_a_usual_cell_passes_whole_and_cheaply() -> None:
+def test_output_of_usual_size_passes_complete_in_little_time() -> None:
     data = b"".join(b"%079d\n" % i for i in range(10_000))
     began_s = time.process_time()
     for _ in range(2):
@@ -223,7 +223,7 @@ def test_a_flood_is_bounded_and_counted() -> None:
     assert len(budget.admit(["é" * 249] * 25)) == 2  # each line has 499 bytes with its newline
 
 
-def test_a_clock_that_goes_back_gives_nothing() -> None:
+def test_a_clock_that_is_set_back_does_not_enlarge_the_log_budget() -> None:
     clock = Clock()
     budget = LogBudget(clock, burst=(10, 10), per_s=(1, 1))
     budget.admit(["x"] * 5)
@@ -231,7 +231,7 @@ def test_a_clock_that_goes_back_gives_nothing() -> None:
     assert budget.admit(["x"]) == []
 
 
-def test_errors_pass_when_the_rest_is_dropped() -> None:
+def test_tracebacks_pass_when_other_lines_are_dropped() -> None:
     budget = LogBudget(Clock(), burst=(1000, 10), per_s=(0, 0))
     error = [
         "Traceback (most recent call last):",
@@ -258,7 +258,7 @@ def test_the_tail_remembers_dropped_lines() -> None:
     assert budget.tail == [str(i) for i in range(80, 100)]
 
 
-def test_a_nested_bar_is_progress_until_it_stays() -> None:
+def test_a_nested_bar_that_is_erased_gives_progress_but_no_line() -> None:
     assembler = LineAssembler()
     lines = assembler.feed(b"outer 0%\n")
     for step in range(3):

@@ -11,7 +11,7 @@ import pytest
 from tests.harness import ANSI, Notebook, on_event
 
 
-def test_output_below_python_is_caught(notebook: Notebook) -> None:
+def test_output_of_c_code_descriptors_and_programs_is_captured(notebook: Notebook) -> None:
     source = """
 import ctypes, os, subprocess
 print("python", flush=True)
@@ -37,7 +37,9 @@ def test_many_lines_of_many_ranks_arrive_whole_and_in_order(notebook: Notebook) 
         assert outcome.run is not None and outcome.run.logs(rank).splitlines() == expected
 
 
-def test_equal_lines_are_shown_once(notebook: Notebook, capsys: pytest.CaptureFixture[str]) -> None:
+def test_equal_lines_of_several_ranks_are_shown_as_one(
+    notebook: Notebook, capsys: pytest.CaptureFixture[str]
+) -> None:
     source = """
 import torch.distributed as dist
 dist.init_process_group("gloo")
@@ -54,7 +56,9 @@ for step in range(50):
     assert len(shown) < 150
 
 
-def test_chosen_ranks_only(notebook: Notebook, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_flag_logs_shows_only_the_chosen_ranks(
+    notebook: Notebook, capsys: pytest.CaptureFixture[str]
+) -> None:
     outcome = notebook.run("import os\nprint('rank is', os.environ['RANK'])", "--logs 1")
     shown = capsys.readouterr().out
     assert "rank is 1" in shown and "rank is 0" not in shown
@@ -113,7 +117,7 @@ for byte in "grün\n".encode() + b"\xff\xfe bad\n" + b"50%\r100%\n" + b"\x1b[31m
     assert outcome.lines[0] == ["grün", "\ufffd\ufffd bad", "100%", "\x1b[31mred\x1b[0m"]
 
 
-def test_progress_redraws_in_place(
+def test_a_redrawn_line_gives_progress_events_and_one_log_line(
     notebook: Notebook, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     go = tmp_path / "go"

@@ -7,13 +7,13 @@ import sys
 from taas_magic.host.spec import Origin, environ_changes, users_path
 
 
-def test_only_what_changed_travels() -> None:
+def test_only_changed_environment_variables_are_sent() -> None:
     before = {"HOME": "/root", "PATH": "/bin", "EMPTY": "", "OLD": "1", "LIST": "a=b"}
     now = {"HOME": "/root", "PATH": "/bin:/opt", "EMPTY": "", "LIST": "a=b", "NEW": "x"}
     assert environ_changes(before, now) == {"PATH": "/bin:/opt", "NEW": "x", "OLD": None}
 
 
-def test_the_hosts_own_environment_holds_but_for_the_changes() -> None:
+def test_a_rank_gets_its_hosts_environment_with_the_notebooks_changes() -> None:
     own = {"HOME": "/home/me", "CUDA_VISIBLE_DEVICES": "3", "OLD": "2"}
     origin = Origin("/x", {"HOME": "/root"}, (), changed={"NEW": "x", "OLD": None})
     assert origin.environ_on(own) == {
@@ -23,7 +23,7 @@ def test_the_hosts_own_environment_holds_but_for_the_changes() -> None:
     }
 
 
-def test_a_process_knows_what_it_changed() -> None:
+def test_a_process_can_list_the_environment_variables_that_it_changed() -> None:
     code = """
 import os
 import psutil
@@ -39,12 +39,12 @@ print(environ_changes(psutil.Process().environ(), os.environ))
     assert done.stdout.strip() == "{'ADDED': '1', 'GONE': None}"
 
 
-def test_the_path_of_interpreter_and_packages_stays() -> None:
+def test_import_paths_of_the_interpreter_and_of_packages_are_not_sent() -> None:
     path = ["/venv/lib/python3.11", "/usr/lib/python311.zip", "/x/site-packages", "/home/me/lib"]
     assert users_path(path, ["/venv", "/usr"]) == ["/home/me/lib"]
 
 
-def test_folders_of_the_user_beside_the_interpreters_own_are_the_users() -> None:
+def test_import_paths_of_the_user_below_an_interpreters_prefix_are_sent() -> None:
     """Users have folders below /usr, the prefix of a system's Python, and below conda's prefix."""
     own = ["/usr/lib/python3.11", "/usr/lib/python3.11/lib-dynload", "/usr/bin", "/opt/conda/bin"]
     users = ["/usr/local/work", "/usr/src/app", "/opt/conda/work"]

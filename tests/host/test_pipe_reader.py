@@ -88,7 +88,7 @@ def test_a_traceback_is_in_the_log_once_after_what_was_written_before(rank: Rank
     assert rank.log.read_text() == "before\nno end\nTraceback\nValueError: bad\nafter\n"
 
 
-def test_a_traceback_comes_into_the_log_of_a_rank_that_has_closed_it(rank: Rank) -> None:
+def test_a_traceback_is_logged_even_if_the_rank_has_closed_its_output(rank: Rank) -> None:
     os.write(rank.output, b"before\n")
     os.close(rank.output)
     rank.reader.drain(0)
@@ -98,7 +98,7 @@ def test_a_traceback_comes_into_the_log_of_a_rank_that_has_closed_it(rank: Rank)
     assert rank.log.read_text() == "before\nTraceback\nValueError: bad\n"
 
 
-def test_a_message_that_is_too_large_is_a_note_and_the_next_one_arrives(rank: Rank) -> None:
+def test_a_message_that_is_too_large_becomes_a_note_and_the_next_one_arrives(rank: Rank) -> None:
     rank.say(Display(data={"text/plain": "x" * 2 * MESSAGE_LIMIT_BYTES}))
     rank.say(Display(data={"text/plain": "y" * 1_000_000}))
     rank.heard_all(2)
@@ -107,7 +107,7 @@ def test_a_message_that_is_too_large_is_a_note_and_the_next_one_arrives(rank: Ra
     assert isinstance(display, Display) and len(display.data["text/plain"]) == 1_000_000
 
 
-def test_what_is_no_message_is_said_once_and_the_next_one_arrives(rank: Rank) -> None:
+def test_invalid_messages_give_one_note_and_the_next_message_arrives(rank: Rank) -> None:
     for junk in (b"no message\n", b"\xff\n", b"x" * 1_000_000, b"\n. {}\n"):
         os.write(rank.message_pipe, junk)
     rank.say(RankErrorSent())
@@ -117,7 +117,7 @@ def test_what_is_no_message_is_said_once_and_the_next_one_arrives(rank: Rank) ->
     assert reported == RankErrorSent()
 
 
-def test_messages_of_forks_that_were_ended_keep_no_other_from_arriving(rank: Rank) -> None:
+def test_incomplete_messages_of_ended_forks_do_not_block_other_messages(rank: Rank) -> None:
     cut = Display(data={"text/plain": "x" * 5000})
     for number in range(10 * MAX_INCOMPLETE):
         os.write(rank.message_pipe, next(link.pieces(encode(cut), b"gone-%d" % number)))

@@ -33,7 +33,7 @@ print({name: os.environ[name] for name in names})
         }
 
 
-def test_threads_are_shared_out_and_can_be_set(
+def test_cores_are_divided_into_threads_per_rank_unless_the_user_sets_a_number(
     notebook: Notebook, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = "import os, torch\nprint(os.environ['OMP_NUM_THREADS'], torch.get_num_threads())"
@@ -54,7 +54,7 @@ def test_the_notebooks_environment_and_flags_reach_the_ranks(
     assert lines == [f"yes 1=2 {notebook.project}"]
 
 
-def test_nccl_is_gloo_without_a_gpu_and_said_once(notebook: Notebook) -> None:
+def test_without_a_gpu_the_backend_nccl_becomes_gloo(notebook: Notebook) -> None:
     source = """
 import torch, torch.distributed as dist
 dist.init_process_group("nccl")
@@ -80,7 +80,7 @@ def test_each_run_has_a_clean_namespace(notebook: Notebook) -> None:
     assert notebook.run("print('left_behind' in globals())", gpus=1).lines[0] == ["False"]
 
 
-def test_main_is_the_cells_own_module(notebook: Notebook) -> None:
+def test_the_cell_runs_in_the_module_main(notebook: Notebook) -> None:
     source = "import sys\nclass Thing: pass\nprint(sys.modules['__main__'].Thing is Thing)"
     assert notebook.run(source, gpus=1).lines[0] == ["True"]
 
@@ -117,7 +117,9 @@ def test_syntax_that_the_user_adds_to_the_kernel_works(notebook: Notebook) -> No
     assert outcome.lines[0] == ["2"]
 
 
-def test_lightning_would_not_take_it_for_interactive(notebook: Notebook) -> None:
+def test_a_rank_has_no_sys_ps1_so_lightning_does_not_take_it_for_interactive(
+    notebook: Notebook,
+) -> None:
     assert notebook.run("import sys\nprint(hasattr(sys, 'ps1'))", gpus=1).lines[0] == ["False"]
 
 
@@ -129,7 +131,7 @@ def test_the_last_value_is_shown_and_kept(notebook: Notebook) -> None:
     assert all(hasattr(outcome.run, name) for name in dir(outcome.run))
 
 
-def test_displays_of_other_ranks_are_said_and_shown_on_request(
+def test_displays_of_other_ranks_are_mentioned_and_shown_on_request(
     notebook: Notebook, capsys: pytest.CaptureFixture[str]
 ) -> None:
     source = "from IPython.display import HTML, display\nimport os\n"
@@ -186,7 +188,7 @@ for number in tqdm(range(3)):
     assert lines[1].startswith("100%")
 
 
-def test_out_brings_variables_back(notebook: Notebook) -> None:
+def test_the_flag_out_returns_variables(notebook: Notebook) -> None:
     notebook.define("class Point:\n    def __init__(self, x): self.x = x")
     source = "import torch\nmodel = torch.nn.Linear(3, 2)\nwhere = Point(7)\nfn = lambda: where.x"
     outcome = notebook.run(source, "--out model,where,fn")
@@ -213,7 +215,7 @@ def test_a_cells_assignment_reaches_functions_of_earlier_cells(notebook: Noteboo
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
-def test_a_cell_that_wants_a_gpu_where_there_is_none_is_told_what_to_write(
+def test_the_error_of_a_cell_that_needs_a_missing_gpu_says_what_to_write(
     notebook: Notebook,
 ) -> None:
     outcome = notebook.run("import torch\nmodel = torch.nn.Linear(1, 1).cuda()", gpus=1)
@@ -252,7 +254,9 @@ def test_atexit_handlers_of_the_cell_run(notebook: Notebook) -> None:
     assert notebook.run(source, gpus=1).lines[0] == ["cell", "at exit"]
 
 
-def test_a_signals_handler_may_save_whatever_its_rank_is_at(notebook: Notebook) -> None:
+def test_a_signal_handler_can_save_a_file_while_its_rank_sends_a_message(
+    notebook: Notebook,
+) -> None:
     """The signal arrives while the rank sends a display to its agent."""
     source = """
 import os, signal, threading

@@ -11,14 +11,16 @@ from tests.eventually import eventually
 from tests.harness import Notebook
 
 
-def test_spawned_children_know_the_notebook_and_start_no_training(notebook: Notebook) -> None:
+def test_spawned_children_have_the_notebooks_names_and_do_not_run_the_cell(
+    notebook: Notebook,
+) -> None:
     square, cell = cells_of("spawned_children")
     notebook.define(square)
     outcome = notebook.run(cell, gpus=1)
     assert outcome.lines == {0: ["the cell runs", "None MainProcess", "[6, 9]", "[0, 0]"]}
 
 
-def test_a_cell_with_a_guard_is_imported_whole_by_its_children(notebook: Notebook) -> None:
+def test_a_cell_with_a_main_guard_is_imported_whole_by_its_children(notebook: Notebook) -> None:
     source = """
 import os
 import torch.multiprocessing as mp
@@ -46,7 +48,7 @@ print(torch.rand(1).item(), numpy.random.rand(), random.random())
     assert len(set(numbers)) == len(numbers) == 12
 
 
-def test_a_program_ends_as_python_ends_one(notebook: Notebook) -> None:
+def test_a_rank_ends_as_a_python_program_does(notebook: Notebook) -> None:
     source = """
 import atexit, tempfile, threading, time, weakref, os
 
@@ -98,7 +100,7 @@ else:
     assert outcome.lines[1] == ["True"]
 
 
-def test_what_ends_with_the_program_finds_what_it_uses(notebook: Notebook) -> None:
+def test_objects_that_are_deleted_at_exit_can_use_the_cells_names(notebook: Notebook) -> None:
     """A `__del__` that runs at exit can use the cell's modules, functions and classes.
 
     The object is the value of a variable, or part of a reference cycle.
@@ -163,7 +165,7 @@ for child in children:
     assert sorted(shown) == sorted(20 * [letter * 200_000 for letter in "abc"])
 
 
-def test_a_program_that_reads_its_input_finds_its_end(notebook: Notebook) -> None:
+def test_a_program_that_reads_standard_input_gets_end_of_file(notebook: Notebook) -> None:
     source = "import subprocess\nprint(subprocess.run(['wc', '-c'], timeout=30, check=True))"
     outcome = notebook.run(source, gpus=1)
     assert outcome.lines[0][0] == "0"
@@ -177,13 +179,13 @@ def test_an_output_that_the_cell_has_closed_is_no_failure(notebook: Notebook, en
     assert outcome.lines[0] == ["written"]
 
 
-def test_what_ends_a_rank_after_its_last_line_is_a_failure(notebook: Notebook) -> None:
+def test_a_rank_that_exits_with_an_error_after_its_last_line_fails(notebook: Notebook) -> None:
     outcome = notebook.run("import atexit, os\natexit.register(os._exit, 4)\nprint('x')", gpus=1)
     assert isinstance(outcome.error, RankFailed)
     assert "failed after the cell's end: exit code 4" in outcome.shown
 
 
-def test_interactive_habits_work_or_say_why_not(notebook: Notebook) -> None:
+def test_matplotlib_inline_and_exit_work_and_input_says_why_not(notebook: Notebook) -> None:
     source = """
 %matplotlib inline
 for ask in (input, __import__("sys").stdin.read):
@@ -218,7 +220,7 @@ dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("module", ["pdb", "IPython.core.debugger"])
-def test_a_debugger_in_a_cell_says_why_not(module: str, notebook: Notebook) -> None:
+def test_a_debugger_where_nobody_can_type_says_so(module: str, notebook: Notebook) -> None:
     source = f"from {module} import set_trace\nset_trace()\nprint('not reached')"
     outcome = notebook.run(source, gpus=1)
     assert isinstance(outcome.error, RankFailed) and outcome.error.etype == "BdbQuit"
@@ -236,7 +238,7 @@ def test_the_notebooks_variables_win_over_the_pools(
     assert notebook.run(source, gpus=1).lines[0] == ["/of/the/notebook mine 0"]
 
 
-def test_torch_says_what_the_environment_asks_for(notebook: Notebook) -> None:
+def test_torch_obeys_the_environment_variables_for_its_logs(notebook: Notebook) -> None:
     source = """
 import torch, torch.distributed as dist
 print(dist.get_debug_level().name)
@@ -249,7 +251,9 @@ torch.compile(lambda x: x + 1, backend="eager")(torch.ones(1))
     assert any("TRACED GRAPH" in line for line in outcome.lines[0])
 
 
-def test_threads_and_exit_handlers_fail_in_the_notebooks_lines(notebook: Notebook) -> None:
+def test_tracebacks_of_threads_and_exit_handlers_have_the_notebooks_lines(
+    notebook: Notebook,
+) -> None:
     source = """
 import atexit, threading
 def work():
@@ -266,7 +270,7 @@ thread.join()
     assert len([line for line in lines if "Cell In[" in line and "line 5, in work" in line]) == 2
 
 
-def test_what_only_an_optimizer_needs_is_there_after_the_first_run(notebook: Notebook) -> None:
+def test_the_forkserver_imports_dynamo_after_the_first_run(notebook: Notebook) -> None:
     source = """
 import signal, sys
 print("torch._dynamo" in sys.modules, signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL)
@@ -278,7 +282,7 @@ print("torch._dynamo" in sys.modules, signal.getsignal(signal.SIGUSR1) is signal
     eventually(has_rest, every_s=2 * DEFERRED_IDLE_S)  # only an idle host imports torch._dynamo
 
 
-def test_what_draws_a_traceback_is_there_before_a_rank_fails(notebook: Notebook) -> None:
+def test_a_traceback_needs_no_further_import_in_a_rank(notebook: Notebook) -> None:
     source = """
 import sys
 before = set(sys.modules)

@@ -49,7 +49,9 @@ def store_at(port: int) -> TCPStore:
 
 
 @pytest.mark.process
-def test_ranks_meet_and_another_attempt_has_a_store_of_its_own(meeting: Rendezvous) -> None:
+def test_ranks_of_an_attempt_share_a_store_and_another_attempt_has_its_own(
+    meeting: Rendezvous,
+) -> None:
     store_at(meeting.port).set("word", "yes")
     assert store_at(meeting.port).get("word") == b"yes"
     other = Rendezvous(ADDRESS)
@@ -58,7 +60,7 @@ def test_ranks_meet_and_another_attempt_has_a_store_of_its_own(meeting: Rendezvo
     other.close()
 
 
-def test_a_first_host_whose_address_has_gone_keeps_nothing_of_the_run(
+def test_a_first_host_that_has_lost_its_address_keeps_no_file_of_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
@@ -82,7 +84,9 @@ def test_ranks_that_end_wait_for_one_another(meeting: Rendezvous) -> None:
 
 
 @pytest.mark.process
-def test_it_listens_on_its_address_only_and_is_gone_with_its_attempt(meeting: Rendezvous) -> None:
+def test_the_rendezvous_listens_on_one_address_and_ends_with_its_attempt(
+    meeting: Rendezvous,
+) -> None:
     bound = [c.laddr for c in psutil.net_connections("tcp") if c.status == psutil.CONN_LISTEN]
     assert [place.ip for place in bound if place and place.port == meeting.port] == [ADDRESS]
     meeting.close()

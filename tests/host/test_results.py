@@ -39,7 +39,7 @@ rank = dist.get_rank()
         ("unused", "neither sets nor uses it"),
     ],
 )
-def test_a_name_that_no_rank_will_have_is_refused_before_the_start(
+def test_a_name_that_the_cell_cannot_set_is_refused_before_the_start(
     notebook: Notebook, out: str, said: str
 ) -> None:
     notebook.define("unused = 1")
@@ -49,7 +49,7 @@ def test_a_name_that_no_rank_will_have_is_refused_before_the_start(
     assert said in outcome.shown and "\n" not in outcome.shown
 
 
-def test_names_that_only_running_the_cell_sets_are_not_refused(notebook: Notebook) -> None:
+def test_a_name_that_the_cell_sets_indirectly_is_not_refused(notebook: Notebook) -> None:
     notebook.define("def train():\n    global losses\n    losses = [3]")
     source = "train()\nfor step in range(2): pass\nlisted = !echo hi\nexec('later = 4')"
     outcome = notebook.run(source, "--out losses,step,listed,later", gpus=1)
@@ -58,7 +58,7 @@ def test_names_that_only_running_the_cell_sets_are_not_refused(notebook: Noteboo
     assert (space["losses"], space["step"], space["listed"], space["later"]) == ([3], 1, ["hi"], 4)
 
 
-def test_one_value_that_cannot_come_loses_no_other(notebook: Notebook) -> None:
+def test_values_that_cannot_be_returned_do_not_affect_other_values(notebook: Notebook) -> None:
     source = """
 import threading
 class Grumpy:
@@ -87,7 +87,7 @@ if len(history) > 5:
     assert [note for note in notes if note.startswith("--out state could not be returned")]
 
 
-def test_values_come_home_from_a_cell_that_fails_at_its_end(
+def test_values_of_a_cell_that_fails_at_its_end_are_returned(
     notebook: Notebook, capsys: pytest.CaptureFixture[str]
 ) -> None:
     source = "history = [1, 2]\nassert not history\nmodel = 3"
@@ -99,7 +99,7 @@ def test_values_come_home_from_a_cell_that_fails_at_its_end(
     assert "model" not in notebook.shell.user_ns
 
 
-def test_values_come_home_from_an_interrupted_cell(notebook: Notebook) -> None:
+def test_values_of_an_interrupted_cell_are_returned(notebook: Notebook) -> None:
     source = """
 history = []
 for step in range(600):
@@ -114,7 +114,7 @@ for step in range(600):
     assert notebook.shell.user_ns["history"][:3] == [0, 1, 2]
 
 
-def test_another_ranks_value(notebook: Notebook) -> None:
+def test_a_value_can_be_requested_from_another_rank(notebook: Notebook) -> None:
     source = (
         "import os\nrank = first = int(os.environ.pop('RANK'))\nonly = 'here' if rank else None"
     )
@@ -124,7 +124,7 @@ def test_another_ranks_value(notebook: Notebook) -> None:
     assert (space["first"], space["rank"], space["only"]) == (0, 2, "here")
 
 
-def test_a_wrapped_model_comes_without_its_wrapper_and_keeps_its_optimizer(
+def test_a_wrapped_model_is_returned_without_its_wrapper_and_still_fits_its_optimizer(
     notebook: Notebook,
 ) -> None:
     notebook.define("import torch\nclass Net(torch.nn.Linear): pass")
@@ -175,7 +175,7 @@ def test_sharded_values_are_gathered(notebook: Notebook) -> None:
     assert any("as its full state_dict()" in event["text"] for event in outcome.of_kind("note"))
 
 
-def test_what_is_sharded_when_the_process_group_is_closed_is_named(notebook: Notebook) -> None:
+def test_sharded_values_without_a_process_group_are_named(notebook: Notebook) -> None:
     source = "dist.destroy_process_group()\nhistory = [rank]"
     outcome = notebook.run(MEET + SHARD + source, "--out model,history")
     assert isinstance(outcome.error, ResultError)
@@ -183,7 +183,7 @@ def test_what_is_sharded_when_the_process_group_is_closed_is_named(notebook: Not
     assert "it is sharded, and gathering it raised" in outcome.shown
 
 
-def test_a_last_value_that_cannot_come_is_no_error(notebook: Notebook) -> None:
+def test_a_last_value_that_cannot_be_returned_is_no_error(notebook: Notebook) -> None:
     outcome = notebook.run("import threading\nx = 1\nthreading.Lock()", "--out x", gpus=1)
     assert outcome.error is None
     assert outcome.run is not None and outcome.run.out == {"x": 1}
@@ -192,7 +192,7 @@ def test_a_last_value_that_cannot_come_is_no_error(notebook: Notebook) -> None:
 
 
 @pytest.mark.parametrize("made", ["torch.ones(size)", "Large()"])
-def test_a_large_last_value_is_shown_and_does_not_come(notebook: Notebook, made: str) -> None:
+def test_a_large_last_value_is_shown_and_not_returned(notebook: Notebook, made: str) -> None:
     source = f"""
 import torch
 size = 1_000
@@ -229,7 +229,7 @@ assert attempt == 1
     assert set(outcome.run.missing) == {"stale"}
 
 
-def test_a_full_disk_is_said_and_the_run_succeeds(notebook: Notebook) -> None:
+def test_a_full_disk_is_reported_and_the_run_succeeds(notebook: Notebook) -> None:
     source = """
 import resource, signal
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -275,7 +275,7 @@ def test_a_file_of_another_rank_or_attempt_is_not_read(tmp_path: Path, name: str
     assert not (tmp_path / "made").exists()
 
 
-def test_a_rank_sends_what_it_was_asked_for_and_nothing_else(tmp_path: Path) -> None:
+def test_only_values_that_were_requested_from_a_rank_are_received(tmp_path: Path) -> None:
     folder = tmp_path / "results"
     forge(folder / "0-0-0", ["x"], "of rank 0", is_plain=True)
     forge(folder / "0-2-0", ["x", VALUE], "of rank 2", is_plain=True)

@@ -57,12 +57,12 @@ def test_what_ipython_shows_fails_the_run(
         assert ("the cell goes on" in lines) is not ends
 
 
-def test_a_captured_cell_that_fails_is_no_success(notebook: Notebook) -> None:
+def test_a_cell_that_fails_under_the_capture_magic_fails_the_run(notebook: Notebook) -> None:
     outcome = notebook.run("%%capture kept\nprint('captured')\nint('bad')", gpus=1)
     assert isinstance(outcome.error, RankFailed) and "invalid literal" in outcome.shown
 
 
-def test_all_that_is_shown_is_in_the_log_and_the_first_is_the_cause(
+def test_the_log_has_all_shown_errors_and_the_first_one_is_the_cause(
     notebook: Notebook, tmp_path: Path
 ) -> None:
     """The first shown error restarts the run. A script that ends with `sys.exit(0)` shows none."""
@@ -104,7 +104,7 @@ def _write_scripts(notebook: Notebook) -> None:
         (notebook.project / name).write_text(text)
 
 
-def test_what_a_rank_raised_is_the_cause_of_the_notebooks_error(notebook: Notebook) -> None:
+def test_an_exception_of_a_rank_is_the_cause_of_the_notebooks_exception(notebook: Notebook) -> None:
     """`__cause__` is an instance of the notebook's class, made without the class's `__init__`."""
     notebook.define(
         "class TrainError(Exception):\n"

@@ -97,7 +97,7 @@ dist.all_reduce(torch.ones(1))
     assert one["quiet_s"] >= 2
 
 
-def test_a_missing_collective_is_told_within_half_a_minute(
+def test_a_missing_collective_is_reported_within_half_a_minute(
     notebook: Notebook, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = "if rank == 1:\n    time.sleep(600)\ndist.barrier()\n"
@@ -106,7 +106,7 @@ def test_a_missing_collective_is_told_within_half_a_minute(
     assert all(20 <= row["quiet_s"] < 60 for row in seen[0]["ranks"])
 
 
-def test_an_all_reduce_of_ddp_is_told_from_the_recorder(
+def test_the_flight_recorder_shows_an_all_reduce_of_ddp(
     notebook: Notebook, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = """
@@ -123,7 +123,7 @@ loss.backward()
     assert one["place"] == "Cell In[1], line 12: loss.backward()"
 
 
-def test_a_c_call_that_holds_the_interpreters_lock_is_told(
+def test_a_c_call_that_sleeps_with_the_gil_is_reported(
     notebook: Notebook, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = """
@@ -139,7 +139,7 @@ wait()
     assert row["place"] == "Cell In[1], line 7, in wait: ctypes.PyDLL(None).sleep(600)"
 
 
-def test_a_c_call_that_computes_with_the_interpreters_lock_is_told(
+def test_a_c_call_that_computes_with_the_gil_is_reported(
     notebook: Notebook, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shown: list[str] = []
@@ -191,7 +191,7 @@ COMPUTES = {
 
 
 @pytest.mark.parametrize("how", COMPUTES)
-def test_who_comes_forward_is_not_said_to_hang(notebook: Notebook, how: str) -> None:
+def test_a_run_that_makes_progress_is_not_reported_to_hang(notebook: Notebook, how: str) -> None:
     lines = COMPUTES[how].replace("\n", "\n    ")
     source = f"until = time.monotonic() + 6\nif rank == 0:\n    {lines}\ndist.barrier()\n"
     outcome = notebook.run(MEET + source, LATER)
@@ -199,14 +199,14 @@ def test_who_comes_forward_is_not_said_to_hang(notebook: Notebook, how: str) -> 
     assert not outcome.of_kind("hang")
 
 
-def test_collectives_count_where_torch_records_them(notebook: Notebook) -> None:
+def test_collectives_count_as_progress(notebook: Notebook) -> None:
     source = "for _ in range(12):\n    time.sleep(0.5)\n    dist.barrier()\n"
     outcome = notebook.run(MEET + source, LATER)
     assert outcome.error is None
     assert not outcome.of_kind("hang")
 
 
-def test_a_run_that_goes_on_does_not_hang_any_more(
+def test_the_report_of_a_hang_is_withdrawn_when_the_run_continues(
     notebook: Notebook, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = f"""
@@ -233,13 +233,15 @@ while not os.path.exists("{tmp_path}/end"):
     assert [bool(event["ranks"]) for event in outcome.of_kind("hang")][:2] == [True, False]
 
 
-def test_a_rank_that_has_ended_is_told(notebook: Notebook, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_report_of_a_hang_says_which_rank_has_ended(
+    notebook: Notebook, monkeypatch: pytest.MonkeyPatch
+) -> None:
     source = "import os, time\nif os.environ['RANK'] == '0':\n    time.sleep(600)\n"
     zero, one = hung(notebook, source, monkeypatch)
     assert (zero["waits_for"], one["waits_for"]) == ("a C call", "nothing: it has ended")
 
 
-def test_hang_0_says_nothing(notebook: Notebook) -> None:
+def test_hang_0_turns_reports_of_hangs_off(notebook: Notebook) -> None:
     outcome = notebook.run("import time\ntime.sleep(3)", "--hang 0", gpus=1)
     assert outcome.error is None
     assert not outcome.of_kind("hang")
@@ -259,7 +261,7 @@ def stacks_with(*words: str) -> str:
     return shown
 
 
-def test_stacks_shows_all_threads_and_children(
+def test_the_command_stacks_shows_all_threads_and_children(
     notebook: Notebook, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = """
@@ -388,7 +390,7 @@ slow = taas.register(DataLoader(Slow(), collate_fn=len))
 """
 
 
-def test_stacks_shows_fetchers_and_their_workers(
+def test_the_command_stacks_shows_fetchers_and_their_workers(
     notebook: Notebook, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     notebook.define(SLOW_LOADER)
@@ -417,7 +419,7 @@ def test_stacks_shows_fetchers_and_their_workers(
         (["site-packages/torch/distributed/distributed_c10d.py"], "recv of torch.distributed"),
     ],
 )
-def test_what_the_frames_say_of_a_wait(files: list[str], words: str) -> None:
+def test_the_frames_of_a_stack_show_what_a_process_waits_for(files: list[str], words: str) -> None:
     library = os.path.dirname(os.__file__)
     frames = [StackFrame(f"{library}/{file}", 1, "recv") for file in files]
     cell = StackFrame("Cell In[1]", 1, "<module>")
@@ -425,7 +427,7 @@ def test_what_the_frames_say_of_a_wait(files: list[str], words: str) -> None:
     assert waits_for(sample) == words
 
 
-def test_a_child_that_its_fork_has_left_standing_is_told() -> None:
+def test_a_child_that_hangs_in_its_fork_is_reported() -> None:
     forked = StackFrame(
         f"{os.path.dirname(os.__file__)}/multiprocessing/popen_fork.py", 66, "_launch"
     )
@@ -433,7 +435,7 @@ def test_a_child_that_its_fork_has_left_standing_is_told() -> None:
     assert waits_for(sample).startswith("os.fork, in which Python before 3.11.10 can hang")
 
 
-def test_a_host_that_stood_still_or_a_rank_that_waits_for_the_user_blames_no_rank(
+def test_a_suspended_host_or_a_wait_for_the_user_is_no_hang(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ranks, said, reader = Ranks([0]), threading.Event(), mock.Mock(PipeReader)
@@ -492,7 +494,7 @@ def test_stacks_of_a_rank_that_is_stopped(
         ("sleeping", "a C call"),
     ],
 )
-def test_what_the_system_says_of_a_wait(state: str, words: str) -> None:
+def test_the_systems_process_state_shows_what_a_process_waits_for(state: str, words: str) -> None:
     frames = [StackFrame("Cell In[1]", 1, "<module>")]
     sample = StackSample(1, "", state, {"MainThread": frames}, answers=True)
     assert waits_for(sample) == words
@@ -521,7 +523,7 @@ def of_events(*events: Event) -> RunState:
     return state
 
 
-def test_the_head_folds_ranks_and_names_the_odd_one_first() -> None:
+def test_the_status_header_groups_hanging_ranks_and_lists_the_different_one_first() -> None:
     both = started("gpu1", 0, 1), started("gpu2", 2, 3)
     first = hang("gpu1", row(0, waits=ALL), row(1, "Cell In[1], line 9: <b>", "a lock"))
     state = of_events(*both, first, hang("gpu2", row(2, waits=ALL), row(3, waits=ALL)))
@@ -536,7 +538,7 @@ def test_the_head_folds_ranks_and_names_the_odd_one_first() -> None:
     assert "&lt;b&gt;" in head.mime_bundle(state, 105.0)["text/html"]
 
 
-def test_a_terminal_shows_it_once(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_terminal_shows_a_hang_once(capsys: pytest.CaptureFixture[str]) -> None:
     state, screen = of_events(started("gpu1", 0), hang("gpu1", row(0))), TerminalScreen()
     screen.show(state, 101.0)
     screen.show(state, 102.0)
@@ -548,7 +550,7 @@ def test_a_terminal_shows_it_once(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.count("no rank has made progress") == 1
 
 
-def test_the_head_says_nothing_while_a_host_comes_forward() -> None:
+def test_the_status_header_shows_no_hang_while_a_host_makes_progress() -> None:
     both = started("gpu1", 0, 1), started("gpu2", 2, 3)
     assert not of_events(*both, hang("gpu1", row(0))).hang
     said = (*both, hang("gpu1", row(0)), hang("gpu2", row(2)))
@@ -559,7 +561,7 @@ def test_the_head_says_nothing_while_a_host_comes_forward() -> None:
     assert of_events(*both, settled, hang("gpu1", row(0))).hang
 
 
-def test_a_host_that_was_lost_need_not_say_that_it_hangs() -> None:
+def test_a_lost_host_does_not_delay_the_report_of_a_hang() -> None:
     both = started("gpu1", 0, 1), started("gpu2", 2, 3)
     lost = RankFailure(host="gpu2", failure=failure(how="host", host="gpu2"))
     [left] = of_events(*both, hang("gpu2", row(2)), lost, hang("gpu1", row(0))).hang
@@ -610,7 +612,7 @@ def knows_use(report: Line) -> bool:
     return bool(there) and uses_more and "Event().wait()" in idle["place"]
 
 
-def test_ranks_shows_what_each_rank_uses(
+def test_the_command_ranks_shows_what_each_rank_uses(
     notebook: Notebook, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     notebook.define(

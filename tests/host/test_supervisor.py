@@ -50,7 +50,7 @@ sys.meta_path.insert(0, Stuck())
 """
 
 
-def test_an_agent_that_is_stuck_in_an_import_ends_it(tmp_path: Path) -> None:
+def test_a_supervisor_ends_if_its_agent_is_stuck_in_an_import(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(STUCK)
     with subprocess.Popen(
         supervisor_command(None, start_timeout_s=2.0),
@@ -66,18 +66,20 @@ def test_an_agent_that_is_stuck_in_an_import_ends_it(tmp_path: Path) -> None:
         assert b"start_timeout_s = 2 before it had joined the pool" in process.stderr.read()
 
 
-def test_the_end_of_its_lease_ends_all(supervisor: subprocess.Popen[bytes]) -> None:
+def test_a_supervisor_ends_when_its_standard_input_closes(
+    supervisor: subprocess.Popen[bytes],
+) -> None:
     assert supervisor.stdin is not None
     supervisor.stdin.close()
     supervisor.wait(HUNG_S)
 
 
-def test_the_end_of_the_agent_ends_it(supervisor: subprocess.Popen[bytes]) -> None:
+def test_a_supervisor_ends_with_its_agent(supervisor: subprocess.Popen[bytes]) -> None:
     psutil.Process(supervisor.pid).children()[0].kill()
     assert supervisor.wait(HUNG_S) != 0
 
 
-def test_its_own_end_ends_the_agent(supervisor: subprocess.Popen[bytes]) -> None:
+def test_an_agent_ends_with_its_supervisor(supervisor: subprocess.Popen[bytes]) -> None:
     below = psutil.Process(supervisor.pid).children(recursive=True)
     supervisor.kill()
     supervisor.wait()
@@ -85,7 +87,7 @@ def test_its_own_end_ends_the_agent(supervisor: subprocess.Popen[bytes]) -> None
     assert not alive
 
 
-def test_an_interrupt_does_not_reach_it(supervisor: subprocess.Popen[bytes]) -> None:
+def test_a_supervisor_ignores_an_interrupt(supervisor: subprocess.Popen[bytes]) -> None:
     supervisor.send_signal(2)
     assert supervisor.stdin is not None
     supervisor.stdin.write(b"not JSON\n")
@@ -111,7 +113,7 @@ def longest_pause(supervisor: subprocess.Popen[bytes], for_s: float) -> float:
     return max(pauses_s)
 
 
-def test_silence_of_the_network_ends_all_and_bytes_prolong_it() -> None:
+def test_a_supervisor_ends_after_a_lease_without_bytes_from_the_pool() -> None:
     command = supervisor_command(LEASE_S)
     pause_s = LEASE_S
     while pause_s >= LEASE_S / 2:  # repeat if the machine paused this loop
@@ -152,14 +154,14 @@ forkserver.call("builtins.print", "nobody ends this")
 """
 
 
-def test_what_a_forkserver_forked_just_before_it_was_killed_ends_too() -> None:
+def test_a_process_that_was_forked_just_before_its_forkserver_was_killed_ends() -> None:
     command = [sys.executable, "-c", ORPHAN]
     said = subprocess.run(command, stdout=subprocess.PIPE, check=True, timeout=HUNG_S)
     assert said.stdout == b""
 
 
 @pytest.mark.parametrize("module", ["taas_magic.host.agent", "taas_magic.farms.node"])
-def test_what_was_started_just_before_its_parent_was_killed_ends_at_once(module: str) -> None:
+def test_a_process_that_was_started_just_before_its_parent_was_killed_ends(module: str) -> None:
     others = psutil.Process().parent()
     assert others is not None
     command = [*spawn_command(module), str(others.pid), "", ""]

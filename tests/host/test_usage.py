@@ -45,7 +45,7 @@ def reports(reporter: UsageReporter, sent: list[Event]) -> Callable[[], bool]:
     return is_sent
 
 
-def test_a_report_has_the_use_since_the_last_one_and_the_last_row_of_an_ended_rank(
+def test_a_usage_report_covers_the_time_since_the_last_one_and_ended_ranks(
     rank: "subprocess.Popen[bytes]", monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(usage, "USAGE_S", (0.1, 0.1))

@@ -29,6 +29,6 @@ def test_a_vehicle_exits_even_if_a_task_ignores_its_cancellation() -> None:
     assert run("/usr/bin/dask-worker") == (1, "a task ignores its cancellation\n")
 
 
-def test_a_worker_in_another_program_does_not_end_the_program() -> None:
+def test_a_vehicle_in_a_program_that_is_no_dask_worker_does_not_end_the_program() -> None:
     with pytest.raises(subprocess.TimeoutExpired):
         run("jupyter-lab", timeout_s=3.0)

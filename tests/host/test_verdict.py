@@ -35,12 +35,12 @@ def running(last_message_at: float) -> HostPart:
     return host(last_message_at)
 
 
-def test_success_takes_all_hosts() -> None:
+def test_an_attempt_succeeds_only_if_all_hosts_report_success() -> None:
     assert decide([good(), running(9.0)], now=10.0) is None
     assert decide([good(), good()], now=10.0) == AttemptOutcome("SUCCEEDED")
 
 
-def test_a_failure_of_its_own_waits_a_moment_for_others() -> None:
+def test_a_failure_is_final_only_after_a_moment_for_further_reports() -> None:
     hosts = [bad(5.0, failure(0)), running(5.0)]
     assert decide(hosts, now=5.0 + FURTHER_REPORTS_S / 2) is None
     assert decide(hosts, now=5.0 + FURTHER_REPORTS_S) == AttemptOutcome(
@@ -48,31 +48,31 @@ def test_a_failure_of_its_own_waits_a_moment_for_others() -> None:
     )
 
 
-def test_all_reports_are_enough() -> None:
+def test_a_failure_is_final_once_all_hosts_have_reported() -> None:
     assert decide([bad(5.0, failure(0)), good()], now=5.0) is not None
 
 
-def test_a_consequence_waits_until_all_others_were_heard() -> None:
+def test_a_consequence_is_final_only_after_later_messages_of_all_other_hosts() -> None:
     follows = bad(5.0, failure(0, consequence=True))
     assert decide([follows, running(5.0 + LATE_REPORT_S - 0.1)], now=100.0) is None
     outcome = decide([follows, running(5.0 + LATE_REPORT_S)], now=7.0)
     assert outcome == AttemptOutcome("FAILED", (failure(0, consequence=True),), may_retry=True)
 
 
-def test_the_cause_comes_before_what_followed_from_it_and_was_reported_first() -> None:
+def test_a_cause_is_listed_before_consequences_that_were_reported_earlier() -> None:
     hosts = [bad(5.0, failure(0, consequence=True)), bad(6.0, failure(3)), running(5.0)]
     outcome = decide(hosts, now=6.0 + FURTHER_REPORTS_S)
     assert outcome is not None
     assert [seen.rank for seen in outcome.failures] == [3, 0]
 
 
-def test_of_two_causes_the_one_reported_first_is_first() -> None:
+def test_of_two_causes_the_one_that_was_reported_earlier_is_listed_first() -> None:
     outcome = decide([bad(6.0, failure(0)), bad(5.0, failure(3))], now=6.0)
     assert outcome is not None
     assert [seen.rank for seen in outcome.failures] == [3, 0]
 
 
-def test_a_lost_host_is_lost() -> None:
+def test_a_lost_host_makes_the_attempt_lost() -> None:
     lost = bad(5.0, failure(2), state="LOST", cause="lost")
     outcome = decide([bad(4.0, failure(0, consequence=True)), lost], now=5.0)
     assert outcome is not None
@@ -80,7 +80,7 @@ def test_a_lost_host_is_lost() -> None:
 
 
 @pytest.mark.parametrize("cause", ["timeout", "host", "interrupt"])
-def test_what_another_attempt_would_not_cure(cause: str) -> None:
+def test_a_timeout_an_interrupt_or_an_error_of_the_host_allows_no_restart(cause: str) -> None:
     outcome = decide([bad(5.0, failure(0), cause=cause)], now=5.0)
     assert outcome is not None and not outcome.may_retry
 
@@ -91,7 +91,7 @@ def test_an_interrupt_waits_for_all_hosts_and_blames_none() -> None:
     assert decide([stopped, good(6.0)], now=6.0) == AttemptOutcome("INTERRUPTED")
 
 
-def test_ranks_that_left_are_to_blame_when_others_go_on_or_fail_for_it() -> None:
+def test_ranks_that_left_early_are_the_cause_if_others_continue_or_fail_as_a_consequence() -> None:
     left = good(5.0, failure(1))
     assert decide([left, running(5.0)], now=5.0 + LEFT_GRACE_S - 0.1) is None
     over = decide([left, running(5.0)], now=5.0 + LEFT_GRACE_S)

@@ -33,7 +33,7 @@ def test_running_ranks_give_no_verdict() -> None:
     assert decide(ranks(), now=1000.0) is None
 
 
-def test_success_takes_all_ranks() -> None:
+def test_a_host_succeeds_only_if_all_its_ranks_have_ended() -> None:
     assert decide(ranks(finished=True, exitcode=0), now=1.0) is None
     done = [
         RankState(0, 10, finished=True, exitcode=0),
@@ -42,13 +42,13 @@ def test_success_takes_all_ranks() -> None:
     assert decide(done, now=1.0) == Verdict("SUCCEEDED")
 
 
-def test_a_failure_waits_for_others_to_settle() -> None:
+def test_a_failure_is_final_only_after_a_moment_for_further_failures() -> None:
     failed = ranks(failed_at=5.0)
     assert decide(failed, now=5.0 + FURTHER_FAILURES_S / 2) is None
     assert decide(failed, now=5.0 + FURTHER_FAILURES_S) == Verdict("FAILED", "rank")
 
 
-def test_a_failure_need_not_wait_when_all_are_gone() -> None:
+def test_a_failure_is_final_at_once_if_all_ranks_have_ended() -> None:
     gone = [
         RankState(0, 10, finished=True, exitcode=0),
         RankState(1, 11, failed_at=5.0, exitcode=1),
@@ -60,7 +60,9 @@ def test_a_failure_need_not_wait_when_all_are_gone() -> None:
     ("field", "grace_s", "cause"),
     [("left_at", LEFT_GRACE_S, "left"), ("stopped_at", STOPPED_S, "stopped")],
 )
-def test_leaving_and_stopping_have_a_grace(field: str, grace_s: float, cause: str) -> None:
+def test_a_rank_that_left_or_is_stopped_fails_the_run_only_after_a_grace_period(
+    field: str, grace_s: float, cause: str
+) -> None:
     state = ranks(**{field: 10.0})
     assert decide(state, now=10.0 + grace_s - 0.1) is None
     assert decide(state, now=10.0 + grace_s) == Verdict("FAILED", cause)
@@ -86,7 +88,7 @@ def test_the_deadline_moves_while_a_rank_waits_for_the_user() -> None:
     assert endless.at is None
 
 
-def test_an_interrupt_waits_for_the_ranks_then_no_longer() -> None:
+def test_an_interrupted_run_ends_with_its_ranks_or_after_a_grace_period() -> None:
     assert decide(ranks(failed_at=1.0), now=2.0, interrupted_at=1.0) is None
     over = 1.0 + INTERRUPT_GRACE_S
     assert decide(ranks(), now=over, interrupted_at=1.0) == Verdict("INTERRUPTED", "interrupt")
@@ -94,7 +96,7 @@ def test_an_interrupt_waits_for_the_ranks_then_no_longer() -> None:
     assert decide(gone, now=1.1, interrupted_at=1.0) == Verdict("INTERRUPTED", "interrupt")
 
 
-def test_a_cause_that_comes_second_is_first() -> None:
+def test_a_cause_is_listed_before_an_earlier_consequence() -> None:
     states = [
         RankState(0, 10, failed_at=1.0, etype="RuntimeError", message="Connection closed by peer"),
         RankState(1, 11, failed_at=1.2, exitcode=-9),
@@ -102,7 +104,7 @@ def test_a_cause_that_comes_second_is_first() -> None:
     assert [state.rank for state in failed_ranks(states, "rank")] == [1, 0]
 
 
-def test_of_several_own_failures_the_earliest_is_first() -> None:
+def test_of_several_causes_the_earliest_is_listed_first() -> None:
     states = [
         RankState(0, 10, failed_at=2.0, etype="ValueError"),
         RankState(1, 11, failed_at=1.0, etype="KeyError"),
@@ -110,7 +112,7 @@ def test_of_several_own_failures_the_earliest_is_first() -> None:
     assert [state.rank for state in failed_ranks(states, "rank")] == [1, 0]
 
 
-def test_who_left_is_to_blame_for_broken_connections() -> None:
+def test_a_rank_that_left_early_is_the_cause_of_broken_connections() -> None:
     states = [
         RankState(0, 10, failed_at=1.5, etype="RuntimeError", message="Connection reset by peer"),
         RankState(1, 11, left_at=1.0, finished=True, exitcode=0),
@@ -118,7 +120,7 @@ def test_who_left_is_to_blame_for_broken_connections() -> None:
     assert [state.rank for state in failed_ranks(states, "rank")] == [1, 0]
 
 
-def test_a_timeout_names_those_that_ran() -> None:
+def test_a_timeout_names_only_the_ranks_that_were_running() -> None:
     assert [state.rank for state in failed_ranks(ranks(finished=True, exitcode=0), "timeout")] == [
         0
     ]
@@ -151,19 +153,21 @@ def test_a_timeout_names_those_that_ran() -> None:
         ("ValueError", "Connection closed by peer", False),
     ],
 )
-def test_what_reads_like_a_consequence(etype: str, message: str, expected: bool) -> None:
+def test_errors_of_broken_connections_count_as_consequences(
+    etype: str, message: str, expected: bool
+) -> None:
     assert is_consequence(etype, message) is expected
 
 
 @pytest.mark.parametrize(("exitcode", "where"), [(-9, "dmesg"), (-7, "/dev/shm")])
-def test_the_advice_says_where_to_look_after_a_signal(exitcode: int, where: str) -> None:
+def test_the_advice_after_a_signal_says_where_to_look(exitcode: int, where: str) -> None:
     died = RankState(0, 10, failed_at=1.0, exitcode=exitcode)
     assert (
         where in describe_failure(died, Verdict("FAILED", "rank"), "gpu1", "rank-0.log", []).advice
     )
 
 
-def test_the_first_failure_of_all_hosts() -> None:
+def test_the_first_failure_is_the_first_that_is_no_consequence() -> None:
     echo, own = Failure(rank=0, consequence=True), Failure(rank=5)
     assert first_failure([echo, own]) == own
     assert first_failure([echo]) == echo
@@ -196,7 +200,7 @@ def test_the_kernels_log_says_which_process_it_killed(
     assert watch._logged_kill(7, 4.0, log) is None
 
 
-def test_a_kill_in_the_cgroup_counts_where_the_log_cannot_be_read(
+def test_without_the_kernels_log_an_out_of_memory_kill_is_found_in_the_cgroup(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (events := tmp_path / "memory.events").write_text("oom 3\noom_kill 3\n")
@@ -210,7 +214,7 @@ def test_a_kill_in_the_cgroup_counts_where_the_log_cannot_be_read(
     assert watch.out_of_memory_text(7, 0.0, before) == ""
 
 
-def test_a_note_of_a_rank_is_no_progress() -> None:
+def test_a_note_of_a_rank_does_not_count_as_progress() -> None:
     ranks = watch.Ranks([0])
     [state] = ranks.states()
     ranks.record_message(0, Note(text="waits where nobody listens"))

@@ -53,7 +53,7 @@ def head(frontend: Frontend, request: str) -> str:
     return str(heads[-1]["data"]["text/plain"]) if heads else ""
 
 
-def test_a_run_is_seen_again_from_another_kernel_and_a_terminal(
+def test_a_run_can_be_attached_in_another_kernel_and_in_a_terminal(
     frontend: Frontend, tmp_path: Path
 ) -> None:
     go = tmp_path / "go"
@@ -126,7 +126,7 @@ def _all_of(descriptor: int) -> bytes:
         found += read
 
 
-def test_a_head_that_was_left_is_corrected_by_the_next_cell(
+def test_a_status_header_of_a_detached_view_is_updated_by_the_next_cell(
     frontend: Frontend, tmp_path: Path
 ) -> None:
     go = tmp_path / "go"

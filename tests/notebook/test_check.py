@@ -22,7 +22,7 @@ def cells(shown: HostCheck, means: str = "") -> dict[str, str]:
     return dict(zip(*found, strict=True))
 
 
-def test_a_row_says_what_a_host_is_like() -> None:
+def test_a_row_has_the_versions_gpus_network_and_store_of_a_host() -> None:
     facts = structs.replace(
         FIT, gpu_names=("H200", "H200"), reached_at="10.0.0.1", sees_store=True, ahead_s=-0.26
     )
@@ -33,13 +33,13 @@ def test_a_row_says_what_a_host_is_like() -> None:
     assert cells(row(FIT))["store"] == "travels"
 
 
-def test_where_our_packages_are_is_said() -> None:
+def test_a_row_says_where_the_host_has_our_packages() -> None:
     assert cells(row(FIT))["taas"] == "sent on first use"
     names = tuple(package_folder.name for package_folder in needed_package_folders(FIT, KERNEL))
     assert cells(row(structs.replace(FIT, sites=names)))["taas"] == "in its cache"
 
 
-def test_findings_stand_below_their_host_with_what_to_do() -> None:
+def test_problems_are_listed_below_their_host_with_what_to_do() -> None:
     found = [HostProblem(ERROR, "no torch", "pip install torch"), HostProblem(WARNING, "slow")]
     lines = report([row(FIT, *found), row(FIT, host="gpu2")], KERNEL, {}).splitlines()
     assert [line.split()[:2] for line in lines] == [
@@ -54,14 +54,14 @@ def test_findings_stand_below_their_host_with_what_to_do() -> None:
     assert lines[-1] == "fit for runs: 1 of 2 hosts; not gpu1"
 
 
-def test_hosts_that_said_little_or_nothing_have_a_row() -> None:
+def test_hosts_that_reported_little_or_nothing_have_a_row() -> None:
     silent = row(None, HostProblem(ERROR, "no route"))
     assert cells(silent)["python"] == "?" and "no route" in report([silent], KERNEL, {})
     assert cells(row(HostFacts("gpu1", "2.7.18")))["python"] == "2.7.18"
     assert cells(row(None, host=""))["host"] == "none is up"
 
 
-def test_what_a_host_says_is_escaped() -> None:
+def test_text_of_a_host_is_escaped() -> None:
     evil = "<script>alert(1)</script>"
     facts = structs.replace(FIT, torch=evil)
     found = row(facts, HostProblem(ERROR, evil, evil), host=evil)

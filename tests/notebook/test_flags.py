@@ -47,7 +47,7 @@ def test_all_flags() -> None:
         ("all", Prefill(0, "all")),
     ],
 )
-def test_prefill_is_bytes_batches_or_all(text: str, wanted: Prefill) -> None:
+def test_prefill_takes_bytes_batches_or_all(text: str, wanted: Prefill) -> None:
     assert parse(f"--gpus 2 --cpus 2 --units 5 --prefill {text}", NO_FILE).prefill == wanted
 
 
@@ -72,14 +72,14 @@ def test_help_shows_that_gpus_is_required() -> None:
     assert "%taas --gpus N [--cpus M]" in " ".join(HELP.split())
 
 
-def test_defaults_are_the_plans() -> None:
+def test_flags_that_are_not_given_have_the_defaults_of_a_plan() -> None:
     assert parse("--gpus 2", NO_FILE) == Flags(gpus=2)
 
 
 @pytest.mark.parametrize(
     "line", ["--gpus=2", " --gpus  2 ", "--gpus 2 # two of them", "--gpus 2 #don't --cpus 3"]
 )
-def test_spellings(line: str) -> None:
+def test_equivalent_spellings_of_flags(line: str) -> None:
     assert parse(line, NO_FILE) == Flags(gpus=2)
 
 
@@ -192,7 +192,7 @@ def test_with_a_taas_toml_a_pool_must_be_in_it() -> None:
 
 
 @given(st.integers(1, 10**15))
-def test_any_spelling_of_a_count_is_exact(number: int) -> None:
+def test_a_count_is_exact_with_and_without_underscores(number: int) -> None:
     assert parse_count(str(number)) == parse_count(f"{number:_}") == number
 
 
@@ -204,7 +204,7 @@ def test_counts_with_units(text: str, number: int) -> None:
 
 
 @given(st.sets(st.integers(0, 50), min_size=1))
-def test_ranks_are_read_back(wanted: set[int]) -> None:
+def test_a_list_of_ranks_is_parsed(wanted: set[int]) -> None:
     assert parse_ranks(",".join(map(str, wanted))) == frozenset(wanted)
 
 

@@ -143,7 +143,7 @@ def world(world, same, *, ends):
 """
 
 
-def test_a_function_finds_what_a_cell_finds(
+def test_a_function_has_the_notebooks_names_like_a_cell(
     notebook: Notebook, capsys: pytest.CaptureFixture[str]
 ) -> None:
     notebook.define(WORLD)

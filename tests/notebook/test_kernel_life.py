@@ -118,7 +118,9 @@ def test_three_interrupts_end_ranks_that_do_not_want_to_end(frontend: Frontend) 
     assert "[0] on" in frontend.text(frontend.run("%%taas --gpus 1\nprint('on')"))
 
 
-def test_output_stays_with_its_cell_while_another_runs(frontend: Frontend, tmp_path: Path) -> None:
+def test_output_appears_below_its_own_cell_while_another_runs(
+    frontend: Frontend, tmp_path: Path
+) -> None:
     go = tmp_path / "go"
     run = frontend.send(
         "%%taas --gpus 1\nimport pathlib, time\nprint('before')\n"
@@ -138,7 +140,7 @@ def test_output_stays_with_its_cell_while_another_runs(frontend: Frontend, tmp_p
     assert frontend.text(run) == "[0] before\n[0] after\n"
 
 
-def test_a_run_that_could_not_start_does_not_stay_starting(frontend: Frontend) -> None:
+def test_a_run_that_cannot_start_is_shown_as_failed(frontend: Frontend) -> None:
     first = frontend.send(ENDLESS)
     rank_processes(frontend, first)
     subshell = frontend.new_subshell()

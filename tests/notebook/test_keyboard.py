@@ -41,7 +41,7 @@ def plain(frontend: Frontend, request: str) -> str:
     return re.sub(r"\x1b\[[0-9;]*m", "", "\n".join(shown["traceback"]))
 
 
-def test_one_rank_at_a_time_has_the_keyboard() -> None:
+def test_one_rank_at_a_time_can_ask_for_input() -> None:
     waiting = InputQueue()
     assert waiting.pop_next(0.0) is None
     for rank in (2, 1):
@@ -244,7 +244,7 @@ def test_quitting_the_debugger_ends_the_cell(frontend_of_module: Frontend) -> No
 
 
 @on_kernel
-def test_the_user_may_end_the_input(frontend_of_module: Frontend) -> None:
+def test_ctrl_d_ends_the_input(frontend_of_module: Frontend) -> None:
     frontend = frontend_of_module
     cell = "%%taas --gpus 1\nfor _ in range(2):\n    try: print(len(input('? ')))\n"
     cell += "    except EOFError as error: print(error)"
@@ -304,7 +304,7 @@ def test_a_pool_that_is_silent_for_too_long_closes_the_input(frontend_of_module:
 
 
 @on_kernel
-def test_without_a_person_the_error_says_so(frontend_of_module: Frontend) -> None:
+def test_where_nobody_can_type_the_error_says_so(frontend_of_module: Frontend) -> None:
     frontend = frontend_of_module
     cell = """%%taas --gpus 2
 import multiprocessing, sys

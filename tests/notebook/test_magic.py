@@ -127,7 +127,7 @@ def a_run(run_id: str, state: str, log: str = "") -> journal.JournalWriter:
     return writer
 
 
-def test_a_cell_reaches_launch_as_the_notebook_has_it(
+def test_a_cell_is_launched_with_its_original_text(
     shell: InteractiveShell, launch: FakeLaunch
 ) -> None:
     raw = "%%taas --gpus 2\nx = 1\ny = 2\n"
@@ -137,7 +137,7 @@ def test_a_cell_reaches_launch_as_the_notebook_has_it(
     assert (cell.source, cell.raw, cell.line_offset) == ("x = 1\ny = 2\n", raw, 1)
 
 
-def test_the_cells_name_is_the_one_the_kernel_compiled_it_under(
+def test_a_cell_is_launched_with_the_file_name_that_the_kernel_uses(
     shell: InteractiveShell, launch: FakeLaunch
 ) -> None:
     run(shell, "x = 1")
@@ -172,7 +172,9 @@ def test_code_may_call_the_magic(shell: InteractiveShell, launch: FakeLaunch) ->
     assert cell.execution_count is None
 
 
-def test_names_of_the_notebook_are_filled_in(shell: InteractiveShell, launch: FakeLaunch) -> None:
+def test_variables_in_the_magics_line_are_expanded(
+    shell: InteractiveShell, launch: FakeLaunch
+) -> None:
     run(shell, "n, label = 3, 'probe'")
     assert run(shell, "%%taas --gpus {n + 1} --name $label\nx = 1") is None
     assert launch.asked[0][1] == Flags(gpus=4, name="probe")
@@ -246,14 +248,14 @@ def test_a_broken_taas_toml_is_said_and_mended_without_a_restart(
     assert run(shell, "%%taas --gpus 2 --pool x\nx = 1") is None
 
 
-def test_an_alias_of_local_says_so(
+def test_a_pool_name_that_stands_for_local_gives_a_note(
     shell: InteractiveShell, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run(shell, "#!g2.8\n#pragma taas --gpus 2\nx = 1")
     assert 'pool "g2.8" is this machine' in capsys.readouterr().out
 
 
-def test_a_pragma_below_code_is_said_before_the_cell_runs(
+def test_a_warning_about_a_pragma_below_code_appears_before_the_cell_runs(
     shell: InteractiveShell, launch: FakeLaunch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(shell, "print('ran')\n#pragma taas --gpus 2") is None
@@ -262,7 +264,7 @@ def test_a_pragma_below_code_is_said_before_the_cell_runs(
     assert launch.asked == []
 
 
-def test_loading_makes_this_the_module_taas(
+def test_loading_the_extension_replaces_another_module_taas(
     shell: InteractiveShell, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     taas_magic.unload_ipython_extension(shell)
@@ -356,7 +358,9 @@ def test_help_shows_every_flag_and_every_command(shell: InteractiveShell) -> Non
     assert "%taas logs [RUN] [--rank R]" in shell.object_inspect("%taas")["docstring"]
 
 
-def test_unloading_takes_everything_away(shell: InteractiveShell) -> None:
+def test_unloading_removes_the_magics_the_comment_form_and_the_completions(
+    shell: InteractiveShell,
+) -> None:
     taas_magic.unload_ipython_extension(shell)
     assert shell.find_cell_magic("taas") is None and shell.find_line_magic("taas") is None
     assert run(shell, "#pragma taas --gpus 0\nx = 1") is None
@@ -406,7 +410,7 @@ def test_loading_with_a_broken_taas_toml_says_so_and_loads(
     assert shell.find_cell_magic("taas") is not None
 
 
-def test_the_public_names_tell_of_the_last_run(launch: FakeLaunch) -> None:
+def test_taas_last_run_is_the_last_run(launch: FakeLaunch) -> None:
     assert taas.last_run is None
     launch.last_run = object()
     assert taas.last_run is launch.last_run

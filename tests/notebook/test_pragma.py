@@ -32,7 +32,7 @@ def changed(cell: str) -> str:
         ("#pragma taas --gpus 8\n#!g2.8\nx = 1\n", "%%taas --pool g2.8 --gpus 8\n"),
     ],
 )
-def test_becomes_a_cell_magic(cell: str, head: str) -> None:
+def test_a_pragma_becomes_a_cell_magic(cell: str, head: str) -> None:
     assert changed(cell) == head + "x = 1\n"
 
 
@@ -73,7 +73,7 @@ def test_any_text_keeps_its_lines_below_the_head(cell: str) -> None:
         assert new[1:] == ["\n"] or lines[-len(new[1:]) :] == new[1:]
 
 
-def test_asking_whether_a_cell_is_complete_neither_warns_nor_fails(
+def test_checking_whether_a_cell_is_complete_neither_warns_nor_fails(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     manager = TransformerManager()
@@ -83,7 +83,7 @@ def test_asking_whether_a_cell_is_complete_neither_warns_nor_fails(
     assert capsys.readouterr() == ("", "")
 
 
-def test_a_pool_without_lines_below_it_is_explained() -> None:
+def test_a_pool_comment_without_code_below_it_is_explained() -> None:
     assert '"#!g2.8" applies only to its own cell' in empty_cell_message("#!g2.8\n\n")
     assert "#!" not in empty_cell_message("%%taas --pool g2.8 --gpus 2\n")
 
@@ -113,5 +113,5 @@ def test_a_pragma_below_code_is_explained(cell: str, said: str) -> None:
         "x = 1\n#pragma once",
     ],
 )
-def test_other_cells_are_not_commented_on(cell: str) -> None:
+def test_no_warning_about_pragmas_for_other_cells(cell: str) -> None:
     assert not list(misplaced_pragma(cell))

@@ -165,7 +165,7 @@ def test_a_pool_that_cannot_run_the_cell_is_an_error_after_the_report(kernel: Fr
     assert why not in error  # only the report has the reason
 
 
-def test_the_rule_for_other_ranks_holds(kernel: Frontend) -> None:
+def test_a_rehearsal_applies_the_rule_for_ranks_other_than_0(kernel: Frontend) -> None:
     cell = "open(f'made-{os.environ[\"RANK\"]}', 'w').close()"
     _, error = failed(kernel, f"%%taas --gpus 2 --rehearse --store-writes refuse\n{cell}")
     assert "rank 1 may not: only rank 0 writes to the project store" in error

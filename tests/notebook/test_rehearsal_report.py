@@ -42,7 +42,9 @@ def loader_counts(
         (loader_counts(prepared=0, fetch_s=0.0), 2, "no batch was prepared"),
     ],
 )
-def test_the_estimate_of_cpus(counts: LoaderCounts, ranks: int, wanted: str) -> None:
+def test_the_report_estimates_the_cpus_for_a_loader(
+    counts: LoaderCounts, ranks: int, wanted: str
+) -> None:
     assert estimate(counts, ranks).endswith(wanted)
 
 
@@ -103,7 +105,7 @@ def test_many_problems_are_counted() -> None:
     assert "4 more reasons" in text and "memory" not in text
 
 
-def test_the_files_are_those_at_the_end() -> None:
+def test_the_report_lists_each_file_once() -> None:
     new, old = WrittenFile("new.pt", 1), WrittenFile("old.pt", 1)
     reports = {
         1: Rehearsed(rank=1, peak_bytes=1, written=[new, old], outside=[old]),
@@ -114,7 +116,7 @@ def test_the_files_are_those_at_the_end() -> None:
     assert "outside        old.pt (1 byte), new.pt (1 byte); not in" in text
 
 
-def test_the_rehearsed_run_is_small_and_here() -> None:
+def test_a_rehearsal_runs_with_few_ranks_on_this_machine() -> None:
     flags = Flags(
         gpus=8,
         pool="gpu",

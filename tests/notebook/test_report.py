@@ -24,7 +24,7 @@ def test_the_report_of_a_failed_run(notebook: Notebook) -> None:
 
 
 @pytest.mark.process
-def test_the_report_has_no_secrets_and_is_the_users_own(tmp_path: Path) -> None:
+def test_the_report_has_no_secrets_and_only_the_user_can_read_it(tmp_path: Path) -> None:
     pool = PoolConfig("hpc", engine="dask_jobqueue.SLURMCluster", options={"token": "hunter2"})
     runs = RunsConfig(notify="curl https://example.org/?key=hunter2")
     earlier = tmp_path / "report.txt"

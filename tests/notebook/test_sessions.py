@@ -119,12 +119,14 @@ def test_the_newest_run_after_the_first_cell_is_this_cell(session: Frontend) -> 
     session.run("%taas end first")
 
 
-def test_a_cell_without_a_session_has_nothing_of_it(session: Frontend) -> None:
+def test_a_cell_without_a_session_lacks_the_sessions_variables(session: Frontend) -> None:
     cell = "import os\nprint('rank' in globals(), 'TAAS_SESSION' in os.environ)"
     assert printed(session, f"%%taas --gpus 2\n{cell}") == ["False False"]
 
 
-def test_whose_value_a_name_has(session: Frontend) -> None:
+def test_a_name_has_the_notebooks_value_unless_a_cell_of_the_session_assigned_it(
+    session: Frontend,
+) -> None:
     session.run("lr, scale, seen = 0.1, 1, []\ndef scaled(): return lr * scale")
     session.run("%%taas --session exp\nseen.append(lr)\nowned = scaled()")
     # unchanged variables are not sent again: the ranks keep their own list
@@ -293,7 +295,7 @@ ANOTHER = (
 )
 
 
-def test_what_cells_trained_is_kept_when_other_values_change(session: Frontend) -> None:
+def test_trained_objects_are_kept_when_other_values_change(session: Frontend) -> None:
     session.run(f"import torch\n{UNRELATED}\nother = 0")
     session.run("%%taas --session exp\nnet.layer.weight.data.fill_(7.)\noptimizer.seen = True")
     for change in (*ANOTHER, *ANOTHER):
@@ -306,7 +308,9 @@ def test_what_cells_trained_is_kept_when_other_values_change(session: Frontend) 
 [HOLDERS] = cells_of("session_values")
 
 
-def test_objects_of_the_notebook_stay_what_they_are_in_a_session(session: Frontend) -> None:
+def test_the_notebooks_objects_keep_their_identity_and_changes_in_a_session(
+    session: Frontend,
+) -> None:
     session.run(HOLDERS)
     begin = "replay.append(1)\nnet.seen += 1\ncaching.n += 1\n"
     begin += "print(Cfg.lr, Cfg().double(), agent.eps)"
@@ -363,7 +367,7 @@ def test_a_value_that_out_returned_is_not_sent_back(session: Frontend) -> None:
     assert "-2.0 2" in session.text(request) and "note:" not in notes(session, request)
 
 
-def test_definitions_of_the_notebook_are_sent_again(session: Frontend) -> None:
+def test_changed_definitions_of_the_notebook_are_sent_again(session: Frontend) -> None:
     session.run("def f(): return 1\nclass A: n = 1")
     assert printed(session, "%%taas --session exp\na = A()\nprint(f(), A.n)") == ["1 1"]
     session.run("def f(): return 2\nclass A: n = 2")
@@ -380,7 +384,7 @@ def test_names_that_a_cells_function_reads_are_kept_up_to_date(session: Frontend
     assert printed(session, "%%taas --session exp\nprint(g())") == ["2"]
 
 
-def test_some_ranks_alone_run_a_cell(session: Frontend) -> None:
+def test_a_cell_can_run_on_some_ranks_only(session: Frontend) -> None:
     session.run("extra = 4")
     request = session.run(
         "%%taas --session exp --ranks 1\nfrom IPython.display import Markdown\n"
@@ -399,7 +403,9 @@ def test_some_ranks_alone_run_a_cell(session: Frontend) -> None:
     assert "`mine` was assigned" not in error(session, "%%taas --session exp\nmine")
 
 
-def test_what_does_not_go_together_is_said_before_anything_runs(session: Frontend) -> None:
+def test_flags_that_do_not_fit_the_session_are_refused_before_anything_runs(
+    session: Frontend,
+) -> None:
     said = {
         "%%taas --session exp --gpus 3\npass": 'session "exp" was started with 2 ranks',
         "%%taas --session exp --env A=1\npass": 'session "exp" was started without --env. Leave',
@@ -556,7 +562,7 @@ def test_an_error_on_a_rank_ends_the_cell_and_not_the_session(session: Frontend)
     assert printed(session, f"%%taas --session exp\n{anew}{total}") == ["2.0"]
 
 
-def test_an_interrupt_brings_ranks_back_from_collectives_that_do_not_match(
+def test_an_interrupt_ends_collectives_that_do_not_match_and_the_ranks_stay(
     session: Frontend,
 ) -> None:
     session.run("%%taas --session exp\nkept = rank")
@@ -569,7 +575,7 @@ def test_an_interrupt_brings_ranks_back_from_collectives_that_do_not_match(
     assert printed(session, "%%taas --session exp\nprint(kept)") == ["0", "1"]
 
 
-def test_a_rank_that_does_not_come_back_ends_the_session(session: Frontend) -> None:
+def test_a_rank_that_does_not_return_from_a_cell_ends_the_session(session: Frontend) -> None:
     cell = "import signal\nsignal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])\n"
     cell += "if rank == 1:\n    raise ValueError\nprint('ready', flush=True)\n"
     said = error(session, f"%%taas --session exp\n{cell}import threading\nthreading.Event().wait()")
@@ -578,7 +584,7 @@ def test_a_rank_that_does_not_come_back_ends_the_session(session: Frontend) -> N
 
 
 @pytest.mark.parametrize("next_cell", ["%taas sessions", "%%taas --session exp\npass"])
-def test_what_follows_a_cell_that_two_interrupts_did_not_end(
+def test_a_cell_after_a_session_that_two_interrupts_ended_says_so(
     session: Frontend, next_cell: str
 ) -> None:
     cell = "import signal\nsignal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])\n"
@@ -666,7 +672,9 @@ def test_a_session_whose_key_value_store_dies_ends(session: Frontend) -> None:
     assert "was killed by SIGKILL" in said
 
 
-def test_what_a_session_has_is_listed_and_new_ranks_have_nothing(session: Frontend) -> None:
+def test_the_variables_of_a_session_are_listed_and_a_restart_deletes_them(
+    session: Frontend,
+) -> None:
     session.run(
         "%%taas --session exp\nsame = torch.zeros(3)\nother = torch.ones(2) * rank\n"
         "sizes = torch.zeros(rank + 1)\nif rank == 1: alone = 1"

@@ -84,7 +84,7 @@ def two_interrupts_end_the_cell(frontend: Frontend, token: str, stopped: str, sa
 
 
 @pytest.mark.nightly
-def test_the_hosts_that_are_left_are_those_of_the_newest_attempt(own_pool: Pool) -> None:
+def test_the_hosts_that_are_still_stopping_are_those_of_the_newest_attempt(own_pool: Pool) -> None:
     run, interrupts = RunDriver(new_state(n_hosts=2)), Interrupts()
     run.hosts, interrupts.count = ["gpu1", "gpu2"], 2
     for host, attempt in (("gpu1", 0), ("gpu2", 0), ("gpu3", 1), ("gpu1", 1)):
@@ -186,7 +186,7 @@ def test_waits_end_with_the_process_that_is_killed_and_the_next_one_starts_anoth
 
 
 @pytest.mark.nightly
-def test_a_wait_from_before_the_pool_was_ended_starts_no_process(own_pool: Pool) -> None:
+def test_a_wait_that_began_before_the_pool_was_ended_starts_no_process(own_pool: Pool) -> None:
     """The thread that waits for the pool continues only after `down` has begun."""
     wait = PoolWait(own_pool)
     with ThreadPoolExecutor() as threads:
@@ -336,7 +336,7 @@ def test_what_a_host_has_ready_is_replaced_where_it_is_gone_or_stopped(
 
 @pytest.mark.nightly
 @pytest.mark.usefixtures("no_leftovers")
-def test_a_stopped_supervisor_outlives_no_killed_pool(own_pool: Pool) -> None:
+def test_a_stopped_supervisor_does_not_outlive_a_killed_pool(own_pool: Pool) -> None:
     own_pool.open()
     [supervisor] = process_of(own_pool).children()
     tree = [supervisor, *supervisor.children(recursive=True)]

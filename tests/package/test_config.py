@@ -29,7 +29,7 @@ def test_without_a_file_everything_is_local(home: Path) -> None:
     assert set(Config().pools) == {"local"}
 
 
-def test_the_nearest_file_holds(home: Path) -> None:
+def test_the_nearest_configuration_file_is_used(home: Path) -> None:
     for folder in (home, home / "project"):
         (folder / "taas.toml").write_text("")
     assert find_config(home / "project" / "deep") == home / "project" / "taas.toml"
@@ -37,7 +37,7 @@ def test_the_nearest_file_holds(home: Path) -> None:
 
 
 @pytest.mark.parametrize("is_link", [False, True])
-def test_above_the_home_folder_nothing_is_looked_for(
+def test_no_configuration_file_is_used_from_above_the_home_folder(
     home: Path, monkeypatch: pytest.MonkeyPatch, is_link: bool
 ) -> None:
     (home.parent / "taas.toml").write_text("")
@@ -47,7 +47,9 @@ def test_above_the_home_folder_nothing_is_looked_for(
     assert find_config(home / "project") is None
 
 
-def test_the_users_own_file_is_the_last_resort(home: Path, tmp_path: Path) -> None:
+def test_without_another_file_the_users_own_configuration_file_is_used(
+    home: Path, tmp_path: Path
+) -> None:
     user = tmp_path / "config" / "taas" / "taas.toml"
     user.parent.mkdir(parents=True)
     user.write_text("")
@@ -113,7 +115,7 @@ def test_all_keys(home: Path) -> None:
     assert found.pools["local"] == PoolConfig("local")
 
 
-def test_local_may_be_set_otherwise(home: Path) -> None:
+def test_a_file_may_change_the_settings_of_the_pool_local(home: Path) -> None:
     assert loaded(home, "[pools.local]\ncores = 2").pool("local").cores == 2
 
 
@@ -194,7 +196,7 @@ def refusal(home: Path) -> str:
     return str(caught.value)
 
 
-def test_a_file_that_others_can_write_is_not_believed(home: Path) -> None:
+def test_a_configuration_file_that_others_can_write_is_refused(home: Path) -> None:
     file = home / "taas.toml"
     loaded(home, "")
     file.chmod(0o666)
@@ -207,7 +209,7 @@ def test_a_file_that_others_can_write_is_not_believed(home: Path) -> None:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root to give files away")
-def test_a_file_of_another_user_is_not_believed(home: Path) -> None:
+def test_a_configuration_file_of_another_user_is_refused(home: Path) -> None:
     file = home / "taas.toml"
     loaded(home, "")
     os.chown(file, 12345, -1)
@@ -221,7 +223,9 @@ def test_a_file_of_another_user_is_not_believed(home: Path) -> None:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root to give files away")
-def test_a_link_to_what_others_can_write_is_not_believed(home: Path, tmp_path: Path) -> None:
+def test_a_link_to_a_configuration_file_that_others_can_write_is_refused(
+    home: Path, tmp_path: Path
+) -> None:
     theirs = tmp_path / "theirs"
     theirs.mkdir()
     (theirs / "settings").touch()
@@ -231,7 +235,7 @@ def test_a_link_to_what_others_can_write_is_not_believed(home: Path, tmp_path: P
     assert f"everybody can write {theirs}" in refusal(home)
 
 
-def test_the_users_private_group_may_write(home: Path) -> None:
+def test_a_configuration_file_that_the_users_private_group_can_write_is_used(home: Path) -> None:
     loaded(home, "")
     os.chown(home / "taas.toml", -1, os.getgid())
     (home / "taas.toml").chmod(0o664)

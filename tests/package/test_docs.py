@@ -18,7 +18,7 @@ FAULTS = frozenset(range(1, 77))
 """Numbers of the faults in docs/faults.md."""
 
 
-def test_the_page_of_faults_names_tests_that_there_are() -> None:
+def test_the_page_of_faults_names_existing_tests() -> None:
     page = (ROOT / "docs" / "faults.md").read_text()
     rows = re.findall(r"^\| (\d+) \|", page, flags=re.MULTILINE)
     assert rows == [str(number) for number in sorted(FAULTS)]
@@ -58,7 +58,7 @@ def test_packages_name_all_their_modules() -> None:
         assert own <= named <= own | above, init
 
 
-def test_the_pages_name_files_that_there_are() -> None:
+def test_the_pages_name_existing_files() -> None:
     guides = ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md")
     pages = [*(ROOT / guide for guide in guides), *(ROOT / "docs").glob("*.md")]
     rooms = [path.name for path in (ROOT / "taas_magic").iterdir() if path.is_dir()]

@@ -153,7 +153,7 @@ def test_the_top_floor_counts() -> None:
     assert above("host.rank", ["api", "kernel", "host.watch", "errors"]) == {"api", "kernel"}
 
 
-def test_no_circle_between_modules() -> None:
+def test_imports_form_no_cycle() -> None:
     # The name of a folder stands for its `__init__`.
     files = {module.removesuffix(".__init__"): module for module in modules()}
     graph = {name: files.keys() & imported_by(module) for name, module in files.items()}

@@ -95,7 +95,9 @@ def test_an_install_gives_both_modules_and_the_kernel(
     assert kernel["resource_dir"].startswith(str(python.parent.parent))
 
 
-def test_the_wheel_holds_what_is_needed_and_no_more(checkout: Path, tmp_path: Path) -> None:
+def test_the_wheel_has_the_modules_and_the_kernelspec_and_no_other_package(
+    checkout: Path, tmp_path: Path
+) -> None:
     command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-index"]
     subprocess.run([*command, "--no-build-isolation", "-w", tmp_path, checkout], check=True)
     (wheel,) = tmp_path.glob("taas_magic-*.whl")

@@ -23,7 +23,7 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return "hooked.inner"
 
 
-def test_it_is_done_after_the_import_and_once(module: str) -> None:
+def test_the_function_is_called_once_after_the_import(module: str) -> None:
     seen: list[int] = []
     when_imported(module, lambda: seen.append(sys.modules[module].value))
     importlib.import_module("hooked")
@@ -35,7 +35,7 @@ def test_it_is_done_after_the_import_and_once(module: str) -> None:
     assert seen == [7]
 
 
-def test_who_asks_whether_a_module_is_there_does_not_take_the_hook_away(module: str) -> None:
+def test_find_spec_does_not_remove_the_hook(module: str) -> None:
     """transformers calls `find_spec` for accelerate and other modules before it imports them."""
     seen: list[str] = []
     before = list(sys.meta_path)  # earlier tests may have left a finder
@@ -48,14 +48,14 @@ def test_who_asks_whether_a_module_is_there_does_not_take_the_hook_away(module: 
     assert sys.meta_path == before
 
 
-def test_it_is_done_at_once_for_what_was_imported_before(module: str) -> None:
+def test_the_function_is_called_at_once_if_the_module_is_imported_already(module: str) -> None:
     importlib.import_module(module)
     seen: list[str] = []
     when_imported(module, lambda: seen.append("now"))
     assert seen == ["now"]
 
 
-def test_a_module_that_is_not_there_is_not_there(module: str) -> None:
+def test_the_hook_leaves_a_missing_module_missing(module: str) -> None:
     when_imported("hooked.missing", lambda: pytest.fail("there is no such module"))
     with pytest.raises(ModuleNotFoundError):
         importlib.import_module("hooked.missing")

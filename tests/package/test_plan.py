@@ -20,7 +20,7 @@ CPU_HOST = HostCapacity(gpus=0, cores=4)
 GPU_HOST = HostCapacity(gpus=8, cores=64)
 
 
-def test_cpu_ranks_share_the_cores_and_it_is_said() -> None:
+def test_cpu_ranks_share_the_cores_and_a_note_says_so() -> None:
     plan = make_plan(Flags(gpus=2), CPU_HOST, "id")
     assert plan.hosts == (HostPlan(0, 0, 2, threads_per_rank=2),)
     assert plan.notes == ("No GPU found; running 2 CPU processes",)
@@ -36,7 +36,7 @@ def test_a_gpu_host_needs_no_note() -> None:
     assert plan.hosts == (HostPlan(0, 0, 8, threads_per_rank=8),)
 
 
-def test_ranks_beyond_one_host_lie_on_several() -> None:
+def test_more_ranks_than_one_host_has_gpus_are_placed_on_several_hosts() -> None:
     plan = make_plan(Flags(gpus=16), GPU_HOST, "id", max_hosts=3)
     assert [(host.first_rank, host.ranks) for host in plan.hosts] == [(0, 8), (8, 8)]
 
@@ -68,14 +68,14 @@ def test_what_does_not_fit_is_refused_in_one_line(
     assert "\n" not in str(refused.value)
 
 
-def test_ranks_that_may_see_no_gpu_do_not_need_one() -> None:
+def test_ranks_without_visible_gpus_do_not_need_gpus() -> None:
     plan = make_plan(Flags(gpus=9, env={"CUDA_VISIBLE_DEVICES": ""}), GPU_HOST, "id")
     assert [host.ranks for host in plan.hosts] == [9]
     assert plan.notes == ("No GPU found; running 9 CPU processes",)
 
 
 @given(st.integers(1, 64), st.integers(0, 8), st.integers(1, 128), st.integers(1, 8))
-def test_every_rank_lies_on_exactly_one_host(
+def test_each_rank_is_on_exactly_one_host(
     gpus: int, host_gpus: int, cores: int, max_hosts: int
 ) -> None:
     try:
@@ -88,7 +88,7 @@ def test_every_rank_lies_on_exactly_one_host(
     assert all(host.threads_per_rank >= 1 for host in plan.hosts)
 
 
-def test_a_plan_survives_the_wire() -> None:
+def test_a_plan_is_unchanged_after_encoding_and_decoding() -> None:
     flags = Flags(gpus=2, out=("a", "b"), env={"X": "1"}, timeout_s=3.0)
     plan = make_plan(flags, CPU_HOST, new_run_id())
     assert from_json(to_json(plan), Plan) == plan

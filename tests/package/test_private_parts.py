@@ -99,7 +99,7 @@ def test_no_private_name_is_used_that_is_not_listed() -> None:
 
 
 @pytest.mark.parametrize("name", GONE)
-def test_a_private_name_is_still_there(name: str) -> None:
+def test_listed_private_names_still_exist(name: str) -> None:
     assert exists(name), f"{name} has gone: {GONE[name]}"
     page = (ROOT / "ARCHITECTURE.md").read_text().partition("## Private parts")[2]
     assert name.rpartition(".")[2] in page

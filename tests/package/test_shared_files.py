@@ -20,7 +20,7 @@ sys.stdin.read()
 """
 
 
-def test_a_lock_is_held_until_its_holder_ends_however_it_does(tmp_path: Path) -> None:
+def test_a_lock_is_held_until_its_holder_is_killed(tmp_path: Path) -> None:
     path = tmp_path / "lock"
     command = [sys.executable, "-c", HOLDER, str(path)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
@@ -34,7 +34,7 @@ def test_a_lock_is_held_until_its_holder_ends_however_it_does(tmp_path: Path) ->
     assert is_unlocked(path)
 
 
-def test_a_shared_lock_keeps_out_who_wants_it_alone(tmp_path: Path) -> None:
+def test_a_shared_lock_prevents_an_exclusive_lock(tmp_path: Path) -> None:
     path = tmp_path / "lock"
     path.touch()
     with path.open("rb") as first, path.open("rb") as second, path.open("rb") as third:
@@ -43,7 +43,7 @@ def test_a_shared_lock_keeps_out_who_wants_it_alone(tmp_path: Path) -> None:
         assert not lock(third.fileno())
 
 
-def test_a_file_is_the_old_one_until_the_new_one_is_whole(tmp_path: Path) -> None:
+def test_a_file_keeps_its_old_content_until_the_new_content_is_complete(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_bytes(b"old")
     with replace_atomically(path) as file:

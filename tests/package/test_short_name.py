@@ -71,7 +71,7 @@ def front(python: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iter
         yield front
 
 
-def test_a_program_of_its_own_imports_it(python: Path) -> None:
+def test_a_separate_program_can_import_taas(python: Path) -> None:
     code = "import taas, taas_magic.api as api; print(taas is api)"
     done = subprocess.run(
         [python, "-E", "-c", code], cwd=python.parent, capture_output=True, text=True, check=True
@@ -125,7 +125,7 @@ def test_neither_package_owns_a_file_of_the_other(python: Path, wheel: Path) -> 
         "%%bash\npip install taas",
     ],
 )
-def test_cells_that_install_the_other(cell: str) -> None:
+def test_a_cell_that_installs_the_other_taas_is_recognized(cell: str) -> None:
     assert INSTALLS_TAAS.search(cell)
 
 
@@ -142,5 +142,5 @@ def test_cells_that_install_the_other(cell: str) -> None:
         "%pip install betaas",
     ],
 )
-def test_cells_that_do_not(cell: str) -> None:
+def test_a_cell_that_does_not_install_the_other_taas_is_not_recognized(cell: str) -> None:
     assert not INSTALLS_TAAS.search(cell)

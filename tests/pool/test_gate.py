@@ -186,7 +186,7 @@ def test_a_host_may_ask_for_nothing_else(with_pool: Callable[[Play], None]) -> N
     with_pool(play)
 
 
-def test_who_may_ask_what_and_who_answers(
+def test_only_the_allowed_processes_may_send_each_request(
     with_pool: Callable[[Play], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each request has allowed senders and a receiver. Add each new request class to a set here."""
@@ -232,7 +232,7 @@ def test_who_may_ask_what_and_who_answers(
     with_pool(play)
 
 
-def test_nobody_has_functions_run_in_the_pool(with_pool: Callable[[Play], None]) -> None:
+def test_a_kernel_cannot_run_functions_in_the_pool(with_pool: Callable[[Play], None]) -> None:
     async def play(pool: Pool) -> None:
         comm = await pool.connect(pool.keys.kernel(), "client")
         for op in ("run_function", "feed", "broadcast", "register_worker_plugin"):
@@ -243,7 +243,7 @@ def test_nobody_has_functions_run_in_the_pool(with_pool: Callable[[Play], None])
     with_pool(play)
 
 
-def test_a_host_joins_by_its_own_name_alone(with_pool: Callable[[Play], None]) -> None:
+def test_a_host_can_join_only_by_its_own_name(with_pool: Callable[[Play], None]) -> None:
     async def play(pool: Pool) -> None:
         comm = await pool.bad_host()
         await pool.join(comm, name="another")
@@ -277,7 +277,7 @@ def test_a_host_speaks_for_itself_alone(with_pool: Callable[[Play], None]) -> No
     with_pool(play)
 
 
-def test_a_vehicle_is_no_agent(with_pool: Callable[[Play], None]) -> None:
+def test_a_vehicle_cannot_register_as_an_agent(with_pool: Callable[[Play], None]) -> None:
     async def play(pool: Pool) -> None:
         comm = await pool.connect(pool.keys.cluster(workers_connect=False))
         await pool.join(comm, name="any")
@@ -376,13 +376,13 @@ def _read_end(visitor: socket.socket) -> None:
         return
 
 
-def test_a_message_may_not_announce_more_than_there_can_be() -> None:
+def test_a_message_with_an_impossible_size_is_refused() -> None:
     for begin in (b"\xff" * 24, (2**40).to_bytes(8, "little") + (1).to_bytes(8, "little") * 2):
         with pytest.raises(ProtocolError):
             gate.size_of(begin)
 
 
-def test_a_host_is_whom_its_certificate_names() -> None:
+def test_a_certificate_names_its_owner() -> None:
     for peer in (
         Peer(PeerRole.HOST, "g2.8-0@ab: ü"),
         Peer(PeerRole.KERNEL),

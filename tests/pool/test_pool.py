@@ -54,7 +54,7 @@ def connection_of(pool: Pool) -> PoolConnection:
     return pool.connection
 
 
-def test_its_files_are_the_users_alone(notebook: Notebook) -> None:
+def test_only_the_user_can_read_the_pools_files(notebook: Notebook) -> None:
     folder = the_pool(notebook).folder.path
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     assert stat.S_IMODE((folder / "pool.json").stat().st_mode) == 0o600
@@ -117,7 +117,7 @@ dist.barrier()
     assert notebook.run(source).lines[0] == ["['127.0.0.1']"]
 
 
-def test_the_kernel_hears_a_run_from_its_first_event_on(
+def test_the_kernel_receives_all_events_of_a_run(
     notebook: Notebook, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     client, put = connection_of(the_pool(notebook))._client, RunDriver.put
@@ -163,7 +163,7 @@ def test_a_pool_that_cannot_start_shows_its_log(tmp_path: Path) -> None:
         pool.open()
 
 
-def test_a_pool_of_another_version_is_one_of_the_same_name(
+def test_only_a_pool_of_the_same_name_counts_as_another_version(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TAAS_STATE_DIR", str(tmp_path))
@@ -178,7 +178,7 @@ def test_a_pool_of_another_version_is_one_of_the_same_name(
 
 
 @pytest.mark.usefixtures("no_leftovers")
-def test_a_pool_is_ended_while_it_comes_up(tmp_path: Path) -> None:
+def test_a_pool_can_be_ended_while_it_starts(tmp_path: Path) -> None:
     pool = Pool(PoolConfig("local"), tmp_path)
     before = set(psutil.Process().children())
     with ThreadPoolExecutor() as threads:
@@ -222,7 +222,7 @@ def test_runs_of_two_kernels_do_not_touch_each_other(notebook: Notebook, tmp_pat
 
 
 @pytest.mark.usefixtures("no_leftovers")
-def test_a_pool_that_is_just_ending_is_followed_by_a_new_one_for_all_that_wait(
+def test_all_that_wait_for_an_ending_pool_get_one_new_pool(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The old process still holds the lock. A warm-up and three cells wait for one new process."""
@@ -241,7 +241,7 @@ def test_a_pool_that_is_just_ending_is_followed_by_a_new_one_for_all_that_wait(
 
 @pytest.mark.nightly
 @pytest.mark.usefixtures("no_leftovers")
-def test_a_kernel_that_comes_while_its_pool_ends_gets_a_new_one(tmp_path: Path) -> None:
+def test_a_kernel_that_connects_while_its_pool_ends_gets_a_new_pool(tmp_path: Path) -> None:
     config = PoolConfig("local", start_timeout_s=60)
     first, late = Pool(config, tmp_path), Pool(config, tmp_path)
     first.open()
@@ -285,7 +285,7 @@ def test_a_pool_whose_settings_have_changed_is_left_after_its_runs_and_ends_by_i
 
 
 @pytest.mark.nightly
-def test_a_run_in_which_the_pool_fails_ends(kernel_of_its_own: Frontend) -> None:
+def test_a_run_ends_if_its_pool_raises_an_error(kernel_of_its_own: Frontend) -> None:
     folder = Path(os.environ["TAAS_STATE_DIR"]).parent / "customized"
     folder.mkdir()
     (folder / "sitecustomize.py").write_text(UNFORESEEN)
@@ -295,7 +295,7 @@ def test_a_run_in_which_the_pool_fails_ends(kernel_of_its_own: Frontend) -> None
 
 
 @pytest.mark.usefixtures("no_leftovers")
-def test_all_that_wait_hear_what_becomes_of_hosts(
+def test_all_that_wait_get_the_messages_about_hosts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two threads wait, the second one later. Each gets the messages since its wait began."""

@@ -58,7 +58,9 @@ def named(name: str) -> Request[None]:
     return Named()
 
 
-def test_a_call_is_answered_and_opens_no_connection(with_host: Callable[[Play], None]) -> None:
+def test_a_call_of_a_host_is_answered_without_a_new_connection(
+    with_host: Callable[[Play], None],
+) -> None:
     async def play(scheduler: PoolScheduler, controller: Controller, member: PoolHost) -> None:
         said = await controller.pool_hosts.call(member.address, DescribeHost())
         assert said.host == member.name
@@ -73,7 +75,7 @@ def test_a_call_is_answered_and_opens_no_connection(with_host: Callable[[Play], 
     with_host(play)
 
 
-def test_requests_and_answers_are_read_as_they_were() -> None:
+def test_requests_and_answers_are_unchanged_after_encoding_and_decoding() -> None:
     plan = make_plan(Flags(gpus=1, units=10**30), HostCapacity(gpus=1, cores=1), "a-run")
     origin = Origin("/caf\udce9", {"A": "\udcff"}, (), changed={"B": None})
     said = [Note(text="ü"), FetcherEnded(number=1)]
@@ -112,7 +114,7 @@ def test_messages_of_strangers_are_refused_and_counted(with_host: Callable[[Play
     with_host(play)
 
 
-def test_fetchers_that_cannot_start_are_on_no_host(
+def test_a_host_whose_fetchers_cannot_start_does_not_count_as_busy(
     with_host: Callable[[Play], None], tmp_path: Path
 ) -> None:
     """If the host still counted as busy, the pool would never give it back and never end."""
@@ -134,7 +136,7 @@ def test_fetchers_that_cannot_start_are_on_no_host(
     with_host(play)
 
 
-def test_a_call_to_a_host_that_goes_ends_with_it(with_host: Callable[[Play], None]) -> None:
+def test_a_call_of_a_host_that_leaves_raises_an_error(with_host: Callable[[Play], None]) -> None:
     async def play(scheduler: PoolScheduler, controller: Controller, member: PoolHost) -> None:
         number = 10**9
         waiting = member.pending[number] = asyncio.get_running_loop().create_future()
@@ -147,7 +149,7 @@ def test_a_call_to_a_host_that_goes_ends_with_it(with_host: Callable[[Play], Non
     with_host(play)
 
 
-def test_a_host_that_cannot_say_who_it_is_is_replaced(with_host: Callable[[Play], None]) -> None:
+def test_a_host_that_cannot_describe_itself_is_replaced(with_host: Callable[[Play], None]) -> None:
     async def play(scheduler: PoolScheduler, controller: Controller, member: PoolHost) -> None:
         call, failed = controller.pool_hosts.call, list[str]()
 
@@ -201,7 +203,7 @@ async def failed(task: asyncio.Task[Any]) -> bool:
     return task.exception() is not None
 
 
-def test_a_host_that_fails_keeps_no_other_out(with_host: Callable[[Play], None]) -> None:
+def test_a_failed_host_does_not_block_the_next_one(with_host: Callable[[Play], None]) -> None:
     """Two calls wait when a host fails. One call raises the error; the other gets the next host."""
 
     async def play(scheduler: PoolScheduler, controller: Controller, _: PoolHost) -> None:
@@ -215,7 +217,7 @@ def test_a_host_that_fails_keeps_no_other_out(with_host: Callable[[Play], None])
     with_host(play)
 
 
-def test_hosts_to_keep_come_first_then_those_that_run_least() -> None:
+def test_preferred_hosts_are_chosen_first_and_then_those_with_the_fewest_runs() -> None:
     async def play() -> None:
         scheduler = PoolScheduler(dashboard=False)
         pool_hosts = PoolHosts(scheduler, mock.Mock(Engine), 1, 30)
@@ -227,7 +229,7 @@ def test_hosts_to_keep_come_first_then_those_that_run_least() -> None:
     asyncio.run(play())
 
 
-def test_the_clock_of_a_run_leaves_out_the_time_in_which_the_user_types() -> None:
+def test_the_clock_of_a_run_stops_while_the_user_types() -> None:
     clock = RunClock()
     assert clock.ran_s(100.0) == 0.0
     clock.set_paused(False, 100.0)

@@ -126,7 +126,7 @@ def test_it_is_stored_with_its_outputs(name: str) -> None:
     check(notebook, name)
 
 
-def test_the_store_is_rank_0s(beside: Frontend) -> None:
+def test_in_the_store_notebook_only_rank_0_writes(beside: Frontend) -> None:
     notebook = executed(beside, "store")
     check_store(notebook)
     assert not list(Path(beside.process.cwd()).glob("*.pt")), "an example clears away what it made"
@@ -150,7 +150,7 @@ def check_store(notebook: NotebookNode) -> None:
 
 
 @pytest.mark.nightly
-def test_fetchers_end_the_waiting(beside: Frontend) -> None:
+def test_the_data_service_notebook_shows_that_fetchers_end_the_waiting(beside: Frontend) -> None:
     notebook = executed(beside, "data_service")
     check_data_service(notebook)
 
@@ -222,12 +222,12 @@ SHORT_SWEEP = {"len(study.trials) < 20": "len(study.trials) < 10"}
 SAID_BY_SHORT_SWEEP = ("ValueError: trial 7 has bad luck", "9 of 10 trials", "9 done, 1 failed")
 
 
-def test_a_farms_solutions_come_back(beside: Frontend) -> None:
+def test_the_farm_notebook_shows_all_solutions(beside: Frontend) -> None:
     check_farm(executed(beside, "farm"), "farm", SAID_BY_FARMS["farm"])
 
 
 @pytest.mark.nightly
-def test_the_trials_of_a_sweep_come_back(beside: Frontend) -> None:
+def test_the_sweep_notebook_shows_all_trials(beside: Frontend) -> None:
     pytest.importorskip("optuna")
     check_farm(executed(beside, "sweep", SHORT_SWEEP), "sweep", SAID_BY_SHORT_SWEEP)
 
