@@ -178,7 +178,7 @@ handle = display("first", display_id="one")
 print("dots: ", end="")
 for number in range(3):
     print(".", end="")
-    handle.update(number)  # shown in place, so the line goes on
+    handle.update(number)  # replaces the first display, so the line of dots continues
 print()
 for number in tqdm(range(3)):
     display(number)

@@ -91,7 +91,7 @@ if dist.get_rank() == 0:
     dist.recv(first, 1)
 else:
     process = os.pidfd_open(first.item())
-    dist.send(first, 0)  # only now may it end
+    dist.send(first, 0)  # rank 0 can end only after this
     select.select([process], [], [])
     print(time.monotonic() - float(open("ended").read()) >= 0.4)
 """
@@ -125,7 +125,7 @@ class Writer:
 def test_forked_children_are_not_the_rank(notebook: Notebook) -> None:
     source = """
 import os, sys
-def running():  # whether it has the writing end of what ranks that end wait for
+def running():  # only a rank has both ends of the pipe `running`
     files = (os.path.realpath(f"/proc/self/fd/{number}") for number in os.listdir("/proc/self/fd"))
     return sum(file.endswith("/running") for file in files) == 2
 if os.fork() == 0:

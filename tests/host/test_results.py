@@ -21,7 +21,7 @@ from tests.harness import Notebook
 
 MEET = """
 import os, torch, torch.distributed as dist
-dist.init_process_group("gloo"); dist.barrier()  # else one may end before the other is there
+dist.init_process_group("gloo"); dist.barrier()  # no rank ends before the other has joined
 rank = dist.get_rank()
 """
 

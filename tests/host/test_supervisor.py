@@ -147,7 +147,7 @@ from taas_magic.host import forkserver
 
 forkserver._own_pid = os.getpid()
 if os.fork():
-    os._exit(0)  # before what it has forked asked the system to end with it
+    os._exit(0)  # before the fork has set its parent-death signal
 while os.getppid() == forkserver._own_pid:
     pass
 forkserver.call("builtins.print", "nobody ends this")

@@ -427,7 +427,7 @@ shell = shell_with()
 assert shell.run_cell('''%%taas --gpus 1
 import psutil, subprocess, time
 stays = subprocess.Popen(["setpriv", "--reuid=65534", "--clear-groups", "sleep", "601"])
-while psutil.Process(stays.pid).name() != "sleep":  # it is another user's from then on
+while psutil.Process(stays.pid).name() != "sleep":  # wait until setpriv has changed the user
     time.sleep(0.01)
 other = subprocess.Popen(["sleep", "600"])
 print("other", other.pid, flush=True)
