@@ -45,7 +45,7 @@ from taas_magic.setup.facts import (
 _T = TypeVar("_T")
 
 _pools: dict[str, Pool] = {}
-_retired: list[Pool] = []
+_replaced: list[Pool] = []
 _lock = threading.Lock()
 
 
@@ -53,8 +53,8 @@ def named(name: str, config: Config) -> Pool:
     """Return this kernel's pool with the given name, without opening it.
 
     Create the `Pool` object on the first call for this name, and keep it for later calls. If the
-    pool's settings in taas.toml have changed since then, retire the old object and create a new
-    one. The old pool's process ends when no kernel uses it.
+    pool's settings in taas.toml have changed since then, replace the object by a new one. The old
+    pool's process ends when no kernel uses it.
 
     Raises:
         UsageError: taas.toml has no such pool.
@@ -64,8 +64,8 @@ def named(name: str, config: Config) -> Pool:
         known = _pools.get(settings.name)
         if known is None or known.config != settings:
             if known is not None:  # the old pool ends when no kernel uses it
-                known.retire()
-                _retired[:] = [one for one in (*_retired, known) if not one.is_unused()]
+                known.close_when_unused()
+                _replaced[:] = [one for one in (*_replaced, known) if not one.is_unused()]
             known = _pools[settings.name] = Pool(settings, working_folder())
         return known
 
@@ -179,7 +179,7 @@ def _send_request(folder: str, name: str, config: Config, request: Request[_T]) 
 
 def _process_of(pool: Pool) -> PoolConnection:
     """Return a connection to the running process of a pool, or raise PoolError if there is none."""
-    found = pool.join()
+    found = pool.connect_if_running()
     if found is None:
         raise PoolError(f'pool "{pool.name}" has no process, so its runs have ended')
     return found
@@ -246,7 +246,7 @@ def rows(config: Config) -> list[PoolRow]:
         state = "down"
         if pool.folder.is_locked:
             state = "running" if read_address(pool.folder.path) else "starting"
-        if connection is not None and not connection.is_over:
+        if connection is not None and not connection.has_ended:
             state = "ready" if connection.is_ready else "silent"
         found.append(PoolRow(name, settings.engine, state, status))
     return found

@@ -271,7 +271,7 @@ class RunFetchers:
     def raise_if_ended(self) -> None:
         """Raise ConnectionEnded if the fetchers have ended because their pool's process ended."""
         if self._connection is not None:
-            self._connection.raise_if_over()
+            self._connection.raise_if_ended()
 
     def record_event(self, event: Event) -> None:
         """Pass an event about a fetcher to `listen`, and queue the event for the ranks' pool.
@@ -698,7 +698,7 @@ class RunDriver:
             return
 
         def is_void() -> bool:
-            is_lost = connection.is_over or connection.silent_s > SILENT_LOST_S
+            is_lost = connection.has_ended or connection.silent_s > SILENT_LOST_S
             return self._voids_input or is_lost or interrupts.count > 0
 
         answer = keyboard.refused_answer(request, self.plan)
@@ -803,7 +803,7 @@ class RunDriver:
         If the run is LOST, also write its end to the journal. But if the connection has ended and
         the process is alive, leave this to the process.
         """
-        if connection.is_over:
+        if connection.has_ended:
             # A pool's process that is alive writes the run's end to the journal itself.
             in_journal = not connection.process.is_alive()
             self._ended = self._end_event("LOST", connection.why, in_journal)

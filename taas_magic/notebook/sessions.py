@@ -153,7 +153,7 @@ class Session:
         process has ended, the ranks are gone, too; then also end the session's fetchers.
         """
         connection = self._connection
-        if self._ended is None and connection is not None and connection.is_over:
+        if self._ended is None and connection is not None and connection.has_ended:
             self._ended = RunEnded(state="LOST", why=connection.why)
             self._close_fetchers(())
         return self._ended is not None

@@ -229,7 +229,7 @@ class PoolConnection:
         self._listeners: dict[str, Callable[[Event], None]] = {}
         self._waiting: dict[str, Callable[[list[str]], None]] = {}
         self._ending, self._closes_when_unused = "", False
-        self._lock, self._over = threading.Lock(), threading.Event()
+        self._lock, self._ended = threading.Lock(), threading.Event()
         client.subscribe_topic(POOL_BEAT, self._on_beat)
         client.subscribe_topic(topic(self.id), self._on_event)
         self._watcher = threading.Thread(target=self._watch, name="taas-pool", daemon=True)
@@ -246,7 +246,7 @@ class PoolConnection:
         return time.monotonic() - self._last_beat_at
 
     @property
-    def is_over(self) -> bool:
+    def has_ended(self) -> bool:
         """Whether this connection has ended, for example because the pool's process has ended."""
         if not self.why and not self.process.is_alive():
             self._mark_ended(self._ending or self._how_process_ended())
@@ -255,16 +255,16 @@ class PoolConnection:
     @property
     def is_silent(self) -> bool:
         """Whether the pool's process is alive, but has sent no beat for `SILENT_S`."""
-        return not self.is_over and self.silent_s >= SILENT_S
+        return not self.has_ended and self.silent_s >= SILENT_S
 
     @property
     def is_ready(self) -> bool:
         """Whether this connection is open and the pool's process sent a beat within `SILENT_S`."""
-        return not self.is_over and self.silent_s < SILENT_S
+        return not self.has_ended and self.silent_s < SILENT_S
 
-    def raise_if_over(self) -> None:
+    def raise_if_ended(self) -> None:
         """Raise ConnectionEnded if this connection to the pool's process has ended."""
-        if self.is_over:
+        if self.has_ended:
             raise ConnectionEnded(self.why)
 
     def register(self) -> bool:
@@ -468,9 +468,9 @@ class PoolConnection:
         answer = self._send(request)
         until = time.monotonic() + _PATIENCE_S
         while not futures.wait([answer], _CHECK_S).done:
-            if self.is_over:
+            if self.has_ended:
                 answer.cancel()
-            self.raise_if_over()
+            self.raise_if_ended()
             if self.silent_s > SILENT_S and time.monotonic() > until:
                 answer.cancel()
                 raise PoolError(
@@ -482,8 +482,8 @@ class PoolConnection:
         except (OSError, futures.CancelledError) as error:
             # A process that is ending closes its connections before it exits. So wait a moment:
             # `_watch` may find that the process has exited, which is the better reason.
-            self._over.wait(_PATIENCE_S + 2 * _CHECK_S)
-            self._mark_ended(self._broken())
+            self._ended.wait(_PATIENCE_S + 2 * _CHECK_S)
+            self._mark_ended(self._broken_message())
             raise ConnectionEnded(self.why) from error
 
     def silence_message(self) -> str:
@@ -500,7 +500,7 @@ class PoolConnection:
         Raises:
             ConnectionEnded: The connection has ended.
         """
-        self.raise_if_over()
+        self.raise_if_ended()
         client = self._client
 
         async def answered() -> _T:
@@ -537,12 +537,12 @@ class PoolConnection:
         its connection. If so, mark this connection as ended, with the reason. After a lost
         connection, first wait up to `_PATIENCE_S` for the end of the process.
         """
-        while not self.is_over and not self._over.wait(_CHECK_S):
+        while not self.has_ended and not self._ended.wait(_CHECK_S):
             if self._client.status != "running" or self._client.scheduler_comm is not self._comm:
                 with suppress(PoolError):  # a process closes its connections before it exits
                     self.process.wait_for_end(_PATIENCE_S)
-                if not self.is_over:
-                    self._mark_ended(self._broken())
+                if not self.has_ended:
+                    self._mark_ended(self._broken_message())
         disconnect(self._client)
 
     def _mark_ended(self, why: str) -> None:
@@ -552,7 +552,7 @@ class PoolConnection:
         """
         with self._lock:
             self.why = self.why or why
-        self._over.set()
+        self._ended.set()
 
     def _how_process_ended(self) -> str:
         """Return a message for the user: how the process ended, and what to do.
@@ -569,7 +569,7 @@ class PoolConnection:
         log = f"Its log ends with:\n{log_tail(self._log)}" if has_failed else f"Log: {self._log}"
         return f"{text} {log}"
 
-    def _broken(self) -> str:
+    def _broken_message(self) -> str:
         return (
             f'pool "{self.config.name}": the connection to its process {self.process.pid} broke, '
             f"so the process ends this kernel's runs; run the cell again. Log: {self._log}"
@@ -606,7 +606,7 @@ class Pool:
     def connection(self) -> PoolConnection | None:
         """The open connection to the pool's process; None if there is none."""
         found = self._connection
-        return None if found is None or found.is_over else found
+        return None if found is None or found.has_ended else found
 
     def connection_with(self, hosts: int) -> PoolConnection | None:
         """Return the open connection to the pool's process if at least `hosts` hosts are ready.
@@ -678,12 +678,12 @@ class Pool:
         """
         wait = wait or PoolWait(self)
         with self._joining:
-            found = self._ready_connection() or self._join(wait, on_wait, starts=True)
+            found = self._ready_connection() or self._connect_anew(wait, on_wait, starts=True)
             assert found is not None
             wait.raise_if_over()
             return found
 
-    def join(self) -> PoolConnection | None:
+    def connect_if_running(self) -> PoolConnection | None:
         """Connect to the pool's process if one is running; return None otherwise.
 
         Raises:
@@ -691,7 +691,9 @@ class Pool:
                 kernel, or it did not accept this kernel.
         """
         with self._joining:
-            return self._ready_connection() or self._join(PoolWait(self), lambda lines: None)
+            return self._ready_connection() or self._connect_anew(
+                PoolWait(self), lambda lines: None
+            )
 
     def _ready_connection(self) -> PoolConnection | None:
         """Return the open connection if the pool's process sends beats, else None.
@@ -709,7 +711,7 @@ class Pool:
         found.close(f'pool "{self.name}" did not answer: {found.silence_message()}')
         return None
 
-    def _join(
+    def _connect_anew(
         self, wait: PoolWait, on_wait: Callable[[list[str]], None], starts: bool = False
     ) -> PoolConnection | None:
         """Connect to the pool's process, and store the connection in this object.
@@ -725,10 +727,10 @@ class Pool:
             The connection. None if no process is running and `starts` is False.
 
         Raises:
-            PoolError: No process accepted this kernel, or `_connect_to` or `_find` raised.
+            PoolError: No process accepted this kernel, or `_connect_to` or `_find_or_start` raised.
         """
         for _ in range(_MAX_PROCESSES):
-            process = self._find(wait, starts)
+            process = self._find_or_start(wait, starts)
             if process is None:
                 return None
             try:
@@ -740,7 +742,7 @@ class Pool:
             if found is not None:
                 self._connection = found
                 return found
-        raise self._error("did not start: each of its processes ended or did not answer")
+        raise self._pool_error("did not start: each of its processes ended or did not answer")
 
     def _connect_to(
         self, process: PoolProcess, wait: PoolWait, on_wait: Callable[[list[str]], None]
@@ -790,10 +792,12 @@ class Pool:
             on_wait([self._wait_message(process, "to end")])
         process.wait_for_end(END_S)
         if process.exit_code:
-            raise self._error(f"did not start: its process {process.pid} {process.state_text()}")
+            raise self._pool_error(
+                f"did not start: its process {process.pid} {process.state_text()}"
+            )
         return None
 
-    def _find(self, wait: PoolWait, starts: bool) -> PoolProcess | None:
+    def _find_or_start(self, wait: PoolWait, starts: bool) -> PoolProcess | None:
         """Return the pool's running process. If none runs, start one if `starts`, else return None.
 
         If another kernel is just starting the pool's process, wait up to `END_S` for this process.
@@ -805,12 +809,14 @@ class Pool:
         deadline = time.monotonic() + END_S
         while True:
             wait.raise_if_over()
-            process = self.folder.find() or (self.folder.start() if starts else None)
+            process = self.folder.find_process() or (
+                self.folder.start_process() if starts else None
+            )
             if process is not None or not (starts or self.folder.is_locked):
                 return process
             if time.monotonic() > deadline:
                 lock = self.folder.path / "lock"
-                raise self._error(
+                raise self._pool_error(
                     f"did not start: another process of yours has locked {lock}, but starts no "
                     f"process of the pool. It may be stopped: `fuser {lock}` shows its pid"
                 )
@@ -838,7 +844,7 @@ class Pool:
             if time.monotonic() >= next_check_at:
                 next_check_at += _CHECK_S
                 if timer.idle_s() >= limit_s:
-                    error = self._error(
+                    error = self._pool_error(
                         f"did not start: its process {process.pid} used no processor time and read "
                         f"nothing for start_timeout_s = {limit_s:g} s, and was killed"
                     )
@@ -852,7 +858,7 @@ class Pool:
             f'pool "{self.name}": waiting for its process {process.pid} {what} ({self.folder.log})'
         )
 
-    def _error(self, what: str) -> PoolError:
+    def _pool_error(self, what: str) -> PoolError:
         return PoolError(f'pool "{self.name}" {what}. Its log:\n{log_tail(self.folder.log)}')
 
     def down(self) -> None:
@@ -864,15 +870,17 @@ class Pool:
         self.end_count += 1
         with self._joining:  # a thread that is starting the process now stops waiting for it
             try:
-                found = self._ready_connection() or self._join(PoolWait(self), lambda lines: None)
+                found = self._ready_connection() or self._connect_anew(
+                    PoolWait(self), lambda lines: None
+                )
                 if found is not None:
                     found.end_process()
             except PoolError:
-                if (process := self.folder.find()) is not None:
+                if (process := self.folder.find_process()) is not None:
                     process.kill()
             self.close()
 
-    def retire(self) -> None:
+    def close_when_unused(self) -> None:
         """Close the connection to the pool's process when no run of this kernel uses it any more.
 
         Call this when the pool's settings have changed and a new `Pool` replaces this object.

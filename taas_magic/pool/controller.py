@@ -100,7 +100,7 @@ class Kernels:
         self._waiting: dict[str, tuple[str, asyncio.Future[list[PoolHost]]]] = {}
         self._stays_until = time.monotonic() + max(FIRST_KERNEL_S, linger_s)
         self.is_ending = False
-        self.over = asyncio.Event()
+        self.must_end = asyncio.Event()
         """Event that this object or the controller sets when the pool's process must end."""
 
     def end_if_idle(self, has_runs: bool) -> None:
@@ -113,7 +113,7 @@ class Kernels:
             self._stays_until = now + self._linger_s
         elif now >= self._stays_until:
             self.is_ending = True
-            self.over.set()
+            self.must_end.set()
 
     def remove(self, client: str) -> None:
         """Record that a kernel has left or died, and cancel its waits."""
@@ -293,7 +293,7 @@ class Controller(SchedulerPlugin):
             source,
             pool.start_timeout_s,
             pool.lease_s,
-            self._on_lost,
+            self._on_lost_host,
             are_local=pool.engine == LOCAL,
         )
         self._kernels = Kernels(self.pool_hosts, linger_s)
@@ -325,9 +325,9 @@ class Controller(SchedulerPlugin):
             self._tasks.start(work)
 
     @property
-    def over(self) -> asyncio.Event:
+    def must_end(self) -> asyncio.Event:
         """Event that this process sets when the pool must end."""
-        return self._kernels.over
+        return self._kernels.must_end
 
     async def launch(self, request: LaunchRanks) -> StartResponse:
         """Start a run's ranks on hosts of this pool.
@@ -349,15 +349,15 @@ class Controller(SchedulerPlugin):
         spec, owner, run_id = request.run, request.owner, request.run.plan.run_id
         send_event = self._event_sender(owner, run_id)
         await self._wait_for_interrupted_runs(owner, send_event)
-        over = asyncio.Event()
+        cleaned_up = asyncio.Event()
         async with contextlib.AsyncExitStack() as until_end:
-            until_end.callback(over.set)
+            until_end.callback(cleaned_up.set)
             until_end.callback(self._runs.pop, run_id, None)
             try:
                 session = self._session_of(spec)
                 if not (spec.reads_only or spec.is_session):
                     await _lock_store(until_end, spec.plan)
-                journal = _journal(spec.folder, send_event)
+                journal = _open_journal(spec.folder, send_event)
                 until_end.push_async_callback(asyncio.to_thread, journal.close)
 
                 def publish(event: Event) -> None:
@@ -365,13 +365,13 @@ class Controller(SchedulerPlugin):
                     if run.owner:
                         run.send_event(encoded)
 
-                run = PoolRun(spec, owner, self.pool_hosts, publish, over, session)
+                run = PoolRun(spec, owner, self.pool_hosts, publish, cleaned_up, session)
                 run.send_event = send_event
                 # If this run is a session, the fetchers of its first cell have started before it.
                 for fetchers in self._fetchers_of_session(run_id):
                     run.count_fetchers(fetchers)
                 if session is not None:
-                    until_end.enter_context(session.in_use(run))
+                    until_end.enter_context(session.mark_in_use(run))
                 hosts = await self._start(run, request.fetcher_events)
             except StoreError as error:
                 return StartResponse(store_error=str(error))
@@ -459,7 +459,7 @@ class Controller(SchedulerPlugin):
                 self._continue_without_kernel(fetchers, run)
             run.send_event(encode(Detached()))
         run.owner, run.send_event = request.owner, self._event_sender(request.owner, run.run_id)
-        state, run.left_cell = run.session_state(), ""
+        state, run.orphaned_cell = run.session_state(), ""
         return state
 
     def _detached_session_of(self, share: Share) -> PoolRun | None:
@@ -483,9 +483,9 @@ class Controller(SchedulerPlugin):
             self._send_events_to(session, share)
         elif isinstance(share, PoolRun) and share is not session:
             share.publish(Detached())
-            session.left_cell = share.run_id
+            session.orphaned_cell = share.run_id
             # This entry marks the cell as detached: `_run_to_end` calls `notify` when it has ended.
-            self._fetchers_of[share.run_id] = _no_fetchers
+            self._fetchers_of[share.run_id] = _end_no_fetchers
             self._tasks.start(share.refuse_input())
 
     def _send_events_to(self, run: PoolRun, fetchers: PoolFetchers) -> None:
@@ -531,7 +531,7 @@ class Controller(SchedulerPlugin):
             self._send_events_to(run, here)
             return partial(here.halt, "kill")
         if run.plan.data is None:
-            return _no_fetchers
+            return _end_no_fetchers
         folder = Path(run.folder.context().data_folder)
         return await take_over_fetchers(folder, data_id, run.publish_fetcher_events, self._tasks)
 
@@ -565,7 +565,7 @@ class Controller(SchedulerPlugin):
                 the run from this pool's runs.
         """
         try:
-            ended = await _end_of(run)
+            ended = await _last_event_of(run)
             encoded = journal.append(ended)
         finally:
             closing = asyncio.ensure_future(until_end.aclose())
@@ -593,7 +593,7 @@ class Controller(SchedulerPlugin):
             if isinstance(run, PoolRun) and run.is_halted and run.owner not in others:
                 text = f"waiting for the interrupted run {run.run_id} to end"
                 send_event(encode(Note(text=text)))
-                await run.over.wait()
+                await run.cleaned_up.wait()
 
     async def launch_fetchers(self, request: LaunchFetchers) -> StartResponse:
         """Start a run's fetchers on hosts of this pool.
@@ -695,18 +695,20 @@ class Controller(SchedulerPlugin):
 
         async def handle(comm: GateComm, request: bytes) -> bytes:
             try:
-                return await make_handler(kind, partial(self._answer_host, comm.peer.name))(request)
+                return await make_handler(kind, partial(self._answer_file_request, comm.peer.name))(
+                    request
+                )
             except ProtocolError:
                 self.pool_hosts.refused += 1
                 raise
 
         return handle
 
-    async def _answer_host(self, agent: str, request: FileRequest[Any]) -> object:
+    async def _answer_file_request(self, agent: str, request: FileRequest[Any]) -> object:
         run, host = self._runs.get(request.run_id), self.pool_hosts.named(agent)
         if run is None or host is None:
             raise ProtocolError(f"run {request.run_id} has ended, or is not in this pool")
-        return await run.answer(host.address, request)
+        return await run.answer_file_request(host.address, request)
 
     async def facts(self, request: GetHostFacts) -> list[HostFacts]:
         """Return facts about all hosts that can start ranks, such as versions and modules."""
@@ -726,7 +728,7 @@ class Controller(SchedulerPlugin):
             if isinstance(run, PoolRun):
                 run.why_halted = run.why_halted or _WHY_ENDED
         await asyncio.gather(*(run.halt("kill") for run in runs))
-        asyncio.get_running_loop().call_later(0.1, self.over.set)
+        asyncio.get_running_loop().call_later(0.1, self.must_end.set)
 
     def add_client(self, scheduler: Scheduler, client: str) -> None:
         """Record that a kernel has connected. Called by Dask."""
@@ -784,12 +786,12 @@ class Controller(SchedulerPlugin):
         if not is_taken:
             self.pool_hosts.refused += 1
 
-    def _on_lost(self, host: PoolHost, why: str) -> None:
+    def _on_lost_host(self, host: PoolHost, why: str) -> None:
         for run in list(self._runs.values()):
             run.record_lost_host(host, why)
 
 
-def _journal(folder: RunFolder, send_event: EncodedEventSink) -> JournalWriter:
+def _open_journal(folder: RunFolder, send_event: EncodedEventSink) -> JournalWriter:
     """Open a run's journal for writing.
 
     If a later write to the journal fails, the kernel gets a note that the journal is incomplete.
@@ -804,11 +806,11 @@ def _journal(folder: RunFolder, send_event: EncodedEventSink) -> JournalWriter:
     return JournalWriter(folder, report_incomplete)
 
 
-async def _no_fetchers() -> None:
+async def _end_no_fetchers() -> None:
     """Do nothing. Used as the `EndFetchers` function of a run for which no fetchers must end."""
 
 
-async def _end_of(run: PoolRun) -> RunEnded:
+async def _last_event_of(run: PoolRun) -> RunEnded:
     """Wait for the end of a started run; return its last event.
 
     The kernel waits for the last event. So after an unexpected error, log the error, kill the

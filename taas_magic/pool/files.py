@@ -105,7 +105,7 @@ class FileServer:
         if self._is_closed or self._run.plan.store is None:
             raise ProtocolError("the run has no project store, or has ended")
         loop = asyncio.get_running_loop()
-        answer = self._answer_of_store
+        answer = self._answer_store_request
         return await loop.run_in_executor(self._thread, answer, host_rank, asked)
 
     async def close(self) -> None:
@@ -209,7 +209,7 @@ class FileServer:
         if piece.end == piece.entry.size:
             beside.replace(path)
 
-    def _answer_of_store(self, host_rank: int, asked: FileRequest[_T]) -> _T:
+    def _answer_store_request(self, host_rank: int, asked: FileRequest[_T]) -> _T:
         """Pass a request about the project store to a `StoreServer`; return the response.
 
         The first call creates the server. For the ranks of a run that owns the store, the server

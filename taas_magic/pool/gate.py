@@ -125,7 +125,7 @@ class GateComm(TLS):
             raise CommClosedError("the connection has ended")
         try:
             begin = await self.stream.read_bytes(_PRELUDE.size)
-            frame: memoryview = await read_bytes_rw(self.stream, size_of(begin))
+            frame: memoryview = await read_bytes_rw(self.stream, frame_size(begin))
         except (StreamClosedError, ssl.SSLError) as error:
             self.abort()
             raise CommClosedError(str(error)) from error
@@ -135,7 +135,7 @@ class GateComm(TLS):
         return frame
 
 
-def size_of(begin: bytes) -> int:
+def frame_size(begin: bytes) -> int:
     """Return the size in bytes of a message's only frame, which follows the header `begin`.
 
     Raises:

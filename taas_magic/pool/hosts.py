@@ -152,7 +152,7 @@ class PoolHosts(SchedulerPlugin):
     ) -> None:
         self._scheduler, self._source, self.are_local = scheduler, source, are_local
         self.start_timeout_s, self._lease_s = start_timeout_s, lease_s
-        self._on_lost = on_lost
+        self._on_lost_host = on_lost
         self._hosts: dict[str, PoolHost] = {}
         self._changed = asyncio.Condition()
         self._tasks = BackgroundTasks()
@@ -413,7 +413,7 @@ class PoolHosts(SchedulerPlugin):
 
     async def _report_lost_host(self, host: PoolHost, why: str) -> None:
         detail = await self._source.why_lost(host.agent)
-        self._on_lost(host, f"{why}; {detail}" if detail else why)
+        self._on_lost_host(host, f"{why}; {detail}" if detail else why)
 
     async def _request_description(self, host: PoolHost) -> None:
         """Send `DescribeHost` to a new host, and mark the host as ready when the host responds.

@@ -161,7 +161,7 @@ class PoolFolder:
         """Whether a process of the pool is running or being started."""
         return not is_unlocked(self.path / "lock")
 
-    def find(self) -> PoolProcess | None:
+    def find_process(self) -> PoolProcess | None:
         """Return the pool's running process; None if no process runs.
 
         First reap child processes that have ended. The pid is in the lock file. Return None if the
@@ -184,7 +184,7 @@ class PoolFolder:
                 return PoolProcess(process)
         return None
 
-    def start(self) -> PoolProcess | None:
+    def start_process(self) -> PoolProcess | None:
         """Start a process of the pool. If one is running or being started, return None instead.
 
         Reap child processes that have ended. Take the lock of the pool's folder. Remove the
@@ -322,6 +322,6 @@ async def _run_pool(engine: Engine, folder: Path, settings: PoolSettings) -> Non
         try:
             with replace_atomically(path) as file:
                 file.write(to_json(pool_address))
-            await controller.over.wait()
+            await controller.must_end.wait()
         finally:
             path.unlink(missing_ok=True)

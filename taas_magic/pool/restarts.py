@@ -11,20 +11,20 @@ from taas_magic.plan import Plan
 class FetcherRestarts:
     """Counter that decides whether a run's fetchers start again.
 
-    The fetchers start again when all of them have ended unexpectedly, at most `most` times. The
-    caller passes the fetchers' events to `record`, whose result says whether the caller must start
-    all fetchers again.
+    The fetchers start again when all of them have ended unexpectedly, at most `max_restarts`
+    times. The caller passes the fetchers' events to `record_event`, whose result says whether the
+    caller must start all fetchers again.
 
     Args:
-        most: Maximum number of restarts.
+        max_restarts: Maximum number of restarts.
     """
 
-    def __init__(self, plan: Plan, most: int) -> None:
-        self._plan, self._most, self._used = plan, most, 0
+    def __init__(self, plan: Plan, max_restarts: int) -> None:
+        self._plan, self._max_restarts, self._n_restarts = plan, max_restarts, 0
         self._ended: set[int] = set()
         self._last: FetcherEnded | None = None
 
-    def allow_one(self) -> tuple[list[Event], bool]:
+    def allow_one_restart(self) -> tuple[list[Event], bool]:
         """Allow one further restart of the fetchers. Earlier restarts do not count.
 
         If all fetchers have already ended, this restart begins now: the result has a note and a
@@ -34,16 +34,16 @@ class FetcherRestarts:
         Returns:
             Events to publish, and whether the caller must start all fetchers now.
         """
-        self._used, self._most = 0, 1
+        self._n_restarts, self._max_restarts = 0, 1
         if self._last is None or not self._may_start_again():
             return [], False
         return self._count_restart(structs.replace(self._last, time=time.time()))
 
-    def refuse(self) -> None:
-        """Allow no further restart of the fetchers, unless `allow_one` is called later."""
-        self._most = self._used
+    def forbid_restarts(self) -> None:
+        """Allow no further restart of the fetchers, unless `allow_one_restart` is called later."""
+        self._max_restarts = self._n_restarts
 
-    def record(self, event: Event) -> tuple[list[Event], bool]:
+    def record_event(self, event: Event) -> tuple[list[Event], bool]:
         """Record an event of a fetcher; decide whether all fetchers start again.
 
         All fetchers start again if `event` reports the unexpected end of the last running fetcher,
@@ -68,7 +68,7 @@ class FetcherRestarts:
     def _may_start_again(self) -> bool:
         data = self._plan.data
         have_all_ended = data is not None and len(self._ended) == len(data.fetchers)
-        return have_all_ended and self._used < self._most
+        return have_all_ended and self._n_restarts < self._max_restarts
 
     def _count_restart(self, last: FetcherEnded) -> tuple[list[Event], bool]:
         """Count a restart of all fetchers; return the events to publish, and True.
@@ -77,9 +77,9 @@ class FetcherRestarts:
         addresses of the fetchers.
         """
         assert last.entry
-        self._used += 1
+        self._n_restarts += 1
         self._ended.clear()
-        count = f"{self._used} of {self._most}"
+        count = f"{self._n_restarts} of {self._max_restarts}"
         note = Note(text=f"all fetchers have ended and start again (restart {count})")
         # An entry without addresses tells the ranks to wait for the new fetchers.
         soon = {name: LoaderAddresses(fetchers=self._plan.cpus) for name in last.entry}

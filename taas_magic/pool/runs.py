@@ -123,8 +123,8 @@ class HostReport:
 
 
 @dataclass
-class HostPart:
-    """The state of a run's ranks, or of its fetchers, on one host.
+class ShareHost:
+    """One host of a `Share`, with the state of the run's ranks or fetchers on this host.
 
     Attributes:
         host_rank: Number of the host among the hosts of the run's ranks, or of its fetchers.
@@ -159,7 +159,7 @@ class AttemptOutcome:
     may_retry: bool = False
 
 
-def decide(hosts: Collection[HostPart], now: float) -> AttemptOutcome | None:
+def decide(hosts: Collection[ShareHost], now: float) -> AttemptOutcome | None:
     """Return the outcome of an attempt; None while the attempt continues.
 
     If all hosts report success, the attempt has succeeded. If a rank exits early by `sys.exit(0)`
@@ -182,7 +182,7 @@ def decide(hosts: Collection[HostPart], now: float) -> AttemptOutcome | None:
         hosts: State of the attempt's ranks on each host.
         now: Monotonic time.
     """
-    reports = [part.report for part in hosts if part.report is not None]
+    reports = [share_host.report for share_host in hosts if share_host.report is not None]
     bad = [report for report in reports if report.state != "SUCCEEDED"]
     if not bad:
         return _outcome_so_far(hosts, reports, now)
@@ -194,7 +194,7 @@ def decide(hosts: Collection[HostPart], now: float) -> AttemptOutcome | None:
         if own and now < min(own) + FURTHER_REPORTS_S:
             return None
         if not own and any(
-            part.host.last_message_at < since + LATE_REPORT_S for part in hosts if not part.report
+            each.host.last_message_at < since + LATE_REPORT_S for each in hosts if not each.report
         ):
             return None
     state = worst_state(report.state for report in bad)
@@ -205,7 +205,7 @@ def decide(hosts: Collection[HostPart], now: float) -> AttemptOutcome | None:
 
 
 def _outcome_so_far(
-    hosts: Collection[HostPart], reports: list[HostReport], now: float
+    hosts: Collection[ShareHost], reports: list[HostReport], now: float
 ) -> AttemptOutcome | None:
     if len(reports) == len(hosts):
         return AttemptOutcome("SUCCEEDED")
@@ -256,7 +256,7 @@ class Share(ABC):
         self.attempt = 0
         self._files = FileServer(run, self.is_fetchers)
         self._for_hosts = run.for_hosts(pool_hosts.are_local)
-        self._parts: dict[str, HostPart] = {}
+        self._share_hosts: dict[str, ShareHost] = {}
         self._changed = asyncio.Event()
         self._halted, self._how_halted = asyncio.Event(), ""
         self._tasks = BackgroundTasks()
@@ -271,25 +271,25 @@ class Share(ABC):
         """
 
     @abstractmethod
-    def _numbers(self, part: HostPart) -> Collection[int]:
+    def _process_numbers(self, share_host: ShareHost) -> Collection[int]:
         """Return the numbers of a host's ranks or fetchers."""
 
-    def _owned(self, part: HostPart) -> OwnedFiles:
-        return OwnedFiles(self._numbers(part), self.attempt, frozenset())
+    def _owned_files(self, share_host: ShareHost) -> OwnedFiles:
+        return OwnedFiles(self._process_numbers(share_host), self.attempt, frozenset())
 
     @abstractmethod
-    def _may_send(self, part: HostPart, event: Event) -> bool:
+    def _may_send(self, share_host: ShareHost, event: Event) -> bool:
         """Return whether a host may send `event`.
 
         False if the event is about a process of another host, or if hosts never send such events.
         """
 
     @abstractmethod
-    def _on_host_event(self, part: HostPart, event: Event) -> None:
+    def _on_host_event(self, share_host: ShareHost, event: Event) -> None:
         """Publish an event that a host has sent, and record its effect on this share."""
 
     @abstractmethod
-    def _publish_loss(self, part: HostPart, why: str) -> None:
+    def _publish_loss(self, share_host: ShareHost, why: str) -> None:
         """Publish that a host was lost, together with its ranks or fetchers.
 
         Args:
@@ -330,16 +330,16 @@ class Share(ABC):
         Args:
             address: Dask's address of the host's agent.
         """
-        part = self._active_part(address)
-        if part is None or not self._may_send(part, event):
+        share_host = self._active_host(address)
+        if share_host is None or not self._may_send(share_host, event):
             return False
-        part.last_message_at = time.monotonic()
+        share_host.last_message_at = time.monotonic()
         event.time = time.time()  # not the host's clock, which may differ by days
-        event.host = part.host.name
-        self._on_host_event(part, event)
+        event.host = share_host.host.name
+        self._on_host_event(share_host, event)
         return True
 
-    async def answer(self, address: str, request: FileRequest[Any]) -> object:
+    async def answer_file_request(self, address: str, request: FileRequest[Any]) -> object:
         """Handle a host's request for files of the run folder or the project store.
 
         Args:
@@ -352,11 +352,13 @@ class Share(ABC):
             ProtocolError: The ranks or fetchers on the host have ended, or the host may not send
                 the request.
         """
-        part = self._active_part(address)
-        if part is None:
+        share_host = self._active_host(address)
+        if share_host is None:
             raise ProtocolError(f"run {self.run_id} has ended on the host at {address}")
-        part.last_message_at = time.monotonic()
-        return await self._files.answer(part.host_rank, self._owned(part), request)
+        share_host.last_message_at = time.monotonic()
+        return await self._files.answer(
+            share_host.host_rank, self._owned_files(share_host), request
+        )
 
     def record_lost_host(self, host: PoolHost, why: str) -> None:
         """Record and publish that a host is gone. Ignore a host on which this share does not run.
@@ -364,10 +366,10 @@ class Share(ABC):
         Args:
             why: The reason, for the user.
         """
-        part = self._active_part(host.address)
-        if part is not None:
-            self._publish_loss(part, why)
-            self._record_part_ended(part)
+        share_host = self._active_host(host.address)
+        if share_host is not None:
+            self._publish_loss(share_host, why)
+            self._record_host_ended(share_host)
 
     async def halt(self, how: str) -> None:
         """Interrupt or kill the ranks or fetchers on all hosts. They are not started again.
@@ -396,8 +398,8 @@ class Share(ABC):
         The result also names each host that has not responded within `STACKS_S`, or that failed to
         respond.
         """
-        there = [part.host for part in self._parts.values() if not part.ended]
-        found = await asyncio.gather(*map(self._stacks_on, there))
+        hosts = [each.host for each in self._share_hosts.values() if not each.ended]
+        found = await asyncio.gather(*map(self._stacks_on, hosts))
         return RunStacks(
             [row for host in found for row in host.ranks],
             [row for host in found for row in host.fetchers],
@@ -422,12 +424,12 @@ class Share(ABC):
             row.host = host.name
         return stacks
 
-    def _active_part(self, address: str) -> HostPart | None:
-        part = self._parts.get(address)
-        return None if part is None or part.ended else part
+    def _active_host(self, address: str) -> ShareHost | None:
+        share_host = self._share_hosts.get(address)
+        return None if share_host is None or share_host.ended else share_host
 
     def _running_addresses(self) -> list[str]:
-        return [address for address, part in self._parts.items() if not part.ended]
+        return [address for address, each in self._share_hosts.items() if not each.ended]
 
     async def _acquire_hosts(
         self, count: int, preferred: Collection[str] = (), retry_s: float = 0.0
@@ -469,22 +471,24 @@ class Share(ABC):
             PoolError: The hosts are not available, or `halt` was called.
         """
         acquire = self._pool_hosts.acquire
-        taking = asyncio.ensure_future(
+        acquiring = asyncio.ensure_future(
             acquire(count, preferred, lambda line: self.publish(Note(text=line)))
         )
         halted = asyncio.ensure_future(self._halted.wait())
-        await asyncio.wait({taking, halted}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({acquiring, halted}, return_when=asyncio.FIRST_COMPLETED)
         halted.cancel()
         if self.is_halted:
-            taking.cancel()
+            acquiring.cancel()
             raise PoolError("the wait for its hosts was cancelled")
-        return taking.result()
+        return acquiring.result()
 
     async def _require_fit(self, hosts: Collection[PoolHost]) -> None:
         if self._run.requires is not None:
             await require_fit(self._pool_hosts, hosts, self._run.requires)
 
-    async def _start_one(self, part: HostPart, is_next_attempt: bool = False, **facts: Any) -> int:
+    async def _start_one(
+        self, share_host: ShareHost, is_next_attempt: bool = False, **facts: Any
+    ) -> int:
         """Start the ranks or fetchers on one host, and count the run as active on the host.
 
         If `halt` is called during the start, send `Halt` to this host again after the start.
@@ -500,15 +504,15 @@ class Share(ABC):
         Raises:
             PoolError: The host did not start the processes. They count as ended on this host.
         """
-        part.host.runs.add(self.run_id)
-        address = part.host.address
-        spec = ShareSpec(self._for_hosts, part.host_rank, **facts)
+        share_host.host.runs.add(self.run_id)
+        address = share_host.host.address
+        spec = ShareSpec(self._for_hosts, share_host.host_rank, **facts)
         try:
             port = await self._pool_hosts.call(address, StartShare(spec, is_next_attempt))
             if self.is_halted:  # an earlier `Halt` had no effect while the host was starting
                 await self._pool_hosts.call(address, Halt(self.run_id, self._how_halted))
         except PoolError:
-            self._record_part_ended(part)
+            self._record_host_ended(share_host)
             raise
         return port
 
@@ -520,9 +524,9 @@ class Share(ABC):
         calls = (self._pool_hosts.call(address, request) for address in self._running_addresses())
         await asyncio.gather(*calls, return_exceptions=True)
 
-    def _record_part_ended(self, part: HostPart) -> None:
-        part.ended = True
-        part.host.runs.discard(self.run_id)
+    def _record_host_ended(self, share_host: ShareHost) -> None:
+        share_host.ended = True
+        share_host.host.runs.discard(self.run_id)
         self._changed.set()
 
     async def wait_until_ended(self) -> None:
@@ -540,14 +544,13 @@ class Share(ABC):
             limit_s: Seconds that a host may take. They count from this call, and start again at
                 each event or request of the host. So a host that still sends files is not dropped.
         """
-        parts, began = list(self._parts.values()), time.monotonic()
-        while left := [part for part in parts if not part.ended]:
-            late = [
-                it for it in left if time.monotonic() - max(it.last_message_at, began) >= limit_s
-            ]
-            for part in late:
+        share_hosts, began = list(self._share_hosts.values()), time.monotonic()
+        while left := [share_host for share_host in share_hosts if not share_host.ended]:
+            now = time.monotonic()
+            late = [each for each in left if now - max(each.last_message_at, began) >= limit_s]
+            for share_host in late:
                 why = f"it did not end run {self.run_id} within {limit_s:.0f} s; it is replaced"
-                await self._pool_hosts.drop(part.host.address, why)
+                await self._pool_hosts.drop(share_host.host.address, why)
             await asyncio.sleep(_CHECK_S)
 
 
@@ -601,9 +604,9 @@ class PoolFetchers(Share):
         If the start fails on any host, raise the first error when all hosts have responded.
         """
         chosen = (await self._acquire_hosts(self._data.pool_hosts))[: self._data.hosts]
-        parts = [HostPart(host, number) for number, host in enumerate(chosen)]
-        self._parts = {part.host.address: part for part in parts}
-        starting = map(self._start_one, parts)
+        share_hosts = [ShareHost(host, number) for number, host in enumerate(chosen)]
+        self._share_hosts = {share_host.host.address: share_host for share_host in share_hosts}
+        starting = map(self._start_one, share_hosts)
         for error in await asyncio.gather(*starting, return_exceptions=True):
             if isinstance(error, BaseException):
                 raise error
@@ -630,7 +633,7 @@ class PoolFetchers(Share):
         If all fetchers ended earlier, start them again now.
         """
         if not self.is_halted:
-            self._publish_all(*self._restarts.allow_one())
+            self._publish_all(*self._restarts.allow_one_restart())
 
     async def _start_again(self) -> None:
         """Start all fetchers again, after their hosts have cleaned up after the ended fetchers.
@@ -643,7 +646,7 @@ class PoolFetchers(Share):
             await self._start_all()
         except PoolError as error:
             await self._send_halt("kill")
-            self._restarts.refuse()
+            self._restarts.forbid_restarts()
             for fetcher in self._data.fetchers:
                 self._publish_event(
                     fetcher_failed(self.plan, fetcher, f"not started again: {error}")
@@ -660,7 +663,7 @@ class PoolFetchers(Share):
         Args:
             how: Ignored. Both "interrupt" and "kill" kill the fetchers.
         """
-        self._restarts.refuse()
+        self._restarts.forbid_restarts()
         await super().halt("kill")
         self._changed.set()
         with contextlib.suppress(asyncio.TimeoutError):
@@ -671,22 +674,22 @@ class PoolFetchers(Share):
         assert self.plan.data is not None
         return self.plan.data
 
-    def _numbers(self, part: HostPart) -> list[int]:
-        return [fetcher.number for fetcher in self._data.fetchers_on(part.host_rank)]
+    def _process_numbers(self, share_host: ShareHost) -> list[int]:
+        return [fetcher.number for fetcher in self._data.fetchers_on(share_host.host_rank)]
 
-    def _may_send(self, part: HostPart, event: Event) -> bool:
+    def _may_send(self, share_host: ShareHost, event: Event) -> bool:
         if isinstance(event, FetcherStarted | FetcherReport | FetcherEnded):
-            return event.number in self._numbers(part)
+            return event.number in self._process_numbers(share_host)
         return isinstance(event, Note | HostEnded)
 
-    def _on_host_event(self, part: HostPart, event: Event) -> None:
+    def _on_host_event(self, share_host: ShareHost, event: Event) -> None:
         if isinstance(event, HostEnded):
-            self._record_part_ended(part)
+            self._record_host_ended(share_host)
             return
         self._publish_event(event)
 
     def _publish_event(self, event: Event) -> None:
-        self._publish_all(*self._restarts.record(event))
+        self._publish_all(*self._restarts.record_event(event))
 
     def _publish_all(self, events: Iterable[Event], starts_again: bool) -> None:
         for event in events:
@@ -697,17 +700,17 @@ class PoolFetchers(Share):
             self._pending_restarts += 1
             self._tasks.start(self._start_again())
 
-    def _publish_loss(self, part: HostPart, why: str) -> None:
+    def _publish_loss(self, share_host: ShareHost, why: str) -> None:
         """Publish a note that a host with fetchers is gone, and then the failure of each fetcher.
 
         The note says whether other fetchers remain.
         """
-        numbers, host = self._numbers(part), part.host.name
+        numbers, host = self._process_numbers(share_host), share_host.host.name
         fetchers = f"fetcher{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))}"
         are_others = len(self._running_addresses()) > 1
         others = "other fetchers provide their batches" if are_others else "no fetcher is left"
         self.publish(Note(host=host, text=f"host {host} with {fetchers} is gone ({why}); {others}"))
-        for fetcher in self._data.fetchers_on(part.host_rank):
+        for fetcher in self._data.fetchers_on(share_host.host_rank):
             ended = fetcher_failed(self.plan, fetcher, f"host {host} is gone: {why}")
             ended.host = host
             self._publish_event(ended)
@@ -744,8 +747,8 @@ class PoolRun(Share):
     its own, which uses the ranks of the session.
 
     Args:
-        over: Event that the caller sets when the run has ended on all hosts, its journal is closed,
-            and the project store is free.
+        cleaned_up: Event that the caller sets when the run has ended on all hosts, its journal is
+            closed, and the project store is free.
         session: For a cell in a session: the session, whose hosts and ranks the cell uses. None for
             any other run.
     """
@@ -758,11 +761,11 @@ class PoolRun(Share):
         owner: str,
         pool_hosts: PoolHosts,
         publish: Callable[[Event], None],
-        over: asyncio.Event,
+        cleaned_up: asyncio.Event,
         session: "PoolRun | None" = None,
     ) -> None:
         super().__init__(run, owner, pool_hosts, publish)
-        self.over, self._session = over, session
+        self.cleaned_up, self._session = cleaned_up, session
         self.send_event: Callable[[bytes], None] = lambda encoded: None
         """Function that sends an encoded event to the kernel that owns the run."""
 
@@ -772,15 +775,15 @@ class PoolRun(Share):
         self.why_halted = ""
         """The reason, for the user, why the pool's process halted the run; "" if it did not."""
 
-        self.left_cell = ""
+        self.orphaned_cell = ""
         """Run id of the session's newest cell that has lost its kernel; "" for none."""
 
         self._cells: list[PoolRun] = []
         self._n_cells = self._n_fetchers = 0
-        self._used_at = time.monotonic()
-        self._fetchers: dict[int, AddressesByLoader] = {}
-        self._relayed: set[tuple[type[Event], int, float]] = set()
-        self._up: dict[int, FetcherStarted] = {}
+        self._last_used_at = time.monotonic()
+        self._fetcher_addresses: dict[int, AddressesByLoader] = {}
+        self._published_fetcher_events: set[tuple[type[Event], int, float]] = set()
+        self._running_fetchers: dict[int, FetcherStarted] = {}
         """The start event of each fetcher that runs, by its number."""
 
         self._open_requests: dict[int, int] = {}
@@ -817,10 +820,10 @@ class PoolRun(Share):
     @property
     def idle_for_s(self) -> float:
         """Seconds since the session's last cell ended; 0 while a cell runs."""
-        return 0.0 if self._cells else time.monotonic() - self._used_at
+        return 0.0 if self._cells else time.monotonic() - self._last_used_at
 
     @contextlib.contextmanager
-    def in_use(self, cell: "PoolRun") -> Iterator[None]:
+    def mark_in_use(self, cell: "PoolRun") -> Iterator[None]:
         """Count a cell as running in this session until the `with` block ends.
 
         At the start of the block, record the cell's number, and publish the start events of the
@@ -829,13 +832,13 @@ class PoolRun(Share):
         """
         self._cells.append(cell)
         self._n_cells = max(self._n_cells, cell.cell_number)
-        for started in self._up.values():
+        for started in self._running_fetchers.values():
             cell.publish(started)
         try:
             yield
         finally:
             self._cells.remove(cell)
-            self._used_at = time.monotonic()
+            self._last_used_at = time.monotonic()
 
     def session_state(self) -> SessionState:
         """Return this session's state for a kernel that takes the session over.
@@ -844,7 +847,7 @@ class PoolRun(Share):
         started, and the run id of the running cell. If no cell is running, the state has the id of
         the last cell that has lost its kernel.
         """
-        cell = self._cells[-1].run_id if self._cells else self.left_cell
+        cell = self._cells[-1].run_id if self._cells else self.orphaned_cell
         return SessionState(cells=self._n_cells, fetchers=self._n_fetchers, cell=cell)
 
     def count_fetchers(self, fetchers: PoolFetchers) -> None:
@@ -859,10 +862,11 @@ class PoolRun(Share):
         Raises:
             PoolError: The session has ended or is ending.
         """
-        parts = sorted(self._parts.values(), key=lambda part: part.host_rank)
-        if self.is_halted or any(part.ended or part.report for part in parts) or not parts:
+        share_hosts = sorted(self._share_hosts.values(), key=lambda each: each.host_rank)
+        has_ended = any(each.ended or each.report for each in share_hosts)
+        if self.is_halted or has_ended or not share_hosts:
             raise PoolError(f"session {self.plan.session} has ended")
-        return [part.host for part in parts]
+        return [share_host.host for share_host in share_hosts]
 
     async def _acquire_hosts(
         self, count: int, preferred: Collection[str] = (), retry_s: float = 0.0
@@ -902,7 +906,7 @@ class PoolRun(Share):
                 outcome = AttemptOutcome("INTERRUPTED")
             else:
                 break
-        lost, late = await self._end()
+        lost, late = await self._end_ranks()
         await self._files.close()
         # On a slow host, the cause of all other failures may be reported after `LATE_REPORT_S`.
         has_cause = any(not failure.consequence for failure in outcome.failures)
@@ -932,16 +936,17 @@ class PoolRun(Share):
         publish = self._cells[-1].publish if self._cells else self.publish
         for event in events:
             if isinstance(event, FetcherStarted | FetcherEnded):
-                if (key := (type(event), event.number, event.time)) in self._relayed:
+                key = (type(event), event.number, event.time)
+                if key in self._published_fetcher_events:
                     continue  # sent again because the fetchers' owner has changed
-                self._relayed.add(key)
+                self._published_fetcher_events.add(key)
                 shown = structs.replace(event, entry=UNSET)
-                self._up.pop(event.number, None)
+                self._running_fetchers.pop(event.number, None)
                 if isinstance(shown, FetcherStarted):
-                    self._up[event.number] = shown
+                    self._running_fetchers[event.number] = shown
                 publish(shown)
                 if event.entry:
-                    self._fetchers[event.number] = event.entry
+                    self._fetcher_addresses[event.number] = event.entry
                     await self._send_to_all(
                         SetFetcherAddress(self.run_id, event.number, event.entry)
                     )
@@ -1006,19 +1011,19 @@ class PoolRun(Share):
         self._clock.set_paused(is_paused, time.monotonic())
         await self._send_to_all(PauseClocks(self.run_id, is_paused=is_paused))
 
-    def _numbers(self, part: HostPart) -> range:
-        mine = self.plan.hosts[part.host_rank]
+    def _process_numbers(self, share_host: ShareHost) -> range:
+        mine = self.plan.hosts[share_host.host_rank]
         return range(mine.first_rank, mine.first_rank + mine.ranks)
 
-    def _owned(self, part: HostPart) -> OwnedFiles:
+    def _owned_files(self, share_host: ShareHost) -> OwnedFiles:
         may_send = ranks_with_results(self.plan.out, self.plan.world_size)
-        return OwnedFiles(self._numbers(part), self.attempt, may_send)
+        return OwnedFiles(self._process_numbers(share_host), self.attempt, may_send)
 
-    def _may_send(self, part: HostPart, event: Event) -> bool:
+    def _may_send(self, share_host: ShareHost, event: Event) -> bool:
         is_of_pool = isinstance(event, POOL_ONLY_EVENTS)
-        return not is_of_pool and _ranks_of(event) <= set(self._numbers(part))
+        return not is_of_pool and _ranks_of(event) <= set(self._process_numbers(share_host))
 
-    def _on_host_event(self, part: HostPart, event: Event) -> None:
+    def _on_host_event(self, share_host: ShareHost, event: Event) -> None:
         """Publish an event that a host has sent, and record what the event says about the run.
 
         Recorded facts are: how the host's ranks of the current attempt ended; whether the host has
@@ -1031,15 +1036,15 @@ class PoolRun(Share):
         if isinstance(event, RanksEnded) and event.cause == "host":
             first = first_failure(event.failures)
             why = first.message if first else "it cannot run anything"
-            self._tasks.start(self._pool_hosts.drop(part.host.address, why))
+            self._tasks.start(self._pool_hosts.drop(share_host.host.address, why))
         elif isinstance(event, RanksEnded) and event.attempt == self.attempt:
-            self._report(part, event.state, event.cause, event.failures)
+            self._record_report(share_host, event.state, event.cause, event.failures)
         elif isinstance(event, HostEnded):
-            self._report(part, event.state, "host", event.failures)
-            self._record_part_ended(part)
-            self._tasks.start(self._forget_ranks(self._numbers(part)))
+            self._record_report(share_host, event.state, "host", event.failures)
+            self._record_host_ended(share_host)
+            self._tasks.start(self._forget_ranks(self._process_numbers(share_host)))
         elif isinstance(event, FederationStarted):
-            self._has_federation = self.plan.federated and part.host_rank == 0
+            self._has_federation = self.plan.federated and share_host.host_rank == 0
         elif isinstance(event, InputRequested):
             self._open_requests[event.rank] = event.number
             self._tasks.start(self._on_input_requested())
@@ -1048,14 +1053,16 @@ class PoolRun(Share):
         elif isinstance(event, RankFailure) and event.failure.rank is not None:
             self._tasks.start(self._forget_ranks([event.failure.rank]))
 
-    def _publish_loss(self, part: HostPart, why: str) -> None:
-        failure = host_failure(part.host.name, PoolError(why))
-        self.publish(RankFailure(host=part.host.name, failure=failure))
-        part.report = None
-        self._report(part, "LOST", "lost", [failure])
-        self._tasks.start(self._forget_ranks(self._numbers(part)))
+    def _publish_loss(self, share_host: ShareHost, why: str) -> None:
+        failure = host_failure(share_host.host.name, PoolError(why))
+        self.publish(RankFailure(host=share_host.host.name, failure=failure))
+        share_host.report = None
+        self._record_report(share_host, "LOST", "lost", [failure])
+        self._tasks.start(self._forget_ranks(self._process_numbers(share_host)))
 
-    def _report(self, part: HostPart, state: str, cause: str, failures: list[Failure]) -> None:
+    def _record_report(
+        self, share_host: ShareHost, state: str, cause: str, failures: list[Failure]
+    ) -> None:
         """Record how a host's ranks ended. If the host has reported before, do nothing.
 
         In a federation in which all hosts have taken part, only the failure or loss of host number
@@ -1066,14 +1073,14 @@ class PoolRun(Share):
             state: SUCCEEDED, FAILED, INTERRUPTED or LOST.
             cause: Reason for the end; "" on success.
         """
-        if part.report is not None:
+        if share_host.report is not None:
             return
-        if self._has_federation and part.host_rank and state in ("FAILED", "LOST"):
+        if self._has_federation and share_host.host_rank and state in ("FAILED", "LOST"):
             why = "; ".join(failure.message for failure in failures)
-            text = f"host {part.host.name} no longer takes part: {why}"
-            self.publish(Note(host=part.host.name, text=text))
+            text = f"host {share_host.host.name} no longer takes part: {why}"
+            self.publish(Note(host=share_host.host.name, text=text))
             state, failures = "SUCCEEDED", []
-        part.report = HostReport(state, cause, time.monotonic(), tuple(failures))
+        share_host.report = HostReport(state, cause, time.monotonic(), tuple(failures))
         self._changed.set()
 
     async def _wait_for_outcome(self) -> AttemptOutcome:
@@ -1082,10 +1089,10 @@ class PoolRun(Share):
         Call `decide` after each change. After the first host's report, also call it every `TICK_S`.
         """
         while True:
-            parts = self._parts.values()
-            if (outcome := decide(parts, time.monotonic())) is not None:
+            share_hosts = self._share_hosts.values()
+            if (outcome := decide(share_hosts, time.monotonic())) is not None:
                 return outcome
-            settling = any(part.report for part in parts)
+            settling = any(share_host.report for share_host in share_hosts)
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._changed.wait(), TICK_S if settling else None)
             self._changed.clear()
@@ -1123,7 +1130,7 @@ class PoolRun(Share):
 
         A host of the previous attempt keeps its number. New hosts get the numbers of lost hosts.
         """
-        old = {part.host_rank: part.host for part in self._parts.values()}
+        old = {each.host_rank: each.host for each in self._share_hosts.values()}
         stay = {rank: host for rank, host in old.items() if host in hosts}
         new = (host for host in hosts if host not in stay.values())
         return [stay[rank] if rank in stay else next(new) for rank in range(len(hosts))]
@@ -1141,21 +1148,27 @@ class PoolRun(Share):
         self._debugged.clear()
         self._has_federation = False
         running = set(self._running_addresses())
-        first, *others = parts = [HostPart(host, number) for number, host in enumerate(hosts)]
-        self._parts = {part.host.address: part for part in parts}
+        first, *others = share_hosts = [
+            ShareHost(host, number) for number, host in enumerate(hosts)
+        ]
+        self._share_hosts = {share_host.host.address: share_host for share_host in share_hosts}
         self._clock.set_paused(False, time.monotonic())
         address = hosts[0].peer_address if others else LOOPBACK
         port = await self._start_ranks(first, running, address)
         if port:
             await asyncio.gather(
-                *(self._start_ranks(part, running, address, port) for part in others)
+                *(self._start_ranks(share_host, running, address, port) for share_host in others)
             )
         else:
-            for part in others:
-                part.ended = part.host.address not in running
+            for share_host in others:
+                share_host.ended = share_host.host.address not in running
 
     async def _start_ranks(
-        self, part: HostPart, running: Collection[str], master_addr: str, master_port: int = 0
+        self,
+        share_host: ShareHost,
+        running: Collection[str],
+        master_addr: str,
+        master_port: int = 0,
     ) -> int:
         """Start an attempt's ranks on one host.
 
@@ -1174,26 +1187,28 @@ class PoolRun(Share):
         try:
             reach = ""
             if self._run.reach:
-                tunnel = self._pool_hosts.tunnel(part.host, self._run.reach)
+                tunnel = self._pool_hosts.tunnel(share_host.host, self._run.reach)
                 reach = await self._tunnels.enter_async_context(tunnel)
             return await self._start_one(
-                part,
-                part.host.address in running,
-                host_plan=self.plan.hosts[part.host_rank],
-                n_hosts=len(self._parts),
+                share_host,
+                share_host.host.address in running,
+                host_plan=self.plan.hosts[share_host.host_rank],
+                n_hosts=len(self._share_hosts),
                 master_addr=master_addr,
                 master_port=master_port,
                 attempt=self.attempt,
                 ran_s=self._clock.ran_s(time.monotonic()),
-                fetchers=self._fetchers,
+                fetchers=self._fetcher_addresses,
                 reach=reach,
             )
         except PoolError as error:
-            self._report(part, "FAILED", "host", [host_failure(part.host.name, error)])
-            self._record_part_ended(part)
+            self._record_report(
+                share_host, "FAILED", "host", [host_failure(share_host.host.name, error)]
+            )
+            self._record_host_ended(share_host)
             return 0
 
-    async def _end(self) -> tuple[list[Failure], list[Failure]]:
+    async def _end_ranks(self) -> tuple[list[Failure], list[Failure]]:
         """Tell all hosts to end their ranks and clean up, and wait for them.
 
         Drop a host that sends no message for `CLEAN_UP_SILENCE_S`. At the end, close the hosts'
@@ -1204,17 +1219,17 @@ class PoolRun(Share):
             this call. The second list has the failures of ranks that hosts reported late, that is,
             during this call. It omits failures that other failures caused.
         """
-        there = [part for part in self._parts.values() if not part.ended]
-        silent = [part for part in there if part.report is None]
-        for part in there:
-            part.report = None
+        active = [each for each in self._share_hosts.values() if not each.ended]
+        silent = [each for each in active if each.report is None]
+        for share_host in active:
+            share_host.report = None
         self._tasks.start(self._drop_late_hosts(CLEAN_UP_SILENCE_S))
         await self._send_to_all(EndRun(self.run_id))
         await self.wait_until_ended()
         await self._tunnels.aclose()
-        reports = [part.report for part in there if part.report is not None]
+        reports = [each.report for each in active if each.report is not None]
         lost = [f for report in reports if report.state == "LOST" for f in report.failures]
-        late = [part.report for part in silent if part.report and part.report.state == "FAILED"]
+        late = [each.report for each in silent if each.report and each.report.state == "FAILED"]
         return lost, [f for report in late for f in report.failures if not f.consequence]
 
 

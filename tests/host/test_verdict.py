@@ -9,8 +9,8 @@ from taas_magic.pool.runs import (
     FURTHER_REPORTS_S,
     LATE_REPORT_S,
     AttemptOutcome,
-    HostPart,
     HostReport,
+    ShareHost,
     decide,
 )
 
@@ -19,19 +19,19 @@ def failure(rank: int, consequence: bool = False) -> Failure:
     return Failure(rank=rank, consequence=consequence)
 
 
-def host(last_message_at: float, report: HostReport | None = None) -> HostPart:
-    return HostPart(PoolHost("tls://host:1", last_message_at=last_message_at), 0, report)
+def host(last_message_at: float, report: HostReport | None = None) -> ShareHost:
+    return ShareHost(PoolHost("tls://host:1", last_message_at=last_message_at), 0, report)
 
 
-def good(at: float = 0.0, *left: Failure) -> HostPart:
+def good(at: float = 0.0, *left: Failure) -> ShareHost:
     return host(at, HostReport("SUCCEEDED", "", at, left))
 
 
-def bad(at: float, *failures: Failure, state: str = "FAILED", cause: str = "rank") -> HostPart:
+def bad(at: float, *failures: Failure, state: str = "FAILED", cause: str = "rank") -> ShareHost:
     return host(at, HostReport(state, cause, at, failures))
 
 
-def running(last_message_at: float) -> HostPart:
+def running(last_message_at: float) -> ShareHost:
     return host(last_message_at)
 
 

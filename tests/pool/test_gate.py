@@ -179,7 +179,7 @@ def test_a_host_may_ask_for_nothing_else(with_pool: Callable[[Play], None]) -> N
             with pytest.raises(CommClosedError):
                 await comm.write({"op": op, "reply": True})
                 await comm.read()
-        assert len(kernels) > 5 and not pool.controller.over.is_set()
+        assert len(kernels) > 5 and not pool.controller.must_end.is_set()
         status = await pool.controller.status(GetStatus())
         assert status.refused - before == len(asked)
 
@@ -379,7 +379,7 @@ def _read_end(visitor: socket.socket) -> None:
 def test_a_message_with_an_impossible_size_is_refused() -> None:
     for begin in (b"\xff" * 24, (2**40).to_bytes(8, "little") + (1).to_bytes(8, "little") * 2):
         with pytest.raises(ProtocolError):
-            gate.size_of(begin)
+            gate.frame_size(begin)
 
 
 def test_a_certificate_names_its_owner() -> None:
@@ -462,7 +462,7 @@ def test_a_bad_host_of_a_run_says_only_what_is_its_own(
                 assert isinstance(run, PoolRun)
                 for host in made:
                     host.leave()
-                await run.over.wait()  # after this, the journal has the end of the run
+                await run.cleaned_up.wait()  # after this, the journal has the end of the run
 
     asyncio.run(live())
     told = [json.loads(line) for line in folder.events.read_text().splitlines()]

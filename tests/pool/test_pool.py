@@ -41,7 +41,7 @@ if any("taas_magic.pool.process" in word for word in sys.orig_argv):
     async def end(self):
         raise ZeroDivisionError("not foreseen")
 
-    PoolRun._end = end
+    PoolRun._end_ranks = end
 """
 
 
@@ -251,7 +251,7 @@ def test_a_kernel_that_connects_while_its_pool_ends_gets_a_new_pool(tmp_path: Pa
     while (first.folder.path / "pool.json").exists():
         threading.Event().wait(0.001)
     assert late.open().process.pid != ending.process.pid
-    assert connection_of(late).is_ready and ending.is_over
+    assert connection_of(late).is_ready and ending.has_ended
     first.close()
     late.down()
 

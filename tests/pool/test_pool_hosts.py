@@ -186,7 +186,7 @@ def test_a_silent_host_is_lost(with_host: Callable[[Play], None]) -> None:
         [member] = await controller.pool_hosts.acquire(1)
         gone = asyncio.Event()
         with (
-            mock.patch.object(controller.pool_hosts, "_on_lost", lambda lost, why: gone.set()),
+            mock.patch.object(controller.pool_hosts, "_on_lost_host", lambda lost, why: gone.set()),
             # a late beat would end the silence
             mock.patch.dict(scheduler.stream_handlers, {BEAT: lambda **beat: None}),
         ):
