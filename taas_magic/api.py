@@ -119,7 +119,7 @@ def _device_type() -> str:
     return "cuda" if probe.count_gpus() else "cpu"
 
 
-_PLACES = {
+_IMPORT_PATHS = {
     "Run": "taas_magic.notebook.runs:Run",
     "compare": "taas_magic.notebook.runs:compare",
     "farm": "taas_magic.farms.farm:farm",
@@ -152,8 +152,8 @@ def __getattr__(name: str) -> Any:
         return getattr(sys.modules.get("taas_magic.notebook.launch"), "last_run", None)
     if name == "device_type":
         return _device_type()
-    if name in _PLACES:
-        module, _, attribute = _PLACES[name].partition(":")
+    if name in _IMPORT_PATHS:
+        module, _, attribute = _IMPORT_PATHS[name].partition(":")
         globals()[name] = getattr(importlib.import_module(module), attribute)
         return globals()[name]
     raise AttributeError(f"module 'taas' has no attribute {name!r}; it has: {', '.join(__all__)}")

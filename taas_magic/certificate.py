@@ -19,7 +19,7 @@ The certificates are valid at any time, because a host's clock may be wrong.
 """
 
 
-def make(name: str) -> tuple[str, str]:
+def make_self_signed(name: str) -> tuple[str, str]:
     """Make a self-signed certificate and its private key, both as PEM.
 
     The holder of this private key can sign other certificates.
@@ -27,13 +27,13 @@ def make(name: str) -> tuple[str, str]:
     return _issue(name, name, "", (x509.BasicConstraints(ca=True, path_length=0), True))
 
 
-def sign(certificate: str, key: str, address: str) -> tuple[str, str]:
+def make_server_certificate(certificate: str, key: str, address: str) -> tuple[str, str]:
     """Make the certificate of a server, signed by an issuer, and the server's new private key.
 
     Both results are text in PEM format.
 
     Args:
-        certificate: The issuer's certificate, from `make`.
+        certificate: The issuer's certificate, from `make_self_signed`.
         key: The issuer's private key.
         address: IP address of the server.
     """
@@ -52,9 +52,9 @@ class Authority:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self.certificate, self._key = make(name)
+        self.certificate, self._key = make_self_signed(name)
 
-    def issue(self, name: str, identity: str, serves: bool = False) -> tuple[str, str]:
+    def issue(self, name: str, identity: str, for_server: bool = False) -> tuple[str, str]:
         """Make a client's certificate, signed by this issuer, and its private key, both as PEM.
 
         The holder cannot sign other certificates.
@@ -62,11 +62,11 @@ class Authority:
         Args:
             name: Common name of the holder.
             identity: URI that identifies the holder.
-            serves: Whether the holder may also use the certificate as a server.
+            for_server: Whether the holder may also use the certificate as a server.
         """
         names = x509.SubjectAlternativeName([x509.UniformResourceIdentifier(identity)])
         limits = x509.BasicConstraints(ca=False, path_length=None)
-        uses = [ExtendedKeyUsageOID.CLIENT_AUTH, *([ExtendedKeyUsageOID.SERVER_AUTH] * serves)]
+        uses = [ExtendedKeyUsageOID.CLIENT_AUTH, *([ExtendedKeyUsageOID.SERVER_AUTH] * for_server)]
         purposes = x509.ExtendedKeyUsage(uses)
         return _issue(name, self._name, self._key, (names, False), (limits, True), (purposes, True))
 

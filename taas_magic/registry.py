@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from taas_magic.capture import pickling
-from taas_magic.capture.culprit import capture_error, is_shard
+from taas_magic.capture.culprit import is_shard, make_capture_error
 from taas_magic.capture.pickling import ValuePickler
 from taas_magic.config import DataConfig
 from taas_magic.data import service
@@ -53,7 +53,7 @@ class RegisteredLoader:
 
     Attributes:
         name: Name of the loader in runs; "" if the loader has no name yet.
-        held: Function that returns the loader; it returns None if the loader no longer exists.
+        get_loader: Function that returns the loader, or None if the loader no longer exists.
         seed: Seed of the loader's random numbers; None for the run's seed.
         uneven: Rule if the number of batches does not divide by the number of ranks: `pad`, `drop`
             or `keep`.
@@ -63,7 +63,7 @@ class RegisteredLoader:
     """
 
     name: str
-    held: Callable[[], Any]
+    get_loader: Callable[[], Any]
     seed: int | None = None
     uneven: Uneven = "pad"
     is_named: bool = True
@@ -72,7 +72,7 @@ class RegisteredLoader:
     @property
     def loader(self) -> Any:
         """The loader in the notebook; None if the loader no longer exists."""
-        return self.held()
+        return self.get_loader()
 
     def pack(self) -> "PackedLoader":
         """Pickle the parts of the loader that fetchers need, and describe the loader for ranks.
@@ -167,11 +167,13 @@ def register(
     is_named = name is not None
     for key in [key for key, entry in _registered.items() if is_named and entry.name == name]:
         del _registered[key]
-    held = _reference(loader, is_named)
+    get_loader = _reference(loader, is_named)
     number = None if seed is None else int(seed)
-    _registered[id(loader)] = RegisteredLoader(name or "", held, number, uneven, is_named, start)
+    _registered[id(loader)] = RegisteredLoader(
+        name or "", get_loader, number, uneven, is_named, start
+    )
     _name_by_variables()
-    pickling.LOADER_REDUCERS[type(loader)] = reduce_loader
+    pickling.LOADER_REDUCERS[type(loader)] = reduce_registered_loader
     _warn_of_own_generators(loader)
     return loader
 
@@ -232,7 +234,7 @@ def registered() -> dict[str, RegisteredLoader]:
     return {entry.name: entry for entry in _registered.values()}
 
 
-def reduce_loader(loader: Any, used: dict[str, PackedLoader]) -> Any:
+def reduce_registered_loader(loader: Any, used: dict[str, PackedLoader]) -> Any:
     """Make pickle replace a registered loader by a description of the loader.
 
     From the description, a rank makes a remote loader. If a result of the run contains a remote
@@ -372,7 +374,7 @@ def _check_travels(name: str, loader: Any) -> bytes:
 
     try:
         if is_shard(type(loader)):
-            raise capture_error(name, loader, lambda value: None, TypeError(), to="fetchers")
+            raise make_capture_error(name, loader, lambda value: None, TypeError(), to="fetchers")
         _refuse_a_loaded_state(name, loader)
         _pickled(name, dataset.parts_of(loader))
         return dataset.pickle_order_state(loader)

@@ -78,7 +78,7 @@ class ChangeDetector:
     ) -> None:
         self._parts = parts or {}
         out = [name for name in out if not isinstance(values.get(name), type)]
-        self._known = {id(part) for name in out for part in _tensors_of(values.get(name))}
+        self._known = {id(part) for name in out for part in _value_and_parts(values.get(name))}
         self._before: dict[str, bytes] = {}
         self._held: dict[str, Callable[[], Any]] = {}
         budget = _Budget()
@@ -391,7 +391,7 @@ def _elements(obj: Any) -> Iterator[Any]:
             yield list(kind.items(obj) if kind is dict else kind.__iter__(obj))
 
 
-def _tensors_of(value: Any) -> Iterator[Any]:
+def _value_and_parts(value: Any) -> Iterator[Any]:
     """Yield a value; for a torch module, also yield its submodules, parameters and buffers."""
     import torch
 

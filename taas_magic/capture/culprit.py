@@ -31,10 +31,10 @@ texts match, the user gets the first of these texts.
 """
 
 _BUDGET_S = 5.0
-"""Maximum seconds that `culprit` searches for the part that cannot be pickled."""
+"""Maximum seconds that `find_culprit` searches for the part that cannot be pickled."""
 
 _MAX_DEPTH = 40
-"""Maximum number of steps in the path that `culprit` returns, such as `[3]` or `.db`."""
+"""Maximum number of steps in the path that `find_culprit` returns, such as `[3]` or `.db`."""
 
 _NAME_CHARS = 40
 _ADVICE: Advice = {
@@ -71,7 +71,7 @@ _BOUND_TO_PROCESS = "it belongs to one process, but fetchers run a registered lo
 _PLAIN_RESULT = "return plain data instead (a list, a state_dict(), one of its attributes)"
 
 
-def capture_error(
+def make_capture_error(
     name: str,
     value: Any,
     probe: Probe,
@@ -81,9 +81,9 @@ def capture_error(
 ) -> CaptureError:
     """Return the error for a variable whose value cannot be sent.
 
-    Search the value for the innermost part that cannot be sent (`culprit`). The message has the
-    path to this part, the part's class, and advice for this class and destination. If there is no
-    advice for the class, the message has general advice and pickle's error. For a widget, the
+    Search the value for the innermost part that cannot be sent (`find_culprit`). The message has
+    the path to this part, the part's class, and advice for this class and destination. If there is
+    no advice for the class, the message has general advice and pickle's error. For a widget, the
     message only suggests `.value`.
 
     Args:
@@ -92,7 +92,7 @@ def capture_error(
         note: Reason why the variable is captured, for messages about `ranks` and `jobs`; may be
             empty.
     """
-    path, offender = culprit(name, value, probe)
+    path, offender = find_culprit(name, value, probe)
     kind = type_name(offender)
     article = "an" if kind[0] in "aeiouAEIOU" else "a"
     raised = f" (pickle raised {type(error).__name__}: {_short(error)})"
@@ -116,7 +116,7 @@ def capture_error(
     )
 
 
-def culprit(name: str, value: Any, dump: Probe) -> tuple[str, Any]:
+def find_culprit(name: str, value: Any, dump: Probe) -> tuple[str, Any]:
     """Search `value` for the innermost part that `dump` cannot pickle.
 
     Each step of the search goes from a value to the first part of this value that cannot be

@@ -15,7 +15,7 @@ from pickle import PickleBuffer
 from types import CodeType, FunctionType
 from typing import Any, NamedTuple
 
-from taas_magic.capture.culprit import capture_error
+from taas_magic.capture.culprit import make_capture_error
 from taas_magic.capture.pickling import ValuePickler, is_importable, load_each, must_stay_shared
 from taas_magic.capture.reducers import LruCache, notebooks_own
 
@@ -76,7 +76,7 @@ class ResultPickler(ValuePickler):
         super().__init__(scope.names, "notebook")
         self.scope = scope
         self.problems: dict[str, str] = {}
-        self._met: set[str] = set()
+        self._visited: set[str] = set()
 
     def add_results(self, values: Mapping[str, Any]) -> None:
         """Add a dict of results to the pickle, after the cell's variables that the results use.
@@ -86,7 +86,7 @@ class ResultPickler(ValuePickler):
         Args:
             values: The results by name; must not be empty.
         """
-        self._met |= values.keys()
+        self._visited |= values.keys()
         self._add_after_needs(lambda: dict(values), next(iter(values)))
 
     def reducer_override(self, obj: Any) -> Any:
@@ -110,7 +110,7 @@ class ResultPickler(ValuePickler):
         """
         memo: dict[int, tuple[int, Any]] = self.memo.copy()
         shared = {key: held for key, (_, held) in memo.items() if _is_shared(held)}
-        return {**super().shared_objects(), **shared, **self.filled}
+        return {**super().shared_objects(), **shared, **self.pickled_cells}
 
     def _add_after_needs(self, value: Callable[[], Any], owner: str) -> None:
         """Add the cell's variables that a value needs, then add the value.
@@ -127,7 +127,9 @@ class ResultPickler(ValuePickler):
         with self.rollback() as undo:
             self.needs.clear()
             self.add(value())
-            missing = [n for n in self.needs if n not in self._met and self.scope.is_set_by_cell(n)]
+            missing = [
+                n for n in self.needs if n not in self._visited and self.scope.is_set_by_cell(n)
+            ]
             if missing:
                 undo()
         for name in missing:
@@ -144,17 +146,17 @@ class ResultPickler(ValuePickler):
         Args:
             owner: Name of the result that needs the variable.
         """
-        if name in self._met:
+        if name in self._visited:
             return
-        self._met.add(name)
-        value = self.coming[name] = self.scope.names[name]
+        self._visited.add(name)
+        value = self.pending_values[name] = self.scope.names[name]
         try:
             self._add_after_needs(lambda: SentVariable(name, value, owner), owner)
         except Exception as error:  # pickling runs the user's code: anything may be raised
-            why = capture_error(name, value, self.probe, error, to="notebook")
+            why = make_capture_error(name, value, self.probe, error, to="notebook")
             self.problems[name] = f"`{owner}` uses `{name}`, which could not be returned: {why}"
         finally:
-            del self.coming[name]
+            del self.pending_values[name]
 
     def _kept_name(self, obj: Any) -> str | None:
         """Return the notebook's variable name of an object that need not be sent back, else None.

@@ -243,7 +243,7 @@ def is_shipped(name: str) -> bool:
     return _shipped_loader(name) is not None
 
 
-def outdated(modules: Mapping[str, ModuleSource]) -> list[str]:
+def find_outdated(modules: Mapping[str, ModuleSource]) -> list[str]:
     """Return the names of the modules that this process (a rank) has imported in another version.
 
     Args:
@@ -502,11 +502,11 @@ _BLOCKS = (ast.stmt, ast.ExceptHandler, ast.match_case)
 
 
 def needed_modules(
-    cell: str, referred: Iterable[str], travelling: Mapping[str, ModuleSource], texts: Iterable[str]
+    cell: str, referred: Iterable[str], sent: Mapping[str, ModuleSource], texts: Iterable[str]
 ) -> tuple[str, ...]:
     """Return the top-level modules that must be installed on every host that runs a cell.
 
-    The result has the imports of the cell, the top-level imports of the `travelling` modules, and
+    The result has the imports of the cell, the top-level imports of the `sent` modules, and
     the modules in `referred`. Imports that may be skipped do not count: imports in `if`, `while` or
     `match`, or in a `try` with handlers. Leave out the project's own modules, the standard library,
     and modules that every rank has.
@@ -515,23 +515,23 @@ def needed_modules(
         cell: Python source of the cell.
         referred: Modules that the captured values refer to, or that captured functions import.
             Modules that are not installed on this machine do not count.
-        travelling: The project's own modules that the kernel sends to the ranks, by name.
+        sent: The project's own modules that the kernel sends to the ranks, by name.
         texts: Sources of the cells that defined captured functions.
     """
-    sure = set(imported(cell))
+    sure = set(find_imports(cell))
     optional = set[str]()
     for text in (cell, *texts):
-        optional |= imported(text, branches=True) - imported(text)
-    for module in travelling.values():
+        optional |= find_imports(text, branches=True) - find_imports(text)
+    for module in sent.values():
         sure |= _parse_module(module).needs
     loaded = {name.partition(".")[0] for name in referred} - optional
     sure |= {name for name in loaded if _is_installed(name)}
-    own = {name.partition(".")[0] for name in travelling} | _NOT_NEEDED
+    own = {name.partition(".")[0] for name in sent} | _NOT_NEEDED
     return tuple(sorted(sure - own - sys.stdlib_module_names))
 
 
 @lru_cache(maxsize=256)
-def imported(source: str, functions: bool = True, branches: bool = False) -> frozenset[str]:
+def find_imports(source: str, functions: bool = True, branches: bool = False) -> frozenset[str]:
     """Return the names of the top-level modules that Python source imports.
 
     Args:

@@ -105,7 +105,7 @@ class _NotebookPickler:
         self.modules: list[ModuleType] = []
         self._namespace = namespace
         self._problems = problems
-        self._met: set[str] = set()
+        self._visited: set[str] = set()
         self.only: Collection[str] | None = None
         """Names of the variables that may be pickled; None if all variables may be pickled."""
 
@@ -120,16 +120,16 @@ class _NotebookPickler:
                 the user are skipped.
         """
         for name, why in names.items():
-            if name in self._met or not self._travels(name):
+            if name in self._visited or not self._travels(name):
                 continue
-            self._met.add(name)
-            self.pickler.coming[name] = self._namespace[name]
+            self._visited.add(name)
+            self.pickler.pending_values[name] = self._namespace[name]
             try:
                 self.captured.extend(self._add([(name, self._namespace[name])], why))
             except CaptureError as error:
                 self.report_problem(error)
             finally:
-                del self.pickler.coming[name]
+                del self.pickler.pending_values[name]
             if isinstance(self._namespace[name], ModuleType):
                 self.modules.append(self._namespace[name])
 
@@ -199,7 +199,9 @@ class _NotebookPickler:
             self.pickler.needs.clear()
             size_bytes = self.pickler.pickle_variable(name, value, note)
             captured.append(CapturedVariable(name, size_bytes, why, type_name(value)))
-            needs = (it for it in self.pickler.needs if it not in self._met and self._travels(it))
+            needs = (
+                it for it in self.pickler.needs if it not in self._visited and self._travels(it)
+            )
             missing = {**dict.fromkeys(needs, reason_used_by(name)), **missing}
         return captured, missing
 
@@ -377,7 +379,7 @@ class LoadedPayload(PayloadDescription, frozen=True, kw_only=True):
         for captured, value in zip(self.captured, values, strict=False):
             namespace[captured.name] = value
         shape = self.work
-        work = shape if isinstance(shape, CellWork) else shape.filled(next(values), values)
+        work = shape if isinstance(shape, CellWork) else shape.with_values(next(values), values)
         process_state.apply(state)
         return work
 

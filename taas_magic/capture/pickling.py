@@ -26,7 +26,7 @@ from typing import Any
 import cloudpickle
 from msgspec import Struct
 
-from taas_magic.capture.culprit import Destination, capture_error, is_process_bound, is_shard
+from taas_magic.capture.culprit import Destination, is_process_bound, is_shard, make_capture_error
 from taas_magic.capture.names import code_use, may_set_any_name
 from taas_magic.capture.reducers import (
     ATTRIBUTES_MADE_BY_CONSTRUCTOR,
@@ -264,7 +264,7 @@ class ValuePickler(cloudpickle.Pickler):
         classes: Classes that the pickle contains only as a name, by id.
         replaced: Registered loaders among the added values, pickled for fetchers
             (`registry.PackedLoader`), by name.
-        filled: Closure cells whose content is already in the pickle, by id.
+        pickled_cells: Closure cells whose content is already in the pickle, by id.
         at_receiver: Names of functions and classes that the receiver has in its namespace, by id.
             The pickle contains only the names of these objects.
         is_digest: Whether the pickle is only for a digest. If so, a class inside of an added value
@@ -272,10 +272,10 @@ class ValuePickler(cloudpickle.Pickler):
             count as unchanged.
         updated: Ids of the classes whose attributes the receiver must set again, if the receiver
             has these classes already.
-        coming: Values of the variables that are being added, by name. If an added function reads
-            such a variable, the value is pickled as one of the function's globals. Reason: loading
-            the value may call the function before the variable is set. For example, loading a class
-            runs the `__init_subclass__` of its base class.
+        pending_values: Values of the variables that are being added, by name. If an added function
+            reads such a variable, the value is pickled as one of the function's globals. Reason:
+            loading the value may call the function before the variable is set. For example, loading
+            a class runs the `__init_subclass__` of its base class.
     """
 
     memo: Any
@@ -296,12 +296,12 @@ class ValuePickler(cloudpickle.Pickler):
         self.attributes: set[str] = set()
         self.classes: dict[int, type] = {}
         self.replaced: dict[str, Any] = {}
-        self.coming: dict[str, Any] = {}
+        self.pending_values: dict[str, Any] = {}
         self._namespace = namespace
         if namespace is not None:
             self.globals_ref[id(namespace)] = NotebookNamespace()
         self._storages: Storages = {}
-        self.filled: dict[int, CellType] = {}
+        self.pickled_cells: dict[int, CellType] = {}
         self.at_receiver: Mapping[int, str] = {}
         self.updated: Collection[int] = ()
         self.is_digest = False
@@ -332,7 +332,7 @@ class ValuePickler(cloudpickle.Pickler):
         except CaptureError:  # raised for a registered loader, with advice of its own
             raise
         except Exception as error:
-            raise capture_error(name, value, self.probe, error, note, self._to) from error
+            raise make_capture_error(name, value, self.probe, error, note, self._to) from error
 
     @contextmanager
     def rollback(self) -> Iterator[Callable[[], None]]:
@@ -343,11 +343,11 @@ class ValuePickler(cloudpickle.Pickler):
         keep what the block added.
         """
         memo: dict[int, Any] = self.memo.copy()
-        filled = self.filled.copy()
+        pickled_cells = self.pickled_cells.copy()
         at, first_buffer = self._file.tell(), len(self.buffers)
 
         def undo() -> None:
-            self.memo, self.filled = memo, filled
+            self.memo, self.pickled_cells = memo, pickled_cells
             self._file.seek(at)
             self._file.truncate()
             del self.buffers[first_buffer:]
@@ -397,7 +397,7 @@ class ValuePickler(cloudpickle.Pickler):
         """
         pickler = ValuePickler(self._namespace, self._to)
         pickler.replaced = self.replaced  # a loader may be large, so it is packed only once
-        pickler.coming = self.coming
+        pickler.pending_values = self.pending_values
         pickler.dump(value)
 
     def reducer_override(self, obj: Any) -> Any:
@@ -533,8 +533,8 @@ class ValuePickler(cloudpickle.Pickler):
         In the last two cases, `needs` gets the function's name if the namespace has the function
         under this name. In the last case, record the function's file, and the modules and
         attributes that the code uses. If the globals are the notebook's namespace, also record the
-        names that the code reads (`needs`) and sets (`stores`). Values in `coming` that the code
-        reads are pickled as globals.
+        names that the code reads (`needs`) and sets (`stores`). Values in `pending_values` that the
+        code reads are pickled as globals.
         """
         if (name := self.at_receiver.get(id(function))) is not None:
             return notebooks_own, (name,)
@@ -553,8 +553,11 @@ class ValuePickler(cloudpickle.Pickler):
             self.stores |= use.stores
             self.sets_any |= may_set_any_name(function.__code__)
             self.needs.update(dict.fromkeys(sorted(use.names)))
-            coming = {name: self.coming[name] for name in sorted(use.names & self.coming.keys())}
-            reduced[2][1]["__globals__"] = coming
+            pending = {
+                name: self.pending_values[name]
+                for name in sorted(use.names & self.pending_values.keys())
+            }
+            reduced[2][1]["__globals__"] = pending
         return self._with_cells(function.__closure__, reduced)
 
     def _with_cells(self, closure: tuple[CellType, ...] | None, reduced: Any) -> Any:
@@ -571,16 +574,16 @@ class ValuePickler(cloudpickle.Pickler):
         """
         make, args, state, _, _, fill = reduced
         state[1]["__closure__"] = None
-        unfilled = [cell for cell in closure or () if id(cell) not in self.filled]
-        self.filled |= {id(cell): cell for cell in unfilled}
+        unfilled = [cell for cell in closure or () if id(cell) not in self.pickled_cells]
+        self.pickled_cells |= {id(cell): cell for cell in unfilled}
         contents = tuple((cell, content) for cell in unfilled for content in _contents(cell))
         return make, (*args[:-1], closure), (fill, state, contents), None, None, fill_function
 
     def _reduce_cell(self, cell: CellType) -> Any:
         """Reduce a closure cell. Leave out its content if the pickle already has the content."""
-        if id(cell) in self.filled:
+        if id(cell) in self.pickled_cells:
             return make_cell, ()
-        self.filled[id(cell)] = cell
+        self.pickled_cells[id(cell)] = cell
         contents = tuple((cell, content) for content in _contents(cell))
         return make_cell, (), contents, None, None, fill_cell
 

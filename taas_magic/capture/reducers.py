@@ -65,8 +65,8 @@ def reduce_by_value(cls: type, reduced: Reduced, *, is_update: bool) -> Reduced:
         name: {n: v for n, v in vars(member).items() if n not in _SET_BY_ENUM}
         for name, member in (cls.__members__.items() if issubclass(cls, Enum) else ())
     }
-    given = class_id, fill, state, is_update, members
-    return _make_class, (class_id, make, args), given, None, None, _fill_class
+    saved = class_id, fill, state, is_update, members
+    return _make_class, (class_id, make, args), saved, None, None, _fill_class
 
 
 def reduce_to_id(cls: type) -> Reduced:
@@ -94,7 +94,7 @@ def _make_class(class_id: str, make: Callable[..., type], args: tuple[Any, ...])
 
 def _fill_class(
     cls: type,
-    given: tuple[str, Callable[[type, Any], None], Any, bool, Mapping[str, dict[str, Any]]],
+    saved: tuple[str, Callable[[type, Any], None], Any, bool, Mapping[str, dict[str, Any]]],
 ) -> None:
     """Set the attributes of a class that `_make_class` returned, and register the class by its id.
 
@@ -102,10 +102,10 @@ def _fill_class(
     An Enum that this process had before stays unchanged, because its members cannot be set again.
 
     Args:
-        given: Id of the class, cloudpickle's function that sets the attributes, the attributes,
+        saved: Id of the class, cloudpickle's function that sets the attributes, the attributes,
             whether this is an update, and the attributes of an Enum's members by name.
     """
-    class_id, fill, state, is_update, members = given
+    class_id, fill, state, is_update, members = saved
     if cls not in _ids:
         fill(cls, state)
         _ids[cls], _classes[class_id] = class_id, cls
@@ -128,23 +128,23 @@ def is_received(cls: type) -> bool:
     return cls in _received
 
 
-def reduce_received(cls: type, spare: Copy | None) -> Reduced:
+def reduce_received(cls: type, fallback: Copy | None) -> Reduced:
     """Reduce a class in a result to its id, because the class came from the notebook.
 
     Args:
-        spare: Pickle of the class, for a kernel that does not have the class; None if it cannot be
-            pickled.
+        fallback: Pickle of the class, for a kernel that does not have the class; None if it cannot
+            be pickled.
     """
-    return _known_class, (_ids[cls], cls.__qualname__, spare)
+    return _known_class, (_ids[cls], cls.__qualname__, fallback)
 
 
-def _known_class(class_id: str, name: str, spare: Copy | None = None) -> type:
+def _known_class(class_id: str, name: str, fallback: Copy | None = None) -> type:
     """Return the class of this process that has an id; if there is no such class, load the copy.
 
     Args:
         class_id: The id of the class.
         name: Name of the class, for the error message.
-        spare: Pickle of the class; None if there is no copy.
+        fallback: Pickle of the class; None if there is no copy.
 
     Raises:
         CaptureError: This process does not have the class, and there is no copy.
@@ -152,17 +152,17 @@ def _known_class(class_id: str, name: str, spare: Copy | None = None) -> type:
     known = _classes.get(class_id)
     if known is not None:
         return known
-    if spare is None:
+    if fallback is None:
         raise CaptureError(
             f"the result contains `{name}`, a class of the notebook that started the run, which "
             "this kernel does not have; return a state_dict() or other plain data"
         )
-    copied: type = _load_copy(spare)
+    copied: type = _load_copy(fallback)
     return copied
 
 
-def _load_copy(spare: Copy) -> Any:
-    data, buffers = spare
+def _load_copy(fallback: Copy) -> Any:
+    data, buffers = fallback
     return pickle.loads(data, buffers=buffers)
 
 
@@ -186,7 +186,7 @@ def fill_cell(made: CellType, contents: Contents) -> None:
 
 
 def fill_function(
-    function: FunctionType, given: tuple[Callable[[Any, Any], None], Any, Contents]
+    function: FunctionType, saved: tuple[Callable[[Any, Any], None], Any, Contents]
 ) -> None:
     """Set the state of a function that pickle has just made, and set its closure cells.
 
@@ -194,10 +194,10 @@ def fill_function(
     keeps its value, because the function's globals may be the notebook's namespace.
 
     Args:
-        given: Three items. First, cloudpickle's function that sets a function's state. Second, the
+        saved: Three items. First, cloudpickle's function that sets a function's state. Second, the
             pickled state. Third, pairs of a closure cell and its content.
     """
-    fill, (attributes, slots), contents = given
+    fill, (attributes, slots), contents = saved
     for cell, content in contents:
         cell.cell_contents = content
     for name, value in slots["__globals__"].items():
@@ -331,12 +331,12 @@ def _current_namespace() -> dict[str, Any]:
     return namespace
 
 
-def notebooks_own(name: str, spare: Copy | None = None) -> Any:
+def notebooks_own(name: str, fallback: Copy | None = None) -> Any:
     """Return the variable `name` of the namespace into which a pickle is loaded. Called by pickle.
 
     Two kinds of pickles contain only the name of a function, class or sentinel. When the kernel
     loads a result, the notebook has the object. When a rank of a session loads a value, the rank
-    has the object. If the namespace does not have the variable, load the copy in `spare`.
+    has the object. If the namespace does not have the variable, load the copy in `fallback`.
 
     Raises:
         CaptureError: The namespace does not have the variable, and there is no copy.
@@ -344,9 +344,9 @@ def notebooks_own(name: str, spare: Copy | None = None) -> Any:
     namespace = _current_namespace()
     if name in namespace:
         return namespace[name]
-    if spare is None:
+    if fallback is None:
         raise CaptureError(f"the result uses `{name}`, which the notebook no longer has")
-    return _load_copy(spare)
+    return _load_copy(fallback)
 
 
 def stream_name(file: Any) -> str | None:
@@ -495,7 +495,7 @@ def _rebuild_generator(device: str, state: "torch.Tensor") -> "torch.Generator":
     return generator
 
 
-def reduce_loader(loader: Any) -> Any:
+def reduce_without_iterator(loader: Any) -> Any:
     """Reduce a DataLoader without its iterator, which `persistent_workers` keeps between epochs.
 
     The iterator has worker processes, so it cannot be pickled. If the loader has no iterator,
@@ -526,8 +526,8 @@ def reduce_array(array: Any) -> Any:
     return make, args, (state, attributes), None, None, _fill_array
 
 
-def _fill_array(array: Any, given: tuple[Any, dict[str, Any]]) -> None:
-    state, attributes = given
+def _fill_array(array: Any, saved: tuple[Any, dict[str, Any]]) -> None:
+    state, attributes = saved
     array.__setstate__(state)
     vars(array).update(attributes)
 
@@ -585,7 +585,7 @@ def torch_reducers(storages: Storages) -> dict[type, Callable[[Any], Any] | None
         torch.UntypedStorage: lambda storage: _reduce_untyped(storage, storages),
         torch.TypedStorage: lambda storage: _reduce_typed(storage, storages),
         torch.Generator: lambda it: (_rebuild_generator, (it.device.type, it.get_state())),
-        torch.utils.data.DataLoader: reduce_loader,
+        torch.utils.data.DataLoader: reduce_without_iterator,
         torch.memory_format: _reduce_torch_name,
         torch.qscheme: _reduce_torch_name,
         torch.jit.ScriptModule: _reduce_script,
@@ -606,11 +606,11 @@ def _reduce_parametrized(module: Any) -> Any:
     if not parametrize.is_parametrized(module):
         return NotImplemented
     kind = parametrize.type_before_parametrizations(module)
-    given = dict(vars(module)), list(module.parametrizations)
-    return kind.__new__, (kind,), given, None, None, _fill_parametrized
+    saved = dict(vars(module)), list(module.parametrizations)
+    return kind.__new__, (kind,), saved, None, None, _fill_parametrized
 
 
-def _fill_parametrized(module: Any, given: tuple[dict[str, Any], list[str]]) -> None:
+def _fill_parametrized(module: Any, saved: tuple[dict[str, Any], list[str]]) -> None:
     """Set the state of a module that pickle has just made, and register its parametrizations.
 
     Registering temporary parametrizations lets torch make the module's class. Afterwards, the
@@ -619,7 +619,7 @@ def _fill_parametrized(module: Any, given: tuple[dict[str, Any], list[str]]) -> 
     import torch
     from torch.nn.utils import parametrize
 
-    own, names = given
+    own, names = saved
     vars(module).update(own)
     parametrizations = module.parametrizations
     del module.parametrizations

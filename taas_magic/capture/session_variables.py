@@ -419,7 +419,7 @@ def _pickle_value(
     """
     pickler = ValuePickler(namespace, to)
     pickler.is_digest = True
-    pickler.coming[name] = namespace[name]
+    pickler.pending_values[name] = namespace[name]
     pickler.pickle_variable(name, namespace[name])
     loaders = [packed.payload for packed in pickler.replaced.values()]
     pickled = pickler.pickled()

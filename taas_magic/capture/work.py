@@ -87,7 +87,7 @@ class CallShape(Struct, frozen=True, tag="function"):
         """Always "", because a call has no Python code. `CellWork` has this attribute, too."""
         return ""
 
-    def filled(self, function: Callable[..., Any], values: Iterator[Any]) -> "FunctionWork":
+    def with_values(self, function: Callable[..., Any], values: Iterator[Any]) -> "FunctionWork":
         """Return a `FunctionWork` of this shape: a call of `function` with the given values.
 
         Args:

@@ -123,7 +123,7 @@ def new_certificate() -> Tls:
     # Import late: cryptography is slow to import, and most runs use only one host.
     from taas_magic import certificate
 
-    return Tls(*certificate.make("taas-magic run"))
+    return Tls(*certificate.make_self_signed("taas-magic run"))
 
 
 def folder_of(run_dir: Path) -> Path:
@@ -253,10 +253,12 @@ class FolderDirectory:
         """
         contents = [_content(file) for file in self._files]
         entries = [_entry.decode(content) for content in contents if content is not None]
-        answers = [entry[loader] for entry in entries if loader in entry]
-        failed = [answer for answer in answers if answer.failed]
-        if started := [answer for answer in answers if answer.addresses]:
-            found = {at: address for answer in started for at, address in answer.addresses.items()}
+        listings = [entry[loader] for entry in entries if loader in entry]
+        failed = [listing for listing in listings if listing.failed]
+        if started := [listing for listing in listings if listing.addresses]:
+            found = {
+                at: address for listing in started for at, address in listing.addresses.items()
+            }
             starting = started[0].fetchers - len(started) - len(failed)
             return structs.replace(started[0], addresses=found, starting=starting)
         have_all_failed = failed and len(failed) == failed[0].fetchers

@@ -346,13 +346,13 @@ def find_engine(pool: PoolConfig) -> Engine:
         UsageError: There is no engine with this name. Or, for a Dask cluster class, its package is
             not installed, or the pool's options request several hosts for each job.
     """
-    place = _DASK_CLASS if "." in pool.engine else _ENGINES.get(pool.engine)
-    if place is None:
+    import_path = _DASK_CLASS if "." in pool.engine else _ENGINES.get(pool.engine)
+    if import_path is None:
         raise UsageError(
             f'pool "{pool.name}": there is no engine "{pool.engine}". There are '
             f"{', '.join(sorted(_ENGINES))}, and Dask cluster classes by their import path"
         )
-    module, _, name = place.partition(":")
+    module, _, name = import_path.partition(":")
     engine: type[Engine] = getattr(importlib.import_module(module), name)
     return engine(pool)
 

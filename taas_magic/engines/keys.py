@@ -81,11 +81,11 @@ class Keys:
     """
 
     def __init__(self) -> None:
-        self._pool = certificate.make("taas-magic pool")
+        self._pool = certificate.make_self_signed("taas-magic pool")
         self._peers = certificate.Authority("taas-magic peers")
         self._carriers = certificate.Authority("taas-magic vehicles")
         identity = Peer(PeerRole.VEHICLE).identity
-        self._vehicle = self._carriers.issue("vehicle", identity, serves=True)
+        self._vehicle = self._carriers.issue("vehicle", identity, for_server=True)
         self._kernel = self._peers.issue("kernel", Peer(PeerRole.KERNEL).identity)
 
     def scheduler(self) -> SecurityOptions:

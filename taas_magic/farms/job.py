@@ -213,7 +213,7 @@ def _pickle_result_of(assignment: JobAssignment) -> pickling.Pickled:
     """
     result, namespace, names = _make_call(assignment)
     pickler = pickling.ValuePickler(namespace, "notebook")
-    pickler.coming = {name: namespace[name] for name in names}
+    pickler.pending_values = {name: namespace[name] for name in names}
     pickler.pickle_variable("the job's result", result)
     return pickler.pickled()
 
@@ -245,7 +245,7 @@ def _make_call(assignment: JobAssignment) -> tuple[Any, dict[str, Any], list[str
     assert isinstance(captured, FunctionWork)
     data, *buffers = [memoryview(_open_part(part)) for part in assignment.arguments]
     given = pickling.load_each(io.BytesIO(data), buffers, main.__dict__)
-    work = assignment.call.shape.filled(captured.function, given)
+    work = assignment.call.shape.with_values(captured.function, given)
     before = dict(main.__dict__)
     result = work.function(*work.args, **work.kwargs)
     missing = object()

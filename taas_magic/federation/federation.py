@@ -124,7 +124,7 @@ class Federation:
                 f'per_host names {", ".join(unknown)}; the hosts of pool "{pool.name}" are '
                 f"{', '.join(names)}"
             )
-        pair = certificate.make("taas-magic federation")
+        pair = certificate.make_self_signed("taas-magic federation")
         federation_settings = FederationSettings(
             *pair, secrets.token_urlsafe(32), self.per_host, config or {}
         )

@@ -234,7 +234,9 @@ class _HostPrograms:
                 key.
         """
         settings = self._settings
-        mine, key = certificate.sign(settings.certificate, settings.signing_key, host)
+        mine, key = certificate.make_server_certificate(
+            settings.certificate, settings.signing_key, host
+        )
         secret = self._write("superlink.secret", secrets.token_hex(32))
         superlink = [sys.executable, "-m", "taas_magic.federation.flower"]
         superlink += ["--host", host, "--isolation", "process"]

@@ -25,7 +25,7 @@ from typing import Any
 from msgspec import Struct
 
 from taas_magic.capture import home, pickling
-from taas_magic.capture.culprit import capture_error, culprit, type_name
+from taas_magic.capture.culprit import find_culprit, make_capture_error, type_name
 from taas_magic.capture.home import RankNamespace, ResultPickler
 from taas_magic.capture.pickling import Pickled, group_sharers
 from taas_magic.capture.plain import PlainWriter, read_plain
@@ -545,11 +545,11 @@ def _listed(names: Iterable[str]) -> str:
 def _unpicklable(name: str, value: Any, pickler: _TorchResultPickler, error: Exception) -> str:
     """Return a message for the user: why a value cannot be pickled, and what to send instead."""
     name = "run.result" if name == VALUE else name
-    path, offender = culprit(name, value, pickler.probe)
+    path, offender = find_culprit(name, value, pickler.probe)
     if isinstance(offender, _sharded_types()):
         kind = type_name(offender)
         return f"`{path}` is a {kind}, and each rank has only a part of it; gather it {GATHER}"
-    return str(capture_error(name, value, pickler.probe, error, to="notebook"))
+    return str(make_capture_error(name, value, pickler.probe, error, to="notebook"))
 
 
 def _error_text(error: BaseException) -> str:

@@ -11,7 +11,7 @@ from msgspec import structs
 from taas_magic.capture import payload
 from taas_magic.capture.digest import simple_digest
 from taas_magic.capture.home import RankNamespace
-from taas_magic.capture.modules import ModuleSource, install, outdated
+from taas_magic.capture.modules import ModuleSource, find_outdated, install
 from taas_magic.capture.names import assigned_names
 from taas_magic.capture.work import CellWork, Work
 from taas_magic.host import cell_main, tracebacks
@@ -125,7 +125,7 @@ class _SessionCells:
         """
         if "AutoreloadMagics" in self._shell.magics_manager.registry:
             return []
-        return outdated(self._modules)
+        return find_outdated(self._modules)
 
     def _names(self) -> dict[str, Any]:
         return users_names(self._shell.users_names())

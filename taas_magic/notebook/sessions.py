@@ -109,7 +109,7 @@ class Session:
         """Lines that threads of the ranks printed since the last cell."""
 
         self._ended: RunEnded | None = None
-        self._over = threading.Event()
+        self._end_event = threading.Event()
         self._is_wanted, self._was_taken_over = True, False
         self._has_lost_ranks = False
         self._used_at = time.monotonic()
@@ -499,7 +499,7 @@ class Session:
         """
         until = time.monotonic() + DEATH_SEEN_S * (may_have_died or self._has_lost_ranks)
         while not self.has_ended and time.monotonic() < until:
-            self._over.wait(_END_POLL_S)
+            self._end_event.wait(_END_POLL_S)
         if not self.has_ended:
             return ""
         if self._was_taken_over:
@@ -527,17 +527,17 @@ class Session:
             return
         self._notes.append("you ended it")
         interrupts.wait_for(lambda: connection.halt(self.run_id, "interrupt"))
-        interrupts.wait_for(lambda: self._over.wait(END_S))
+        interrupts.wait_for(lambda: self._end_event.wait(END_S))
         for thread in self._closing:
             interrupts.wait_for(partial(thread.join, END_S))
-        if not self._over.is_set():
+        if not self._end_event.is_set():
             raise PoolError(
                 f'session "{self.name}" did not end within {END_S:.0f} s; the pool ends its hosts'
             )
 
     def wait_for_end(self, timeout_s: float) -> bool:
         """Wait up to `timeout_s` seconds for the end of the ranks; return whether it has come."""
-        return self._over.wait(timeout_s)
+        return self._end_event.wait(timeout_s)
 
     def _on_run_event(self, event: Event) -> None:
         """Record output, notes and the end of the session's own run.
@@ -555,7 +555,7 @@ class Session:
             self._was_taken_over = isinstance(event, Detached)
             self._ended = RunEnded(state="LOST") if isinstance(event, Detached) else event
             self._close_fetchers(())
-            self._over.set()
+            self._end_event.set()
             if self._connection is not None:
                 self._connection.stop_events(self.run_id)
 

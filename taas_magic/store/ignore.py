@@ -149,9 +149,9 @@ class IgnoreRules:
             return "it may hold a secret"
         if is_run_by_tools(path):
             return "shells, ssh, git, Python or taas-magic would trust it"
-        if _ALWAYS.leaves_out_any_kind(path):
+        if _ALWAYS.leaves_out_file_or_folder(path):
             return "caches and version control are not copied"
-        return f"{FILE_NAME} names it" if self.leaves_out_any_kind(path) else ""
+        return f"{FILE_NAME} names it" if self.leaves_out_file_or_folder(path) else ""
 
     def leaves_out(self, path: str, folder: bool = False) -> bool:
         """Return whether an ignore rule for `path` or a parent folder excludes `path` from copying.
@@ -167,7 +167,7 @@ class IgnoreRules:
         matching = (it for it in reversed(self._spec.patterns) if it.match_file(path + "/"))
         return bool(getattr(next(matching, None), "include", False))
 
-    def leaves_out_any_kind(self, path: str) -> bool:
+    def leaves_out_file_or_folder(self, path: str) -> bool:
         """Return whether an ignore rule would match `path` if it is a file, or if it is a folder.
 
         Use this method if the caller does not know which of the two `path` is.
@@ -175,7 +175,7 @@ class IgnoreRules:
         return self.leaves_out(path) or self.leaves_out(path, folder=True)
 
 
-def ignore_of(tree: Tree) -> IgnoreRules:
+def read_ignore_rules(tree: Tree) -> IgnoreRules:
     """Return the ignore rules of a store: the defaults, and its `.taasignore` if it has one.
 
     Raises:

@@ -19,7 +19,7 @@ from taas_magic.config import size_text
 from taas_magic.errors import StoreError
 from taas_magic.messages import from_json, to_json
 from taas_magic.shared_files import replace_atomically
-from taas_magic.store.ignore import FILE_NAME, ignore_of
+from taas_magic.store.ignore import FILE_NAME, read_ignore_rules
 from taas_magic.store.tree import CaseChecker, Tree, TreeEntry, printable, why_unsafe
 
 FOLDER = "folder"
@@ -224,7 +224,7 @@ def scan_store(tree: Tree, hashes: Hashes, limit_bytes: int) -> tuple[CaseChecke
         StoreError: The files are too large or too many, or a line of `.taasignore` is not a valid
             pattern.
     """
-    ignore = ignore_of(tree)
+    ignore = read_ignore_rules(tree)
     cases, skipped, secrets = CaseChecker(), dict[str, str](), list[str]()
 
     def includes(tree_entry: TreeEntry) -> bool:
@@ -235,7 +235,7 @@ def scan_store(tree: Tree, hashes: Hashes, limit_bytes: int) -> tuple[CaseChecke
             secrets.append(printable(tree_entry.path))
             return False
         why = why_unsafe(tree_entry.path) or tree_entry.special_kind
-        if not why and (other := cases.clash(tree_entry.path)):
+        if not why and (other := cases.find_clash_or_add(tree_entry.path)):
             why = f"its name differs from {other} only by case"
         if why:
             skipped[printable(tree_entry.path)] = why

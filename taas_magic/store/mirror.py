@@ -357,7 +357,7 @@ class StoreUpdater:
     ) -> None:
         self._mirror, self._send_request, self._note = mirror, send_request, note
         self._number = 0
-        self._over = threading.Event()
+        self._stop_event = threading.Event()
         self._thread = threading.Thread(target=self._run, name="taas-store-news", daemon=True)
 
     def start(self) -> None:
@@ -366,7 +366,7 @@ class StoreUpdater:
 
     def finish(self) -> None:
         """Let the thread complete its current update, and wait until the thread has ended."""
-        self._over.set()
+        self._stop_event.set()
         self._thread.join()
 
     def catch_up(self) -> None:
@@ -423,7 +423,7 @@ class StoreUpdater:
 
     def _run(self) -> None:
         try:
-            while not self._over.wait(UPDATE_GAP_S):
+            while not self._stop_event.wait(UPDATE_GAP_S):
                 self.catch_up()
         except (OSError, TaasError) as error:
             self._note(f"other hosts' writes to the project store no longer arrive here: {error}")

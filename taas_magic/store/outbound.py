@@ -21,7 +21,7 @@ from contextlib import suppress
 from io import FileIO
 
 from taas_magic.errors import TaasError
-from taas_magic.store.ignore import IgnoreRules, ignore_of
+from taas_magic.store.ignore import IgnoreRules, read_ignore_rules
 from taas_magic.store.manifest import FOLDER, ManifestEntry
 from taas_magic.store.mirror import Mirror
 from taas_magic.store.ownership import WHY_BESIDE
@@ -65,9 +65,9 @@ class _Watch:
     def __init__(self, root: str, skips: Callable[[str], bool]) -> None:
         self._root, self._skips = root, skips
         self._folders: dict[int, str] = {}
-        self._over = os.eventfd(0)
+        self._stop_fd = os.eventfd(0)
         self._poll = select.poll()
-        self._poll.register(self._over, select.POLLIN)
+        self._poll.register(self._stop_fd, select.POLLIN)
         self._inotify = _LIBC.inotify_init1(os.O_CLOEXEC | os.O_NONBLOCK)
         self._misses_events = self._inotify < 0
         if self._inotify >= 0:
@@ -75,13 +75,13 @@ class _Watch:
             self._watch_tree("")
 
     def close(self) -> None:
-        for descriptor in (self._over, self._inotify):
+        for descriptor in (self._stop_fd, self._inotify):
             if descriptor >= 0:
                 os.close(descriptor)
 
     def wake(self) -> None:
         """Make `wait` return at once: the current call in another thread, and all later calls."""
-        os.eventfd_write(self._over, 1)
+        os.eventfd_write(self._stop_fd, 1)
 
     def wait(self, timeout_s: float | None) -> tuple[set[str], bool]:
         """Wait until something below `root` changes, `timeout_s` passes, or `wake` is called.
@@ -210,7 +210,7 @@ class _ChangeSender:
     ) -> None:
         self._mirror, self._send_request = mirror, send_request
         self._note, self._receipt_builder = note, receipt_builder
-        self._ignore = ignore_of(mirror.tree)
+        self._ignore = read_ignore_rules(mirror.tree)
         self._noted_reasons: set[str] = set()
         self._sizer = MessageSizer()
         self._unsent = WriteFiles()
@@ -491,7 +491,7 @@ class MirrorSender:
         default ignore rules name.
         """
         is_ours = self._shared is None or any(is_below(path, it) for it in self._shared)
-        return is_ours and not self._ignore.leaves_out_any_kind(path)
+        return is_ours and not self._ignore.leaves_out_file_or_folder(path)
 
     def _paths_to_check(self, paths: set[str]) -> list[str]:
         """Return all paths to check because of changes at `paths`, outer folders first.

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from taas_magic.errors import ProtocolError
-from taas_magic.store.ignore import PathFileCheck, ignore_of, normal_form
+from taas_magic.store.ignore import PathFileCheck, normal_form, read_ignore_rules
 from taas_magic.store.manifest import ChangeList, Hashes, Manifest, ManifestEntry, scan_store
 from taas_magic.store.ownership import (
     KEPT_BESIDE,
@@ -87,7 +87,7 @@ class StoreServer:
         self._rule, self._writer, self._tree = rule, writer, Tree(rule.path)
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._hashes = Hashes(folder / "hashes.json")
-        self._ignore, self._cases = ignore_of(self._tree), CaseChecker()
+        self._ignore, self._cases = read_ignore_rules(self._tree), CaseChecker()
         self._made, self._overwrite_rules = RunFileRecord(folder), OverwriteRules(rule.overwrite)
         self._kept_beside: set[str] = set()
         """Paths of the user's files beside which the store keeps rank 0's versions."""
@@ -274,7 +274,7 @@ class StoreServer:
             raise UnsafeError(path, "only rank 0 writes to the project store")
         if why := self._ignore.why_not_accepted(path):
             raise UnsafeError(path, why)
-        if other := self._cases.clash(path):
+        if other := self._cases.find_clash_or_add(path):
             raise UnsafeError(path, f"its name differs from {printable(other)} only by case")
 
     def _check_new(self, path: str) -> None:

@@ -105,7 +105,7 @@ class CaseChecker:
     def __init__(self) -> None:
         self._known: dict[str, str] = {}
 
-    def clash(self, path: str) -> str:
+    def find_clash_or_add(self, path: str) -> str:
         """Add `path` and its parent folders to the set, unless one of them clashes.
 
         Two paths clash if they differ only by case.

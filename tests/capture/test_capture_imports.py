@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from taas_magic.capture import payload
-from taas_magic.capture.modules import ModuleSource, imported, needed_modules
+from taas_magic.capture.modules import ModuleSource, find_imports, needed_modules
 from taas_magic.capture.work import CellWork
 
 GUARDED = """
@@ -38,18 +38,18 @@ class C:
 
 
 def test_what_is_surely_imported() -> None:
-    assert set(imported(GUARDED)) == {"os", "aa", "bb", "sure", "inside", "lazy", "body"}
-    assert "lazy" not in set(imported(GUARDED, functions=False))
+    assert set(find_imports(GUARDED)) == {"os", "aa", "bb", "sure", "inside", "lazy", "body"}
+    assert "lazy" not in set(find_imports(GUARDED, functions=False))
     everything = {"maybe", "instead", "branch"}
-    assert set(imported(GUARDED, branches=True)) - set(imported(GUARDED)) == everything
-    assert list(imported("%%bash\nnot python (")) == []
+    assert set(find_imports(GUARDED, branches=True)) - set(find_imports(GUARDED)) == everything
+    assert list(find_imports("%%bash\nnot python (")) == []
 
 
 def test_the_standard_library_and_the_project_itself_are_not_asked_for() -> None:
     cell = "import os, taas, helper, psutil\nimport no_such_module.x"
     source = "import yaml\ndef f():\n    import matplotlib\n"
-    travelling = {"helper": ModuleSource("helper", "helper.py", source, is_package=False)}
-    assert needed_modules(cell, [], travelling, []) == ("no_such_module", "psutil", "yaml")
+    sent = {"helper": ModuleSource("helper", "helper.py", source, is_package=False)}
+    assert needed_modules(cell, [], sent, []) == ("no_such_module", "psutil", "yaml")
 
 
 @pytest.mark.parametrize(
@@ -103,5 +103,5 @@ def test_one_thread_parses_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(ast, "parse", watched)
     with ThreadPoolExecutor(2) as threads:
-        list(threads.map(imported, ["import a", "import b"]))
+        list(threads.map(find_imports, ["import a", "import b"]))
     assert most == [1, 1]

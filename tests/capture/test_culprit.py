@@ -13,7 +13,7 @@ import cloudpickle
 import pytest
 
 from taas_magic.capture import culprit as culprit_module
-from taas_magic.capture.culprit import capture_error, culprit
+from taas_magic.capture.culprit import find_culprit, make_capture_error
 from taas_magic.capture.pickling import ValuePickler, dump
 from taas_magic.errors import CaptureError
 
@@ -124,7 +124,7 @@ def locally(function: Any) -> Any:
     ],
 )
 def test_path(value: Any, path: str) -> None:
-    assert culprit("v", value, probe)[0] == path
+    assert find_culprit("v", value, probe)[0] == path
 
 
 def test_torch_modules_are_written_as_the_user_writes_them() -> None:
@@ -132,27 +132,27 @@ def test_torch_modules_are_written_as_the_user_writes_them() -> None:
 
     net = torch.nn.Sequential(torch.nn.Linear(1, 1))
     vars(net[0])["lock"] = LOCK
-    assert culprit("net", net, probe)[0] == "net.0.lock"
+    assert find_culprit("net", net, probe)[0] == "net.0.lock"
 
 
 def test_cycles_end() -> None:
     value = Box()
     value.__dict__.update(me=value, lock=LOCK)
-    assert culprit("v", value, probe) == ("v.lock", LOCK)
+    assert find_culprit("v", value, probe) == ("v.lock", LOCK)
 
 
 def test_depth_is_bounded() -> None:
     value: Any = LOCK
     for _ in range(100):
         value = [value]
-    path, _ = culprit("v", value, probe)
+    path, _ = find_culprit("v", value, probe)
     assert path == "v" + "[0]" * culprit_module._MAX_DEPTH
 
 
 def test_time_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(culprit_module, "_BUDGET_S", -1.0)
     value = [LOCK]
-    assert culprit("v", value, probe) == ("v", value)
+    assert find_culprit("v", value, probe) == ("v", value)
 
 
 def test_the_users_own_refusal_is_told() -> None:
@@ -163,7 +163,7 @@ def test_the_users_own_refusal_is_told() -> None:
     value = {"model": Refuses()}
     with pytest.raises(pickle.PicklingError) as caught:
         cloudpickle.dumps(value)
-    message = str(capture_error("v", value, probe, caught.value))
+    message = str(make_capture_error("v", value, probe, caught.value))
     assert message.startswith("`v['model']` is a ")
     assert "PicklingError: use .state()" in message
 

@@ -165,11 +165,9 @@ class Feed:
 
 @pytest.mark.process
 def test_any_iterable_is_a_loader() -> None:
-    travelling = RegisteredLoader("plain", Feed).pack()
-    own = RankServers(b"", lambda served: travelling.payload)
-    remote = RemoteLoader(
-        travelling.shape, RankFeed(0, 1, lambda name: travelling.payload, own=own)
-    )
+    packed = RegisteredLoader("plain", Feed).pack()
+    own = RankServers(b"", lambda served: packed.payload)
+    remote = RemoteLoader(packed.shape, RankFeed(0, 1, lambda name: packed.payload, own=own))
     try:
         assert list(remote) == [[1, 0], [3]] and len(remote) == 2
         assert list(remote) == [[1, 1], [3]]

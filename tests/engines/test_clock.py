@@ -54,8 +54,8 @@ def test_a_stream_goes_on_after_the_clock_was_set_back(monkeypatch: pytest.Monke
 @pytest.mark.fault(54)
 def test_certificates_hold_whatever_a_clock_shows() -> None:
     """The clock of a board without a battery starts in 1970."""
-    own, key = certificate.make("pool")
-    signed, _ = certificate.sign(own, key, "127.0.0.1")
+    own, key = certificate.make_self_signed("pool")
+    signed, _ = certificate.make_server_certificate(own, key, "127.0.0.1")
     issued, _ = certificate.Authority("members").issue("host", "taas:host:a")
     for text in (own, signed, issued):
         read = x509.load_pem_x509_certificate(text.encode())

@@ -45,14 +45,17 @@ def test_unsafe_paths(path: str) -> None:
 
 def test_paths_that_differ_by_case_or_by_how_a_letter_is_made() -> None:
     cases = CaseChecker()
-    assert cases.clash("Data/x") == "" and cases.clash("Data/y") == ""
-    assert cases.clash("data/z") == "Data" and cases.clash("Data/X") == "Data/x"
+    assert cases.find_clash_or_add("Data/x") == "" and cases.find_clash_or_add("Data/y") == ""
     assert (
-        cases.clash("gr\u00f6\u00dfe") == ""
-        and cases.clash("gro\u0308\u00dfe") == "gr\u00f6\u00dfe"
+        cases.find_clash_or_add("data/z") == "Data"
+        and cases.find_clash_or_add("Data/X") == "Data/x"
+    )
+    assert (
+        cases.find_clash_or_add("gr\u00f6\u00dfe") == ""
+        and cases.find_clash_or_add("gro\u0308\u00dfe") == "gr\u00f6\u00dfe"
     )
     cases.forget("Data/x")
-    assert cases.clash("Data/X") == ""
+    assert cases.find_clash_or_add("Data/X") == ""
 
 
 @given(st.lists(st.integers(0, 3 << 20), max_size=20))
@@ -118,8 +121,8 @@ def test_no_link_is_followed(tmp_path: Path) -> None:
 
 
 def test_defaults_can_be_taken_back() -> None:
-    assert IgnoreRules().leaves_out_any_kind("a/__pycache__/b.pyc")
-    assert not IgnoreRules(["!__pycache__/"]).leaves_out_any_kind("a/__pycache__/b.pyc")
+    assert IgnoreRules().leaves_out_file_or_folder("a/__pycache__/b.pyc")
+    assert not IgnoreRules(["!__pycache__/"]).leaves_out_file_or_folder("a/__pycache__/b.pyc")
 
 
 def test_a_folder_is_itself_and_no_other(tmp_path: Path) -> None:
