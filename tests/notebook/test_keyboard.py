@@ -1,6 +1,7 @@
 """Input for ranks: from the notebook's input box, in debuggers, and where nobody can type."""
 
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -175,6 +176,12 @@ def test_the_debugger_steps_from_statement_to_statement(frontend_of_module: Fron
     assert not re.search("IPython|taas_magic|--Call--", text)
 
 
+AT_THE_CALL = ("n",) * (sys.version_info >= (3, 13))
+"""What to type in a function to get from the call of `breakpoint()` to the next line.
+
+Before Python 3.13, the debugger stops at the next line already.
+"""
+
 LAST_STOPS = (
     "breakpoint()",
     "import pdb; pdb.set_trace()",
@@ -195,7 +202,8 @@ def test_the_debugger_stops_in_the_cell_at_its_last_statement(
         cell = f"{first_line}\nseen = 'here'\n{stop}"
         last = cell.splitlines()[3 if "def" in stop else -1].strip()
         request = frontend.send(cell, allows_input=True)
-        for line in ("where", "list", "p 'in', seen", "n"):  # after "n", no input box opens
+        leave = (*AT_THE_CALL, "n") if "def" in stop else ("n",)  # after this, no input box opens
+        for line in ("where", "list", "p 'in', seen", *leave):
             answer(frontend, request, line)
         assert frontend.finish(request)["status"] == "ok"
         text = frontend.text(request)
@@ -224,7 +232,7 @@ def outer():
 """
     frontend.run(cell)
     request = frontend.send("taas.run(outer, gpus=1).result", allows_input=True)
-    for line in ("n", "n", "p found", "n", "n"):
+    for line in (*AT_THE_CALL, "n", "n", "p found", "n", "n"):
         answer(frontend, request, line)
     assert frontend.finish(request)["status"] == "ok"
     [result] = frontend.contents(request, "execute_result")
