@@ -15,17 +15,16 @@ export OMP_WAIT_POLICY := passive
 # Debian's packages and pip's are fetched at the same time.
 MAKEFLAGS += --jobs=2
 
-.PHONY: demo test nightly unit coverage slow-test slow-nightly debian lint docs bench clean gpu-test
+.PHONY: demo test nightly unit coverage slow-test slow-nightly debian lint imports docs bench clean gpu-test
 
 demo: .venv/.examples
 	$(BIN)/python notebooks/demo.py
 
-test: lint debian
-	$(BIN)/python -m compileall -q taas_magic
+test: lint debian imports
 	$(BIN)/python $(DAILY_TESTS) $(PYTEST_ARGS)
 
 # All tests.
-nightly: lint debian
+nightly: lint debian imports
 	$(BIN)/python $(ALL_TESTS) $(PYTEST_ARGS)
 
 # The tests that start no process.
@@ -40,10 +39,10 @@ coverage: lint debian
 	$(BIN)/coverage report
 
 # The tests of `make test` and of `make nightly` on one core, whatever the machine has.
-slow-test: lint debian
+slow-test: lint debian imports
 	tests/rig/slow.sh 100 $(BIN)/python $(DAILY_TESTS) $(PYTEST_ARGS)
 
-slow-nightly: lint debian
+slow-nightly: lint debian imports
 	tests/rig/slow.sh 100 $(BIN)/python $(ALL_TESTS) $(PYTEST_ARGS)
 
 # The tests of runs on a GPU of this machine.
@@ -52,6 +51,11 @@ gpu-test: .venv/.test
 
 debian:
 	@tests/rig/debian.sh
+
+# Each of pytest's workers imports all tests. They find here what pytest makes of the modules' asserts.
+imports: .venv/.test
+	$(BIN)/python -m compileall -q taas_magic
+	@env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -q --collect-only > /dev/null || true
 
 lint: .venv/.test
 	$(BIN)/ruff check .

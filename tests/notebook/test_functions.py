@@ -4,12 +4,15 @@ import os
 import re
 import subprocess
 import sys
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
+from taas_magic.__main__ import main
 from taas_magic.errors import RankFailed, ResultError, RunTimeout, UsageError
+from tests.conftest import TOKEN, carriers
+from tests.eventually import HUNG_S, left_after
 from tests.frontend import Scene
 from tests.harness import ANSI, Notebook
 
@@ -284,16 +287,17 @@ if __name__ == "__main__":
 """
 
 
-@pytest.fixture
-def scene(tmp_path: Path) -> Any:
-    """Yield a project folder with scripts; afterwards end the pools that they started."""
-    found = Scene(tmp_path)
+@pytest.fixture(scope="module")
+def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
+    """Yield a project folder with scripts, which share a pool; fail if processes are left."""
+    found = Scene(tmp_path_factory.mktemp("scripts"))
     (found.project / "beside.py").write_text("def double(n): return 2 * n\n")
     (found.project / "script.py").write_text(SCRIPT)
     (found.project / "plain.py").write_text(PLAIN)
     yield found
     python(found, "-m", "taas_magic", "down")
     found.close()
+    assert not left_after(lambda: carriers(str(found.folder)), HUNG_S)
 
 
 def python(scene: Scene, *words: str) -> subprocess.CompletedProcess[str]:
@@ -301,13 +305,12 @@ def python(scene: Scene, *words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, *words],
         cwd=scene.project,
-        env={**os.environ, **scene.environ()},
+        env={**os.environ, **scene.environ(), TOKEN: str(scene.folder)},
         capture_output=True,
         text=True,
     )
 
 
-@pytest.mark.usefixtures("no_leftovers")
 def test_a_script_calls_a_function_on_ranks(scene: Scene) -> None:
     done = python(scene, "script.py", "4")
     assert done.returncode == 0, done.stderr
@@ -318,7 +321,6 @@ def test_a_script_calls_a_function_on_ranks(scene: Scene) -> None:
     assert re.search(r"script\.py:\d+, in work", failed.stderr)
 
 
-@pytest.mark.usefixtures("no_leftovers")
 def test_a_script_runs_on_ranks(scene: Scene) -> None:
     after = ("-m", "taas_magic", "run", "plain.py", "--gpus", "2")
     done = python(scene, *after, "--", "--number", "3")
@@ -335,13 +337,24 @@ def test_a_script_runs_on_ranks(scene: Scene) -> None:
     words = ("-m", "taas_magic", "run", "--gpus", "2", "--dry-run", "plain.py", "--number", "3")
     dry = python(scene, *words)
     assert dry.returncode == 0 and "rank 0 has" not in dry.stdout and "SUCCEEDED" not in dry.stdout
-    missing = python(scene, "-m", "taas_magic", "run", "--gpus", "1", "nowhere.py")
-    assert missing.returncode == 1 and "there is no file nowhere.py" in missing.stderr
-    missing = python(scene, "-m", "taas_magic", "run", "plain.py")
-    assert "give the number of ranks, such as --gpus 2. Usage: " in missing.stderr
+
+
+def test_words_that_are_no_command_are_refused(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`main` runs in this process, because no command gets as far as a pool."""
+
+    def refused(*words: str) -> str:
+        """Run a command that must fail; return what it writes to stderr."""
+        assert main(list(words)) == 1
+        return capsys.readouterr().err
+
+    monkeypatch.chdir(scene.project)
+    assert "there is no file nowhere.py" in refused("run", "--gpus", "1", "nowhere.py")
+    missing = refused("run", "plain.py")
+    assert "give the number of ranks, such as --gpus 2. Usage: " in missing
     for command in (["--help"], ["nothing"], ["pools", "x"]):
-        refused = python(scene, "-m", "taas_magic", *command)
-        assert refused.returncode == 1 and "%taas " not in refused.stderr.replace("%%taas", "")
-    mixed = python(scene, *after, "--number", "3")
-    assert mixed.returncode == 1 and "No flag --number" in mixed.stderr
-    assert "run plain.py --gpus 2 -- [arguments of the script]" in mixed.stderr
+        assert "%taas " not in refused(*command).replace("%%taas", "")
+    mixed = refused("run", "plain.py", "--gpus", "2", "--number", "3")
+    assert "No flag --number" in mixed
+    assert "run plain.py --gpus 2 -- [arguments of the script]" in mixed

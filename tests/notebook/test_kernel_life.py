@@ -15,8 +15,8 @@ from nbformat.v4 import new_code_cell, new_notebook
 from taas_magic.host.system import status_of
 from taas_magic.notebook import runs
 from tests.chaos.tree import NEXT, grown, memory_of
-from tests.conftest import carriers
-from tests.eventually import HUNG_S
+from tests.conftest import TOKEN, carriers
+from tests.eventually import HUNG_S, eventually
 from tests.frontend import ROOT, Frontend, before_start, environment, kernel
 from tests.harness import AGENT, left_of, words
 from tests.host.test_stacks import HANG, MEET
@@ -63,27 +63,6 @@ def rank_processes(frontend: Frontend, request: str) -> list[psutil.Process]:
 
     frontend.wait(found_both)
     return [psutil.Process(int(pid)) for pid in pids]
-
-
-@pytest.mark.fault(31, 32)
-def test_a_restarted_kernel_waits_for_its_old_run_and_a_killed_one_leaves_no_process(
-    kernel_of_its_own: Frontend, no_leftovers: str
-) -> None:
-    frontend = kernel_of_its_own
-    ignoring = "import signal, time\nsignal.signal(signal.SIGINT, signal.SIG_IGN)"
-    rank_processes(frontend, frontend.send(ENDLESS.replace("import time", ignoring)))
-    frontend.manager.restart_kernel(now=True)
-    frontend.client.wait_for_ready(timeout=HUNG_S)
-    frontend.run("%%taas --gpus 2\nprint('again')")
-
-    ranks = rank_processes(frontend, frontend.send(ENDLESS))
-    processes = carriers(no_leftovers)
-    assert {*ranks} < {*processes}
-    frontend.process.kill()
-    assert not left_of(ranks)
-    assert not left_of(processes)
-    states = [run.state for run in sorted(runs.runs(), key=lambda run: run.id)]
-    assert states == ["INTERRUPTED", "SUCCEEDED", "INTERRUPTED"]
 
 
 @pytest.mark.fault(33)
@@ -496,3 +475,28 @@ def in_terminal(command: list[str]) -> str:
     os.close(primary)
     process.wait(timeout=HUNG_S)
     return shown.decode().replace("\r\n", "\n")
+
+
+@pytest.mark.fault(31, 32)
+def test_a_restarted_kernel_waits_for_its_old_run_and_a_killed_one_leaves_no_process(
+    frontend: Frontend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """This test ends the module's kernel, so it is the last one."""
+    environ = frontend.process.environ()
+    monkeypatch.setenv("TAAS_STATE_DIR", environ["TAAS_STATE_DIR"])
+    before = len(runs.runs())
+    ignoring = "import signal, time\nsignal.signal(signal.SIGINT, signal.SIG_IGN)"
+    rank_processes(frontend, frontend.send(ENDLESS.replace("import time", ignoring)))
+    frontend.manager.restart_kernel(now=True)
+    frontend.client.wait_for_ready(timeout=HUNG_S)
+    frontend.run("%%taas --gpus 2\nprint('again')")
+
+    ranks = rank_processes(frontend, frontend.send(ENDLESS))
+    processes = carriers(environ[TOKEN])
+    assert {*ranks} < {*processes}
+    frontend.process.kill()
+    assert not left_of(ranks)
+    assert not left_of(processes)
+    found = sorted(runs.runs(), key=lambda run: run.started_at)[before:]
+    assert [run.state for run in found] == ["INTERRUPTED", "SUCCEEDED", "INTERRUPTED"]
+    eventually(lambda: not frontend.manager.is_alive())

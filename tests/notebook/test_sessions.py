@@ -735,13 +735,6 @@ def test_an_idle_session_is_ended(session: Frontend) -> None:
         session.run("import os\nos.remove('taas.toml')")
 
 
-def test_a_kernel_that_ends_takes_its_sessions_along(kernel_of_its_own: Frontend) -> None:
-    kernel_of_its_own.run(START)
-    ranks = ranks_of(kernel_of_its_own)
-    kernel_of_its_own.process.send_signal(signal.SIGKILL)
-    assert not left_of(ranks)
-
-
 def test_a_command_without_a_name_lists_the_running_sessions(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -752,3 +745,12 @@ def test_a_command_without_a_name_lists_the_running_sessions(
     running.clear()
     with pytest.raises(UsageError, match="There is no session"):
         sessions.named(None)
+
+
+def test_a_kernel_that_ends_takes_its_sessions_along(frontend_of_module: Frontend) -> None:
+    """This test ends the module's kernel, so it is the last one."""
+    frontend_of_module.run(START)
+    ranks = ranks_of(frontend_of_module)
+    frontend_of_module.process.send_signal(signal.SIGKILL)
+    assert not left_of(ranks)
+    eventually(lambda: not frontend_of_module.manager.is_alive())

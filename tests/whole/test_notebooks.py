@@ -222,6 +222,7 @@ SHORT_SWEEP = {"len(study.trials) < 20": "len(study.trials) < 10"}
 SAID_BY_SHORT_SWEEP = ("ValueError: trial 7 has bad luck", "9 of 10 trials", "9 done, 1 failed")
 
 
+@pytest.mark.nightly
 def test_the_farm_notebook_shows_all_solutions(beside: Frontend) -> None:
     check_farm(executed(beside, "farm"), "farm", SAID_BY_FARMS["farm"])
 

@@ -38,6 +38,7 @@ SPAWNING = ("process_pools",)
 PASTED = ("process_pools", "rpc")
 CALLED = ("ddp_checkpoint", "process_pools", "rpc", "stateful_loader", "tensor_parallel")
 SIMILAR = {
+    "compile": "ddp_checkpoint",
     "hogwild": "process_pools",
     "huggingface_trainer": "huggingface_accelerate",
     "imagenet": "ddp_checkpoint",
