@@ -180,10 +180,14 @@ class Slow:
 LATER = "--hang 4s"
 """Flag with a hang limit that is shorter than the runs, and longer than several heartbeats."""
 
-COMPUTES = {
-    "a rank": "x = torch.ones(300, 300)\nwhile time.monotonic() < until:\n    x = x @ x\n",
+COMPUTES = {  # with pauses, because a small part of a core is enough
+    "a rank": (
+        "x = torch.ones(300, 300)\nwhile time.monotonic() < until:\n"
+        "    for _ in range(50): x = x @ x\n    time.sleep(0.2)\n"
+    ),
     "its child": (
-        "code = 'import time; t = time.monotonic() + 6\\nwhile time.monotonic() < t: pass'\n"
+        "code = 'import time; t = time.monotonic() + 6\\nwhile time.monotonic() < t: '"
+        "'sum(range(2_000_000)); time.sleep(0.2)'\n"
         "subprocess.run([sys.executable, '-c', code])\n"
     ),
     "prints": "while time.monotonic() < until:\n    print('on')\n    time.sleep(0.4)\n",
@@ -607,7 +611,7 @@ rank = int(os.environ["RANK"])
 def knows_use(report: Line) -> bool:
     """Return whether a `usage` event shows rank 1 in its endless loop, and rank 0 in a wait."""
     idle, busy = report["ranks"]
-    there = re.search(r"Cell In\[\d+\], line (9|10): ", busy["place"])
+    there = re.search(r"Cell In\[\d+\], line (10|11): ", busy["place"])
     uses_more = busy["cpus"] > idle["cpus"] and busy["memory_bytes"] > 10e6
     return bool(there) and uses_more and "Event().wait()" in idle["place"]
 
@@ -620,7 +624,7 @@ def test_the_command_ranks_shows_what_each_rank_uses(
         "numbers = DataLoader(range(40), 2)\ntaas.register(numbers)"
     )
     source = """
-import os, threading, torch
+import os, threading, time, torch
 import torch.distributed as dist
 dist.init_process_group("gloo")
 batches = iter(numbers)
@@ -628,7 +632,7 @@ for number in range(3):
     next(batches)
 print("up", flush=True)
 while os.environ["RANK"] == "1":
-    pass
+    sum(range(500_000)) and time.sleep(0.1)
 taas.log(step=7, loss=1)
 work = dist.all_reduce(torch.ones(1), async_op=True)
 threading.Event().wait()
@@ -649,7 +653,7 @@ threading.Event().wait()
         has_counts = (
             is_reported and idle[5] == busy[5] == "3" and idle[9] == "7" and idle[8] != "0 %"
         )
-        are_there = "Event().wait()" in idle[10] and re.search(r"line (9|10): ", busy[10])
+        are_there = "Event().wait()" in idle[10] and re.search(r"line (10|11): ", busy[10])
         return has_counts and are_there is not None and cpu(busy) > cpu(idle)
 
     path: list[Path] = []
@@ -675,5 +679,5 @@ threading.Event().wait()
     assert float(idle[6]) > 0 and float(busy[6]) > 0
     assert idle[8] != "0 %" == busy[8] and (idle[9], busy[9]) == ("7", "-")
     assert "threading.Event().wait()" in idle[10]
-    assert re.search(r"Cell In\[\d+\], line (9|10): ", busy[10])
+    assert re.search(r"Cell In\[\d+\], line (10|11): ", busy[10])
     assert any(map(knows_use, outcome.of_kind("usage"))), outcome.of_kind("usage")

@@ -202,9 +202,13 @@ class Seen:
         self._seen: dict[Part, list[SeenByCase] | Exception] = {}
 
     def of(self, module: ModuleType, name: str) -> SeenBySetting:
-        """Return a dict from each setting in which a case runs to the results of that cell."""
+        """Return a dict from each setting in which a case runs to the results of that cell.
+
+        These are only the cells that tests of this session have run. If there is none, run all.
+        """
         parts = [part for part in parts_of(module) if name in part.names]
-        return {part.setting: self.of_part(part) for part in parts}
+        known = [part for part in parts if part in self._seen]
+        return {part.setting: self.of_part(part) for part in known or parts}
 
     def of_part(self, part: Part) -> list[SeenByCase]:
         """Return a part's results: a dict for each rank, with the results by case.
