@@ -25,6 +25,7 @@ from taas_magic.pool.client import Pool
 from tests.eventually import HUNG_S
 from tests.frontend import environment
 from tests.harness import Notebook, Outcome
+from tests.notebook.test_attach import beside
 from tests.notebook.test_detach import check_killed_kernels
 from tests.rig.slurm import CORES, PATH, Slurm, slurm_up
 
@@ -247,4 +248,5 @@ def test_a_detached_run_on_nodes_goes_on_when_its_kernel_is_killed(
     shutil.copy(hpc.notebook.project / "taas.toml", project)
     for name, value in environment(tmp_path).items():
         monkeypatch.setenv(name, value)
-    check_killed_kernels(project, tmp_path, "hpc", kills=3)
+    with beside(tmp_path) as other:
+        check_killed_kernels(project, other, "hpc", kills=3)

@@ -45,6 +45,15 @@ def beside(folder: Path) -> Iterator[Frontend]:
         yield other
 
 
+@pytest.fixture(scope="module")
+def other(
+    frontend_of_module: Frontend, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Frontend]:
+    """Yield a second kernel beside the module's kernel."""
+    with beside(tmp_path_factory.mktemp("other")) as other:
+        yield other
+
+
 def head(frontend: Frontend, request: str) -> str:
     """Return the newest text of a cell's status header; "" if the cell shows none."""
     kinds = ("display_data", "update_display_data")
@@ -54,51 +63,48 @@ def head(frontend: Frontend, request: str) -> str:
 
 
 def test_a_run_can_be_attached_in_another_kernel_and_in_a_terminal(
-    frontend: Frontend, tmp_path: Path
+    frontend: Frontend, other: Frontend, tmp_path: Path
 ) -> None:
     go = tmp_path / "go"
     run = frontend.send(WAITS.format(go=str(go)))
     frontend.wait(lambda: len(re.findall("before", frontend.text(run))) == 2)
-    with beside(tmp_path) as other:
-        seen = other.send("%taas attach")
-        other.wait(lambda: "before 1" in other.text(seen) and "RUNNING" in head(other, seen))
-        assert "ranks 2 · pool local" in head(other, seen)
-        other.manager.interrupt_kernel()
-        reply = other.finish(seen)
-        assert (
-            reply["ename"] == "KeyboardInterrupt" and "continues: `%taas attach" in reply["evalue"]
-        )
-        assert head(other, seen).startswith("NOT ATTACHED slow")
-        assert "%taas stop" in head(other, seen)
+    seen = other.send("%taas attach")
+    other.wait(lambda: "before 1" in other.text(seen) and "RUNNING" in head(other, seen))
+    assert "ranks 2 · pool local" in head(other, seen)
+    other.manager.interrupt_kernel()
+    reply = other.finish(seen)
+    assert reply["ename"] == "KeyboardInterrupt" and "continues: `%taas attach" in reply["evalue"]
+    assert head(other, seen).startswith("NOT ATTACHED slow")
+    assert "%taas stop" in head(other, seen)
 
-        again = other.send("%taas attach slow")
-        other.wait(lambda: "before 1" in other.text(again))
-        terminal, ours = pty.openpty()
-        command = [sys.executable, "-m", "taas_magic", "attach", "slow"]
-        process = subprocess.Popen(command, stdin=ours, stdout=ours, stderr=ours)
-        os.close(ours)
-        printed = b""
-        while b"before" not in printed:
-            printed += os.read(terminal, 4096)
-        go.touch()
-        assert frontend.finish(run)["status"] == other.finish(again)["status"] == "ok"
-        # each view has its own order of lines that ranks print at the same time
-        printed_lines = sorted(frontend.text(run).splitlines())
-        assert sorted(other.text(again).splitlines()) == printed_lines
-        assert head(other, again).startswith("SUCCEEDED slow")
-        html = other.contents(again, "update_display_data")[-1]["data"]["text/html"]
-        assert "<summary>rank 1</summary>" in html and ">before 1\nafter 1</div>" in html
-        assert process.wait(HUNG_S) == 0
-        with open(terminal, "rb", closefd=True) as rest:
-            printed += _all_of(rest.fileno())
-        shown = ANSI.sub("", printed.decode())
-        assert shown.count("after") == 2 and "SUCCEEDED slow" in shown
+    again = other.send("%taas attach slow")
+    other.wait(lambda: "before 1" in other.text(again))
+    terminal, ours = pty.openpty()
+    command = [sys.executable, "-m", "taas_magic", "attach", "slow"]
+    process = subprocess.Popen(command, stdin=ours, stdout=ours, stderr=ours)
+    os.close(ours)
+    printed = b""
+    while b"before" not in printed:
+        printed += os.read(terminal, 4096)
+    go.touch()
+    assert frontend.finish(run)["status"] == other.finish(again)["status"] == "ok"
+    # each view has its own order of lines that ranks print at the same time
+    printed_lines = sorted(frontend.text(run).splitlines())
+    assert sorted(other.text(again).splitlines()) == printed_lines
+    assert head(other, again).startswith("SUCCEEDED slow")
+    html = other.contents(again, "update_display_data")[-1]["data"]["text/html"]
+    assert "<summary>rank 1</summary>" in html and ">before 1\nafter 1</div>" in html
+    assert process.wait(HUNG_S) == 0
+    with open(terminal, "rb", closefd=True) as rest:
+        printed += _all_of(rest.fileno())
+    shown = ANSI.sub("", printed.decode())
+    assert shown.count("after") == 2 and "SUCCEEDED slow" in shown
 
-        other.run("import taas; run = taas.last_run; assert run.out == {'total': 42}, run.out")
-        other.run("assert run.wait() == {'total': 42} and run.state == 'SUCCEEDED'")
-        other.run("assert taas.runs()[0].path == run.path and 'slow' in run._repr_html_()")
-        once_more = other.text(other.run("%taas attach slow"))
-        assert sorted(once_more.splitlines()) == printed_lines
+    other.run("import taas; run = taas.last_run; assert run.out == {'total': 42}, run.out")
+    other.run("assert run.wait() == {'total': 42} and run.state == 'SUCCEEDED'")
+    other.run("assert taas.runs()[0].path == run.path and 'slow' in run._repr_html_()")
+    once_more = other.text(other.run("%taas attach slow"))
+    assert sorted(once_more.splitlines()) == printed_lines
     frontend.run("import taas; assert taas.last_run.out == {'total': 42} and total == 42")
 
 
@@ -127,25 +133,24 @@ def _all_of(descriptor: int) -> bytes:
 
 
 def test_a_status_header_of_a_detached_view_is_updated_by_the_next_cell(
-    frontend: Frontend, tmp_path: Path
+    frontend: Frontend, other: Frontend, tmp_path: Path
 ) -> None:
     go = tmp_path / "go"
     run = frontend.send(WAITS.format(go=str(go)))
     frontend.wait(lambda: len(re.findall("before", frontend.text(run))) == 2)
-    with beside(tmp_path) as other:
-        seen = other.send("%taas attach")
-        other.wait(lambda: "RUNNING" in head(other, seen))
-        other.manager.interrupt_kernel()
-        other.finish(seen)
-        assert "update_display_data" not in kinds(other, other.run("1 + 1"))
-        go.touch()
-        frontend.finish(run)
-        cell = other.run("1 + 1")
-        [update] = other.contents(cell, "update_display_data")
-        assert update["data"]["text/plain"].startswith("SUCCEEDED slow")
-        [first] = other.contents(seen, "display_data")
-        assert update["transient"] == first["transient"]
-        assert "update_display_data" not in kinds(other, other.run("1 + 1"))
+    seen = other.send("%taas attach")
+    other.wait(lambda: "RUNNING" in head(other, seen))
+    other.manager.interrupt_kernel()
+    other.finish(seen)
+    assert "update_display_data" not in kinds(other, other.run("1 + 1"))
+    go.touch()
+    frontend.finish(run)
+    cell = other.run("1 + 1")
+    [update] = other.contents(cell, "update_display_data")
+    assert update["data"]["text/plain"].startswith("SUCCEEDED slow")
+    [first] = other.contents(seen, "display_data")
+    assert update["transient"] == first["transient"]
+    assert "update_display_data" not in kinds(other, other.run("1 + 1"))
 
 
 def kinds(frontend: Frontend, request: str) -> list[str]:

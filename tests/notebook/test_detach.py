@@ -14,8 +14,10 @@ from taas_magic.notebook.runs import Run
 from tests.eventually import HUNG_S, eventually
 from tests.frontend import Frontend, kernel
 from tests.nightly import nightly
-from tests.notebook.test_attach import WAITS, beside, head
+from tests.notebook.test_attach import WAITS, head, other
 from tests.notebook.test_kernel_life import ANSI
+
+__all__ = ["other"]  # a fixture of this module, too
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::ResourceWarning"),
@@ -62,7 +64,7 @@ def check_attached(other: Frontend, run_id: str) -> None:
 
 
 def check_killed_kernels(
-    project: Path, folder: Path, pool: str, kills: int, start_s: float = HUNG_S
+    project: Path, other: Frontend, pool: str, kills: int, start_s: float = HUNG_S
 ) -> None:
     """Kill the kernel of a detached run at a random moment, and check the run in another kernel.
 
@@ -73,30 +75,29 @@ def check_killed_kernels(
 
     Args:
         project: Folder of the notebook, whose kernel is killed.
-        folder: Folder for the project of the other kernel.
+        other: The other kernel. Its notebook is in another folder.
         pool: Pool of the run.
         start_s: Maximum seconds until the ranks have started.
     """
-    with beside(folder) as other:
-        for _ in range(kills):
-            with kernel(project, TAAS_WARM="0") as killed:
-                cell = killed.send(COUNTS.replace("--name", f"--pool {pool} --name"))
-                reply = killed.finish(cell, start_s)
-                assert reply["status"] == "ok", reply
-                assert head(killed, cell).startswith("DETACHED counts")
-                run = next(runs.newest_first())
-                assert run.state == "RUNNING"
-                time.sleep(random.uniform(0.0, 1.0))
-                kill(killed)
-            check_attached(other, run.id)
-        eventually(lambda: not (Path(run.context.pool_folder) / "pool.json").exists())
+    for _ in range(kills):
+        with kernel(project, TAAS_WARM="0") as killed:
+            cell = killed.send(COUNTS.replace("--name", f"--pool {pool} --name"))
+            reply = killed.finish(cell, start_s)
+            assert reply["status"] == "ok", reply
+            assert head(killed, cell).startswith("DETACHED counts")
+            run = next(runs.newest_first())
+            assert run.state == "RUNNING"
+            time.sleep(random.uniform(0.0, 1.0))
+            kill(killed)
+        check_attached(other, run.id)
+    eventually(lambda: not (Path(run.context.pool_folder) / "pool.json").exists())
 
 
 @pytest.mark.parametrize("kills", [1, nightly(3)])
 def test_a_detached_run_goes_on_when_its_kernel_is_killed(
     frontend: Frontend, tmp_path: Path, kills: int
 ) -> None:
-    check_killed_kernels(tmp_path / "killed", tmp_path, "local", kills)
+    check_killed_kernels(tmp_path / "killed", frontend, "local", kills)
 
 
 DEFINITIONS = """
@@ -129,15 +130,13 @@ print(type(net.config) is type(configs[0]), helper(1))
 
 
 def test_values_of_the_notebooks_classes_are_loaded_in_another_kernel(
-    frontend: Frontend, tmp_path: Path
+    frontend: Frontend, other: Frontend
 ) -> None:
-    with kernel(tmp_path / "first", TAAS_WARM="0") as first:
-        first.run(DEFINITIONS)
-        first.run(RETURNS)
-        first.run("import taas; taas.last_run.wait()")
-    with beside(tmp_path) as other:
-        text = other.text(other.run(LOADED))
-        assert text == "10 [2, 4] 1 <class '__main__.Config'>\nTrue 21\n"
+    frontend.run(DEFINITIONS)
+    frontend.run(RETURNS)
+    frontend.run("import taas; taas.last_run.wait()")
+    text = other.text(other.run(LOADED))
+    assert text == "10 [2, 4] 1 <class '__main__.Config'>\nTrue 21\n"
 
 
 def test_attach_shows_the_traceback_of_a_detached_run(frontend: Frontend) -> None:
@@ -149,7 +148,7 @@ def test_attach_shows_the_traceback_of_a_detached_run(frontend: Frontend) -> Non
 
 
 def test_a_cell_is_detached_from_a_subshell_and_stopped_from_another_kernel(
-    frontend: Frontend, tmp_path: Path
+    frontend: Frontend, other: Frontend, tmp_path: Path
 ) -> None:
     go, own = tmp_path / "go", tmp_path / "own"
     own.mkdir()
@@ -177,13 +176,12 @@ def test_a_cell_is_detached_from_a_subshell_and_stopped_from_another_kernel(
     go.unlink()
     cell = frontend.send(WAITS.format(go=str(go)).replace("--name", "--detach --name"))
     assert frontend.finish(cell)["status"] == "ok"
-    with beside(tmp_path) as other:
-        seen = other.send("%taas attach")
-        other.wait(lambda: "before 1" in other.text(seen))
-        stopped = frontend.run("%taas stop")
-        assert frontend.text(stopped).startswith("stopping run ")
-        assert other.finish(seen)["status"] == "ok"
-        assert head(other, seen).startswith("INTERRUPTED slow")
+    seen = other.send("%taas attach")
+    other.wait(lambda: "before 1" in other.text(seen))
+    stopped = frontend.run("%taas stop")
+    assert frontend.text(stopped).startswith("stopping run ")
+    assert other.finish(seen)["status"] == "ok"
+    assert head(other, seen).startswith("INTERRUPTED slow")
     assert "Stopped by you" in frontend.fail("taas.last_run.wait()")["evalue"]
 
 

@@ -13,6 +13,7 @@ from nbformat import NotebookNode
 
 from tests.eventually import HUNG_S
 from tests.frontend import environment, kernel
+from tests.notebook.test_attach import beside
 from tests.notebook.test_detach import check_killed_kernels
 from tests.rig.hosts import Hosts, hosts_up
 from tests.rig.pools import PRELOAD_FOR_TRAINING
@@ -96,6 +97,7 @@ def check(notebook: NotebookNode) -> None:
     assert re.search(r"prepare +ssh +ready +cpu1", text)
 
 
+@pytest.mark.nightly
 @pytest.mark.network
 def test_it_trains_on_hosts_that_share_nothing(folder: tuple[Path, Hosts]) -> None:
     path, _ = folder
@@ -131,7 +133,8 @@ def test_a_detached_run_on_hosts_goes_on_when_its_kernel_is_killed(
     folder: tuple[Path, Hosts], tmp_path: Path
 ) -> None:
     path, _ = folder
-    check_killed_kernels(path, tmp_path, "lab", kills=3)
+    with beside(tmp_path) as other:
+        check_killed_kernels(path, other, "lab", kills=3)
 
 
 def test_it_is_stored_with_its_outputs() -> None:
