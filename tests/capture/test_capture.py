@@ -205,7 +205,7 @@ def test_star_import(notebook: Notebook) -> None:
         "with open('/dev/null') as file:\n    out = n",
     ],
 )
-def test_a_name_read_anywhere_is_there(notebook: Notebook, source: str) -> None:
+def test_a_name_that_any_statement_reads_is_captured(notebook: Notebook, source: str) -> None:
     notebook.run("n = 3")
     here = {"n": 3}
     exec(source, here)
@@ -340,7 +340,9 @@ def test_shared_references_stay_shared(notebook: Notebook) -> None:
     assert notebook.in_rank(source) == [True, [0, 0, 5, 0], True, 12]
 
 
-def test_streams_logger_and_shell_become_the_ranks_own(notebook: Notebook) -> None:
+def test_streams_loggers_and_the_shell_are_replaced_by_those_of_the_rank(
+    notebook: Notebook,
+) -> None:
     notebook.run("""
         import logging, sys
         class Log:
@@ -362,7 +364,7 @@ def test_traceback_sources_of_captured_functions(notebook: Notebook) -> None:
     assert made.sources[made.work.filename] == CellSource(made.work.raw, "Cell In[7]")
 
 
-def test_what_the_cell_does_not_use_is_never_touched(notebook: Notebook) -> None:
+def test_variables_that_the_cell_does_not_use_are_never_accessed(notebook: Notebook) -> None:
     class Untouchable:
         def __getattribute__(self, name: str) -> Any:
             pytest.fail(f"looked up {name}")
@@ -371,7 +373,7 @@ def test_what_the_cell_does_not_use_is_never_touched(notebook: Notebook) -> None
     assert list(why(notebook.capture("secret = 2\nout = n + secret\nx.secret"))) == ["n"]
 
 
-def test_what_belongs_to_ipython_stays_unless_rebound(notebook: Notebook) -> None:
+def test_names_of_ipython_are_sent_only_if_the_user_has_rebound_them(notebook: Notebook) -> None:
     history, outputs = ["", "1+1"], {1: object()}
     notebook.namespace.update(
         {"In": history, "_ih": history, "Out": outputs, "_oh": outputs, "_1": outputs[1]}
@@ -383,7 +385,7 @@ def test_what_belongs_to_ipython_stays_unless_rebound(notebook: Notebook) -> Non
     assert set(why(notebook.capture(source))) == {"In", "_", "_i"}
 
 
-def test_what_a_real_shell_holds(notebook: Notebook) -> None:
+def test_the_objects_of_a_real_shell_can_be_captured(notebook: Notebook) -> None:
     is_own = not InteractiveShell.initialized()  # keep the shell of an earlier test
     shell = InteractiveShell.instance(config=Config(HistoryManager={"hist_file": ":memory:"}))
     try:
@@ -465,7 +467,7 @@ def test_refuses_a_thread(notebook: Notebook) -> None:
     assert message.startswith("`thing[0]")
 
 
-def test_refusal_says_why_the_variable_travels(notebook: Notebook) -> None:
+def test_the_refusal_says_why_the_variable_is_sent(notebook: Notebook) -> None:
     notebook.run("def train(): return thing")
     message = refused(notebook, threading.Lock(), "train()")
     assert message.startswith("`thing` is a _thread.lock")
@@ -483,7 +485,7 @@ def test_refuses_more_than_the_limit(notebook: Notebook) -> None:
     assert "`[capture] limit` in taas.toml" in message
 
 
-def test_survey_lists_all_that_would_fail(notebook: Notebook) -> None:
+def test_survey_lists_all_objects_that_cannot_be_sent(notebook: Notebook) -> None:
     notebook.namespace.update(
         {"lock": threading.Lock(), "numbers": iter(()), "n": 5, "gen": (x for x in "")}
     )
@@ -507,7 +509,7 @@ def test_reading_the_header_unpickles_nothing(notebook: Notebook, tmp_path: Path
     assert isinstance(loaded.work, CellWork) and loaded.work.line_offset == 1
 
 
-def test_a_big_tensor_is_in_memory_once_for_all_ranks(notebook: Notebook, tmp_path: Path) -> None:
+def test_all_ranks_share_the_memory_of_a_big_tensor(notebook: Notebook, tmp_path: Path) -> None:
     size_kib = 128 << 10
     notebook.run(f"import torch\nbig = torch.ones({size_kib << 10} // 4)")
     Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM, the peak memory
@@ -562,7 +564,7 @@ def take_handlers_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.setattr(logging.getLogger(name), "handlers", [])
 
 
-def test_what_the_notebook_has_replaced_in_modules_is_told(
+def test_functions_that_the_notebook_replaced_in_modules_are_reported(
     notebook: Notebook, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     take_handlers_of_torch(monkeypatch)
@@ -582,7 +584,7 @@ def test_what_the_notebook_has_replaced_in_modules_is_told(
     assert notebook.capture("math.sqrt = abs").notes == ()
 
 
-def test_loggers_whose_handlers_stay_behind_are_told(
+def test_loggers_whose_handlers_are_not_sent_are_reported(
     notebook: Notebook, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     take_handlers_of_torch(monkeypatch)

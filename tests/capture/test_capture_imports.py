@@ -37,7 +37,7 @@ class C:
 """
 
 
-def test_what_is_surely_imported() -> None:
+def test_only_unconditional_imports_are_required() -> None:
     assert set(find_imports(GUARDED)) == {"os", "aa", "bb", "sure", "inside", "lazy", "body"}
     assert "lazy" not in set(find_imports(GUARDED, functions=False))
     everything = {"maybe", "instead", "branch"}
@@ -45,7 +45,7 @@ def test_what_is_surely_imported() -> None:
     assert list(find_imports("%%bash\nnot python (")) == []
 
 
-def test_the_standard_library_and_the_project_itself_are_not_asked_for() -> None:
+def test_the_standard_library_and_the_project_are_not_required() -> None:
     cell = "import os, taas, helper, psutil\nimport no_such_module.x"
     source = "import yaml\ndef f():\n    import matplotlib\n"
     sent = {"helper": ModuleSource("helper", "helper.py", source, is_package=False)}
@@ -60,20 +60,18 @@ def test_the_standard_library_and_the_project_itself_are_not_asked_for() -> None
         ("not python (", ("psutil",)),
     ],
 )
-def test_a_module_that_a_cell_can_do_without_is_not_asked_for(
-    text: str, expected: tuple[str, ...]
-) -> None:
+def test_an_optional_module_is_not_required(text: str, expected: tuple[str, ...]) -> None:
     assert needed_modules("f()", ["psutil"], {}, [text]) == expected
 
 
-def test_a_module_that_was_made_at_run_time_is_not_asked_for(
+def test_a_module_created_at_run_time_is_not_required(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(sys.modules, "made_up", types.ModuleType("made_up"))
     assert needed_modules("f()", ["made_up.x", "psutil"], {}, []) == ("psutil",)
 
 
-def test_a_payload_says_what_it_requires(tmp_path: Path) -> None:
+def test_a_payload_lists_the_modules_that_it_requires(tmp_path: Path) -> None:
     namespace: dict[str, object] = {}
     exec("import yaml\ndef f():\n    import psutil\n    return yaml", namespace)
     cell = CellWork("import click\nf()", "import click\nf()", "<cell>")

@@ -33,13 +33,13 @@ def held(text: str) -> set[str]:
 FUNCTOOLS, IN_RANKS = cells_of("functools_objects")
 
 
-def test_what_functools_made(frontend: Frontend) -> None:
+def test_objects_of_functools_work_in_ranks(frontend: Frontend) -> None:
     frontend.run(FUNCTOOLS)
     ranks = frontend.run("%%taas --gpus 2\n" + IN_RANKS + HELD)
     assert held(frontend.text(ranks)) == {"0", "1"}
 
 
-def test_functools_results_come_home(frontend: Frontend) -> None:
+def test_objects_of_functools_come_back_from_ranks(frontend: Frontend) -> None:
     frontend.run("""%%taas --gpus 1 --out cached,generic
 import functools
 @functools.cache
@@ -56,7 +56,7 @@ SIBLINGS, SIBLINGS_IN_RANKS = cells_of("library_objects")
 
 
 @pytest.mark.nightly
-def test_their_siblings(frontend: Frontend) -> None:
+def test_objects_of_other_libraries_work_in_ranks(frontend: Frontend) -> None:
     frontend.run(SIBLINGS)
     ranks = frontend.run("%%taas --gpus 2\n" + SIBLINGS_IN_RANKS + HELD)
     assert held(frontend.text(ranks)) == {"0", "1"}
@@ -65,7 +65,7 @@ def test_their_siblings(frontend: Frontend) -> None:
 SHARED, SHARED_IN_RANKS = cells_of("shared_objects")
 
 
-def test_what_is_one_object_in_the_notebook_is_one_in_the_ranks(frontend: Frontend) -> None:
+def test_identical_objects_of_the_notebook_are_identical_in_ranks(frontend: Frontend) -> None:
     frontend.run(SHARED)
     ranks = frontend.run("%%taas --gpus 2\n" + SHARED_IN_RANKS + HELD)
     assert held(frontend.text(ranks)) == {"0", "1"}
@@ -97,7 +97,7 @@ def test_a_name_of_the_notebook_is_replaced_only_where_out_names_it(frontend: Fr
     frontend.run("assert scale(1) == 5")
 
 
-def test_changes_of_the_notebooks_values_are_told_where_they_do_not_come_back(
+def test_changes_by_ranks_that_do_not_come_back_are_reported(
     frontend: Frontend,
 ) -> None:
     frontend.run("import torch\nlosses, total, net = [], 0, torch.nn.Linear(2, 1)")
@@ -167,7 +167,7 @@ assert (empty.first, empty.only, empty.get(), opened.any) == (4, 5, 6, 7)
 """
 
 
-def test_classes_with_slots_keep_them_and_their_instances_come_home(frontend: Frontend) -> None:
+def test_classes_keep_their_slots_and_their_instances_come_back(frontend: Frontend) -> None:
     frontend.run(SLOTS)
     ranks = frontend.run("%%taas --gpus 1 --out given,point,empty,opened" + SLOTS_IN_RANKS + HELD)
     assert held(frontend.text(ranks)) == {"0"}
@@ -191,7 +191,9 @@ class Large(metaclass=Meta): pass
         frontend.run(used)
 
 
-def test_annotations_are_not_evaluated_where_an_earlier_cell_says_so(frontend: Frontend) -> None:
+def test_annotations_are_not_evaluated_if_an_earlier_cell_imports_them_from_future(
+    frontend: Frontend,
+) -> None:
     frontend.run("from __future__ import annotations")
     frontend.run("""%%taas --gpus 1
 import multiprocessing
@@ -223,7 +225,9 @@ PATHS = {
 }
 
 
-def test_what_was_made_for_one_process_is_refused_before_the_start(frontend: Frontend) -> None:
+def test_objects_that_record_their_number_of_ranks_are_refused_before_the_start(
+    frontend: Frontend,
+) -> None:
     frontend.run(PROCESS_BOUND)
     frontend.run("from taas_magic.notebook import launch; before = launch.last_run")
     for cell, (path, kind) in PATHS.items():
@@ -240,7 +244,9 @@ def test_what_was_made_for_one_process_is_refused_before_the_start(frontend: Fro
     )
 
 
-def test_a_compiled_function_is_refused_as_what_it_is(frontend: Frontend) -> None:
+def test_the_refusal_of_a_compiled_function_advises_to_compile_in_the_cell(
+    frontend: Frontend,
+) -> None:
     frontend.run("""
 import torch
 class Net(torch.nn.Module):
@@ -264,7 +270,7 @@ def with_state(frontend: Frontend) -> Iterator[Frontend]:
     frontend.run(UNDO)
 
 
-def test_what_cells_set_in_their_process(with_state: Frontend) -> None:
+def test_settings_that_cells_change_in_the_kernel_apply_in_ranks(with_state: Frontend) -> None:
     frontend = with_state
     text = frontend.text(frontend.run(f"%%taas --gpus 2 --out drawn,empty\n{STATE_IN_RANKS}"))
     assert re.search(r"] <root\|1970\|hello>$", text, re.M) and re.search(
@@ -311,14 +317,14 @@ def test_a_syntax_error_counts_all_its_lines_from_the_top_of_the_cell(frontend: 
     assert message.endswith("(detected at line 2)")
 
 
-def test_the_magics_that_show_names_see_the_notebooks_names_only(frontend: Frontend) -> None:
+def test_magics_that_list_names_show_only_those_of_the_notebook(frontend: Frontend) -> None:
     frontend.run("def documented(first, second):\n    return first")
     text = frontend.text(frontend.run("%%taas --gpus 1\nmine = 1\ndocumented?\n%who"))
     assert "documented(first, second)" in text
     assert re.search(r"] documented\s+mine\s*$", text, re.M), text
 
 
-def test_what_nobody_set_stays_as_it_is_in_a_program(frontend: Frontend) -> None:
+def test_settings_that_no_cell_changed_are_those_of_a_program(frontend: Frontend) -> None:
     """Settings that no cell has changed are not sent, such as the kernel's arguments and seed."""
     frontend.run("import torch; torch.seed()")
     frontend.run("""%%taas --gpus 1
@@ -329,7 +335,9 @@ assert torch.is_grad_enabled() and torch.ones(1).dtype == torch.float32
 """)
 
 
-def test_refused_results_are_not_told_to_be_made_in_the_cell(frontend: Frontend) -> None:
+def test_the_refusal_of_a_result_does_not_advise_to_create_it_in_the_cell(
+    frontend: Frontend,
+) -> None:
     reply = frontend.fail("%%taas --gpus 1 --out batches\nbatches = (i for i in range(3))")
     assert "`batches` is a generator and cannot be sent to the notebook; make a list of it" in str(
         reply["evalue"]
@@ -343,7 +351,9 @@ def test_refused_results_are_not_told_to_be_made_in_the_cell(frontend: Frontend)
     assert "inside the cell" not in reply["evalue"]
 
 
-def test_a_class_that_only_a_file_names_is_told_from_a_missing_one(frontend: Frontend) -> None:
+def test_the_error_for_a_class_that_only_a_pickle_names_says_how_to_send_it(
+    frontend: Frontend,
+) -> None:
     frontend.run("import pickle\nclass Net: pass\npickle.dump(Net(), open('net.pickle', 'wb'))")
     load = "with open('net.pickle', 'rb') as file: net = pickle.load(file)"
     reply = frontend.fail(f"%%taas --gpus 1\n{load}")
@@ -351,7 +361,7 @@ def test_a_class_that_only_a_file_names_is_told_from_a_missing_one(frontend: Fro
     frontend.run(f"%%taas --gpus 1\nNet\n{load}")
 
 
-def test_a_constant_that_the_notebook_has_set_in_a_module_is_told(frontend: Frontend) -> None:
+def test_a_constant_that_the_notebook_set_in_a_module_is_reported(frontend: Frontend) -> None:
     frontend.run(
         "%%writefile settings_of_it.py\nLR = 0.1\n"
         "DEPTH: int = 2\nNAME = 'a'\nseen = None\ndef look():\n  global seen\n  seen = 1\n"

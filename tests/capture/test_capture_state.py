@@ -31,12 +31,12 @@ def collected(setup: str, *words: str) -> Any:
     return json.loads(ran.stdout)
 
 
-def test_a_fresh_process_gives_nothing_and_imports_nothing() -> None:
+def test_a_fresh_process_has_no_state_to_send_and_imports_nothing() -> None:
     assert collected("", "--own", "word") == {"imported": []}
     assert collected("import numpy, torch, matplotlib").keys() <= {"logging", "imported"}
 
 
-def test_only_what_was_changed_is_given() -> None:
+def test_only_changed_settings_are_sent() -> None:
     setup = "import numpy, torch; torch.manual_seed(2**32 - 1); numpy.set_printoptions(precision=3)"
     found = collected(setup)
     assert (found["torch"], found["numpy"]) == ({"seed": 2**32 - 1}, {"print": {"precision": 3}})
@@ -63,5 +63,7 @@ def test_torchs_newer_precision_is_no_obstacle() -> None:
         ([], LAUNCHER, False),
     ],
 )
-def test_whose_arguments(argv: list[str], orig_argv: list[str], own: bool) -> None:
+def test_arguments_of_the_program_differ_from_those_of_the_kernel(
+    argv: list[str], orig_argv: list[str], own: bool
+) -> None:
     assert is_default_argv(argv, orig_argv) is own

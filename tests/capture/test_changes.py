@@ -81,7 +81,7 @@ CHANGES: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
 
 
 @pytest.mark.parametrize("what", CHANGES)
-def test_a_value_that_has_changed_is_named(what: str) -> None:
+def test_a_value_that_has_changed_is_reported(what: str) -> None:
     make, change = CHANGES[what]
     assert (
         said(make(), change)
@@ -90,7 +90,7 @@ def test_a_value_that_has_changed_is_named(what: str) -> None:
     assert said(make(), change, out=["value"]) == ""
 
 
-def test_what_was_only_used_is_not_named() -> None:
+def test_a_value_that_was_only_used_is_not_reported() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(100, 2), torch.nn.Dropout())
     unchanged: dict[str, tuple[Any, Callable[[Any], object]]] = {
         "evaluated": (model, lambda it: it.eval()(torch.ones(1, 100))),
@@ -105,7 +105,7 @@ def test_what_was_only_used_is_not_named() -> None:
     assert {name: said(*case) for name, case in unchanged.items()} == dict.fromkeys(unchanged, "")
 
 
-def test_a_variable_that_is_set_from_itself_is_named_and_one_that_is_set_anew_is_not() -> None:
+def test_a_variable_is_reported_if_its_new_value_depends_on_the_old_one() -> None:
     cases: list[tuple[list[str], list[str]]] = [(["value"], ["value was changed"]), ([], [])]
     for updates, expected in cases:
         namespace: dict[str, Any] = {"value": 1}
@@ -115,7 +115,7 @@ def test_a_variable_that_is_set_from_itself_is_named_and_one_that_is_set_anew_is
 
 
 @pytest.mark.parametrize("value", [torch.zeros(2), np.zeros(2)])
-def test_a_tensor_that_is_set_from_itself_is_named_if_its_content_changed(value: Any) -> None:
+def test_a_tensor_computed_from_itself_is_reported_if_its_content_changed(value: Any) -> None:
     said = []
     for update in (0, 1):
         namespace = {"value": value}
@@ -125,7 +125,7 @@ def test_a_tensor_that_is_set_from_itself_is_named_if_its_content_changed(value:
     assert said == [0, 1]
 
 
-def test_a_model_that_the_cell_wraps_is_watched_all_the_same() -> None:
+def test_changes_of_a_model_that_the_cell_wraps_are_reported() -> None:
     namespace: dict[str, Any] = {"model": torch.nn.Linear(100, 2)}
     for steps in (0, 1):
         changes = ChangeDetector(namespace, (), {"model"}, {"model"})
@@ -135,7 +135,7 @@ def test_a_model_that_the_cell_wraps_is_watched_all_the_same() -> None:
         assert len(changes.notes(namespace)) == steps
 
 
-def test_an_optimizer_of_a_model_that_comes_back_is_named() -> None:
+def test_the_optimizer_of_a_model_that_comes_back_is_reported() -> None:
     """The model comes back from the ranks, but the optimizer still has the old parameters."""
     model = torch.nn.Linear(100, 2)
     namespace = {"model": model, "kept": [model], "optimizer": torch.optim.SGD(model.parameters())}
@@ -146,7 +146,7 @@ def test_an_optimizer_of_a_model_that_comes_back_is_named() -> None:
 
 
 @pytest.mark.parametrize("out", [(), ["value"]])
-def test_changes_of_a_class_do_not_come_back(out: list[str]) -> None:
+def test_changes_of_class_attributes_are_reported_as_staying_in_the_ranks(out: list[str]) -> None:
     Meter.total = 0
     assert "class attributes of value were changed in the ranks and stay there" in said(
         Meter, lambda it: setattr(it, "total", 1), out=out
@@ -154,7 +154,7 @@ def test_changes_of_a_class_do_not_come_back(out: list[str]) -> None:
     Meter.total = 0
 
 
-def test_a_changed_part_of_a_registered_loader_is_said_not_to_change_the_batches() -> None:
+def test_a_note_says_that_a_change_to_a_registered_loader_does_not_change_its_batches() -> None:
     note = said(Meter(), lambda it: it.add(1), parts={"value": "train"})
     assert note.startswith(
         "value was changed in the ranks, but not in the fetchers of loader train"
@@ -162,7 +162,7 @@ def test_a_changed_part_of_a_registered_loader_is_said_not_to_change_the_batches
     assert "--out" not in note
 
 
-def test_what_is_large_or_raises_costs_nothing_and_says_nothing() -> None:
+def test_large_values_and_values_that_raise_are_not_reported() -> None:
     class Refusing(dict[str, int]):
         __module__ = "__main__"
 

@@ -127,7 +127,7 @@ def test_path(value: Any, path: str) -> None:
     assert find_culprit("v", value, probe)[0] == path
 
 
-def test_torch_modules_are_written_as_the_user_writes_them() -> None:
+def test_paths_into_torch_modules_are_written_as_in_code() -> None:
     import torch
 
     net = torch.nn.Sequential(torch.nn.Linear(1, 1))
@@ -155,7 +155,7 @@ def test_time_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert find_culprit("v", value, probe) == ("v", value)
 
 
-def test_the_users_own_refusal_is_told() -> None:
+def test_the_message_contains_the_users_own_pickling_error() -> None:
     class Refuses:
         def __reduce__(self) -> Any:
             raise pickle.PicklingError("use .state()")
@@ -178,7 +178,7 @@ def test_the_users_own_refusal_is_told() -> None:
         (LOCK, "`v['x']` is a _thread.lock and cannot be sent to the {}; "),
     ],
 )
-def test_a_result_is_not_told_to_be_made_in_the_cell(value: Any, advice: str) -> None:
+def test_the_advice_for_a_result_is_not_to_create_it_in_the_cell(value: Any, advice: str) -> None:
     with pytest.raises(CaptureError) as result:
         dump({"x": value}, name="v")
     with pytest.raises(CaptureError) as captured:
@@ -198,12 +198,12 @@ def test_a_result_is_not_told_to_be_made_in_the_cell(value: Any, advice: str) ->
         concurrent.futures.ThreadPoolExecutor(),
     ],
 )
-def test_what_threads_share_is_named_as_a_whole(value: Any) -> None:
+def test_a_synchronization_object_is_named_without_its_parts(value: Any) -> None:
     with pytest.raises(CaptureError, match=r"^`v\['x'\]` is an? "):
         dump({"x": value}, name="v", namespace={})
 
 
-def test_a_thread_a_process_and_a_widget_are_named_as_such() -> None:
+def test_a_thread_a_process_and_a_widget_are_named_without_their_parts() -> None:
     widgets = pytest.importorskip("ipywidgets")
     thread, process = threading.Thread(target=print), subprocess.Popen(["true"])
     process.wait()

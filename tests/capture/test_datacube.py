@@ -17,7 +17,7 @@ def in_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(name, value)
 
 
-def test_a_path_of_the_project_is_found_in_the_copy_and_comes_home_as_it_was(
+def test_a_path_of_the_project_is_translated_to_the_mirror_and_back(
     in_a_copy: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     there = {"/home/me/project/a/b": "/cache/copy/a/b", "/home/me/project": "/cache/copy"}
@@ -36,7 +36,7 @@ def test_a_path_of_the_project_is_found_in_the_copy_and_comes_home_as_it_was(
             monkeypatch.setenv(name, value)
 
 
-def test_so_is_a_zarr_store_whose_path_is_a_text(in_a_copy: None) -> None:
+def test_the_path_of_a_zarr_store_is_translated_too(in_a_copy: None) -> None:
     store = SimpleNamespace(path="/home/me/project/cube.zarr", normalize_keys=False)
     make, arguments = reducers.reduce_directory_store(store)
     assert make(*pickle.loads(pickle.dumps(arguments))) == SimpleNamespace(

@@ -218,7 +218,7 @@ STEPS = st.lists(
 
 @given(STEPS)
 @settings(max_examples=150, deadline=None)
-def test_any_structure_keeps_its_identities(
+def test_random_structures_keep_the_identities_of_their_objects(
     other: Executor, steps: list[tuple[str | int, int]]
 ) -> None:
     made: list[Any] = [[]]
@@ -231,7 +231,7 @@ def test_any_structure_keeps_its_identities(
     assert graph(made) == other.submit(graph_of, pickled(made), len(made)).result()
 
 
-def test_a_variable_that_is_not_set_yet_is_shared_as_well() -> None:
+def test_a_closure_variable_without_a_value_is_shared() -> None:
     get, put, cell = _accessors(1)
     del cell.cell_contents
     get, put = loaded(pickled([get, put]), 2)
@@ -241,7 +241,7 @@ def test_a_variable_that_is_not_set_yet_is_shared_as_well() -> None:
     assert get() == 3
 
 
-def test_what_was_undone_is_added_again_with_its_variables() -> None:
+def test_a_function_whose_addition_was_undone_can_be_added_again() -> None:
     pickler, (get, put, _) = ValuePickler(), _accessors(1)
     with pickler.rollback() as undo:
         pickler.add(get)

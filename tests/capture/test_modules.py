@@ -64,11 +64,13 @@ def clean_imports() -> Iterator[None]:
         (["json", "sys", "numpy", "pytest", "no_such_module", "taas_magic.errors"], set()),
     ],
 )
-def test_collects_what_is_imported(project: Path, names: list[str], expected: set[str]) -> None:
+def test_imported_modules_are_collected(
+    project: Path, names: list[str], expected: set[str]
+) -> None:
     assert set(find_local_modules(names, project)) == expected
 
 
-def test_what_a_module_is_on_disk_counts_and_not_what_was_imported(
+def test_the_source_on_disk_counts_not_the_imported_module(
     project: Path, monkeypatch: pytest.MonkeyPatch, clean_imports: None
 ) -> None:
     monkeypatch.syspath_prepend(str(project))
@@ -89,7 +91,7 @@ def test_a_module_from_another_folder_on_the_path(
     assert set(found) == {"shared_code", "alone"}
 
 
-def test_what_pip_installed_into_a_folder_on_the_path_is_not_the_projects(
+def test_packages_that_pip_installed_on_the_path_do_not_belong_to_the_project(
     project: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path_factory.mktemp("libraries")
@@ -137,7 +139,7 @@ def test_a_module_in_another_encoding(project: Path) -> None:
     assert "é" in find_local_modules(["latin"], project)["latin"].source
 
 
-def test_a_module_that_is_no_text_is_named(project: Path) -> None:
+def test_a_module_that_is_not_text_is_named(project: Path) -> None:
     (project / "binary.py").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(CaptureError, match="`binary`"):
         find_local_modules(["binary"], project)
@@ -155,7 +157,7 @@ def test_an_environment_inside_the_project_is_not_local(
     assert is_local(project / "pack/one.py", folders)
 
 
-def test_a_python_around_the_project_does_not_hide_it(
+def test_a_project_below_the_folder_of_python_is_found(
     project: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(modules, "_SYSTEM", (project.parent,))

@@ -61,26 +61,26 @@ def test_statements(source: str, names: set[str] | None) -> None:
     assert reads(source) == ({"a", "P", "s", "r"} if names is None else names)
 
 
-def test_a_body_counts_when_its_name_is_loaded() -> None:
+def test_names_in_a_function_body_count_when_the_function_is_used() -> None:
     assert reads("def f(): return x") == set()
     assert reads("def f(): return x\nf()") == {"x"}
     assert reads("def f(): return x\nx = 1\nf()") == set()
     assert reads("def f(): return x\ncallback(f)\nx = 1") == {"x", "callback"}
 
 
-def test_a_body_counts_through_other_bodies() -> None:
+def test_names_in_a_body_count_if_another_function_uses_it() -> None:
     assert reads("def f(): return g()\ndef g(): return x\nf()") == {"x"}
     assert reads("def f(): return g()\ny = f\ndef g(): return x\ny()") == {"g", "x"}
     assert reads("def f(n): return f(n - 1) + x\nf(1)") == {"x"}
     assert used_names("def f(): return x\nf()").why == {"x": "`f` uses it"}
 
 
-def test_decorated_definitions_and_lambdas_count_at_once() -> None:
+def test_names_in_decorated_functions_and_lambdas_count_at_once() -> None:
     assert reads("@register\ndef f(): return x") == {"register", "x"}
     assert reads("f = lambda: x") == {"x"}
 
 
-def test_defaults_bases_and_class_bodies_count_at_once() -> None:
+def test_names_in_defaults_bases_and_class_bodies_count_at_once() -> None:
     source = """
         class A(Base, metaclass=Meta):
             size = SIZE
@@ -118,7 +118,7 @@ def test_imports_and_attributes() -> None:
     assert {"y", "z"} <= used.attributes
 
 
-def test_a_cell_that_is_no_python() -> None:
+def test_a_cell_that_is_not_python_uses_no_names() -> None:
     with pytest.raises(SyntaxError) as caught:
         used_names("x = 1\nif:", "cell.py")
     assert (caught.value.filename, caught.value.lineno) == ("cell.py", 2)

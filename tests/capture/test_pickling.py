@@ -145,7 +145,7 @@ def test_modules_with_parametrizations(path: Path) -> None:
     assert type(back[2]) is torch.nn.Linear and torch.equal(back[2].weight, expected)
 
 
-def test_large_data_is_no_part_of_the_pickle() -> None:
+def test_large_data_is_stored_outside_the_pickle() -> None:
     values = {"tensor": torch.ones(1 << 18), "array": np.ones(1 << 18)}
     pickled = pickling.dump(values)
     assert len(pickled.data) < 2000
@@ -175,7 +175,7 @@ def test_generators_continue_where_they_were(path: Path) -> None:
         assert draw(back) == draw(generator)
 
 
-def test_what_lived_on_a_gpu_comes_to_the_cpu_where_there_is_none(
+def test_a_cuda_tensor_is_loaded_to_the_cpu_if_there_is_no_gpu(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("LOCAL_RANK", "1")
@@ -186,7 +186,7 @@ def test_what_lived_on_a_gpu_comes_to_the_cpu_where_there_is_none(
     assert reducers.target_device("cuda") == "cpu"
 
 
-def test_a_rank_takes_its_own_gpu_and_a_kernel_one_only_if_it_uses_cuda(
+def test_a_rank_loads_to_its_gpu_and_a_kernel_only_if_it_uses_cuda(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -203,7 +203,7 @@ def test_a_rank_takes_its_own_gpu_and_a_kernel_one_only_if_it_uses_cuda(
 
 
 @pytest.mark.filterwarnings("error")
-def test_a_learning_rate_scheduler_goes_on_without_a_warning(path: Path) -> None:
+def test_a_learning_rate_scheduler_continues_without_a_warning(path: Path) -> None:
     optimizer = torch.optim.SGD(torch.nn.Linear(2, 1).parameters(), lr=0.1)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
     arrived, its_scheduler = through_a_file((optimizer, scheduler), path)
@@ -216,7 +216,7 @@ def test_a_learning_rate_scheduler_goes_on_without_a_warning(path: Path) -> None
 
 
 @pytest.mark.process
-def test_a_loader_travels_without_its_running_iterator(path: Path) -> None:
+def test_a_loader_is_pickled_without_its_running_iterator(path: Path) -> None:
     loader = DataLoader(
         TensorDataset(torch.zeros(4)),
         num_workers=1,
@@ -267,7 +267,7 @@ def test_functions_find_the_namespace_they_are_loaded_into() -> None:
     assert g() == 105
 
 
-def test_a_module_of_a_class_of_its_own_travels_by_its_name() -> None:
+def test_a_module_with_its_own_class_is_pickled_by_name() -> None:
     pickled = pickling.dump([cudnn, math], namespace={})
     first, second = pickling.loads(pickled.data, pickled.buffers)
     assert first is cudnn and second is math
@@ -278,7 +278,7 @@ def test_a_refusal_names_the_result() -> None:
         pickling.dump({"lock": threading.Lock()}, name="model")
 
 
-def test_an_error_of_the_users_own_is_told(path: Path) -> None:
+def test_an_error_of_the_users_code_is_in_the_message(path: Path) -> None:
     class Stubborn:
         def __reduce__(self) -> Any:
             raise ValueError("not today")
@@ -314,7 +314,7 @@ def back_from_a_rank(notebook: dict[str, Any], path: Path, cell: str, *names: st
     return pickling.loads(archive.stream(), archive.buffers)
 
 
-def test_results_are_the_notebooks_own_classes(path: Path) -> None:
+def test_results_have_the_classes_of_the_notebook(path: Path) -> None:
     notebook: dict[str, Any] = {"__name__": "__main__"}
     source = """
         import enum, torch
@@ -358,7 +358,7 @@ def test_a_result_made_by_the_cells_own_definitions(path: Path) -> None:
     assert result["read"].__globals__ is not notebook
 
 
-def test_a_result_whose_class_is_gone_is_told() -> None:
+def test_a_result_whose_class_is_gone_has_a_clear_error() -> None:
 
     with pytest.raises(CaptureError, match="`Net`"):
         reducers._known_class("no such id", "Net")

@@ -113,7 +113,7 @@ def test_a_state_dict_comes_back_with_its_metadata_and_loads() -> None:
     assert type(parameter) is torch.nn.Parameter and parameter.equal(weight)
 
 
-def test_what_is_shared_stays_shared() -> None:
+def test_shared_references_stay_shared() -> None:
     base, row = torch.zeros(4, 4), [1]
     array = np.zeros(3)
     value: dict[str, Any] = {
@@ -157,13 +157,13 @@ NOT_PLAIN = [
 
 
 @pytest.mark.parametrize("value", NOT_PLAIN, ids=lambda it: type(it).__name__)
-def test_what_is_not_plain_is_not_written(value: Any) -> None:
+def test_a_value_that_is_not_plain_is_refused(value: Any) -> None:
     for holder in (value, [value], {"a": (value,)}):
         with pytest.raises(NotPlainError):
             there_and_back(holder)
 
 
-def test_what_is_nested_too_deep_is_neither_written_nor_read() -> None:
+def test_values_nested_too_deep_are_neither_written_nor_read() -> None:
     value: Any = ()
     for _ in range(100_000):
         value = (value,)
@@ -223,14 +223,14 @@ class Makes:
         return os.mknod, (str(self.file),)
 
 
-def test_a_pickle_is_no_table(tmp_path: Path) -> None:
+def test_a_pickle_is_refused(tmp_path: Path) -> None:
     for protocol in range(pickle.HIGHEST_PROTOCOL + 1):
         with pytest.raises(ValueError):
             read_plain(pickle.dumps(Makes(tmp_path / "made"), protocol), [])
     assert not (tmp_path / "made").exists()
 
 
-def test_any_bytes_are_read_or_refused() -> None:
+def test_random_bytes_are_read_or_raise_value_error() -> None:
     """If random bytes of the data change, reading them succeeds or raises a ValueError."""
     writer = PlainWriter()
     writer.write_value({"a": [torch.ones(2000), {1, 2}], "b": (np.ones(3), Fraction(1, 2), "ü")})
@@ -248,7 +248,7 @@ def test_any_bytes_are_read_or_refused() -> None:
     assert 0 < n_refused < 3000
 
 
-def test_all_that_reading_may_call_makes_plain_data() -> None:
+def test_reading_may_call_only_listed_functions() -> None:
     """This test lists all functions that reading may call. The sender chooses their arguments.
 
     Before you add a function to the list, check that it is safe with any arguments.

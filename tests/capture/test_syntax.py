@@ -9,7 +9,7 @@ from taas_magic.capture import syntax
 
 
 @pytest.mark.parametrize(("n_errors", "is_parsed"), [(1, True), (100, False)])
-def test_a_parse_that_another_thread_has_disturbed_is_tried_again(
+def test_a_parse_that_another_thread_has_disturbed_is_repeated(
     monkeypatch: pytest.MonkeyPatch, n_errors: int, is_parsed: bool
 ) -> None:
     """CPython 3.11 raises this error if threads parse at the same time. The test raises it itself.

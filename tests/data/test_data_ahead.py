@@ -32,7 +32,7 @@ def slots(keys: Iterable[LoaderRequest]) -> list[tuple[int, int]]:
     return [(key.epoch, key.slot) for key in keys if key.kind is RequestKind.GET]
 
 
-def test_one_epoch_and_two_batches_of_the_next() -> None:
+def test_an_epoch_and_two_batches_of_the_next_epoch_are_prepared() -> None:
     assert slots(keys(ahead_of())) == [(0, 0), (0, 1), (0, 2), (0, 3), (1, 0), (1, 1)]
 
 
@@ -46,7 +46,7 @@ def test_an_epoch_is_opened_before_its_batches_and_not_twice() -> None:
     assert ahead.next() is None
 
 
-def test_before_any_rank_asks_it_goes_on_until_there_is_enough() -> None:
+def test_before_the_first_request_batches_are_prepared_until_there_are_enough() -> None:
     prepared: list[tuple[int, int]] = []
     ahead = ahead_of(enough=lambda: len(prepared) >= 11)
     for key in keys(ahead):
@@ -54,7 +54,7 @@ def test_before_any_rank_asks_it_goes_on_until_there_is_enough() -> None:
     assert prepared == [(epoch, slot) for epoch in range(3) for slot in range(4)][:11]
 
 
-def test_what_is_used_up_is_filled_up_again() -> None:
+def test_more_batches_are_prepared_when_some_are_used() -> None:
     ready, enough = 0, 12
     ahead = ahead_of(enough=lambda: ready >= enough)
     for used in (0, 3, 1):
@@ -64,14 +64,14 @@ def test_what_is_used_up_is_filled_up_again() -> None:
         assert ready == enough
 
 
-def test_once_a_rank_asks_it_is_as_ever() -> None:
+def test_after_the_first_request_only_the_usual_batches_are_prepared() -> None:
     ahead = ahead_of(enough=lambda: False)
     list(keys(ahead, most=20))
     ahead.record_requested(2, 2)
     assert slots(keys(ahead)) == [(2, 3), (3, 0), (3, 1)]
 
 
-def test_what_a_slow_rank_asks_of_an_earlier_epoch_does_not_turn_it_back() -> None:
+def test_a_request_of_an_earlier_epoch_does_not_change_the_next_batches() -> None:
     ahead = ahead_of()
     ahead.record_requested(1, 2)
     ahead.record_requested(0, 0)
@@ -79,7 +79,7 @@ def test_what_a_slow_rank_asks_of_an_earlier_epoch_does_not_turn_it_back() -> No
     assert slots(keys(ahead)) == [(1, 3), (2, 0), (2, 1)]
 
 
-def test_units_bound_all_epochs_together() -> None:
+def test_the_limit_of_units_applies_to_all_epochs_together() -> None:
     assert slots(keys(ahead_of(enough=lambda: False, units=10))) == [
         *((0, slot) for slot in range(4)),
         *((1, slot) for slot in range(4)),
@@ -126,7 +126,7 @@ def test_a_fetcher_without_a_part_of_the_data_ends() -> None:
     assert slots(keys(ahead_of(lambda: False), batches=0)) == []
 
 
-def test_it_goes_on_behind_no_end_of_a_stream() -> None:
+def test_no_batches_after_the_end_of_a_stream_are_prepared() -> None:
     ahead, prepared = ahead_of(), list[tuple[int, int]]()
     for key in keys(ahead, streams=2):
         prepared += slots([key])
@@ -144,7 +144,7 @@ def test_a_worker_ends_when_its_own_streams_have_ended() -> None:
     assert ahead.next(1) is None
 
 
-def test_an_epoch_whose_sampler_raised_ends_it() -> None:
+def test_nothing_is_prepared_after_an_epoch_whose_sampler_raised() -> None:
     ahead = ahead_of()
     assert ahead.next() == LoaderRequest(RequestKind.OPEN, 0, 0)
     ahead.record_epoch(0, None)

@@ -132,7 +132,7 @@ def taken(buffer: PrefetchBuffer, who: str, one: LoaderRequest) -> PreparedRespo
     return found
 
 
-def test_connections_are_served_in_turn_each_in_the_order_of_its_asking() -> None:
+def test_connections_are_served_in_turn_each_in_the_order_of_its_requests() -> None:
     buffer = buffer_of()
     for slot in range(0, 200, 2):
         buffer.add_request("rank 0", key(slot))
@@ -141,7 +141,7 @@ def test_connections_are_served_in_turn_each_in_the_order_of_its_asking() -> Non
     assert chosen(buffer, 6) == [0, 3, 2, 1, 4, 6]
 
 
-def test_what_two_connections_want_is_prepared_once_and_each_has_it() -> None:
+def test_a_batch_that_two_connections_request_is_prepared_once_and_both_get_it() -> None:
     buffer, arena = buffer_of(), Arena()
     for who in ("rank 0", "rank 1"):
         buffer.add_request(who, key(0))
@@ -158,7 +158,7 @@ def test_what_two_connections_want_is_prepared_once_and_each_has_it() -> None:
     assert arena.frees == [0]
 
 
-def test_a_worker_gets_what_it_may_prepare_and_the_rest_waits_for_another() -> None:
+def test_a_worker_gets_only_requests_that_it_may_prepare() -> None:
     buffer = buffer_of(worker_for=by_parity)
     for slot in range(4):
         buffer.add_request("rank", key(slot))
@@ -169,7 +169,7 @@ def test_a_worker_gets_what_it_may_prepare_and_the_rest_waits_for_another() -> N
     assert (odd, even) == ([1, 3], [0, 2])
 
 
-def test_a_stream_does_not_go_back_as_long_as_it_can_go_on() -> None:
+def test_a_worker_restarts_a_stream_only_if_no_request_is_ahead_of_it() -> None:
     buffer = buffer_of(has_streams=True)
     for slot in (0, 2, 4):
         buffer.add_request("rank", key(slot))
@@ -299,7 +299,7 @@ def test_a_worker_finishes_an_epoch_of_streams_before_the_next_one() -> None:
     assert order == [key(9), key(0, epoch=1), key(1, epoch=1)]
 
 
-def test_what_is_wanted_comes_before_what_is_done_ahead() -> None:
+def test_requested_batches_are_prepared_before_batches_ahead() -> None:
     buffer = buffer_of(batches=4)
     assert buffer.choose(0) is None
     assert buffer.choose_ahead(0) == key(0)
@@ -307,7 +307,7 @@ def test_what_is_wanted_comes_before_what_is_done_ahead() -> None:
     assert buffer.choose(0) == key(5)
 
 
-def test_ahead_is_what_lies_behind_what_ranks_ask_for() -> None:
+def test_batches_after_the_requested_ones_are_prepared_ahead() -> None:
     buffer = buffer_of(batches=8)
     buffer.add_request("rank", key(4))
     assert buffer.choose(0) == key(4)
@@ -315,7 +315,7 @@ def test_ahead_is_what_lies_behind_what_ranks_ask_for() -> None:
     assert buffer.choose_ahead(0) == key(0, epoch=1)
 
 
-def test_what_is_known_is_not_done_ahead() -> None:
+def test_a_batch_that_is_prepared_or_requested_is_not_prepared_ahead() -> None:
     buffer = buffer_of(batches=4)
     assert buffer.choose_ahead(0) == key(0)
     prepare(buffer, [2])
@@ -323,7 +323,7 @@ def test_what_is_known_is_not_done_ahead() -> None:
     assert buffer.choose_ahead(0) == key(3)
 
 
-def test_what_somebody_waits_for_is_not_done_ahead_too() -> None:
+def test_a_requested_batch_of_another_worker_is_not_prepared_ahead() -> None:
     """Only worker 1 may prepare the requested batches 0 and 1. So worker 0 prepares batch 2."""
     buffer = buffer_of(batches=3, worker_for=lambda key: 1)
     for slot in (0, 1):
@@ -333,7 +333,7 @@ def test_what_somebody_waits_for_is_not_done_ahead_too() -> None:
     assert [buffer.choose(1) for _ in range(3)] == [key(0), key(1), None]
 
 
-def test_each_worker_works_ahead_on_what_it_has_to_prepare() -> None:
+def test_each_worker_prepares_only_its_own_batches_ahead() -> None:
     buffer = buffer_of(batches=5, worker_for=by_parity, workers=2)
     buffer.add_request("rank", key(1))
     assert [buffer.choose_ahead(0) for _ in range(3)] == [key(0), key(2), key(4)]
@@ -341,7 +341,7 @@ def test_each_worker_works_ahead_on_what_it_has_to_prepare() -> None:
     assert buffer.choose(1) == key(1)
 
 
-def test_memory_that_is_used_up_ends_working_ahead_and_what_nobody_wants_makes_room() -> None:
+def test_a_full_buffer_drops_batches_that_no_rank_has_requested() -> None:
     buffer = buffer_of(2 * BATCH_BYTES)
     prepare(buffer, range(2))
     assert buffer.is_full
@@ -379,7 +379,7 @@ def test_a_full_buffer_prepares_the_batches_of_a_stream_in_their_order() -> None
     assert chosen == [key(2), key(4), key(0)]
 
 
-def test_what_is_being_prepared_needs_room_too() -> None:
+def test_batches_in_preparation_count_towards_the_limit() -> None:
     buffer = buffer_of(4 * BATCH_BYTES, batches=100)
     assert buffer.choose_ahead(0) == key(0)
     buffer.put(key(0), answer(0))
@@ -390,7 +390,7 @@ def test_what_is_being_prepared_needs_room_too() -> None:
     assert begun == 3
 
 
-def test_what_somebody_waits_for_makes_no_room() -> None:
+def test_a_full_buffer_does_not_drop_requested_batches() -> None:
     buffer = buffer_of(2 * BATCH_BYTES)
     for slot in range(3):
         buffer.add_request("rank", key(slot))
@@ -404,7 +404,7 @@ def test_what_somebody_waits_for_makes_no_room() -> None:
     assert buffer.choose(0) == key(2)
 
 
-def test_a_connection_may_always_have_the_batch_that_it_has_to_send_next() -> None:
+def test_the_batch_that_a_connection_must_send_next_is_prepared_in_a_full_buffer() -> None:
     """A later batch has filled the memory, because its worker could prepare it first.
 
     The batch that the connection must send next is prepared nevertheless.
@@ -422,7 +422,7 @@ def test_a_connection_may_always_have_the_batch_that_it_has_to_send_next() -> No
     assert taken(buffer, "rank", key(0)).reply.offset == 0
 
 
-def test_a_slow_rank_starves_no_other() -> None:
+def test_a_slow_rank_does_not_keep_batches_from_other_ranks() -> None:
     buffer = buffer_of(2 * BATCH_BYTES)
     for slot in range(10):
         buffer.add_request("slow", key(slot))
@@ -441,7 +441,7 @@ def test_a_slow_rank_starves_no_other() -> None:
 @pytest.mark.parametrize(
     "kind", [RequestKind.OPEN, RequestKind.SAMPLE, RequestKind.ORDER, RequestKind.STATE]
 )
-def test_questions_for_other_things_than_batches_need_no_room(kind: RequestKind) -> None:
+def test_requests_other_than_for_batches_need_no_room_in_the_buffer(kind: RequestKind) -> None:
     buffer = buffer_of(0)
     one = key(0, kind=kind)
     buffer.add_request("rank", one)
@@ -449,7 +449,7 @@ def test_questions_for_other_things_than_batches_need_no_room(kind: RequestKind)
     assert buffer.choose(0) == one
 
 
-def test_an_answer_that_was_thrown_away_for_room_is_prepared_again() -> None:
+def test_a_batch_that_a_full_buffer_dropped_is_prepared_again() -> None:
     buffer = buffer_of(BATCH_BYTES)
     prepare(buffer, [0])
     buffer.add_request("rank", key(0), only_count=True)
@@ -461,7 +461,7 @@ def test_an_answer_that_was_thrown_away_for_room_is_prepared_again() -> None:
     assert chosen(buffer) == [0]
 
 
-def test_a_count_that_was_forgotten_is_found_out_again() -> None:
+def test_a_unit_count_that_was_dropped_is_determined_again() -> None:
     buffer = buffer_of()
     prepare(buffer, [3], units=5)
     buffer.add_request("slow", key(3), only_count=True)
@@ -473,7 +473,7 @@ def test_a_count_that_was_forgotten_is_found_out_again() -> None:
     assert buffer.find_units("slow", key(3)) == 5
 
 
-def test_a_count_leaves_the_batch_for_whoever_gets_it() -> None:
+def test_a_request_for_units_leaves_the_batch_to_other_requests() -> None:
     buffer = buffer_of()
     for who, only_count in (("peeks", True), ("gets", False)):
         buffer.add_request(who, key(0), only_count)
@@ -486,7 +486,7 @@ def test_a_count_leaves_the_batch_for_whoever_gets_it() -> None:
     assert buffer.find_units("late", key(0)) == 7
 
 
-def test_that_there_is_no_batch_is_a_count_too() -> None:
+def test_a_request_for_units_of_a_void_slot_is_answered() -> None:
     buffer = buffer_of(batches=4)
     buffer.add_request("rank", key(1), only_count=True)
     assert buffer.choose(0) == key(1)
@@ -495,7 +495,7 @@ def test_that_there_is_no_batch_is_a_count_too() -> None:
     assert buffer.choose_ahead(0) == key(0, epoch=1), "behind the end there is nothing to do"
 
 
-def test_counts_of_given_indices_are_not_those_of_the_batch() -> None:
+def test_units_of_given_indices_are_not_recorded_for_the_slot() -> None:
     buffer = buffer_of()
     given = LoaderRequest(RequestKind.GET, 0, 0, b"indices")
     buffer.add_request("rank", given)
@@ -504,7 +504,7 @@ def test_counts_of_given_indices_are_not_those_of_the_batch() -> None:
     assert buffer.units(key(0)) is None
 
 
-def test_what_a_connection_wanted_is_not_prepared_when_it_is_gone() -> None:
+def test_requests_of_a_closed_connection_are_not_prepared() -> None:
     buffer = buffer_of()
     for who, slots in (("rank 0", (0, 1)), ("rank 1", (1, 2))):
         for slot in slots:
@@ -513,7 +513,7 @@ def test_what_a_connection_wanted_is_not_prepared_when_it_is_gone() -> None:
     assert sorted(chosen(buffer)) == [1, 2]
 
 
-def test_what_is_prepared_stays_for_whoever_asks_again() -> None:
+def test_a_batch_of_a_cancelled_request_stays_for_later_requests() -> None:
     buffer = buffer_of()
     buffer.add_request("rank", key(0))
     assert chosen(buffer) == [0]
@@ -524,7 +524,7 @@ def test_what_is_prepared_stays_for_whoever_asks_again() -> None:
     assert taken(buffer, "again", key(0)).reply.offset == 0
 
 
-def test_a_lost_key_is_prepared_again_before_all_else_that_its_asker_wants() -> None:
+def test_a_lost_request_is_prepared_again_before_other_requests_of_its_connection() -> None:
     buffer = buffer_of()
     for slot in range(3):
         buffer.add_request("rank", key(slot))
@@ -533,7 +533,7 @@ def test_a_lost_key_is_prepared_again_before_all_else_that_its_asker_wants() -> 
     assert chosen(buffer) == [0, 1, 2]
 
 
-def test_what_was_lost_and_nobody_wants_is_done_ahead_again() -> None:
+def test_a_lost_batch_that_no_rank_requested_is_prepared_ahead_again() -> None:
     buffer = buffer_of(batches=2)
     assert [buffer.choose_ahead(0) for _ in range(2)] == [key(0), key(1)]
     for slot in (0, 1):
@@ -541,7 +541,7 @@ def test_what_was_lost_and_nobody_wants_is_done_ahead_again() -> None:
     assert [buffer.choose_ahead(0) for _ in range(3)] == [key(0), key(1), key(0, epoch=1)]
 
 
-def test_what_was_lost_while_nobody_waited_can_be_asked_for() -> None:
+def test_a_lost_batch_can_be_requested_later() -> None:
     buffer = buffer_of(batches=2)
     assert buffer.choose_ahead(0) == key(0)
     buffer.requeue(key(0))
@@ -550,7 +550,7 @@ def test_what_was_lost_while_nobody_waited_can_be_asked_for() -> None:
     assert buffer.choose_ahead(0) == key(1)
 
 
-def test_what_all_ranks_are_past_is_forgotten() -> None:
+def test_batches_of_epochs_that_all_ranks_have_finished_are_dropped() -> None:
     buffer, slots, most = buffer_of(), 100, 0
     arenas = []
     for epoch in range(50):
@@ -565,7 +565,7 @@ def test_what_all_ranks_are_past_is_forgotten() -> None:
     assert buffer.oldest_epoch == 48
 
 
-def test_a_rank_that_is_behind_gets_the_same_answers_prepared_again() -> None:
+def test_batches_of_an_old_epoch_are_prepared_again_for_a_slow_rank() -> None:
     buffer = buffer_of()
     prepare(buffer, [0], 0)
     prepare(buffer, [0], 5)
@@ -575,7 +575,7 @@ def test_a_rank_that_is_behind_gets_the_same_answers_prepared_again() -> None:
     assert buffer.pop_ready("behind", key(0, 0)) is not None
 
 
-def test_of_a_long_epoch_the_latest_counts_are_remembered() -> None:
+def test_only_the_latest_unit_counts_of_a_long_epoch_are_stored() -> None:
     buffer, slots = buffer_of(), 40_000
     for slot in range(slots):
         buffer.add_request("rank", key(slot))
@@ -586,7 +586,7 @@ def test_of_a_long_epoch_the_latest_counts_are_remembered() -> None:
     assert buffer.find_units("other rank", key(slots - 1)) == 7
 
 
-def test_many_small_batches_take_no_more_memory_than_there_is() -> None:
+def test_many_small_batches_do_not_exceed_the_memory_limit() -> None:
     buffer = buffer_of(1 << 20, batches=100_000)
     while not buffer.is_full:
         one = buffer.choose_ahead(0)
@@ -595,7 +595,7 @@ def test_many_small_batches_take_no_more_memory_than_there_is() -> None:
     assert 100 < buffer.ready_batches < 2000
 
 
-def test_what_is_being_sent_keeps_its_memory_when_it_is_forgotten() -> None:
+def test_a_batch_keeps_its_memory_until_it_is_sent_even_if_the_buffer_drops_it() -> None:
     buffer, arena = buffer_of(), Arena()
     prepare(buffer, range(5), arena=arena)
     held = taken(buffer, "rank", key(3))

@@ -55,7 +55,7 @@ def test_units_and_a_datasets_exception(notebook: Notebook) -> None:
 
 
 @pytest.mark.fault(22)
-def test_a_rank_that_dies_with_a_batch_in_hand(notebook: Notebook) -> None:
+def test_a_rank_that_dies_while_it_uses_a_batch(notebook: Notebook) -> None:
     notebook.define(LOADER)
     notebook.define(RESUMED)
     notebook.define("loader = taas.register(DataLoader(Numbers(40), 2, shuffle=True))")
@@ -94,14 +94,14 @@ next(iter(large))
 """
 
 
-def test_a_limit_on_file_sizes_bounds_batches_and_no_more(notebook: Notebook) -> None:
+def test_a_limit_of_file_sizes_limits_only_the_memory_for_batches(notebook: Notebook) -> None:
     notebook.define(BLOCKS)
     outcome = notebook.run(LIMITED, "--cpus 0", gpus=1)
     assert outcome.lines[0] == ["40"]
     assert "files can have at most 67 MB here (ulimit -f)" in outcome.shown
 
 
-def test_a_dataset_that_only_the_ranks_change_is_named(notebook: Notebook) -> None:
+def test_a_change_of_the_dataset_in_ranks_is_reported(notebook: Notebook) -> None:
     notebook.define(LOADER)
     notebook.define("numbers = Numbers(8); loader = taas.register(DataLoader(numbers, 2))")
     outcome = notebook.run("numbers.stage = 2\nfor batch in loader: pass", gpus=2)

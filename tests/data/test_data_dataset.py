@@ -142,7 +142,7 @@ def local(loader: DataLoader[object], epoch: int = 0) -> list[object]:
 
 @hypothesis.settings(max_examples=40, deadline=None)
 @hypothesis.given(st.integers(0, 40), st.integers(1, 7), st.booleans(), st.booleans())
-def test_a_map_style_stream_is_the_local_one(
+def test_a_map_style_dataset_gives_the_batches_of_a_local_loader(
     size: int, batch_size: int, shuffle: bool, drop_last: bool
 ) -> None:
     shuffle = shuffle and size > 0
@@ -168,7 +168,7 @@ def test_samplers_and_collation(loader: DataLoader[object]) -> None:
     assert flat(stream(source_of(loader), 2)) == local(loader, 2)
 
 
-def test_a_generator_goes_on_from_epoch_to_epoch() -> None:
+def test_a_generator_continues_from_epoch_to_epoch() -> None:
     loader = DataLoader(Squares(20), 4, shuffle=True, generator=torch.Generator().manual_seed(5))
     source = source_of(loader)
     assert [flat(stream(source, epoch)) for epoch in range(3)] == [flat(loader) for _ in range(3)]
@@ -178,7 +178,7 @@ def test_a_generator_goes_on_from_epoch_to_epoch() -> None:
     assert flat(stream(again, 2)) == flat(stream(source, 2))
 
 
-def test_a_sampler_with_a_memory_is_replayed() -> None:
+def test_epochs_of_a_sampler_with_its_own_generator_are_replayed() -> None:
     loader = DataLoader(Squares(12), 3, sampler=Remembering(12))
     source = source_of(loader)
     assert flat(stream(source, 2)) == [flat(loader) for _ in range(3)][2]
@@ -186,7 +186,7 @@ def test_a_sampler_with_a_memory_is_replayed() -> None:
 
 
 @pytest.mark.parametrize("is_stateful", [True, False])
-def test_many_epochs_are_remembered_in_bounded_memory(is_stateful: bool) -> None:
+def test_the_orders_of_many_epochs_take_bounded_memory(is_stateful: bool) -> None:
     generator = torch.Generator().manual_seed(5) if is_stateful else None
     order = EpochOrders(DataLoader(Squares(12), 3, shuffle=True, generator=generator), SEED)
     digests = [order.epoch(number).digest for number in range(40)]
@@ -224,7 +224,7 @@ def test_a_sampler_without_length_has_another_order_in_each_epoch() -> None:
     assert flat(stream(again, 2)) == orders[2]
 
 
-def test_a_sampler_that_raises_does_so_where_it_did() -> None:
+def test_a_sampler_raises_at_the_same_batch_as_in_a_local_loader() -> None:
     source = source_of(DataLoader(Squares(4), batch_size=None, sampler=Breaking()))
     assert [source.prepare(0, slot) for slot in range(3)] == [9, 1, 4]
     with pytest.raises(UserCodeFailed, match="the list of files is gone"):
@@ -235,7 +235,7 @@ def test_a_sampler_that_raises_does_so_where_it_did() -> None:
 
 @pytest.mark.process
 @pytest.mark.parametrize("workers", [0, 1])
-def test_a_sampler_begins_as_often_as_a_local_loader_begins_it(workers: int) -> None:
+def test_a_sampler_is_iterated_as_often_as_in_a_local_loader(workers: int) -> None:
     loader = DataLoader(Squares(12), None, sampler=Remembering(12), num_workers=workers)
     source = source_of(loader)
     assert [flat(stream(source, epoch)) for epoch in range(3)] == [flat(loader) for _ in range(3)]
@@ -243,7 +243,7 @@ def test_a_sampler_begins_as_often_as_a_local_loader_begins_it(workers: int) -> 
 
 @pytest.mark.process
 @pytest.mark.parametrize("is_persistent", [True, False])
-def test_the_order_is_that_of_a_loader_whose_workers_stay(is_persistent: bool) -> None:
+def test_the_order_is_that_of_a_loader_with_persistent_workers(is_persistent: bool) -> None:
     loader = DataLoader(
         Squares(12), 3, shuffle=True, num_workers=1, persistent_workers=is_persistent
     )
@@ -259,7 +259,7 @@ def test_the_order_is_that_of_a_loader_whose_workers_stay(is_persistent: bool) -
     assert [flat(stream(source, at)) for at in range(3)] == [flat(own) for _ in range(3)]
 
 
-def test_an_endless_sampler_draws_the_same_whatever_is_prepared_meanwhile() -> None:
+def test_an_endless_sampler_gives_the_same_indices_whatever_else_is_prepared() -> None:
     loader = DataLoader(Noise(100), batch_size=4, sampler=Endless(100))
     one, other = EpochOrders(loader, SEED).epoch(0).indices, source_of(loader)
     for slot in (0, 5000, 4999, 2):
@@ -268,7 +268,7 @@ def test_an_endless_sampler_draws_the_same_whatever_is_prepared_meanwhile() -> N
     assert one[0] != one[1]
 
 
-def test_an_endless_sampler_is_remembered_in_bounded_memory() -> None:
+def test_the_order_of_an_endless_sampler_takes_bounded_memory() -> None:
     loader = DataLoader(Squares(100), batch_size=1, sampler=Endless(100))
     indices = EpochOrders(loader, SEED).epoch(0).indices
     assert isinstance(indices, UnsizedBatches)
@@ -285,20 +285,20 @@ def test_set_epoch_reaches_the_sampler() -> None:
     assert flat(stream(source, 3)) != flat(stream(source, 2))
 
 
-def test_the_digest_tells_orders_apart() -> None:
+def test_different_orders_have_different_digests() -> None:
     loader = DataLoader(Squares(20), 4, shuffle=True)
     one, other = EpochOrders(loader, 1), EpochOrders(loader, 2)
     assert one.epoch(0).digest == EpochOrders(loader, 1).epoch(0).digest
     assert one.epoch(0).digest != one.epoch(1).digest != other.epoch(1).digest
 
 
-def test_a_sampler_does_not_carry_the_dataset() -> None:
+def test_a_sampler_is_sent_without_the_dataset() -> None:
     dataset = Squares(10)
     vars(dataset)["large"] = bytes(1_000_000)
     assert len(EpochOrders(DataLoader(dataset, 2, shuffle=True), 0)._starts[0]) < 10_000
 
 
-def test_randomness_depends_on_the_batch_alone() -> None:
+def test_random_numbers_depend_only_on_the_batch() -> None:
     loader = DataLoader(Noise(20), 4, shuffle=True)
     forward, source = flat(stream(source_of(loader))), source_of(loader)
     assert [source.prepare(0, slot).tolist() for slot in (4, 2, 2)] == [
@@ -321,13 +321,15 @@ def test_an_exception_names_index_batch_and_line() -> None:
 
 @hypothesis.settings(max_examples=15, deadline=None)
 @hypothesis.given(st.integers(0, 25), st.integers(1, 4), st.booleans())
-def test_one_stream_is_the_local_one(size: int, batch_size: int, drop_last: bool) -> None:
+def test_one_stream_gives_the_batches_of_a_local_loader(
+    size: int, batch_size: int, drop_last: bool
+) -> None:
     loader = DataLoader(Count(size), batch_size, drop_last=drop_last)
     assert flat(stream(source_of(loader))) == flat(loader)
 
 
 @pytest.mark.process
-def test_several_streams_are_the_local_workers() -> None:
+def test_several_streams_give_the_batches_of_local_workers() -> None:
     loader = DataLoader(Count(23), 3, num_workers=2)
     source, batches, voids, slot = source_of(loader), list[object](), 0, 0
     while voids < 2:
@@ -340,7 +342,7 @@ def test_several_streams_are_the_local_workers() -> None:
     assert batches == flat(loader)
 
 
-def test_a_stream_is_replayed_when_asked_for_what_is_behind_it() -> None:
+def test_a_stream_is_replayed_for_a_request_of_an_earlier_batch() -> None:
     source = source_of(DataLoader(Count(40), 4))
     forward = flat(stream(source))
     assert source.prepare(0, 3).tolist() == forward[3]
@@ -367,7 +369,7 @@ class Stateful(Count):
         self.at = state["at"]
 
 
-def test_a_state_that_was_loaded_shortens_the_replay() -> None:
+def test_a_loaded_state_shortens_the_replay_of_a_stream() -> None:
     payload = pickle.dumps(DataLoader(Stateful(400), 2))
     first = BatchSource(payload, "train", SEED, "test")
     forward = flat(stream(first))
@@ -393,7 +395,7 @@ def test_a_datasets_own_state_shortens_the_replay() -> None:
     assert Stateful.replayed <= 2 * (130 - 128 + 1)
 
 
-def test_the_states_of_an_epoch_outlive_the_work_ahead_on_the_next() -> None:
+def test_preparing_the_next_epoch_keeps_the_states_of_this_epoch() -> None:
     source = BatchSource(pickle.dumps(DataLoader(Stateful(400), 2)), "train", SEED, "test")
     forward = flat(stream(source))
     source.prepare(1, 0)
@@ -438,7 +440,7 @@ def test_each_epochs_copy_of_a_dataset_can_pickle_functions_of_the_notebook(
         assert source.prepare(epoch, slot) == slot + 1
 
 
-def test_of_a_long_stream_few_states_are_kept_and_they_reach_all_of_it() -> None:
+def test_a_long_stream_keeps_few_states_that_are_spread_over_its_whole_length() -> None:
     size = 64 * 600
     payload = pickle.dumps(DataLoader(Stateful(size), None))
     source = BatchSource(payload, "train", SEED, "test")

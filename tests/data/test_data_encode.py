@@ -128,7 +128,7 @@ def test_the_checksum_is_the_same_without_numpy(size: int, seed: int) -> None:
     assert without == checksum(data)
 
 
-def test_to_sum_up_a_batch_that_is_no_tensor_keeps_nothing_of_it() -> None:
+def test_computing_a_checksum_keeps_no_reference_to_the_batch() -> None:
     encoded = encode.encode("a" * 100_000)
     before = sys.getrefcount(encoded.head)
     encoded.copy_to(memoryview(bytearray(encoded.body_bytes)), is_summed=True)
@@ -159,20 +159,20 @@ def test_an_array_keeps_its_strides(view: Any) -> None:
     assert again is same
 
 
-def test_a_view_that_is_spread_far_arrives_dense() -> None:
+def test_a_view_with_large_strides_arrives_dense() -> None:
     base = torch.arange(1_000_000)
     assert there_and_back(base[::100_000]).stride() == (1,)
     assert there_and_back(base.numpy()[::100_000]).strides == (8,)
 
 
-def test_a_view_travels_as_its_own_bytes() -> None:
+def test_only_the_bytes_of_a_view_are_sent() -> None:
     base = torch.arange(1_000_000)
     assert sent_bytes(base[1000:1010]) == 80
     assert sent_bytes(base.view(1000, 1000)[:, 3]) == 8000
     assert sent_bytes([base[:10], base[900_000:900_010]]) == 160
 
 
-def test_an_expanded_tensor_travels_once() -> None:
+def test_the_bytes_of_an_expanded_tensor_are_sent_once() -> None:
     wide = torch.tensor([[1.5]]).expand(1000, 1000)
     assert sent_bytes(wide) == 4
     assert torch.equal(there_and_back(wide), wide)
@@ -241,7 +241,7 @@ def test_channels_last_keeps_its_strides() -> None:
     assert torch.equal(result, image)
 
 
-def test_attributes_gradients_and_lazy_bits() -> None:
+def test_attributes_requires_grad_and_lazy_conjugates_arrive() -> None:
     tensor = torch.arange(3.0, requires_grad=True)
     vars(tensor)["hints"] = {"units": 5}
     result = there_and_back(tensor)
@@ -264,7 +264,7 @@ def test_numpy_strings_and_custom_types() -> None:
     assert result["o"].hints == {"units": 3}
 
 
-def test_a_class_that_no_import_finds_travels_by_value() -> None:
+def test_a_class_that_cannot_be_imported_is_pickled_by_value() -> None:
     namespace: dict[str, object] = {"__name__": "__main__"}
     exec("class Custom:\n    def __init__(self, x): self.x = x", namespace)
     custom = namespace["Custom"]
@@ -274,12 +274,12 @@ def test_a_class_that_no_import_finds_travels_by_value() -> None:
     assert torch.equal(result.x, torch.ones(3))
 
 
-def test_what_cannot_be_pickled_raises() -> None:
+def test_an_object_that_cannot_be_pickled_raises() -> None:
     with pytest.raises((TypeError, pickle.PicklingError)):
         encode.encode([torch.ones(1), (n for n in range(3))])
 
 
-def test_the_parts_keep_their_memory_alive() -> None:
+def test_encoded_parts_keep_their_memory_alive() -> None:
     parts = encode.encode([torch.full((100_000,), 3.0)[::2], torch.full((100_000,), 4.0)]).parts()
     torch.zeros(200_000), torch.zeros(50_000)
     body = bytearray(b"".join(parts))
@@ -288,7 +288,7 @@ def test_the_parts_keep_their_memory_alive() -> None:
     assert second.sum() == 400_000
 
 
-def test_small_things_in_one_piece() -> None:
+def test_a_small_value_can_be_encoded_as_one_piece() -> None:
     value = {"t": torch.arange(5), "s": "x"}
     assert_same(encode.from_bytes(encode.as_bytes(value)), value)
 

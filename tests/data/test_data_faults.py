@@ -360,7 +360,7 @@ def test_nothing_is_unpickled_before_the_proof(tmp_path: Path) -> None:
         assert len(stream(running)) == 2
 
 
-def test_a_fetcher_that_ends_between_two_looks_at_where_it_listens(tmp_path: Path) -> None:
+def test_a_fetcher_whose_address_file_disappears_is_skipped(tmp_path: Path) -> None:
     with service(tmp_path, DataLoader(Rows(4), 2)) as running:
         (tmp_path / "data" / "fetchers" / "fetcher-1.json").symlink_to(tmp_path / "gone")
         assert len(stream(running)) == 2

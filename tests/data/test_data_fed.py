@@ -72,7 +72,7 @@ def filled(outcome: Outcome) -> list[dict[str, float]]:
     return outcome.of_kind("filling")
 
 
-def test_slow_storage_is_seen_and_advice_given(notebook: Notebook) -> None:
+def test_a_run_with_slow_storage_shows_advice(notebook: Notebook) -> None:
     from matplotlib.figure import Figure
 
     notebook.define(LOADER)
@@ -98,7 +98,7 @@ import time
 
 batches, began = iter(loader), time.monotonic()
 for batch in batches:
-    time.sleep(0.3 + 12 * (time.monotonic() - began))  # long for what it waited, however slow
+    time.sleep(0.3 + 12 * (time.monotonic() - began))  # far longer than the wait for the batch
     began = time.monotonic()
 """
 
@@ -111,7 +111,7 @@ def test_a_rank_that_does_not_wait_gets_no_advice(notebook: Notebook) -> None:
     assert outcome.run.advice == ""
 
 
-def test_ranks_start_when_enough_is_ready(notebook: Notebook) -> None:
+def test_ranks_start_when_the_prefill_is_complete(notebook: Notebook) -> None:
     notebook.define(LOADER)
     notebook.define("loader = taas.register(DataLoader(Pictures(80, 0.02), 4, num_workers=1))")
     events = filled(outcome := notebook.run(CELL, "--cpus 1 --prefill 12"))
@@ -122,7 +122,7 @@ def test_ranks_start_when_enough_is_ready(notebook: Notebook) -> None:
     assert sum(line.batches for line in handed(outcome)) == 40
 
 
-def test_all_units_may_be_ready_before(notebook: Notebook) -> None:
+def test_prefill_all_waits_until_all_units_are_ready(notebook: Notebook) -> None:
     notebook.define(LOADER)
     notebook.define("loader = taas.register(DataLoader(Pictures(40), 4, num_workers=2))")
     filled(outcome := notebook.run(CELL, "--cpus 2 --units 16 --prefill all"))
@@ -159,7 +159,7 @@ def is_filling(line: Line) -> bool:
     return bool(line["kind"] == "filling" and line["done"])
 
 
-def test_filling_can_be_interrupted(notebook: Notebook, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prefill_can_be_interrupted(notebook: Notebook, monkeypatch: pytest.MonkeyPatch) -> None:
     notebook.define(LOADER)
     notebook.define("loader = taas.register(DataLoader(Pictures(4000, 0.02), 4, num_workers=1))")
     with on_event(monkeypatch, is_filling, lambda run: os.kill(os.getpid(), signal.SIGINT)):
@@ -170,7 +170,7 @@ def test_filling_can_be_interrupted(notebook: Notebook, monkeypatch: pytest.Monk
     assert notebook.run("print('usable')", gpus=1).error is None
 
 
-def test_ranks_say_what_broke_while_it_was_filled(notebook: Notebook) -> None:
+def test_an_exception_of_a_worker_during_the_prefill_is_shown(notebook: Notebook) -> None:
     notebook.define(LOADER)
     notebook.define("loader = taas.register(DataLoader(Pictures(40), 4, collate_fn=max))")
     outcome = notebook.run(CELL, "--cpus 1 --units 20 --prefill all")
@@ -183,7 +183,7 @@ import os, psutil, warnings
 
 class SaysWho(Pictures):
     def __getitem__(self, index):
-        return psutil.Process(os.getppid()).ppid()  # of a worker's parent: the fetcher
+        return psutil.Process(os.getppid()).ppid()  # the parent of a worker's parent: the fetcher
 
 warnings.filterwarnings("ignore", "This DataLoader will create")  # more workers than cores
 """
@@ -196,7 +196,7 @@ for number, batch in enumerate(loader):
 
 
 @pytest.mark.parametrize("workers", [1, nightly(8)])
-def test_a_fetcher_that_answers_nothing_fails_the_run_with_its_name(
+def test_a_run_whose_fetcher_does_not_answer_fails_and_names_the_fetcher(
     notebook: Notebook, short_lease: None, workers: int
 ) -> None:
     notebook.define(LOADER)
@@ -226,7 +226,7 @@ seen
 """
 
 
-def test_the_last_fetcher_that_ends_is_started_again_as_often_as_ranks_are(
+def test_the_last_fetcher_is_restarted_as_often_as_max_restarts_allows(
     notebook: Notebook,
 ) -> None:
     notebook.define(LOADER)

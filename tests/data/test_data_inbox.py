@@ -125,7 +125,7 @@ def test_frames_come_whole_and_stay_what_they_are(
             assert bytes(whole[1]) == bytes([number % 251 + 1]) * sizes[number]
 
 
-def test_one_call_brings_all_that_has_come(ends: tuple[socket.socket, Inbox]) -> None:
+def test_one_call_receives_all_frames_that_have_arrived(ends: tuple[socket.socket, Inbox]) -> None:
     server, box = ends
     server.sendall(b"".join(batch(number, 1024) for number in range(20)))
     assert responded(box.receive(ReceiveBlocks(0))).slot == 0
@@ -156,7 +156,7 @@ def test_one_response_answers_many_and_a_small_body_that_is_kept_keeps_no_other(
         client._store_response(link, response, memoryview(bytearray().join(bodies)))
 
 
-def test_a_body_behind_an_odd_one_is_aligned(ends: tuple[socket.socket, Inbox]) -> None:
+def test_a_body_after_a_body_of_odd_size_is_aligned(ends: tuple[socket.socket, Inbox]) -> None:
     server, box = ends
     odd = protocol.encode_header(Response(ResponseKind.VALUE, 0, 0), 3) + b"abc"
     server.sendall(odd + batch(0, 64 << 10))
@@ -197,7 +197,7 @@ def test_nothing_for_a_tick_is_silence_and_the_end_is_the_end(
 
 
 @pytest.mark.parametrize("size", [4096, 3 << 20])
-def test_a_frame_that_stands_still_is_given_up(size: int) -> None:
+def test_a_frame_that_stops_arriving_raises(size: int) -> None:
     server, rank = socket.socketpair()
     tick(rank, 0.05)
     with server, rank:
@@ -250,7 +250,7 @@ class Link(FetcherLink):
         self._socket.close()
 
 
-def test_what_has_come_is_not_asked_again_when_its_link_breaks_meanwhile(
+def test_a_received_batch_is_not_requested_again_if_its_link_breaks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     links, aside = [Link(), Link()], set[int]()
@@ -295,7 +295,7 @@ def alarm() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("during", ["connect", "send", "receive", "cancel"])
-def test_what_a_signals_handler_raises_is_no_fault_of_a_fetcher(
+def test_an_exception_of_a_signal_handler_does_not_count_against_a_fetcher(
     monkeypatch: pytest.MonkeyPatch, alarm: None, during: str
 ) -> None:
     route = route_to(1)
@@ -326,7 +326,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return now
 
 
-def test_a_rank_that_was_away_looks_again_before_it_gives_a_fetcher_up(
+def test_a_rank_that_was_stopped_reads_again_before_it_drops_a_fetcher(
     monkeypatch: pytest.MonkeyPatch, clock: list[float]
 ) -> None:
     route, link = route_to(1), Link()
@@ -351,7 +351,7 @@ def route_to(fetchers: int) -> Route:
     return Route("train", lambda _: place, b"", lease=FetchLease(4.0))
 
 
-def test_a_fetcher_that_says_nothing_is_asked_seldom(clock: list[float]) -> None:
+def test_a_fetcher_that_does_not_answer_is_tried_seldom(clock: list[float]) -> None:
     route = route_to(2)
     assert route.choose_fetcher(0, None) == 0
     route.record_failure(0, PeerSilent(), silent_s=2.0)

@@ -99,7 +99,7 @@ def test_ranks_share_an_epoch(tmp_path: Path, fetchers: int, uneven: Uneven) -> 
             assert handed == dealt(local(loader), world_size, uneven)
 
 
-def test_accelerate_deals_alike(tmp_path: Path) -> None:
+def test_each_rank_gets_the_batches_that_accelerate_would_give_it(tmp_path: Path) -> None:
     import accelerate.data_loader  # not at the top: each fetcher would import it to unpickle
 
     loader = DataLoader(Rows(24), 3)
@@ -153,7 +153,7 @@ class Noted(Lines):
         return super().__iter__()
 
 
-def test_ranks_in_two_epochs_do_not_make_streams_begin_again(tmp_path: Path) -> None:
+def test_ranks_in_different_epochs_do_not_restart_streams(tmp_path: Path) -> None:
     dataset = Noted(41, tmp_path / "begun")
     loader = DataLoader(dataset, 2, num_workers=2)
     with service(tmp_path, loader, workers=2, buffer_bytes=1) as running:
@@ -236,7 +236,7 @@ def test_a_state_of_the_same_run_adds_no_units(tmp_path: Path) -> None:
         assert LoaderCounts("train", deque(), counts).units == 8
 
 
-def test_it_is_a_data_loader_to_everyone_who_asks(tmp_path: Path) -> None:
+def test_a_remote_loader_is_an_instance_of_data_loader(tmp_path: Path) -> None:
     loader = DataLoader(Rows(43), 4)
     with service(tmp_path, loader) as running:
         remote = running.loader(rank=1, world_size=2, shape={"attributes": {"classes": ["a"]}})
@@ -258,7 +258,7 @@ def test_it_is_a_data_loader_to_everyone_who_asks(tmp_path: Path) -> None:
             _ = dataset.nothing_such
 
 
-def test_an_iterable_dataset_is_one(tmp_path: Path) -> None:
+def test_a_remote_iterable_dataset_is_an_instance_of_iterable_dataset(tmp_path: Path) -> None:
     with service(tmp_path, DataLoader(Lines(9), 2)) as running:
         remote = running.loader()
         assert isinstance(remote.dataset, IterableDataset)
@@ -284,7 +284,7 @@ def test_several_loaders_iterators_and_early_leave(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("style", ["map", "iterable"])
 @pytest.mark.parametrize("stop", [0, nightly(3), 7, nightly(10)])
-def test_a_state_goes_on_with_another_number_of_fetchers(
+def test_a_state_can_be_loaded_with_another_number_of_fetchers(
     tmp_path: Path, stop: int, style: str
 ) -> None:
     loader: DataLoader[object] = DataLoader(Noise(40), 2, shuffle=True)
@@ -306,7 +306,7 @@ def test_a_state_goes_on_with_another_number_of_fetchers(
 
 
 @pytest.mark.parametrize("at_home", [False, True], ids=["fetchers", "in the rank"])
-def test_a_state_has_the_datasets_own(
+def test_a_state_contains_the_datasets_own_state(
     tmp_path: Path, at_home: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loader = DataLoader(Remembering(200), 1)
@@ -328,7 +328,7 @@ def test_a_state_has_the_datasets_own(
         assert next(iter(remote))[0].tolist() == [0, 1], "the next epoch is a whole one"
 
 
-def test_without_a_dataset_that_has_one_a_state_is_a_place(tmp_path: Path) -> None:
+def test_a_state_of_a_dataset_without_a_state_is_only_a_position(tmp_path: Path) -> None:
     with service(tmp_path, DataLoader(Lines(20), 1)) as running:
         batches = iter(remote := running.loader())
         next(batches)
@@ -424,7 +424,7 @@ class Unseeded(torch.utils.data.Sampler[int]):
         return 20
 
 
-def test_an_order_that_is_no_function_of_the_seed_is_enumerated_once(tmp_path: Path) -> None:
+def test_an_order_that_the_seed_does_not_determine_is_enumerated_once(tmp_path: Path) -> None:
     loader = DataLoader(Rows(20), 2, sampler=Unseeded())
     with service(tmp_path, loader, fetchers=3) as running:
         handed = seen(running, 2)
@@ -434,7 +434,7 @@ def test_an_order_that_is_no_function_of_the_seed_is_enumerated_once(tmp_path: P
             assert seen(running, 2) == handed
 
 
-def test_a_fetcher_that_starts_later_does_not_tell_the_epochs_order(
+def test_a_fetcher_that_starts_later_does_not_decide_the_order(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(client, "_CHECK_AGAIN_S", 0.0)
@@ -563,7 +563,7 @@ def test_a_slow_stream_is_read_once_for_all_ranks(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("is_fetcher", [False, True])
-def test_a_stream_that_gives_other_data_after_a_restart_is_reported(
+def test_a_stream_that_yields_other_data_after_a_restart_is_reported(
     tmp_path: Path, is_fetcher: bool
 ) -> None:
     loader = DataLoader(SlowStream(), 2)

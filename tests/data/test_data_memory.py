@@ -62,7 +62,7 @@ TestSpans = SpansMachine.TestCase
 TestSpans.settings = hypothesis.settings(max_examples=50, stateful_step_count=40, deadline=None)
 
 
-def test_a_hole_is_used_again_before_the_end_grows() -> None:
+def test_a_gap_between_spans_is_reused_before_the_memory_grows() -> None:
     spans = SpanAllocator()
     first, second, third = (spans.allocate(1000) for _ in range(3))
     end = spans.end
@@ -73,7 +73,7 @@ def test_a_hole_is_used_again_before_the_end_grows() -> None:
     assert spans.end == third
 
 
-def test_an_arena_of_batches_that_come_and_go_does_not_grow() -> None:
+def test_an_arena_whose_batches_are_freed_does_not_grow() -> None:
     arena = Arena(os.memfd_create("batches"))
     for _ in range(50):
         spans = [arena.allocate(size) for size in (100, 3 * MEGABYTE, 5000)]
@@ -83,7 +83,7 @@ def test_an_arena_of_batches_that_come_and_go_does_not_grow() -> None:
     assert os.fstat(arena.descriptor).st_blocks * 512 < 5 * MEGABYTE
 
 
-def test_an_arena_grows_under_what_is_looked_at() -> None:
+def test_an_arena_can_grow_while_batches_in_it_are_in_use() -> None:
     arena = Arena(os.memfd_create("batches"))
     _, first = arena.allocate(100)
     first[:] = b"x" * 100
@@ -174,7 +174,7 @@ def is_open(descriptor: int, file: os.stat_result) -> bool:
         return False
 
 
-def test_a_mapping_that_is_gone_closes_its_descriptor(writer: Writer) -> None:
+def test_a_mapping_without_references_closes_its_descriptor(writer: Writer) -> None:
     memory, file = ArenaMapping(writer.descriptor), os.fstat(writer.descriptor)
     view = memory.view(writer.write("a", 100), 100)
     del memory
@@ -198,7 +198,7 @@ def lent(writer: Writer) -> Watched:
     return one
 
 
-def test_a_lent_span_is_given_back_once_when_the_last_view_is_gone(
+def test_a_borrowed_span_is_returned_once_when_the_last_view_is_gone(
     writer: Writer, lent: Watched
 ) -> None:
     first, second = writer.write("a", 5000), writer.write("b", 5000)
@@ -217,14 +217,14 @@ def test_a_lent_span_is_given_back_once_when_the_last_view_is_gone(
     assert lent.pop_released() == [(3, second)]
 
 
-def test_a_span_that_is_lent_again_is_given_back_again(writer: Writer, lent: Watched) -> None:
+def test_a_span_that_is_borrowed_again_is_returned_again(writer: Writer, lent: Watched) -> None:
     offset = writer.write("a", 5000)
     for _ in range(3):
         assert bytes(lent.map_span(SharedSpan(3, offset), 5000)[:1]) == b"a"
         assert lent.pop_released() == [(3, offset)]
 
 
-def test_what_is_read_stays_when_the_connection_is_closed(writer: Writer, lent: Watched) -> None:
+def test_batches_stay_readable_when_the_connection_is_closed(writer: Writer, lent: Watched) -> None:
     view = lent.map_span(SharedSpan(3, writer.write("a", 5000)), 5000)
     lent.close()
     assert lent.closed == []
@@ -233,7 +233,7 @@ def test_what_is_read_stays_when_the_connection_is_closed(writer: Writer, lent: 
     assert lent.closed == [True]
 
 
-def test_a_connection_whose_memory_nobody_reads_is_closed_at_once(
+def test_a_connection_is_closed_at_once_if_none_of_its_batches_is_in_use(
     writer: Writer, lent: Watched
 ) -> None:
     view = lent.map_span(SharedSpan(3, writer.write("a", 100)), 100)
@@ -243,7 +243,9 @@ def test_a_connection_whose_memory_nobody_reads_is_closed_at_once(
     assert lent.closed == [True]
 
 
-def test_what_a_child_reads_no_more_is_not_given_back(writer: Writer, lent: Watched) -> None:
+def test_a_child_process_that_drops_a_view_does_not_return_the_span(
+    writer: Writer, lent: Watched
+) -> None:
     offset = writer.write("a", 5000)
     view = lent.map_span(SharedSpan(3, offset), 5000)
     pid = os.fork()
@@ -267,7 +269,7 @@ def test_held_bytes_are_what_has_been_looked_at_of_the_arenas(
     assert len(view) == 2 * MEGABYTE
 
 
-def test_a_block_is_used_again_once_nobody_looks_at_it() -> None:
+def test_a_block_is_reused_if_no_view_of_it_is_left() -> None:
     blocks = ReceiveBlocks(MEGABYTE)
     first = blocks.allocate(5000)
     first[:3] = b"one"
@@ -281,7 +283,7 @@ def test_a_block_is_used_again_once_nobody_looks_at_it() -> None:
     assert bytes(third[:3]) == b"one"
 
 
-def test_a_part_of_a_block_keeps_all_of_it() -> None:
+def test_a_view_of_a_part_keeps_the_whole_block() -> None:
     blocks = ReceiveBlocks(MEGABYTE)
     part = blocks.allocate(5000)[4000:4003]
     part[:] = b"one"
@@ -290,7 +292,7 @@ def test_a_part_of_a_block_keeps_all_of_it() -> None:
     assert bytes(part) == b"one"
 
 
-def test_what_is_kept_free_is_bounded_and_what_is_looked_at_stays() -> None:
+def test_the_memory_of_free_blocks_is_limited_and_views_stay_valid() -> None:
     blocks = ReceiveBlocks(MEGABYTE)
     views = [blocks.allocate(1 << 19) for _ in range(6)]
     for number, view in enumerate(views):

@@ -26,18 +26,18 @@ def line(
     return ledger.Handed(attempt, "train", pass_number, epoch, rank, 2, first_step, batches)
 
 
-def test_the_ledger_proves_that_nothing_was_handed_out_twice() -> None:
+def test_the_ledger_shows_that_no_batch_was_handed_out_twice() -> None:
     assert ledger.audit([line(), line(rank=1)]) == []
     assert ledger.audit([line(), line(rank=1), line(pass_number=1)]) == []
     assert ledger.audit([line(), line(attempt=1)]) == []
 
 
-def test_the_ledger_names_what_was_handed_out_twice() -> None:
+def test_the_ledger_names_batches_that_were_handed_out_twice() -> None:
     assert "positions [2, 4] were" in ledger.audit([line(), line(first_step=1, batches=2)])[0]
     assert "different epochs" in ledger.audit([line(), line(rank=1, epoch=1)])[0]
 
 
-def test_the_ledger_knows_what_is_missing() -> None:
+def test_the_ledger_shows_which_batches_are_missing() -> None:
     assert ledger.missing([line(), line(rank=1, batches=2)], 6) == [5]
 
 
@@ -93,7 +93,7 @@ class Busy(AgentLink):
         self.over.set()
 
 
-def test_the_last_that_a_rank_says_is_all_that_it_was_handed(
+def test_the_last_report_of_a_rank_counts_all_its_batches(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(heartbeat, "RANK_BEAT_S", 0.001)

@@ -29,7 +29,7 @@ def test_a_host_for_each_fetcher_where_there_are_enough() -> None:
     assert (plan.cores, note) == (8, "")
 
 
-def test_fewer_hosts_are_shared_and_it_is_said() -> None:
+def test_fetchers_share_too_few_hosts_and_a_note_reports_it() -> None:
     plan, note = place_fetchers(["train"], 4, pool(2), cores=8)
     assert [fetcher.host for fetcher in plan.fetchers] == [0, 1, 0, 1]
     assert plan.cores == 4
@@ -58,7 +58,7 @@ def test_each_loader_has_hosts_of_its_own_where_there_are_enough(
 
 
 @pytest.mark.parametrize(("max_hosts", "hosts", "pool_hosts"), [(4, 2, 3), (2, 2, 2), (1, 1, 1)])
-def test_in_their_own_pool_ranks_have_other_hosts_as_far_as_there_are_any(
+def test_fetchers_in_the_ranks_pool_use_other_hosts_if_there_are_any(
     max_hosts: int, hosts: int, pool_hosts: int
 ) -> None:
     plan, _ = place_fetchers(["train"], 2, pool(max_hosts), cores=8, rank_hosts=1)
@@ -84,7 +84,7 @@ def test_every_loader_has_each_of_its_fetchers_once(
     assert from_json(to_json(plan), DataPlan) == plan
 
 
-def test_the_pool_is_the_one_that_is_named_else_the_one_for_data_else_the_ranks_own() -> None:
+def test_the_data_pool_is_the_named_one_or_the_configured_one_or_that_of_the_ranks() -> None:
     ranks, data = pool(1, "g", "ranks"), pool(2, "c")
     assert choose_data_pool("g", "", config(ranks)) == (ranks, "")
     assert choose_data_pool("g", "", config(ranks, data)) == (data, "")
@@ -93,7 +93,7 @@ def test_the_pool_is_the_one_that_is_named_else_the_one_for_data_else_the_ranks_
         choose_data_pool("g", "nowhere", config(ranks, data))
 
 
-def test_of_two_pools_for_data_the_first_is_taken_and_it_is_said() -> None:
+def test_of_two_data_pools_the_first_is_used_and_a_note_reports_it() -> None:
     first, second = pool(1, "c1"), pool(1, "c2")
     chosen, note = choose_data_pool("local", "", config(first, second))
     assert chosen == first

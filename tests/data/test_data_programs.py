@@ -31,7 +31,7 @@ for epoch in range(4):
     for batch in loader:
         if batch[0, 0] == 3:
             break
-iter(loader)  # the last one of before is left now, too
+iter(loader)  # a new iterator ends the one before it
 receiving = [thread for thread in threading.enumerate() if thread.name == "taas-receive"]
 for thread in receiving:
     thread.join(20)
@@ -40,9 +40,7 @@ print("receive", sum(thread.is_alive() for thread in receiving))
 
 
 @pytest.mark.parametrize("cpus", [0, 1])
-def test_an_epoch_of_large_batches_that_is_left_leaves_no_thread(
-    notebook: Notebook, cpus: int
-) -> None:
+def test_leaving_an_epoch_of_large_batches_leaves_no_thread(notebook: Notebook, cpus: int) -> None:
     notebook.define(LARGE)
     assert run(notebook, LEFT, cpus) == ["receive 0"]
 
@@ -54,7 +52,7 @@ STUCK, INTERRUPTED = cells_of("stuck_batch")
 @pytest.mark.parametrize(
     ("signal", "raised"), [(2, "KeyboardInterrupt"), (14, "TimeoutError")], ids=["int", "alarm"]
 )
-def test_what_a_signal_raises_does_not_wait_for_the_batch(
+def test_an_exception_of_a_signal_handler_does_not_wait_for_the_batch(
     notebook: Notebook, values: int, signal: int, raised: str
 ) -> None:
     notebook.define(f"values, number = {values}, {signal}")
@@ -65,7 +63,7 @@ def test_what_a_signal_raises_does_not_wait_for_the_batch(
 GATED, FORKED = cells_of("gated_epochs")
 
 
-def test_a_fork_that_leaves_a_pass_calls_nothing_off_for_the_rank(notebook: Notebook) -> None:
+def test_a_forked_child_that_ends_a_loop_cancels_no_request_of_the_rank(notebook: Notebook) -> None:
     notebook.define(GATED)
     assert run(notebook, FORKED, 1) == ["True 0", "retried 0"]
 
@@ -88,7 +86,7 @@ threading.Thread(target=work).start()
 
 
 @pytest.mark.parametrize("cpus", [0, 1])
-def test_a_thread_goes_on_behind_the_cells_last_line(notebook: Notebook, cpus: int) -> None:
+def test_a_thread_can_iterate_after_the_cells_last_line(notebook: Notebook, cpus: int) -> None:
     notebook.define(NUMBERS)
     outcome = notebook.run(THREAD, f"--cpus {cpus}", gpus=1)
     assert outcome.error is None, outcome.shown
@@ -138,7 +136,7 @@ from pathlib import Path
 from torch.utils.data import DataLoader, IterableDataset
 
 class Live(IterableDataset):
-    # the last sample comes when the rank has seen those before, which come quickly
+    # The dataset yields the last sample only after the rank has received the other samples.
     def __iter__(self):
         yield from range(50)
         while not Path("seen").exists():
@@ -158,7 +156,7 @@ for number in loader:
 
 
 @pytest.mark.parametrize("cpus", [0, 1])
-def test_a_live_stream_is_handed_out_as_it_comes(notebook: Notebook, cpus: int) -> None:
+def test_a_live_stream_yields_each_sample_at_once(notebook: Notebook, cpus: int) -> None:
     notebook.define(LIVE)
     assert run(notebook, SEEN, cpus) == [str(number) for number in range(51)]
 

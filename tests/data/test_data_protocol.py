@@ -117,13 +117,13 @@ def test_every_request_comes_back(requests: Requests) -> None:
     assert heard(ready(Role.SERVER), requests).message == requests
 
 
-def test_a_header_has_the_size_that_most_have() -> None:
+def test_the_header_of_an_ordinary_response_has_the_fixed_size() -> None:
     response = Response(ResponseKind.BATCH, 100, 2**31, 1, 2**32 - 1, 2**12, 2**64 - 1)
     assert len(protocol.encode_header(response, 2**32)) == protocol.HEADER_BYTES
 
 
 @hypothesis.given(responses(), st.integers(0))
-def test_a_flipped_bit_is_seen(response: Response, bit: int) -> None:
+def test_a_flipped_bit_is_detected(response: Response, bit: int) -> None:
     damaged = bytearray(protocol.encode_header(response))
     # Flip no bit of the padding after the message: no checksum covers it.
     size = 20 + len(msgspec.msgpack.encode(response))
@@ -155,7 +155,7 @@ def test_a_flipped_bit_is_seen(response: Response, bit: int) -> None:
         (forged(b"\x94\x05\x63\x00\x90"), "Invalid enum value 99"),
     ],
 )
-def test_what_is_out_of_bounds_is_refused(frame: memoryview, says: str) -> None:
+def test_fields_that_are_out_of_bounds_are_refused(frame: memoryview, says: str) -> None:
     with pytest.raises(ProtocolError, match=says):
         ready(Role.SERVER).decode_message(frame)
 
@@ -195,7 +195,7 @@ def test_a_body_has_a_limit(state_of: Callable[[], ProtocolState], limit: int) -
             heard(state_of(), message, size)
 
 
-def test_a_stranger_can_announce_little() -> None:
+def test_a_peer_can_announce_only_a_small_message_before_the_handshake() -> None:
     proof = msgspec.msgpack.encode(PROOF)
     for frame in (forged(proof, size=1 << 12), forged(proof, body=1)):
         with pytest.raises(ProtocolError, match="the limits are"):
@@ -216,7 +216,7 @@ def test_buffers_of_a_body_are_aligned_and_do_not_overlap(
 
 @pytest.mark.parametrize("state_of", MAY_HEAR)
 @pytest.mark.parametrize("message", MESSAGES, ids=lambda one: type(one).__name__)
-def test_what_the_table_does_not_list_is_refused_and_changes_nothing(
+def test_a_message_that_the_table_does_not_allow_is_refused_and_changes_no_state(
     state_of: Callable[[], ProtocolState], message: FromRank | FromServer
 ) -> None:
     state = state_of()
@@ -230,7 +230,9 @@ def test_what_the_table_does_not_list_is_refused_and_changes_nothing(
 
 
 @pytest.mark.parametrize("state_of", [SERVER, RANK])
-def test_a_connection_that_is_ready_stays_so(state_of: Callable[[], ProtocolState]) -> None:
+def test_no_message_changes_the_state_after_the_handshake(
+    state_of: Callable[[], ProtocolState],
+) -> None:
     state = state_of()
     for message in MAY_HEAR[state_of]:
         heard(state, message)
@@ -290,7 +292,7 @@ def test_a_proof_holds_for_one_key_one_side_one_nonce_and_one_server() -> None:
 
 
 @hypothesis.given(st.text("a\0", max_size=4), st.text("a\0", max_size=4))
-def test_a_name_does_not_run_over_into_the_nonce(one: str, another: str) -> None:
+def test_a_proof_distinguishes_server_names_with_a_common_beginning(one: str, another: str) -> None:
     key, nonce = b"k" * 32, b"n" * protocol.NONCE_BYTES
     assert (
         make_proof(key, Role.RANK, nonce, one) == make_proof(key, Role.RANK, nonce, another)

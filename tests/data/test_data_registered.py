@@ -45,7 +45,9 @@ FIRST = "[batch.tolist() for batch in loader]"
 CPUS = ("--cpus 0", "--cpus 1", "--cpus 3")
 
 
-def test_a_look_in_the_notebook_leaves_a_saved_position(defined: Notebook) -> None:
+def test_iterating_a_loader_in_the_notebook_does_not_change_a_saved_state(
+    defined: Notebook,
+) -> None:
     defined.define(
         "def made():\n"
         "    generator = torch.Generator().manual_seed(3)\n"
@@ -116,7 +118,7 @@ def test_a_state_of_other_streams_is_refused(defined: Notebook) -> None:
 
 
 @pytest.mark.parametrize("flags", CPUS)
-def test_built_in_datasets_are_dealt(defined: Notebook, flags: str) -> None:
+def test_built_in_sequences_can_be_datasets(defined: Notebook, flags: str) -> None:
     defined.define(
         "datasets = [[10, 11, 12, 13], (10, 11, 12, 13), {n: 10 + n for n in range(4)}, 'abcd']\n"
         "loaders = [taas.register(DataLoader(data, 1, shuffle=False)) for data in datasets]"
@@ -131,7 +133,7 @@ def test_built_in_datasets_are_dealt(defined: Notebook, flags: str) -> None:
         assert seen == [*numbers[rank], letters[rank]]
 
 
-def test_a_built_in_value_is_no_loader(defined: Notebook) -> None:
+def test_a_built_in_value_cannot_be_registered_as_a_loader(defined: Notebook) -> None:
     for value in ("[1, 2]", "(1, 2)", "{1: 2}", "'ab'", "{1}", "b'ab'"):
         assert "register a DataLoader of it" in refusal(defined, f"taas.register({value})")
 
@@ -164,7 +166,9 @@ SHARDS = [
 
 
 @pytest.mark.parametrize(("made", "says"), SHARDS)
-def test_double_sharding_is_refused(defined: Notebook, made: str, says: str) -> None:
+def test_a_loader_that_already_splits_its_data_by_rank_is_refused(
+    defined: Notebook, made: str, says: str
+) -> None:
     defined.define(
         "import accelerate.data_loader, datasets.distributed\n"
         "class Stream(IterableDataset):\n"
@@ -206,7 +210,7 @@ loader = taas.register(DataLoader(Dealing(), 2, num_workers=WORKERS))
 
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize("flags", CPUS[:2])
-def test_a_dataset_that_deals_by_rank_deals_once(
+def test_a_dataset_that_splits_by_rank_gives_each_sample_once(
     defined: Notebook, flags: str, workers: int
 ) -> None:
     defined.define(DEALING.replace("WORKERS", str(workers)))
@@ -222,7 +226,7 @@ def test_a_dataset_that_deals_by_rank_deals_once(
     }
 
 
-def test_webdatasets_split_by_node_deals_once(defined: Notebook) -> None:
+def test_webdatasets_split_by_node_gives_each_sample_once(defined: Notebook) -> None:
     defined.define(
         "import io, tarfile, webdataset as wds\n"
         "for shard in range(4):\n"
@@ -290,7 +294,9 @@ def test_an_assignment_to_the_dataset_is_refused(defined: Notebook, flags: str) 
     assert 'ValueError: cannot set batch_size of loader "loader" in a rank' in outcome.shown
 
 
-def test_a_method_that_changes_only_the_ranks_copy_is_said(defined: Notebook) -> None:
+def test_a_method_that_changes_only_the_ranks_copy_of_the_dataset_is_reported(
+    defined: Notebook,
+) -> None:
     defined.define(
         "class Modes(Numbers):\n"
         "    mode = 'train'\n"
@@ -340,7 +346,7 @@ def test_spawned_workers(defined: Notebook) -> None:
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_workers_are_what_a_local_loaders_are(defined: Notebook, workers: int) -> None:
+def test_workers_are_like_those_of_a_local_loader(defined: Notebook, workers: int) -> None:
     defined.define(
         "def begin(worker):\n"
         "    os.environ['BEGUN'] = str(worker)\n"
@@ -406,7 +412,7 @@ def test_a_loaded_state_of_a_local_loader_is_refused(defined: Notebook) -> None:
     assert "has loaded a state in the notebook" in refusal(defined, "taas.register(loader)")
 
 
-def test_what_the_capture_carries_a_dataset_may_hold(defined: Notebook) -> None:
+def test_a_dataset_may_contain_whatever_capture_can_send(defined: Notebook) -> None:
     defined.define(
         "@functools.lru_cache\n"
         "def squared(n):\n"

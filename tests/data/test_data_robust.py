@@ -386,7 +386,7 @@ def test_a_batch_that_is_still_being_sent_to_a_rank_is_not_lent_to_another(tmp_p
             link.close()
 
 
-def test_a_peer_that_is_cut_off_costs_nobody_else_anything(tmp_path: Path) -> None:
+def test_a_peer_that_resets_its_connection_does_not_affect_others(tmp_path: Path) -> None:
     with data_service(tmp_path, DataLoader(Noise(200, width=20_000), 1)) as running:
         link = linked(running, direct=False)
         link.send([(Requests(RequestKind.GET, 0, tuple(range(200))), b"")])
@@ -399,7 +399,7 @@ def test_a_peer_that_is_cut_off_costs_nobody_else_anything(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("workers", [nightly(1), 2])
-def test_large_batches_take_no_more_memory_than_there_is(tmp_path: Path, workers: int) -> None:
+def test_large_batches_do_not_exceed_the_memory_limit(tmp_path: Path, workers: int) -> None:
     """The limit also holds for the first batches, whose size is unknown until they are prepared."""
     size, loader = 4 << 20, DataLoader(Large(50, 4 << 20), 1)
     with data_service(tmp_path, loader, workers=workers, buffer_bytes=3 * size) as running:
@@ -428,7 +428,7 @@ class Streams(IterableDataset[torch.Tensor]):
             yield torch.full((LARGE,), 2 * item + number, dtype=torch.uint8)
 
 
-def test_what_one_stream_prepared_ahead_keeps_no_other_from_being_prepared(tmp_path: Path) -> None:
+def test_batches_of_one_stream_do_not_block_another_stream(tmp_path: Path) -> None:
     gate = tmp_path / "gate"
     loader = DataLoader(Streams(gate, 40), None, num_workers=2, timeout=HUNG_S)
     with data_service(tmp_path / "run", loader, buffer_bytes=8 * LARGE) as running:
@@ -437,7 +437,7 @@ def test_what_one_stream_prepared_ahead_keeps_no_other_from_being_prepared(tmp_p
         assert [int(batch[0]) for batch in running.loader()] == list(range(80))
 
 
-def test_a_server_does_not_wait_for_a_worker_that_takes_its_time() -> None:
+def test_a_server_does_not_wait_for_a_slow_worker() -> None:
     """Even the longest queue of commands, with many freed offsets, fits into the worker's socket.
 
     So the server can send the commands without waiting.
@@ -468,7 +468,7 @@ class Which(Dataset[int]):
         return os.getpid()
 
 
-def test_a_fetcher_that_starts_after_the_first_batch_is_asked_too(
+def test_a_fetcher_that_starts_after_the_first_batch_is_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Service, "start", lambda *_: None)

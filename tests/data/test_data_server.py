@@ -43,7 +43,7 @@ pytestmark = pytest.mark.usefixtures("forkserver")
     ("body_bytes", "wall_s", "commands"),
     [(64, 0.0, 64), (64, 0.001, 10), (64, 0.1, 2), (512 << 10, 0.0, 16), (64 << 20, 0.0, 2)],
 )
-def test_a_worker_is_told_as_much_as_is_worth_a_message(
+def test_the_number_of_commands_to_a_worker_depends_on_its_last_batches(
     body_bytes: int, wall_s: float, commands: int
 ) -> None:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -77,7 +77,7 @@ def worker_of(running: Service) -> psutil.Process:
         time.sleep(0.001)
 
 
-def test_a_worker_that_ends_before_it_has_begun_is_started_again(tmp_path: Path) -> None:
+def test_a_worker_that_ends_during_its_start_is_started_again(tmp_path: Path) -> None:
     running = Spawning(tmp_path, {"train": DataLoader(Rows(8), 2)})
     try:
         worker_of(running).kill()
@@ -94,7 +94,7 @@ def counted(running: Service) -> FetcherCounts:
     return said.loaders["train"]
 
 
-def test_a_worker_that_has_not_begun_is_not_idle(tmp_path: Path) -> None:
+def test_a_worker_that_is_still_starting_is_not_idle(tmp_path: Path) -> None:
     """With `--prefill`, ranks start when all workers are idle, because no more can be prepared."""
     running = Spawning(tmp_path, {"train": DataLoader(Rows(8), 2)})
     try:
@@ -104,7 +104,7 @@ def test_a_worker_that_has_not_begun_is_not_idle(tmp_path: Path) -> None:
         running.close()
 
 
-def test_a_server_with_no_more_files_to_open_says_so_and_goes_on(tmp_path: Path) -> None:
+def test_a_server_at_its_limit_of_open_files_refuses_peers_and_continues(tmp_path: Path) -> None:
     with service(tmp_path, DataLoader(Rows(8), 2)) as running, ExitStack() as until_end:
         server, links = psutil.Process(running.processes[0][0].pid), list[FetcherLink]()
         most = server.num_fds() + 80
@@ -130,7 +130,7 @@ def test_a_server_with_no_more_files_to_open_says_so_and_goes_on(tmp_path: Path)
         assert len(stream(running)) == 4
 
 
-def test_a_rank_that_comes_alone_is_told_that_a_server_has_no_room(tmp_path: Path) -> None:
+def test_a_server_at_its_limit_of_open_files_tells_a_single_rank_why(tmp_path: Path) -> None:
     with service(tmp_path, DataLoader(Rows(8), 2)) as running:
         server = psutil.Process(running.processes[0][0].pid)
         most = server.num_fds() + 10
@@ -189,7 +189,9 @@ class SlowToLoad(IterableDataset[torch.Tensor]):
             yield torch.tensor([token, number])
 
 
-def test_a_stream_is_read_once_if_ranks_ask_before_the_loader_is_known(tmp_path: Path) -> None:
+def test_a_stream_is_read_once_if_ranks_request_batches_before_the_dataset_is_loaded(
+    tmp_path: Path,
+) -> None:
     """A rank can request batches early, because another fetcher has already loaded the dataset."""
     loader = DataLoader(SlowToLoad(tmp_path / "gate"), 2)
     with service(tmp_path, loader, workers=2) as running:

@@ -75,7 +75,7 @@ def walk(
 
 
 @hypothesis.given(st.integers(0, 40), worlds, rules, st.none() | st.integers(0, 60))
-def test_a_plain_course_deals_like_the_model(
+def test_a_static_schedule_equals_the_model(
     batches: int, world_size: int, uneven: Uneven, units: int | None
 ) -> None:
     if uneven == "keep" and units is not None:
@@ -92,7 +92,7 @@ def test_a_plain_course_deals_like_the_model(
 @hypothesis.given(
     st.lists(st.integers(0, 12), min_size=1, max_size=4), worlds, rules, st.integers(1, 6)
 )
-def test_streams_are_dealt_like_a_local_loaders(
+def test_streams_are_scheduled_like_those_of_a_local_loader(
     lengths: list[int], world_size: int, uneven: Uneven, ahead: int
 ) -> None:
     streams = len(lengths)
@@ -111,7 +111,7 @@ def test_streams_are_dealt_like_a_local_loaders(
     st.none() | st.integers(0, 80),
     st.integers(1, 6),
 )
-def test_hints_bound_all_ranks_at_the_same_step(
+def test_units_of_hints_end_all_ranks_at_the_same_step(
     counts: list[int], world_size: int, uneven: Uneven, units: int | None, ahead: int
 ) -> None:
     rows = bounded(rows_of(list(range(len(counts))), world_size, uneven), units, counts)
@@ -124,7 +124,7 @@ def test_hints_bound_all_ranks_at_the_same_step(
 @hypothesis.given(
     st.lists(st.integers(0, 8), min_size=1, max_size=3), worlds, rules, st.integers(0, 9)
 )
-def test_a_course_goes_on_where_another_stopped(
+def test_a_dynamic_schedule_continues_from_a_saved_step(
     lengths: list[int], world_size: int, uneven: Uneven, stop: int
 ) -> None:
     streams = len(lengths)
@@ -145,7 +145,7 @@ def test_a_course_goes_on_where_another_stopped(
 
 
 @hypothesis.given(st.integers(1, 30), worlds, rules, st.integers(0, 9))
-def test_a_plain_course_goes_on_too(
+def test_a_static_schedule_continues_from_a_saved_position(
     batches: int, world_size: int, uneven: Uneven, stop: int
 ) -> None:
     for rank in range(world_size):
@@ -158,7 +158,7 @@ def test_a_plain_course_goes_on_too(
         assert walk(resumed, lambda slot: 1, step=step) == whole[step:]
 
 
-def test_a_long_course_forgets_what_is_behind_it() -> None:
+def test_a_long_dynamic_schedule_drops_past_slots() -> None:
     schedule = DynamicSchedule(RankPart(1, 2), None, 3)
     handed = walk(schedule, lambda slot: 1 if slot < 9000 else VOID)
     assert handed == list(range(1, 9000, 2))
@@ -176,7 +176,7 @@ def test_hints_of_some_batches_only_are_refused() -> None:
     DynamicSchedule(RankPart(0, 1), None, 1).record_units(3, 5)
 
 
-def test_an_unknown_row_waits() -> None:
+def test_a_rank_waits_until_all_units_of_a_row_are_known() -> None:
     schedule = DynamicSchedule(RankPart(0, 2), None, 1)
     list(schedule.requests(2))
     schedule.record_units(0, 1)
@@ -194,7 +194,7 @@ def test_the_units_of_a_row() -> None:
 
 
 @hypothesis.given(st.integers(0, 2**63), st.integers(0, 2**40), st.integers(0, 2**40))
-def test_seeds_differ_by_place_and_fit_63_bits(seed: int, epoch: int, batch: int) -> None:
+def test_seeds_differ_by_batch_and_fit_63_bits(seed: int, epoch: int, batch: int) -> None:
     value = sharding.seed_of(seed, epoch, batch)
     assert 0 <= value < 2**63
     assert value == sharding.seed_of(seed, epoch, batch) != sharding.seed_of(seed, epoch, batch + 1)
@@ -205,7 +205,9 @@ def test_seeds_stay_what_they_are() -> None:
 
 
 @hypothesis.given(st.integers(0, 10_000), st.integers(1, 4), st.integers(1, 5))
-def test_batches_and_streams_keep_to_their_worker(slot: int, fetchers: int, workers: int) -> None:
+def test_each_batch_and_each_stream_always_has_the_same_worker(
+    slot: int, fetchers: int, workers: int
+) -> None:
     fetcher, worker = sharding.assigned_worker(slot, None, fetchers, workers)
     assert worker == slot % workers
     assert fetcher == slot // workers % fetchers
@@ -214,11 +216,11 @@ def test_batches_and_streams_keep_to_their_worker(slot: int, fetchers: int, work
     )
 
 
-def test_place_is_plain_data() -> None:
+def test_an_epoch_position_can_be_rebuilt_from_its_fields() -> None:
     assert EpochPosition(*EpochPosition(4, 4, (0, 1))) == EpochPosition(4, 4, (0, 1))
 
 
-def test_the_voids_of_a_stream_that_has_ended_are_no_batches_of_a_guess() -> None:
+def test_after_a_stream_has_ended_each_batch_belongs_to_one_rank() -> None:
     """Stream 1 of 3 has ended. Each of the next batches still belongs to only one of two ranks."""
     requests = list[list[bool]]()
     for rank in range(2):

@@ -60,7 +60,7 @@ class Cut:
         return samples[: self.length]
 
 
-def test_a_change_of_a_sampler_in_a_rank_is_not_silent(tmp_path: Path) -> None:
+def test_a_change_of_a_sampler_in_a_rank_warns_or_raises(tmp_path: Path) -> None:
     loader = DataLoader(Rows(8), 2, sampler=Weighted(8), collate_fn=Cut())
     with service(tmp_path, loader) as running:
         remote: Any = running.loader()

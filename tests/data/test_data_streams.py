@@ -106,7 +106,7 @@ def compare(notebook: Notebook, source: str, cpus: int, ranks: int, epochs: int 
 
 
 @pytest.mark.parametrize(("cpus", "ranks"), WAYS)
-def test_memory_that_is_used_again(notebook: Notebook, cpus: int, ranks: int) -> None:
+def test_datasets_that_reuse_memory(notebook: Notebook, cpus: int, ranks: int) -> None:
     compare(notebook, REUSED, cpus, ranks)
 
 
@@ -129,7 +129,7 @@ TAKEN = (
 
 
 @pytest.mark.parametrize("cpus", [nightly(0), 1, nightly(3)])
-def test_a_stream_goes_on_after_every_resume(notebook: Notebook, cpus: int) -> None:
+def test_a_stream_continues_after_each_resume(notebook: Notebook, cpus: int) -> None:
     register(notebook, STATEFUL)
     expected = local(STATEFUL)
     found: dict[str, list[object]] = {name: [] for name in expected}
@@ -214,7 +214,7 @@ THREADS, IN_THREADS, BESIDE_A_DRAW, BESIDE_A_FORK = cells_of("threads_and_forks"
 
 
 @pytest.mark.parametrize("cpus", [0, nightly(1)])
-def test_loaders_in_threads_leave_each_other_and_the_main_thread_alone(
+def test_loaders_in_threads_do_not_affect_each_other_or_the_main_thread(
     notebook: Notebook, cpus: int
 ) -> None:
     register(notebook, THREADS)
@@ -226,7 +226,7 @@ def test_loaders_in_threads_leave_each_other_and_the_main_thread_alone(
     assert found == {name: whole[name][0] for name in whole}
 
 
-def test_a_lock_that_a_thread_of_the_cell_holds_stops_no_loader(notebook: Notebook) -> None:
+def test_a_lock_that_a_thread_of_the_cell_holds_does_not_block_loaders(notebook: Notebook) -> None:
     register(notebook, THREADS)
     notebook.define("import json")
     whole = remote(notebook, 0, 1)
@@ -264,7 +264,9 @@ A fetcher that prepares a stream before the others start does not see that its e
 
 
 @pytest.mark.parametrize("cpus", [nightly(0), nightly(1), 3])
-def test_randomness_and_epochs_of_a_datasets_own_are_told(notebook: Notebook, cpus: int) -> None:
+def test_a_datasets_own_random_generator_or_epoch_causes_a_warning(
+    notebook: Notebook, cpus: int
+) -> None:
     with pytest.warns(UserWarning) as told:
         register(notebook, OWN_RANDOMNESS)
     said = [str(one.message) for one in told if "random generator of its own" in str(one.message)]
@@ -294,7 +296,7 @@ UNSEEDED, SEEN = cells_of("unseeded_orders")
 
 
 @pytest.mark.parametrize("cpus", [0, 2])
-def test_ranks_share_an_order_that_is_not_seeded_or_are_told(notebook: Notebook, cpus: int) -> None:
+def test_ranks_share_an_unseeded_order_or_get_a_warning(notebook: Notebook, cpus: int) -> None:
     register(notebook, UNSEEDED)
     outcome = notebook.run(SEEN, f"--cpus {cpus}")
     assert outcome.error is None and outcome.run is not None, outcome.shown
@@ -328,7 +330,7 @@ def test_datasets_and_batches_of_many_kinds(notebook: Notebook, cpus: int, ranks
 
 
 @pytest.mark.parametrize(("cpus", "ranks"), [nightly(0, 2), (1, 1)])
-def test_habits_of_datasets_over_two_epochs(
+def test_datasets_with_unusual_code_over_two_epochs(
     notebook: Notebook, monkeypatch: pytest.MonkeyPatch, cpus: int, ranks: int
 ) -> None:
     (notebook.project / "habits.txt").write_text("beside the notebook")
@@ -352,7 +354,7 @@ class Doubling(DataLoader):
 """
 
 
-def test_a_loader_that_is_iterated_by_code_of_its_own_is_refused(notebook: Notebook) -> None:
+def test_a_loader_with_its_own_iter_is_refused(notebook: Notebook) -> None:
     notebook.define(OWN_ITER)
     with pytest.raises(TypeError, match="Doubling is a DataLoader with an `__iter__` of its own"):
         notebook.define("loader = taas.register(Doubling(list(range(4))))")

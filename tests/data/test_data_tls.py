@@ -56,11 +56,11 @@ def refused(running: Service) -> int:
     return count
 
 
-def test_batches_come_over_tls_as_they_come_without(running: Service) -> None:
+def test_batches_are_the_same_with_and_without_tls(running: Service) -> None:
     assert handed_over_tcp(running) == stream(running, local=True)
 
 
-def test_what_is_on_the_wire_is_not_the_batch(running: Service) -> None:
+def test_with_tls_the_network_data_do_not_contain_the_batch(running: Service) -> None:
     seen: list[bytes] = []
 
     def look(number: int, data: bytes) -> bytes:
@@ -168,6 +168,6 @@ def test_five_thousand_connections_at_once(running: Service, many_files: None) -
     assert handed == stream(running, local=True)
 
 
-def test_a_key_shows_in_no_repr(ours: Tls) -> None:
+def test_no_repr_shows_a_key(ours: Tls) -> None:
     assert "PRIVATE" not in repr(ours)
     assert "PRIVATE" not in repr(service.Tls(ours.certificate, ours.key))

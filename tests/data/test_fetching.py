@@ -135,7 +135,7 @@ def test_weights_are_equal_wherever_the_loaders_run(two_pools: Notebook) -> None
     assert seen["--cpus 0"][0] > 0
 
 
-def test_two_loaders_have_hosts_of_their_own(two_pools: Notebook) -> None:
+def test_each_of_two_loaders_has_its_own_host(two_pools: Notebook) -> None:
     source = "[len(set(int(pid) for _, pids in each for pid in pids)) for each in (loader, slow)]"
     outcome = two_pools.run(source, "--cpus 1")
     assert outcome.error is None, outcome.shown
@@ -235,7 +235,7 @@ def test_hosts_with_fetchers_die_before_these_listen(
     assert re.search('no fetcher of loader "loader" is left: host .* is gone: ', outcome.shown)
 
 
-def test_a_fetcher_is_kept_off_the_project_store(two_pools: Notebook) -> None:
+def test_a_fetcher_cannot_write_to_the_project_store(two_pools: Notebook) -> None:
     two_pools.define(
         "class Caching(Numbers):\n"
         "    def __getitem__(self, index):\n"
@@ -255,7 +255,7 @@ def test_a_fetcher_is_kept_off_the_project_store(two_pools: Notebook) -> None:
     assert kept_out in [note["text"] for note in outcome.of_kind("note")]
 
 
-def test_a_data_pool_that_cannot_be_had_fails_the_cell_and_leaves_no_run(
+def test_an_unavailable_data_pool_fails_the_cell_and_leaves_no_run(
     two_pools: Notebook,
 ) -> None:
     before = sorted(two_pools.state_dir.glob("runs/*"))
@@ -265,7 +265,7 @@ def test_a_data_pool_that_cannot_be_had_fails_the_cell_and_leaves_no_run(
     assert sorted(two_pools.state_dir.glob("runs/*")) == before
 
 
-def test_the_plan_says_where_fetchers_will_be(
+def test_the_plan_names_the_hosts_of_fetchers(
     two_pools: Notebook, capsys: pytest.CaptureFixture[str]
 ) -> None:
     two_pools.run("sum(1 for batch in loader)", "--cpus 2 --dry-run")
@@ -275,7 +275,7 @@ def test_the_plan_says_where_fetchers_will_be(
 
 
 @pytest.mark.nightly
-def test_the_journal_says_where_fetchers_were_but_not_where_they_listen(
+def test_the_journal_has_the_hosts_of_fetchers_but_not_their_ports(
     two_pools: Notebook,
 ) -> None:
     outcome = two_pools.run("sum(1 for batch in loader)", "--cpus 2 --prefill 12")
@@ -301,7 +301,7 @@ def test_prefilling_ends_with_the_process_of_the_fetchers_pool(two_pools: Notebo
     assert re.search(r'pool "data": its process \d+ was killed by SIGKILL', outcome.shown)
 
 
-def test_an_interrupt_while_fetchers_come_up_leaves_none(two_pools: Notebook) -> None:
+def test_an_interrupt_while_fetchers_start_leaves_no_fetcher(two_pools: Notebook) -> None:
     pools.down("data", load_config(two_pools.project))
     pool = pools.named("data", load_config(two_pools.project))
     original, over = pool.open, threading.Event()

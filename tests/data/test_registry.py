@@ -31,7 +31,7 @@ def test_register_gives_the_loader_back() -> None:
     assert taas.registered() == {}
 
 
-def test_unregister_by_name_and_by_the_old_clients_name() -> None:
+def test_unregister_and_unregistered_remove_a_loader_by_name() -> None:
     taas.register(DataLoader(Rows(4)), name="a")
     taas.register(DataLoader(Rows(4)), name="b")
     taas.unregister("a")
@@ -40,7 +40,7 @@ def test_unregister_by_name_and_by_the_old_clients_name() -> None:
     taas.unregistered("b")
 
 
-def test_names_are_given() -> None:
+def test_loaders_without_a_name_are_numbered() -> None:
     first, second = taas.register(DataLoader(Rows(1))), taas.register(DataLoader(Rows(1)))
     assert [entry.loader for entry in taas.registered().values()] == [first, second]
     assert list(taas.registered()) == ["loader0", "loader1"]
@@ -104,7 +104,7 @@ def test_a_wrong_rule() -> None:
     assert taas.registered() == {}
 
 
-def test_the_shape_says_what_the_loader_says() -> None:
+def test_the_shape_has_the_attributes_of_the_loader() -> None:
     loader = DataLoader(Rows(10), 3, num_workers=2, drop_last=True, timeout=5)
     shape = RegisteredLoader("train", lambda: loader).pack().shape
     assert (shape.batches, shape.samples, shape.settings["batch_size"]) == (3, 10, 3)
@@ -114,7 +114,7 @@ def test_the_shape_says_what_the_loader_says() -> None:
 
 
 @pytest.mark.process
-def test_a_cell_gets_a_remote_loader_and_others_stay_what_they_are() -> None:
+def test_a_cell_gets_a_remote_loader_and_other_loaders_are_unchanged() -> None:
     loader, other = taas.register(DataLoader(Rows(10), 2), name="train"), DataLoader(Rows(3))
     pickler = pickling.ValuePickler({})
     pickler.add({"loaders": [loader, loader], "other": other})
@@ -137,7 +137,7 @@ def test_a_cell_gets_a_remote_loader_and_others_stay_what_they_are() -> None:
         own.close()
 
 
-def test_a_loader_that_the_notebook_has_no_more_is_forgotten() -> None:
+def test_a_loader_that_the_notebook_no_longer_has_is_unregistered() -> None:
     """Users run the cell that registers a loader again and again.
 
     The previous loader must not stay in memory: its data may fill most of the memory.

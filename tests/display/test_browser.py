@@ -133,7 +133,7 @@ def output(number: int) -> str:
 
 
 @pytest.mark.nightly
-def test_a_flood_leaves_the_page_able_to_answer(page: Page, lab: Lab) -> None:
+def test_the_page_still_reacts_during_a_flood_of_lines(page: Page, lab: Lab) -> None:
     open_notebook(page, lab, "flood.ipynb")
     command(page, "notebook:run-all-cells")
     page.wait_for(f"/SUCCEEDED/.test({output(0)}) && /an answer/.test({output(1)})")
@@ -142,7 +142,7 @@ def test_a_flood_leaves_the_page_able_to_answer(page: Page, lab: Lab) -> None:
 
 
 @pytest.mark.nightly
-def test_a_head_that_nothing_reaches_any_more_does_not_say_running(
+def test_a_header_that_gets_no_more_updates_does_not_say_running(
     page: Page, lab: Lab, project: Path, tmp_path: Path
 ) -> None:
     open_notebook(page, lab, "waits.ipynb")
@@ -202,7 +202,7 @@ def test_a_detached_run_is_seen_again_after_a_reload_in_a_new_tab_and_in_a_termi
         terminal.wait(HUNG_S)
 
 
-def test_the_table_of_ranks_stays_open_and_scrolled_and_the_ended_head_keeps_it(
+def test_the_table_of_ranks_stays_open_and_scrolled_also_after_the_end(
     page: Page, lab: Lab, project: Path
 ) -> None:
     notebook = project / "ranks.ipynb"

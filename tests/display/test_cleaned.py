@@ -113,13 +113,13 @@ def _has_text(kind: Any) -> bool:
     return any(True for _ in texts(hostile(inspect.type_info(kind))))
 
 
-def test_what_a_host_answers_is_cleaned_where_people_read_it() -> None:
+def test_facts_of_a_host_are_cleaned_before_they_are_shown() -> None:
     said = RunStacks(silent=[HOSTILE])
     [line] = GetStacks("run").read_answer(to_bytes(said)).silent
     assert "\n" not in line and not any(sequence in line for sequence in OBEYED)
 
 
-def test_pictures_and_pages_stay_as_they_are() -> None:
+def test_pictures_and_html_are_not_cleaned() -> None:
     shown = Display(data={"text/html": HOSTILE, "text/plain": "a\nb"}, metadata={"k": HOSTILE})
     read = decode_event(messages.encode(shown))
     assert isinstance(read, Display)

@@ -108,7 +108,7 @@ def test_a_deep_recursion_keeps_both_ends() -> None:
     assert len(lines) == 201
 
 
-def test_what_a_rank_says_does_nothing_to_a_terminal_but_colour() -> None:
+def test_text_of_a_rank_can_only_colour_a_terminal() -> None:
     evil = "\x1b]0;title\x07\x1b[31mred\x1b[0m\x1b[2J\x1bP1;x\x1b\\"
     event = cleaned(failure(message=evil, traceback=[evil], tail=[evil], how="exit"))
     assert headline(event).endswith(": \x1b[31mred\x1b[0m")
@@ -116,7 +116,7 @@ def test_what_a_rank_says_does_nothing_to_a_terminal_but_colour() -> None:
     assert "    \x1b[31mred\x1b[0m" in details(event)
 
 
-def test_where_ranks_stood_is_the_notebooks_line_and_folded() -> None:
+def test_positions_of_ranks_are_notebook_lines_and_merged() -> None:
     def stack(line: int) -> list[str]:
         cell = [f'  File "Cell In[5]", line {line}, in train', "    loss.backward()"]
         return [*cell, '  File "/lib/torch/autograd.py", line 9, in run', "    engine()"]
@@ -130,7 +130,7 @@ def test_where_ranks_stood_is_the_notebooks_line_and_folded() -> None:
     ]
 
 
-def test_consequences_are_collapsed() -> None:
+def test_failures_that_are_consequences_are_collapsed() -> None:
     first = failure()
     rest = [
         failure(rank, etype="RuntimeError", message="peer closed", consequence=True)
@@ -162,7 +162,7 @@ def test_the_exception_carries_rank_and_type_and_renders_itself() -> None:
     assert text[-1] == f"RankFailed: {headline(failure())}"
 
 
-def test_timeout_loss_and_a_run_that_only_ended() -> None:
+def test_a_timeout_a_lost_run_and_an_end_without_failure_have_their_exceptions() -> None:
     assert type(to_exception(ended(failure(how="timeout")))) is RunTimeout
     lost = to_exception(ended(failure(None, "host", message="no heartbeat"), state="LOST"))
     assert type(lost) is RunLost
@@ -204,18 +204,18 @@ def test_a_missing_gpu_is_explained(etype: str, message: str) -> None:
         ("AssertionError", ""),
     ],
 )
-def test_other_errors_say_nothing_of_a_missing_gpu(etype: str, message: str) -> None:
+def test_other_errors_do_not_mention_a_missing_gpu(etype: str, message: str) -> None:
     assert gpu_advice(etype, message) == ""
 
 
-def test_what_a_failed_kernel_means_for_the_process_is_explained() -> None:
+def test_a_failed_gpu_kernel_comes_with_advice() -> None:
     for etype in ("AcceleratorError", "RuntimeError"):
         failed = failure(etype=etype, message="CUDA error: device-side assert triggered\nCompile")
         assert f"advice: {BROKEN_GPU_ADVICE}" in details(failed)
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="groups of exceptions came with Python 3.11")
-def test_a_group_of_exceptions_is_no_cause() -> None:
+def test_an_exception_group_is_not_rebuilt_as_the_cause() -> None:
     grouped = Failure(etype="ExceptionGroup", etype_module="builtins", message="two parts")
     assert cause_of(grouped, {}) is None
     other = cause_of(structs.replace(grouped, etype="KeyError"), {})

@@ -32,7 +32,7 @@ def facts(
     return dict(found)
 
 
-def test_while_it_runs() -> None:
+def test_a_running_run_shows_current_rates_and_the_buffer() -> None:
     run_counts = run_counts_of(
         fetched(), data(0, batches=0, bytes=0), data(1), data(0, waited_s=5.0)
     )
@@ -44,7 +44,7 @@ def test_while_it_runs() -> None:
     }
 
 
-def test_at_the_end_it_is_the_mean_and_no_buffer() -> None:
+def test_an_ended_run_shows_mean_rates_and_no_buffer() -> None:
     shown = facts(run_counts_of(fetched(), data(0), data(1)), has_ended=True)
     assert shown == {
         "batches": "1,200",
@@ -53,7 +53,7 @@ def test_at_the_end_it_is_the_mean_and_no_buffer() -> None:
     }
 
 
-def test_units_that_are_no_batches_are_shown_beside_them() -> None:
+def test_units_are_shown_next_to_batches_if_they_differ() -> None:
     assert (
         facts(run_counts_of(data(0, units=2400)), units=9000)["batches"]
         == "600 · 2,400 of 9,000 units"
@@ -69,7 +69,7 @@ def test_many_ranks_are_shown_by_their_extremes() -> None:
     assert facts(run_counts)["waited"] == "50% (rank 0 0% to rank 99 99%)"
 
 
-def test_many_loaders_are_bounded() -> None:
+def test_only_some_of_many_loaders_are_shown() -> None:
     loaders = {f"loader{number:02}": COUNTS for number in range(20)}
     run_counts = run_counts_of(event("data", rank=0, loaders=loaders))
     assert loader_lines(run_counts, None, False)[-1] == ("… and 12 more loaders", [])
@@ -79,7 +79,7 @@ def test_a_run_without_loaders_shows_none() -> None:
     assert loader_lines(RunCounts(), None, True) == []
 
 
-def test_filling_until_the_ranks_start() -> None:
+def test_the_progress_of_prefill_is_shown_until_the_ranks_start() -> None:
     in_bytes = event("filling", done=31e6, wanted=5e8, unit="bytes")
     assert prefill_text(run_counts_of(in_bytes)) == "31.0 MB of 500.0 MB"
     batches = event("filling", done=31, wanted=200, unit="batches")

@@ -39,7 +39,7 @@ def test_with_several_hosts_a_prefix_names_the_host() -> None:
     assert text.pop_text() == "[gpu2:1] a\n"
 
 
-def test_only_the_ranks_asked_for_are_shown_and_fold_among_themselves() -> None:
+def test_only_the_selected_ranks_are_shown_and_merged() -> None:
     text = log_text(8, ranks=frozenset({2, 3, 99}))
     for rank in range(8):
         text.add_lines(lines(rank, "a"), 0.0)
@@ -72,11 +72,11 @@ def test_colours_end_with_their_line_and_the_cursor_stays() -> None:
         ("\x1b]an end is missing", "]an end is missing"),
     ],
 )
-def test_other_sequences_are_left_out(text: str, shown: str) -> None:
+def test_escape_sequences_other_than_colours_are_removed(text: str, shown: str) -> None:
     assert without_controls(text) == shown
 
 
-def test_what_was_dropped_is_said_with_the_file() -> None:
+def test_a_line_names_the_log_file_of_dropped_lines() -> None:
     text = log_text(4)
     text.add_dropped(dropped(3, 81_000, 6_000_000))
     text.add_dropped(dropped(3, 233, 400_000))
@@ -86,7 +86,7 @@ def test_what_was_dropped_is_said_with_the_file() -> None:
     )
 
 
-def test_a_flood_is_said_less_and_less_often() -> None:
+def test_counts_of_a_flood_are_shown_less_and_less_often() -> None:
     text = log_text(1)
     notes = 0
     for second in range(600):
@@ -98,7 +98,7 @@ def test_a_flood_is_said_less_and_less_often() -> None:
     assert "not shown" in text.pop_text()
 
 
-def test_a_cell_takes_so_much_and_then_the_last_lines_in_one_display() -> None:
+def test_a_full_cell_shows_further_lines_only_in_one_display_of_the_last_lines() -> None:
     text = log_text(1)
     for second in range(60):
         text.add_lines(lines(0, *(f"{second:02}-{number:096}" for number in range(10_000))), second)
@@ -126,7 +126,7 @@ def test_once_the_cell_is_full_no_later_line_gets_in_before() -> None:
     ]
 
 
-def test_errors_among_the_rest_are_kept_and_bounded() -> None:
+def test_errors_among_omitted_lines_are_kept_and_limited() -> None:
     text = log_text(1)
     text.add_lines(lines(0, *["x" * 99] * 10_000, "ValueError: bad", *["y" * 99] * 100), 0.0)
     assert text.summary is not None
@@ -137,7 +137,7 @@ def test_errors_among_the_rest_are_kept_and_bounded() -> None:
     assert len(text.summary.text()) < 60_000
 
 
-def test_what_a_host_did_not_send_counts_as_rest() -> None:
+def test_lines_that_a_host_did_not_send_count_as_omitted() -> None:
     text = log_text(1)
     text.add_lines(lines(0, *["x" * 99] * 10_000), 0.0)
     assert text.summary is not None
@@ -146,7 +146,7 @@ def test_what_a_host_did_not_send_counts_as_rest() -> None:
     assert text.has_text and "1,005,000 lines more (50.5 MB)" in text.summary.text() != before
 
 
-def test_a_cleared_cell_takes_as_much_again() -> None:
+def test_a_cleared_cell_has_its_full_size_again() -> None:
     text = log_text(1)
     text.add_lines(lines(0, *["x" * 99] * 10_000), 0.0)
     text.pop_text()
@@ -155,7 +155,7 @@ def test_a_cleared_cell_takes_as_much_again() -> None:
     assert (text.pop_text(), text.summary) == ("[0] again\n", None)
 
 
-def test_nothing_shown_plus_the_rest_is_lost() -> None:
+def test_shown_and_omitted_lines_are_all_lines() -> None:
     text = log_text(1)
     text.add_lines(lines(0, *["x" * 99] * 100_000), 0.0)
     text.close(0.0)
@@ -164,7 +164,7 @@ def test_nothing_shown_plus_the_rest_is_lost() -> None:
     assert len(text.pop_text().splitlines()) + more == 100_000
 
 
-def test_progress_bars_fold_only_if_they_are_equal() -> None:
+def test_progress_bars_merge_only_if_they_are_equal() -> None:
     text = log_text(2)
     bars = [f"steps: 100%|████| 20/20 [00:01<00:00, {rate}it/s]" for rate in (9.87, 12.3)]
     for rank in range(2):
@@ -175,7 +175,7 @@ def test_progress_bars_fold_only_if_they_are_equal() -> None:
     assert text.pop_text() == f"[0-1 ×2] {bars[0]}\n[0] {bars[0]}\n[1] {bars[1]}\n"  # noqa: RUF001
 
 
-def test_a_line_that_no_rank_printed_comes_after_what_was_printed() -> None:
+def test_a_line_that_no_rank_printed_comes_after_earlier_lines_of_ranks() -> None:
     text = log_text(2)
     text.add_lines(lines(0, "held"), 0.0)
     text.add_line("── restart ──")

@@ -107,7 +107,7 @@ def test_what_hosts_send_is_escaped_in_the_head(execute: Execute) -> None:
     assert "<script" not in shown and "<img" not in shown
 
 
-def test_the_head_changes_ten_times_a_second_at_most_and_only_when_it_does(
+def test_the_header_is_sent_only_if_it_changes_and_at_most_ten_times_a_second(
     execute: Execute,
 ) -> None:
     messages = execute("""
@@ -135,7 +135,7 @@ CSS = re.compile(
 """The rule in the status header that shows the table of an active run's ranks."""
 
 
-def test_the_table_of_ranks_stays_while_the_head_that_fills_it_is_replaced(
+def test_the_table_of_ranks_is_updated_without_being_replaced(
     client: BlockingKernelClient,
 ) -> None:
     code = """
@@ -189,7 +189,7 @@ def test_curves_change_once_a_second_at_most_and_have_all_values_at_the_end(
     assert len({picture[0] for picture in pictures if picture}) == len(shown)
 
 
-def test_elapsed_time_goes_on_while_nothing_happens(execute: Execute) -> None:
+def test_the_elapsed_time_is_updated_without_events(execute: Execute) -> None:
     messages = execute("""
         stage = Stage()
         for _ in range(3):
@@ -214,7 +214,7 @@ def test_displays_come_after_the_lines_before_them(execute: Execute) -> None:
     assert len(contents(messages, "display_data")) == 2
 
 
-def test_of_an_untrusted_pool_texts_and_pictures_are_shown(execute: Execute) -> None:
+def test_only_texts_and_pictures_of_an_untrusted_pool_are_shown(execute: Execute) -> None:
     """HTML and JavaScript are left out, because a script in the browser can control the kernel."""
     messages = execute("""
         stage = Stage()
@@ -361,7 +361,7 @@ NOTES = [
 ]
 
 
-def test_what_cannot_wait_is_written_where_a_head_cannot_change(
+def test_urgent_notes_are_written_as_text_if_the_header_cannot_change(
     client: BlockingKernelClient, tmp_path: Any
 ) -> None:
     streams = contents(run_in(client, URGENT, allow_stdin=True), "stream")

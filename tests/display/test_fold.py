@@ -30,7 +30,7 @@ def test_a_line_of_all_ranks_is_shown_once_as_soon_as_the_last_prints_it() -> No
     assert folder.next_due() == math.inf
 
 
-def test_a_line_of_some_ranks_is_shown_once_when_its_time_is_over() -> None:
+def test_a_line_of_some_ranks_is_shown_once_after_its_waiting_time() -> None:
     folder = LineMerger(8, MERGE_WAIT_S)
     for rank in range(1, 8):
         assert folder.push(rank, ["warning"], 0.001 * rank) == []
@@ -45,14 +45,14 @@ def test_no_line_waits_when_each_rank_has_printed_another() -> None:
     assert folder.pop_due(MERGE_WAIT_S) == [ShownLine((1,), "I am 1")]
 
 
-def test_a_line_before_a_common_one_does_not_part_it() -> None:
+def test_a_line_of_one_rank_does_not_split_the_next_common_line() -> None:
     folder = LineMerger(2, MERGE_WAIT_S)
     assert folder.push(1, ["start"], 0.0) == []
     assert folder.push(0, ["config"], 0.001) == [ShownLine((0,), "config")]
     assert folder.push(0, ["start"], 0.002) == [ShownLine((0, 1), "start")]
 
 
-def test_a_common_line_behind_others_is_waited_for() -> None:
+def test_a_common_line_after_other_lines_is_merged() -> None:
     folder = LineMerger(2, MERGE_WAIT_S)
     assert folder.push(0, ["I am 0", "start"], 0.0) == []
     assert folder.push(1, ["I am 1", "start"], 0.0) == [
@@ -72,7 +72,7 @@ def test_a_rank_that_prints_alone_waits_no_longer_than_its_time() -> None:
     assert folder.next_due() == math.inf
 
 
-def test_each_line_waits_its_own_time_in_its_order() -> None:
+def test_each_line_waits_its_own_time_and_keeps_its_order() -> None:
     folder = LineMerger(2, MERGE_WAIT_S)
     for step in range(6):
         shown = folder.push(0, [f"{step}"], 0.01 * step)
@@ -80,7 +80,7 @@ def test_each_line_waits_its_own_time_in_its_order() -> None:
     assert [line.text for line in folder.pop_due(1.0)] == ["1", "2", "3", "4", "5"]
 
 
-def test_lines_that_folded_once_fold_again_after_one_that_was_alone() -> None:
+def test_lines_merge_again_after_a_line_of_one_rank() -> None:
     folder = LineMerger(2, MERGE_WAIT_S)
     for epoch in ("epoch 1", "epoch 2"):
         assert folder.push(0, [epoch], 0.0) == []
@@ -93,7 +93,7 @@ def test_one_rank_never_waits() -> None:
     assert LineMerger(1).push(0, ["a", "b"], 0.0) == [ShownLine((0,), "a"), ShownLine((0,), "b")]
 
 
-def test_8192_ranks_fold() -> None:
+def test_lines_of_8192_ranks_merge() -> None:
     world_size = 8192
     folder = LineMerger(world_size)
     shown = [line for rank in range(world_size) for line in folder.push(rank, ["a", "b"], 0.0)]
@@ -121,7 +121,7 @@ def test_nothing_is_lost_doubled_or_reordered_and_nothing_waits_too_long(
 
 
 @given(data=st.data(), lines=st.lists(LINES, max_size=10), world_size=st.integers(1, 5))
-def test_equal_output_folds_whatever_the_interleaving(
+def test_equal_output_merges_whatever_the_interleaving(
     data: st.DataObject, lines: list[str], world_size: int
 ) -> None:
     folder = LineMerger(world_size, MERGE_WAIT_S)

@@ -106,7 +106,7 @@ STATES = {
 
 
 @pytest.mark.parametrize("name", STATES)
-def test_html_says_what_the_text_says(name: str) -> None:
+def test_html_has_the_words_of_the_text(name: str) -> None:
     state = STATES[name]
     shown = Words(mime_bundle(state, 12.0)["text/html"]).words
     missing = words_of_text(text(state, 12.0)) - {word.rstrip(":") for word in shown}
@@ -140,7 +140,7 @@ def test_whatever_a_host_sends_is_escaped() -> None:
     assert Words(shown).tags <= SURVIVING_TAGS | LIVE_TAGS
 
 
-def test_a_running_head() -> None:
+def test_the_header_of_a_running_run() -> None:
     assert text(STATES["running"], 16.4).split("\n") == [
         "RUNNING digits · ranks 4 · pool local · host gpu1 · elapsed 6 s · GPU-seconds 21 · run r1",
         f"rank 0: {BAR.strip()}",
@@ -148,7 +148,7 @@ def test_a_running_head() -> None:
     ]
 
 
-def test_a_failed_head_collapses_consequences() -> None:
+def test_the_header_of_a_failed_run_collapses_consequences() -> None:
     lines = text(STATES["failed"], 99.0).split("\n")
     assert lines[0].startswith("FAILED digits · ranks 4 · pool local · host gpu1 · elapsed 2.5 s")
     assert lines[1:4] == [
@@ -162,7 +162,7 @@ def test_a_failed_head_collapses_consequences() -> None:
     )
 
 
-def test_a_fed_head_ends_with_advice() -> None:
+def test_the_header_of_a_run_with_loaders_ends_with_advice() -> None:
     shown = text(STATES["fed"], 12.0).split("\n")
     assert shown[1].startswith(
         "<train>: batches 18 of 100 · per second 2.2 · 0.2 MB/s · waited 75%"
@@ -171,11 +171,11 @@ def test_a_fed_head_ends_with_advice() -> None:
     assert "filling 3 of 40 batches" in text(STATES["filling"], 12.0)
 
 
-def test_a_lost_run_says_why() -> None:
+def test_the_header_of_a_lost_run_says_why() -> None:
     assert "the pool is gone" in text(STATES["lost"], 12.0)
 
 
-def test_ranks_come_up_and_restart() -> None:
+def test_ranks_start_and_restart_in_the_header() -> None:
     state = run_state(event("started", pids={"0": 1, "1": 2}))
     assert "ranks 2 of 4 up" in text(state, 12.0)
     state.apply(event("started", "gpu2", pids={"2": 1, "3": 2}), 12.0)
@@ -188,7 +188,7 @@ def test_ranks_come_up_and_restart() -> None:
     assert "restarts 1 (rank 3 on host gpu1 (pid 803): ZeroDivisionError" in shown
 
 
-def test_time_stands_still_after_the_end() -> None:
+def test_times_do_not_change_after_the_end() -> None:
     assert text(STATES["succeeded"], 20.0) == text(STATES["succeeded"], 9999.0)
     assert "elapsed 2.5 s · GPU-seconds 8" in text(STATES["succeeded"], 20.0)
 
@@ -198,7 +198,7 @@ def test_a_hosts_clock_does_not_matter() -> None:
     assert "elapsed 2 s · GPU-seconds 4" in text(state, 12.0)
 
 
-def test_the_journal_alone_gives_times() -> None:
+def test_elapsed_time_depends_only_on_the_journal() -> None:
     state = new_state(began=100.0)
     two = event("started", pids={"0": 1, "1": 2}, gpus=2)
     for seen in (at(two, 101.0), at(event("ended", state="INTERRUPTED"), 105.0)):
@@ -241,18 +241,18 @@ def test_the_last_progress_bar_of_rank_0(
     assert state.progress == progress
 
 
-def test_only_rank_0_has_a_progress_bar_here() -> None:
+def test_the_header_shows_only_the_progress_bar_of_rank_0() -> None:
     assert run_state(event("progress", rank=1, text=BAR)).progress == ""
 
 
-def test_notes_are_said_once_and_bounded() -> None:
+def test_notes_are_shown_once_and_limited() -> None:
     many = [event("note", text=f"note {i % 15}") for i in range(100)]
     shown = text(run_state(*many), 12.0)
     assert shown.count("note: note 3\n") == 1
     assert "… and 5 more notes" in shown
 
 
-def test_events_that_say_nothing_about_the_head_are_ignored() -> None:
+def test_events_that_do_not_concern_the_header_are_ignored() -> None:
     assert text(run_state(event("host_ended")), 12.0) == text(run_state(), 12.0)
 
 

@@ -29,7 +29,7 @@ def store(tmp_path: Path) -> Path:
     return folder
 
 
-def test_rank_0s_files_are_those_it_noted_and_those_that_changed(store: Path) -> None:
+def test_files_of_rank_0_are_its_reported_files_and_the_changed_files(store: Path) -> None:
     receipt_builder = ReceiptBuilder(str(store), ())
     for name in ("noted.pt", "old/by-child.bin", "notebook.ipynb", ".hidden-file"):
         (store / name).write_text("new")
@@ -45,14 +45,14 @@ def test_rank_0s_files_are_those_it_noted_and_those_that_changed(store: Path) ->
     ]
 
 
-def test_a_file_that_is_made_at_once_is_found(store: Path) -> None:
+def test_a_file_created_immediately_after_the_start_is_found(store: Path) -> None:
     for number in range(20):
         receipt_builder, name = ReceiptBuilder(str(store), ()), f"{number}.pt"
         (store / name).touch()
         assert name in {file.path for file in receipt_builder.build(searches=True).written}
 
 
-def test_another_host_looks_through_nothing(store: Path) -> None:
+def test_a_host_without_rank_0_does_not_search_the_store(store: Path) -> None:
     receipt_builder = ReceiptBuilder(str(store), ())
     (store / "new.txt").touch()
     receipt_builder.record(2, StoreWriteReported(str(store / "new.txt")))
@@ -81,7 +81,7 @@ def test_a_mirrors_files_are_those_that_the_store_accepted(store: Path) -> None:
     assert closed.not_sent == [UnsentFile(".env", "no space")] and closed.complete
 
 
-def test_a_shared_folder_is_nobodys(store: Path) -> None:
+def test_files_in_a_shared_folder_belong_to_no_rank(store: Path) -> None:
     receipt_builder = ReceiptBuilder(str(store), [str(store / "shards")])
     (store / "shards").mkdir()
     (store / "shards" / "1.distcp").touch()
@@ -97,12 +97,12 @@ def test_an_unfinished_save_of_a_dead_rank_is_cleared_away(store: Path) -> None:
     assert os.listdir(store) == ["old"]
 
 
-def test_a_store_that_is_too_large_is_said_to_be(store: Path) -> None:
+def test_a_receipt_says_that_the_store_is_too_large_to_search(store: Path) -> None:
     _, is_complete = find_changed_files(str(store), (), 0, limit_s=0)
     assert not is_complete
 
 
-def test_hosts_make_one_receipt() -> None:
+def test_receipts_of_several_hosts_are_merged() -> None:
     kept = [KeptOutFile(3, "m.pt", True)]
     more = [KeptOutFile(1, "m.pt", True), KeptOutFile(4, "m-4.pt", False)]
     receipt = Receipt()
@@ -128,7 +128,7 @@ def test_hosts_make_one_receipt() -> None:
     ]
 
 
-def test_a_run_that_touched_nothing_has_nothing_to_say() -> None:
+def test_a_run_without_writes_has_an_empty_receipt() -> None:
     assert receipt_lines(None) == receipt_lines(Receipt(means="Landlock")) == []
 
 

@@ -78,7 +78,7 @@ def some_run(seed: int) -> list[Event]:
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_the_state_is_that_of_every_event_applied(
+def test_the_replayed_state_equals_that_after_all_events(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     events = some_run(seed)
@@ -167,7 +167,9 @@ def test_errors_among_many_lines_of_one_event_are_shown(monkeypatch: pytest.Monk
     ]
 
 
-def test_lines_of_ranks_that_are_not_shown_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lines_of_hidden_ranks_do_not_count_towards_the_limit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(replay, "TAIL_BYTES", 1000)
     state = new_state(world_size=2, log_ranks=frozenset({0}))
     found = replayed([*printed(0, 3, "a"), *printed(1, 1000, "b")], state)
@@ -180,7 +182,7 @@ def test_what_rank_0_cleared_is_not_shown() -> None:
     assert texts(replayed(events).pieces()) == ["0:b 0"]
 
 
-def test_a_run_begins_when_its_hosts_are_there() -> None:
+def test_the_elapsed_time_begins_when_the_hosts_are_ready() -> None:
     state = new_state(began=5.0)
     events = [event("note", text="waits", time=7.0), event("state", state="RUNNING", time=50.0)]
     assert replayed(events, state).state.elapsed(60.0) == 10.0

@@ -112,14 +112,14 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_sentence(name: str) -> None:
+def test_each_case_has_its_advice(name: str) -> None:
     load, words = CASES[name]
     said = advice_for_loader(load)
     assert words in said
     assert bool(said) == bool(words)
 
 
-def test_it_begins_with_who_waited_and_for_what() -> None:
+def test_the_advice_begins_with_the_waiting_ranks_and_the_loader() -> None:
     assert advice_for_loader(STORAGE).startswith("ranks waited 62% for 'train': ")
     assert advice_for_loader(replace(STORAGE, ranks=1)).startswith(
         "the rank waited 62% for 'train': "
@@ -165,7 +165,7 @@ def run_of(waited_s: float, cpu_s: float, host: str = "cpu1", **counts: float) -
     return run_counts
 
 
-def test_the_sums_of_a_run_decide() -> None:
+def test_the_advice_for_a_run_depends_on_its_sums() -> None:
     assert "its storage is slow" in advice_for_run(run_of(waited_s=6.0, cpu_s=0.5))
     assert "takes CPU time" in advice_for_run(run_of(waited_s=6.0, cpu_s=9.5))
     assert "first batch" in advice_for_run(run_of(waited_s=6.0, cpu_s=0.5, first_s=5.9))

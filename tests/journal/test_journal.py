@@ -57,7 +57,7 @@ def test_state_dir_follows_the_environment(tmp_path: Path, monkeypatch: pytest.M
     assert journal.state_dir() == tmp_path / "xdg" / "taas"
 
 
-def test_records_tell_how_runs_stand() -> None:
+def test_records_have_the_states_of_runs() -> None:
     make_run("r1", event("state", state="RUNNING"), event("ended", state="FAILED"))
     writer = write(make_run("r2", name="second"), event("state", state="RUNNING"))
     newest, oldest = runs.runs()
@@ -66,7 +66,7 @@ def test_records_tell_how_runs_stand() -> None:
     writer.close()
 
 
-def test_how_long_runs_took() -> None:
+def test_records_have_the_durations_of_runs() -> None:
     make_run(
         "r1", event("state", state="RUNNING", time=5.0), event("ended", state="LOST", time=9.0)
     )
@@ -78,13 +78,13 @@ def test_how_long_runs_took() -> None:
     writer.close()
 
 
-def test_a_run_that_nobody_keeps_any_more_is_lost() -> None:
+def test_a_run_whose_controller_has_ended_is_lost() -> None:
     make_run("r1", event("state", state="RUNNING", time=5.0))
     [lost] = runs.runs()
     assert (lost.state, lost.duration_s) == ("LOST", 0.0)
 
 
-def test_a_journal_is_read_when_its_run_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_journal_is_read_only_when_its_run_is_requested(monkeypatch: pytest.MonkeyPatch) -> None:
     for run_id in ("r1", "r2", "r3", "r4"):
         make_run(run_id, event("ended", state="SUCCEEDED"), name=f"run {run_id}")
     writer = write(make_run("r5"), event("state", state="RUNNING"))
@@ -152,7 +152,7 @@ def test_runs_are_found_by_id_prefix_and_name() -> None:
         runs.find("x")
 
 
-def test_what_is_attached_where_no_run_is_named() -> None:
+def test_without_a_name_attach_chooses_an_active_or_the_newest_run() -> None:
     ended = event("ended", state="SUCCEEDED")
     for number in (1, 2):
         make_run(f"r{number}", ended).write_context(RunContext(project="/here"))
@@ -176,7 +176,7 @@ def test_logs_are_read_by_rank() -> None:
         record.logs(2)
 
 
-def test_pruning_keeps_the_newest_and_what_runs() -> None:
+def test_pruning_keeps_the_newest_and_the_active_runs() -> None:
     ended = event("ended", state="SUCCEEDED")
     writer = write(make_run("r1"), event("state", state="RUNNING"))
     for run_id in ("r2", "r3", "r4"):
@@ -193,7 +193,7 @@ def test_pruning_bounds_the_size() -> None:
     assert [seen.id for seen in runs.runs()] == ["r2"]
 
 
-def test_a_full_disk_is_said_once_and_stops_nobody() -> None:
+def test_a_full_disk_is_reported_once_and_stops_no_run() -> None:
     said: list[str] = []
     folder = RunFolder.create("r1", PLAN, "")
     folder.events.symlink_to("/dev/full")
@@ -204,7 +204,7 @@ def test_a_full_disk_is_said_once_and_stops_nobody() -> None:
     assert said == [f"its file system is full ({folder.events})"]
 
 
-def test_a_disk_that_hangs_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_hangs_delays_no_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(journal, "CLOSE_S", 0.1)
     monkeypatch.setattr(journal, "WAITING_BYTES", 10_000)
     folder, said = RunFolder.create("r1", PLAN, ""), threading.Event()
@@ -220,7 +220,7 @@ def test_a_disk_that_hangs_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> N
     assert json.loads(lines[-1])["kind"] == "ended"
 
 
-def test_a_journal_is_bounded_and_still_says_how_the_run_ended() -> None:
+def test_a_journal_is_limited_but_has_the_end_of_the_run() -> None:
     said: list[str] = []
     folder = RunFolder.create("r1", PLAN, "")
     writer = JournalWriter(folder, said.append, limit_bytes=5 << 20)
@@ -236,7 +236,7 @@ def test_a_journal_is_bounded_and_still_says_how_the_run_ended() -> None:
 NESTED = b"[" * 3000 + b"]" * 3000
 
 
-def test_what_is_torn_is_read_as_far_as_it_goes() -> None:
+def test_damaged_lines_of_a_journal_are_skipped() -> None:
     folder = make_run("r1", event("state", state="RUNNING"))
     with folder.events.open("ab") as file:
         file.write(b'not JSON\n[1]\n{"kind": "state"}\n\xff\xfe\n{"kind": "lines", "li')
@@ -269,7 +269,7 @@ def test_two_kernels_prune_at_once() -> None:
     assert [seen.id for seen in runs.runs()] == ["r099"]
 
 
-def test_texts_that_no_codec_takes_are_escaped() -> None:
+def test_texts_that_cannot_be_encoded_are_escaped() -> None:
     inner = {"n\udce9": ["\udce9", "größe", 1]}
     seen = json.loads(encode(Display(data={"text/plain": "caf\udce9", "inner": inner})))["data"]
     assert seen["text/plain"] == "caf\\udce9"

@@ -44,7 +44,7 @@ with SummaryWriter(FOLDER) as writer:
 """
 
 
-def test_what_ranks_log_is_in_the_runs_table_and_head(notebook: Notebook, tmp_path: Path) -> None:
+def test_logged_values_are_in_the_runs_table_and_header(notebook: Notebook, tmp_path: Path) -> None:
     ahead = f"import os\nRANK, FOLDER = int(os.environ['RANK']), {str(tmp_path)!r}\n"
     outcome = notebook.run(ahead + TRAIN)
     assert outcome.error is None and outcome.run is not None
@@ -214,7 +214,7 @@ def test_a_value_that_the_gpu_lost_does_not_stop_the_heartbeats() -> None:
 
 
 @pytest.mark.usefixtures("gpu_scalars")
-def test_a_value_that_the_gpu_has_not_computed_is_sent_later_in_order() -> None:
+def test_a_value_that_the_gpu_has_not_computed_is_sent_later_and_in_order() -> None:
     buffer, queued = MetricBuffer(0), _GpuTensor(2.0, is_queued=True)
     for value in (1.0, queued):
         buffer.add({"loss": value}, None, False)
@@ -278,14 +278,14 @@ def test_a_restart_replaces_the_points_from_its_first_step_on() -> None:
     assert state.curves["loss"][0].points == [5.0, 4.0, 1.0, 0.5]
 
 
-def test_a_line_of_blocks_rises_and_has_gaps() -> None:
+def test_a_sparkline_rises_and_has_gaps() -> None:
     assert sparkline([0.0, 1.0, 2.0, 3.0]) == "▁▃▆█"
     assert sparkline([1.0, math.nan, 1.0]) == "▅ ▅"
     assert sparkline([math.nan]) == " " and sparkline([]) == ""
     assert len(sparkline([float(i) for i in range(1000)])) == 24
 
 
-def test_a_picture_has_a_line_for_each_rank_and_skips_what_is_no_number() -> None:
+def test_a_picture_has_a_curve_for_each_rank_and_skips_nan() -> None:
     address = svg_data_url([[0.0, 1.0, math.nan, 2.0, 3.0], [1.0, 1.0]])
     svg = base64.b64decode(address.partition(",")[2]).decode()
     assert svg.count("<polyline") == 3 and "nan" not in svg
@@ -304,7 +304,7 @@ def table_of(folder: Path, *points: MetricPoint) -> Path:
     return folder
 
 
-def test_a_restart_replaces_what_it_logs_again_and_a_torn_line_is_left_out(tmp_path: Path) -> None:
+def test_values_logged_again_replace_old_ones_and_torn_lines_are_skipped(tmp_path: Path) -> None:
     first = [MetricPoint("loss", step, 1.0, 5.0) for step in range(3)]
     again = MetricPoint("loss", 2, 0.25, 9.0)
     folder = table_of(tmp_path / "run", *first, again)

@@ -49,7 +49,7 @@ def test_a_restart_is_no_negative_rate() -> None:
     assert seconds == tuple(sorted(seconds))
 
 
-def test_it_is_a_figure_of_both() -> None:
+def test_the_figure_shows_waiting_and_rates() -> None:
     from matplotlib.figure import Figure
 
     figure = draw(journal(), "digits")

@@ -31,12 +31,12 @@ def test_ranks_are_added_up() -> None:
     assert train.mean.rate(train.mean.batches) == 10.0
 
 
-def test_a_report_takes_the_place_of_the_ranks_last_one() -> None:
+def test_a_report_replaces_the_ranks_previous_report() -> None:
     train = run_counts_of(data(0), data(0, batches=12)).loaders["train"]
     assert train.rank_total("batches") == 12
 
 
-def test_rates_are_of_the_last_seconds() -> None:
+def test_rates_cover_only_the_last_seconds() -> None:
     run_counts = run_counts_of(*(data(0, batches=5 * number, bytes=0) for number in range(20)))
     recent = run_counts.loaders["train"].recent
     assert recent.rate(recent.batches) == 5.0
@@ -45,26 +45,26 @@ def test_rates_are_of_the_last_seconds() -> None:
     assert recent.rate(recent.batches) < 1.0
 
 
-def test_units_go_on_from_a_state_that_all_ranks_loaded() -> None:
+def test_units_of_a_state_that_all_ranks_loaded_count_once() -> None:
     train = run_counts_of(data(0, resumed=100), data(1, resumed=100)).loaders["train"]
     assert train.units == 120
 
 
-def test_after_a_restart_ranks_begin_again() -> None:
+def test_after_a_restart_counts_begin_again() -> None:
     run_counts = run_counts_of(data(0), data(1), event("restart", attempt=1), data(0, batches=1))
     train = run_counts.loaders["train"]
     assert train.rank_total("batches") == 1
     assert train.recent.batches == 1
 
 
-def test_what_fetchers_hold_is_their_last_word() -> None:
+def test_ready_batches_are_those_of_the_last_reports() -> None:
     train = run_counts_of(fetched(0, ready=3), fetched(1, ready=5), fetched(0, ready=1)).loaders[
         "train"
     ]
     assert train.fetcher_total("ready") == 6
 
 
-def test_only_what_workers_did_while_ranks_were_fed_counts() -> None:
+def test_counts_of_workers_are_noted_at_the_first_and_the_last_batch() -> None:
     run_counts = run_counts_of(
         *(fetched(0, fetch_s=1.0), data(0, batches=1), fetched(0, fetch_s=2.0)),
         *(data(0, batches=2), fetched(0, fetch_s=9.0), data(0, batches=2)),

@@ -88,7 +88,7 @@ def far(home: RunFolder, plan: Plan, tmp_path: Path) -> Far:
     return Far(home, plan, tmp_path / "cache")
 
 
-def test_a_host_that_sees_the_folder_uses_it(home: RunFolder, plan: Plan) -> None:
+def test_a_host_that_shares_the_run_folder_uses_it(home: RunFolder, plan: Plan) -> None:
     spec = share_of(plan, str(home.path))
     files = HostFiles(spec, HERE, lambda request: pytest.fail(f"asked {request}"), print)
     here = files.copy_in(lambda: True)
@@ -97,7 +97,7 @@ def test_a_host_that_sees_the_folder_uses_it(home: RunFolder, plan: Plan) -> Non
     assert home.payload.exists()
 
 
-def test_another_runs_folder_of_the_same_path_is_not_it(
+def test_another_folder_with_the_path_of_the_run_folder_is_not_used(
     plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -111,7 +111,7 @@ def test_another_runs_folder_of_the_same_path_is_not_it(
     assert spec.notebook_log_path(1) == f"{other.path}/logs/rank-1.log"  # failures name it
 
 
-def test_what_ranks_read_comes_whole_and_for_the_user_alone(far: Far, home: RunFolder) -> None:
+def test_files_for_ranks_are_complete_and_private(far: Far, home: RunFolder) -> None:
     assert far.files.copy_in(lambda: True)
     for name in ("payload", "data/6162.loader", "data/empty"):
         assert (far.here / name).read_bytes() == (home.path / name).read_bytes()
@@ -120,7 +120,7 @@ def test_what_ranks_read_comes_whole_and_for_the_user_alone(far: Far, home: RunF
     assert not (far.here / "cell.py").exists()
 
 
-def test_a_run_that_is_ended_meanwhile_needs_no_more(far: Far) -> None:
+def test_copying_stops_if_the_run_has_ended(far: Far) -> None:
     assert not far.files.copy_in(lambda: False)
 
 
@@ -148,7 +148,7 @@ def test_logs_ledgers_and_the_result_go_back(
     assert not far.here.exists()
 
 
-def test_a_result_that_did_not_come_whole_is_not_there(far: Far, home: RunFolder) -> None:
+def test_an_incomplete_result_does_not_exist(far: Far, home: RunFolder) -> None:
     far.ask(writes("results/0-0-0", b"half", size=8))
     assert not (home.results / "0-0-0").exists()
     far.ask(writes("results/0-0-0", b"whole"))  # sent again
@@ -158,13 +158,13 @@ def test_a_result_that_did_not_come_whole_is_not_there(far: Far, home: RunFolder
 @pytest.mark.parametrize(
     "name", ["../x", "/etc/x", "plan.json", "payload", "logs/../../x.log", "logs/rank-0.log/x", ""]
 )
-def test_what_a_host_may_not_bring_is_refused(far: Far, name: str) -> None:
+def test_files_that_a_host_may_not_write_are_refused(far: Far, name: str) -> None:
     with pytest.raises(ProtocolError):
         far.ask(writes(name))
 
 
 @pytest.mark.parametrize("name", ["../x", "/etc/passwd", "events.jsonl", "data/../plan.json"])
-def test_what_a_host_may_not_read_is_refused(far: Far, name: str) -> None:
+def test_files_that_a_host_may_not_read_are_refused(far: Far, name: str) -> None:
     with pytest.raises(ProtocolError):
         far.ask(ReadFiles([(name, 0, 10)], root=FileRoot.RUN))
 

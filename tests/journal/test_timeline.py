@@ -87,7 +87,7 @@ assert any(event.key == "aten::add" for event in own.key_averages())
 """
 
 
-def test_a_profiler_of_the_program_itself_goes_first(notebook: Notebook) -> None:
+def test_a_note_says_that_the_programs_own_profiler_disables_profile(notebook: Notebook) -> None:
     outcome = notebook.run(OWN_PROFILER, "--profile 1")
     assert outcome.error is None and outcome.run is not None
     text = "--profile has recorded nothing: the program runs a profiler of its own"
@@ -112,15 +112,15 @@ def test_a_rank_waits_until_the_last_rank_joins_a_collective() -> None:
     assert times(trace(), late) == [(0, 60, 10, 30), (0, 90, 10, 0)]
 
 
-def test_work_beside_a_collective_is_compute() -> None:
+def test_work_during_a_collective_counts_as_compute() -> None:
     assert times(trace(work=[Span(50, 95)])) == [(0, 95, 5, 0)]
 
 
-def test_time_of_a_load_is_no_compute() -> None:
+def test_time_of_loading_does_not_count_as_compute() -> None:
     assert times(trace(loads=[Span(-20, 10), Span(5, 20)])) == [(20, 40, 40, 0)]
 
 
-def test_each_step_has_its_own_part_of_what_crosses_its_end() -> None:
+def test_a_span_across_the_end_of_a_step_is_divided() -> None:
     both = trace(
         steps={1: Span(0, 80), 2: Span(80, 120)}, collectives={"gloo:broadcast": [Span(60, 100)]}
     )
@@ -144,7 +144,7 @@ def event(name: str, ts: float, dur: float, cat: str = "user_annotation") -> dic
     return {"ph": "X", "name": name, "ts": ts, "dur": dur, "cat": cat, "pid": 7, "tid": 1}
 
 
-def test_kernels_of_a_gpu_count_and_not_the_operators_that_start_them() -> None:
+def test_gpu_kernels_count_but_not_the_operators_that_launch_them() -> None:
     found = timeline.trace_of(
         {
             "baseTimeNanoseconds": 5_000,
@@ -179,7 +179,7 @@ def test_kernels_of_a_gpu_count_and_not_the_operators_that_start_them() -> None:
         ([(0, 10), (12, 14)], [(0, 20)], []),
     ],
 )
-def test_parts_of_spans_are_removed(
+def test_subtract_spans_removes_parts_of_spans(
     spans: list[tuple[float, float]],
     removed: list[tuple[float, float]],
     left: list[tuple[float, float]],
@@ -198,7 +198,7 @@ def test_the_slowest_rank_is_the_one_that_waits_least_for_others(tmp_path: Path)
     assert only.summary == "rank 0 is slowest: busy 100.0 ms in each step"
 
 
-def test_traces_of_an_earlier_attempt_do_not_count(tmp_path: Path) -> None:
+def test_traces_of_an_earlier_attempt_are_ignored(tmp_path: Path) -> None:
     for attempt, name in ((0, "ProfilerStep#8"), (1, "ProfilerStep#9")):
         path = timeline.trace_file(tmp_path, attempt, 0)
         path.parent.mkdir(exist_ok=True)

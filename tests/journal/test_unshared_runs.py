@@ -77,7 +77,7 @@ float(result.sum())
     assert not list(RunFolder(run.path).path.rglob("*.part*"))
 
 
-def test_a_failure_shows_the_notebooks_lines_and_a_log_that_is_there(far: Notebook) -> None:
+def test_a_failure_shows_the_notebooks_lines_and_an_existing_log(far: Notebook) -> None:
     source = "print('before', flush=True)\nif rank == 1:\n    1 / 0\ndist.barrier()\n"
     outcome = far.run(MEET + source, "--pool far")
     assert isinstance(outcome.error, RankFailed)
@@ -87,7 +87,7 @@ def test_a_failure_shows_the_notebooks_lines_and_a_log_that_is_there(far: Notebo
     assert "before" in Path(first["log_path"]).read_text()
 
 
-def test_all_start_again_from_what_is_there(far: Notebook) -> None:
+def test_a_restart_on_hosts_without_shared_files_succeeds(far: Notebook) -> None:
     source = """
 attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
 if rank == 1 and attempt == 0:
@@ -107,7 +107,7 @@ taas.register(loader)
 """
 
 
-def test_a_session_keeps_variables_and_a_loader_where_nothing_is_shared(far: Notebook) -> None:
+def test_a_session_on_unshared_hosts_keeps_variables_and_a_loader(far: Notebook) -> None:
     far.define(LOADER)
     source = "batches = iter(loader)\nhere = os.uname().nodename\ngot = [next(batches).tolist()]\n"
     flags = "--pool far --session away --out got@all,here@all"

@@ -42,7 +42,7 @@ def old_pythons() -> list[str]:
     return [name for name in ["python2", "python3.6", "python3.7", *found] if works(name)]
 
 
-def test_a_host_says_what_its_python_finds(shell: SubShell, tmp_path: Path) -> None:
+def test_a_host_reports_what_its_python_finds(shell: SubShell, tmp_path: Path) -> None:
     facts = ask_host(
         shell, sys.executable, ["psutil", "no-such"], ["torch", "no_such"], mark=str(tmp_path)
     )
@@ -56,7 +56,7 @@ def test_a_host_says_what_its_python_finds(shell: SubShell, tmp_path: Path) -> N
     assert facts.cores >= 1 and facts.free_bytes > 0
 
 
-def test_this_machine_is_asked_without_a_shell(shell: SubShell) -> None:
+def test_facts_of_this_machine_need_no_shell(shell: SubShell) -> None:
     here, there = of_this_machine("here"), ask_host(shell, sys.executable)
     assert (here.python, here.torch, here.gpus) == (there.python, there.torch, there.gpus)
 
@@ -81,13 +81,13 @@ def test_the_kernels_own_digest_is_that_of_a_host_with_the_same_files(shell: Sub
     )
 
 
-def test_a_cache_that_cannot_be_written_is_said(shell: SubShell, tmp_path: Path) -> None:
+def test_a_cache_that_cannot_be_written_is_reported(shell: SubShell, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     shell.environ["XDG_CACHE_HOME"] = str(tmp_path / "file")
     assert "directory" in ask_host(shell, sys.executable).cache_error
 
 
-def test_an_old_python_says_that_it_is_old(shell: SubShell) -> None:
+def test_an_old_python_is_reported_as_old(shell: SubShell) -> None:
     if not (found := old_pythons()):
         pytest.skip("no Python older than 3.8 on this machine")
     for python in found:
@@ -99,7 +99,7 @@ def test_an_old_python_says_that_it_is_old(shell: SubShell) -> None:
     ("python", "said"),
     [("/no/such/python3", "there is no Python"), ("false", "exit code 1"), ("cat", "exit code 0")],
 )
-def test_a_python_that_is_none_is_named_with_its_host(
+def test_a_command_that_is_no_python_is_named_with_its_host(
     python: str, said: str, shell: SubShell
 ) -> None:
     with pytest.raises(PoolError, match=f"^host there: .*{said}"):

@@ -74,7 +74,7 @@ def test_each_finding_says_what_and_what_to_do(
     assert (found.level, what in found.what, todo in found.todo) == (level, True, True)
 
 
-def test_an_old_python_that_says_nothing_else_gives_one_finding() -> None:
+def test_an_old_python_without_further_facts_gives_one_finding() -> None:
     (found,) = find_problems(HostFacts("gpu1", "2.7.18"), KERNEL, gpus=8)
     assert found.level == ERROR and "Python 2.7.18 there" in found.what
 

@@ -57,7 +57,7 @@ def test_hosts_are_asked_at_the_same_time(pools: list[PoolConfig], tmp_path: Pat
         assert local.is_fit and local.facts and local.facts.taas_digest == here.taas_digest
 
 
-def test_whoever_gives_up_leaves_nobody_asking(tmp_path: Path) -> None:
+def test_an_interrupt_stops_all_connections(tmp_path: Path) -> None:
     """docs/faults.md 35: an interrupt stops the open connections and does not wait for them."""
     stopped: list[threading.Event] = []
 

@@ -108,7 +108,7 @@ def test_another_torch_is_refused_with_both_versions(remote: Notebook, hosts: Ho
 
 
 @pytest.mark.fault(30)
-def test_the_check_shows_all_hosts_with_what_to_do(remote: Notebook, hosts: Hosts) -> None:
+def test_the_check_shows_all_hosts_with_advice(remote: Notebook, hosts: Hosts) -> None:
     report = pools.check(load_config(remote.project), ["bare", "other"])
     text = str(report)
     lines = text.splitlines()
@@ -132,7 +132,7 @@ def test_another_python_is_refused_with_both_versions(remote: Notebook, hosts: H
     assert f"Name a Python {major_minor(this_kernel().python)} of that host" in text
 
 
-def test_a_host_that_is_down_does_not_keep_the_others_from_answering(
+def test_a_host_that_is_down_does_not_delay_the_facts_of_other_hosts(
     notebook: Notebook, pythons: dict[str, Path]
 ) -> None:
     with hosts_up(2, keep=[pythons["bare"].parents[1]]) as hosts:

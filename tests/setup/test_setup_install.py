@@ -87,7 +87,9 @@ print(found.load()(), found.load().__module__)
 
 
 @pytest.mark.nightly
-def test_a_bare_python_gets_all_that_the_host_side_imports(bare: Path, tmp_path: Path) -> None:
+def test_a_python_with_only_torch_gets_all_packages_that_a_host_imports(
+    bare: Path, tmp_path: Path
+) -> None:
     shell = SubShell(tmp_path / "home", environ={"PYTHONPATH": "/its/own"})
     entries = prepare(shell, pool_of(bare))
     deps, ours, own = entries
@@ -104,7 +106,7 @@ def test_a_bare_python_gets_all_that_the_host_side_imports(bare: Path, tmp_path:
     assert [*(shell.home / ".cache/taas").iterdir()] == [shell.home / ".cache/taas/site"]
 
 
-def test_an_environment_that_has_it_all_is_used_as_it_is(tmp_path: Path) -> None:
+def test_a_complete_environment_is_used_unchanged(tmp_path: Path) -> None:
     shell = SubShell(tmp_path / "home", environ={"PYTHONPATH": str(Path(__file__).parents[2])})
     assert prepare(shell, pool_of(Path(sys.executable))) == () and shell.puts == []
     assert ask_host(shell, sys.executable).taas_digest == this_kernel().taas_digest
@@ -125,7 +127,9 @@ def test_the_hosts_own_pip_comes_first(with_pip: Path, tmp_path: Path) -> None:
     assert "pip" in (Path(cache) / "site/demo-1/demo/__init__.py").read_text()
 
 
-def test_without_an_index_files_go_from_here(with_pip: Path, tmp_path: Path) -> None:
+def test_without_a_package_index_files_are_sent_from_this_machine(
+    with_pip: Path, tmp_path: Path
+) -> None:
     environ = {"PIP_CONFIG_FILE": "/dev/null", "PIP_INDEX_URL": "http://127.0.0.1:9/simple"}
     shell = SubShell(tmp_path / "home", environ=environ)
     cache = ask_host(shell, str(with_pip)).cache
@@ -134,7 +138,7 @@ def test_without_an_index_files_go_from_here(with_pip: Path, tmp_path: Path) -> 
     assert len(shell.puts) == 1 and site_of(shell) == {"demo-1"}
 
 
-def test_a_transfer_that_breaks_leaves_nothing(bare: Path, tmp_path: Path) -> None:
+def test_a_broken_transfer_leaves_no_file(bare: Path, tmp_path: Path) -> None:
     shell = SubShell(tmp_path / "home", sent_bytes=20)
     cache = ask_host(shell, str(bare)).cache
     with pytest.raises(PoolError, match=r"host there: .*demo-1.*was damaged in transit"):
@@ -164,7 +168,7 @@ def test_hosts_that_share_a_home_may_install_at_once(bare: Path, tmp_path: Path)
     assert not failed and site_of(shells[0]) == {"demo-1"} and os.listdir(cache) == ["site"]
 
 
-def test_what_was_cut_off_long_ago_is_swept(tmp_path: Path) -> None:
+def test_an_old_incomplete_installation_is_removed(tmp_path: Path) -> None:
     site = tmp_path / "site"
     old, young = site / ".new-old", site / ".new-young"
     for folder in (old, young):
@@ -175,7 +179,9 @@ def test_what_was_cut_off_long_ago_is_swept(tmp_path: Path) -> None:
     assert os.listdir(site) == [".new-young"]
 
 
-def test_what_goes_while_others_are_swept_keeps_nobody_from_installing(tmp_path: Path) -> None:
+def test_a_folder_that_disappears_during_the_removal_does_not_stop_an_installation(
+    tmp_path: Path,
+) -> None:
     site, bundle = tmp_path / "site", tmp_path / "bundle.zip"
     site.mkdir()
     (site / ".new-listed").symlink_to("gone")  # like a folder that was renamed after it was listed
@@ -186,7 +192,7 @@ def test_what_goes_while_others_are_swept_keeps_nobody_from_installing(tmp_path:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small disk needs root")
-def test_a_disk_that_fills_up_is_said_and_nothing_is_left(bare: Path, tmp_path: Path) -> None:
+def test_a_full_disk_is_reported_and_no_file_is_left(bare: Path, tmp_path: Path) -> None:
     disk = tmp_path / "disk"
     disk.mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m", "none", disk], check=True)

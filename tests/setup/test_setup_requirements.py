@@ -22,7 +22,7 @@ HERE = {
 }
 
 
-def test_what_packages_require_is_needed_too_and_torch_never() -> None:
+def test_requirements_of_packages_are_needed_too_except_torch() -> None:
     needs = packages_needed(HERE.get)
     assert list(needs) == ["dask", "distributed", "not-here", "zict"]
     assert needs["zict"].allowed == SpecifierSet(">=3,<5") and needs["zict"].pin == "zict==4.0"
@@ -44,19 +44,19 @@ def test_a_checkout_that_was_never_installed_says_what_to_do() -> None:
         ({}, ["dask", "distributed", "not-here", "zict"]),
     ],
 )
-def test_what_is_missing_or_of_a_wrong_version_is_lacking(
+def test_a_package_is_lacking_if_it_is_missing_or_has_a_wrong_version(
     there: dict[str, str], names: list[str]
 ) -> None:
     needs = packages_needed(HERE.get)
     assert [each.name for each in lacking(needs, HostFacts("h", "3.11", versions=there))] == names
 
 
-def test_a_release_candidate_that_fits_will_do() -> None:
+def test_a_release_candidate_may_meet_a_requirement() -> None:
     assert RequiredPackage("x", "1.0", SpecifierSet(">=1.0")).is_met_by("2.0rc1")
     assert not RequiredPackage("x", "1.0", SpecifierSet(">=1.0")).is_met_by("")
 
 
-def test_this_environment_has_all_that_it_needs_itself() -> None:
+def test_this_environment_meets_its_own_requirements() -> None:
     needs = packages_needed()
     versions = {name: importlib.metadata.version(name) for name in needs}
     assert lacking(needs, HostFacts("h", "3.11", versions=versions)) == ()

@@ -57,7 +57,9 @@ def names_in(bundle: bytes) -> set[str]:
         ({"glibc": ""}, "its C library is not glibc, but this machine's is glibc 2."),
     ],
 )
-def test_a_host_of_another_kind_is_told_what_to_install(kind: dict[str, str], why: str) -> None:
+def test_the_message_for_another_kind_of_host_names_the_packages(
+    kind: dict[str, str], why: str
+) -> None:
     packages = [
         RequiredPackage("psutil", "1.0", SpecifierSet()),
         RequiredPackage("zict", "", SpecifierSet(">=3")),
@@ -79,7 +81,7 @@ def test_a_newer_c_library_loads_the_packages_of_this_machine() -> None:
     assert "sortedcontainers/__init__.py" in names
 
 
-def test_files_of_this_environment_go_where_they_fit() -> None:
+def test_the_installed_files_of_a_package_are_found() -> None:
     files = installed_files("psutil")
     assert files and any(path.startswith("psutil/_psutil_linux") for path in files)
     assert any(path.endswith(".dist-info/METADATA") for path in files)
@@ -107,7 +109,7 @@ def test_a_package_that_was_built_here_is_fetched_once(
 
 
 @pytest.mark.process
-def test_a_wheel_that_is_nowhere_says_host_package_and_what_to_do(index: Path) -> None:
+def test_the_error_for_a_missing_wheel_names_host_and_package_and_advises(index: Path) -> None:
     make_wheel(index, "no_such", "cp311-cp311-win_amd64", {"no_such/__init__.py": ""})
     with pytest.raises(PoolError, match=r"^host near: ") as error:
         bundle_for([RequiredPackage("no-such", "1.0", SpecifierSet())], HERE)
@@ -128,7 +130,7 @@ def test_a_wheel_is_laid_out_as_when_it_is_installed(index: Path) -> None:
     assert b"3" not in found.values()
 
 
-def test_our_own_bundle_is_this_code() -> None:
+def test_the_bundle_contains_this_package() -> None:
     names = names_in(our_bundle())
     assert {"taas_magic/host/supervisor.py", "taas.py"} <= names
     assert not any("__pycache__" in name for name in names)

@@ -121,7 +121,7 @@ def test_a_command_gets_its_input_and_gives_output_and_exit_code(
     connection.close()
 
 
-def test_files_are_the_users_alone_and_whole(hosts: Hosts, tmp_path: Path) -> None:
+def test_sent_files_are_private_and_complete(hosts: Hosts, tmp_path: Path) -> None:
     connection = opened(target(hosts, tmp_path))
     connection.put(b"x" * 100_000, "one")
     connection.put(b"y" * 100_000, "/root/two")
@@ -187,7 +187,7 @@ def test_a_new_host_key_is_added_if_the_configuration_allows_it(
     )
 
 
-def test_host_keys_are_known_as_ssh_knows_them(hosts: Hosts, tmp_path: Path) -> None:
+def test_host_keys_are_found_as_ssh_finds_them(hosts: Hosts, tmp_path: Path) -> None:
     key = (hosts.state / "host_key.pub").read_text()
     known, address = tmp_path / "known_hosts", hosts.address(1)
     where = target(hosts, tmp_path, first=f"UserKnownHostsFile {known}")
@@ -268,13 +268,13 @@ def with_key(hosts: Hosts, tmp_path: Path, key: Path, only: bool) -> SshTarget:
 
 
 @pytest.mark.usefixtures("agent")
-def test_an_agents_key_is_taken(hosts: Hosts, tmp_path: Path) -> None:
+def test_a_key_of_the_agent_is_used(hosts: Hosts, tmp_path: Path) -> None:
     add_to_agent(hosts.state / "id_ed25519")
     lets_in(with_key(hosts, tmp_path, Path("/nowhere/id"), only=False))
 
 
 @pytest.mark.usefixtures("agent")
-def test_a_file_says_which_of_the_agents_keys_is_meant(hosts: Hosts, tmp_path: Path) -> None:
+def test_an_identity_file_selects_a_key_of_the_agent(hosts: Hosts, tmp_path: Path) -> None:
     """The IdentityFile selects one of the agent's 8 keys: a host accepts only 6 attempts."""
     rigs = hosts.state / "id_ed25519"
     add_to_agent(*(make_key(tmp_path / f"other{number}") for number in range(7)), rigs)
@@ -292,7 +292,7 @@ def test_a_file_says_which_of_the_agents_keys_is_meant(hosts: Hosts, tmp_path: P
 
 
 @pytest.mark.parametrize("answer", [b"", b"\0\0\0\1\5"], ids=["silence", "a refusal"])
-def test_an_agent_that_says_no_keys_keeps_nobody_out(
+def test_an_agent_that_does_not_answer_does_not_prevent_a_login(
     hosts: Hosts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: bytes
 ) -> None:
     """For example, an agent does not answer if it was forwarded from a machine that now sleeps."""
@@ -320,7 +320,7 @@ def test_an_agent_that_says_no_keys_keeps_nobody_out(
         visitor.close()
 
 
-def test_include_and_match_lead_there_as_with_ssh(hosts: Hosts, tmp_path: Path) -> None:
+def test_include_and_match_apply_as_with_ssh(hosts: Hosts, tmp_path: Path) -> None:
     """`Match exec` runs its command. `Match final` applies after all other entries."""
     part = tmp_path / "part.conf"
     part.write_text(f"Host lab\n  HostName {hosts.address(1)}\n")
@@ -344,7 +344,9 @@ def test_a_host_behind_another_is_reached_through_it(hosts: Hosts, tmp_path: Pat
 
 
 @pytest.mark.parametrize("command", ["{}", "sh -c 'trap \"\" TERM; {}; exec sleep 600'"])
-def test_a_proxy_command_leads_there(hosts: Hosts, tmp_path: Path, command: str) -> None:
+def test_a_host_is_reached_through_a_proxy_command(
+    hosts: Hosts, tmp_path: Path, command: str
+) -> None:
     """The second proxy command ignores SIGTERM and the end of its input. So it must be killed."""
     command = command.format(f"ssh -F {hosts.ssh_config} -W %h:%p {hosts.name(1)}")
     first = f"Host {hosts.name(2)}\nProxyCommand {command}\nHost *"
@@ -353,14 +355,14 @@ def test_a_proxy_command_leads_there(hosts: Hosts, tmp_path: Path, command: str)
     connection.close()
 
 
-def test_a_host_that_is_not_there_is_named(hosts: Hosts, tmp_path: Path) -> None:
+def test_an_unreachable_host_is_named(hosts: Hosts, tmp_path: Path) -> None:
     where = target(hosts, tmp_path, 1, "Port 4\n")
     assert f"host {hosts.name(1)}: {hosts.address(1)}:4 cannot be reached" in refusal(where)
     assert "cannot resolve host " in refusal(asked("nowhere.invalid", hosts.ssh_config))
     assert "('gpu1..lab'): " in refusal(asked("gpu1..lab", hosts.ssh_config))
 
 
-def test_of_two_addresses_one_may_be_dead(
+def test_one_of_two_addresses_may_be_unreachable(
     hosts: Hosts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     addresses = [(hosts.address(number), 22) for number in (2, 1)]
@@ -385,7 +387,7 @@ def test_a_process_with_many_open_files_connects(hosts: Hosts, tmp_path: Path) -
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
-def test_a_port_that_speaks_no_ssh_is_named(hosts: Hosts, tmp_path: Path) -> None:
+def test_a_port_without_ssh_is_named(hosts: Hosts, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         where = target(hosts, tmp_path, 1, f"Port {port}\nHostName 127.0.0.1\n")
@@ -423,7 +425,7 @@ def test_a_time_limit_names_the_host(hosts: Hosts, tmp_path: Path) -> None:
             connect(target(hosts, tmp_path, 1, f"{first}\nConnectTimeout 2"), threading.Event())
 
 
-def test_a_cut_is_noticed(hosts: Hosts, tmp_path: Path) -> None:
+def test_a_broken_network_closes_the_connection(hosts: Hosts, tmp_path: Path) -> None:
     connection = connect(target(hosts, tmp_path, 2), threading.Event(), HUNG_S, silence_s=3)
     with in_a_hole(hosts, 2):
         connection.transport.join(HUNG_S)
@@ -450,7 +452,7 @@ def test_a_connection_may_end_while_a_command_gets_its_input(
     connection.close()
 
 
-def test_what_is_lost_is_sent_again_each_second(hosts: Hosts, tmp_path: Path) -> None:
+def test_lost_data_are_sent_again_every_second(hosts: Hosts, tmp_path: Path) -> None:
     connection = connect(target(hosts, tmp_path, 2), threading.Event(), HUNG_S, silence_s=60)
     sock = connection.transport.sock
     assert isinstance(sock, socket.socket)
@@ -507,7 +509,9 @@ def talk_to(connection: Connection, port: int, server: socket.socket) -> tuple[b
     return said[0], heard
 
 
-def test_a_port_of_the_host_leads_back_here(hosts: Hosts, tmp_path: Path) -> None:
+def test_a_tunnel_leads_from_a_port_of_the_host_to_this_machine(
+    hosts: Hosts, tmp_path: Path
+) -> None:
     connection = opened(target(hosts, tmp_path))
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = open_tunnel(connection, *server.getsockname())
@@ -515,7 +519,9 @@ def test_a_port_of_the_host_leads_back_here(hosts: Hosts, tmp_path: Path) -> Non
     connection.close()
 
 
-def test_each_port_leads_to_its_own_place_until_it_is_closed(hosts: Hosts, tmp_path: Path) -> None:
+def test_each_tunnel_leads_to_its_own_address_until_it_is_closed(
+    hosts: Hosts, tmp_path: Path
+) -> None:
     connection = opened(target(hosts, tmp_path))
     with (
         socket.create_server(("127.0.0.1", 0)) as first,
@@ -532,7 +538,9 @@ def test_each_port_leads_to_its_own_place_until_it_is_closed(hosts: Hosts, tmp_p
     connection.close()
 
 
-def test_a_host_that_forwards_no_ports_is_told_how_to(hosts: Hosts, tmp_path: Path) -> None:
+def test_the_error_for_a_host_without_port_forwarding_says_how_to_allow_it(
+    hosts: Hosts, tmp_path: Path
+) -> None:
     with another_sshd(hosts, tmp_path, "1i DisableForwarding yes") as where:
         connection = opened(where)
         with pytest.raises(PoolError, match="AllowTcpForwarding"):
@@ -562,7 +570,7 @@ def another_sshd(hosts: Hosts, tmp_path: Path, change: str) -> Iterator[SshTarge
         eventually(lambda: not answers(socket.AF_INET, place))  # the next sshd needs the port
 
 
-def test_files_arrive_where_there_is_no_sftp_and_a_login_script_prints(
+def test_files_arrive_without_sftp_and_although_a_login_script_prints(
     hosts: Hosts, tmp_path: Path
 ) -> None:
     script = "echo Welcome, $USER; echo and mind the disk >&2"
@@ -577,12 +585,14 @@ def test_files_arrive_where_there_is_no_sftp_and_a_login_script_prints(
         hosts.exec(2, "rm", "/root/.bashrc")
 
 
-def test_many_at_once_get_in_where_few_may_log_in_at_a_time(hosts: Hosts, tmp_path: Path) -> None:
+def test_many_connections_succeed_although_sshd_allows_few_logins_at_a_time(
+    hosts: Hosts, tmp_path: Path
+) -> None:
     with another_sshd(hosts, tmp_path, "s/^MaxStartups.*/MaxStartups 10:100:10/") as where:
         assert len(opened_at_once(where, 32)) == 32
 
 
-def test_32_hosts_at_once(hosts: Hosts, tmp_path: Path) -> None:
+def test_32_connections_can_be_opened_at_once(hosts: Hosts, tmp_path: Path) -> None:
     where, before = target(hosts, tmp_path), len(os.listdir("/proc/self/fd"))
     assert len(opened_at_once(where, 32)) == 32
     assert len(os.listdir("/proc/self/fd")) < before + 32

@@ -141,7 +141,7 @@ def open_files(process: psutil.Process) -> list[str]:
     return []
 
 
-def test_a_cell_runs_there(remote: Remote, hosts: Hosts) -> None:
+def test_ranks_of_a_cell_run_on_an_ssh_host(remote: Remote, hosts: Hosts) -> None:
     cell = "import os, socket\nprint(socket.gethostname(), os.environ['RANK'])"
     outcome = remote.run(cell, "both", gpus=2)
     assert outcome.error is None
@@ -157,7 +157,7 @@ def environ(process: psutil.Process) -> str:
 
 
 @pytest.mark.nightly
-def test_ranks_of_two_hosts_meet(remote: Remote, hosts: Hosts) -> None:
+def test_ranks_of_two_hosts_communicate(remote: Remote, hosts: Hosts) -> None:
     cell = """
 import os, socket, torch, torch.distributed as dist
 dist.init_process_group("gloo")
@@ -216,7 +216,7 @@ def speaks_without_key(address: str, port: int) -> bool:
 
 @pytest.mark.nightly
 @pytest.mark.fault(51)
-def test_an_unknown_key_is_told_and_mended_without_a_restart(
+def test_an_unknown_host_key_is_reported_and_can_be_added_without_a_restart(
     remote: Remote, hosts: Hosts, tmp_path: Path
 ) -> None:
     known = tmp_path / "known_hosts"
@@ -321,7 +321,7 @@ def test_a_host_that_is_down_is_replaced_by_another(remote: Remote, hosts: Hosts
         hosts.exec(3, "iptables", "-D", *rule.split())
 
 
-def test_cores_and_gpus_are_asked_of_a_host_once(remote: Remote, hosts: Hosts) -> None:
+def test_a_host_is_asked_for_cores_and_gpus_only_once(remote: Remote, hosts: Hosts) -> None:
     remote.pool("asked", 1, 2, cores=None, gpus=None)
     config = remote.config.pools["asked"]
     hosts.cut(1)
@@ -395,7 +395,7 @@ def test_a_killed_pool_process_leaves_clean_hosts(remote: Remote, hosts: Hosts) 
 
 
 @pytest.mark.nightly
-def test_a_pool_that_hangs_leaves_clean_hosts(remote: Remote, hosts: Hosts) -> None:
+def test_hosts_of_a_hanging_pool_end_their_processes(remote: Remote, hosts: Hosts) -> None:
     assert remote.run("1", "three").error is None
     process = remote.pool_process("three")
     process.suspend()

@@ -99,7 +99,7 @@ def check(notebook: NotebookNode) -> None:
 
 @pytest.mark.nightly
 @pytest.mark.network
-def test_it_trains_on_hosts_that_share_nothing(folder: tuple[Path, Hosts]) -> None:
+def test_the_notebook_trains_on_hosts_that_share_nothing(folder: tuple[Path, Hosts]) -> None:
     path, _ = folder
     settings = path / "taas.toml"
     text = settings.read_text()
@@ -129,7 +129,7 @@ def test_a_killed_kernel_leaves_clean_hosts(folder: tuple[Path, Hosts]) -> None:
 
 @pytest.mark.nightly
 @pytest.mark.network
-def test_a_detached_run_on_hosts_goes_on_when_its_kernel_is_killed(
+def test_a_detached_run_on_hosts_continues_when_its_kernel_is_killed(
     folder: tuple[Path, Hosts], tmp_path: Path
 ) -> None:
     path, _ = folder

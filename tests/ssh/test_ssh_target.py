@@ -67,7 +67,7 @@ def place(found: SshTarget) -> str:
         ("ada@lab.org@gpu9:2222", "ada@lab.org@gpu9:2222"),
     ],
 )
-def test_what_the_user_writes_goes_before_the_configuration(
+def test_settings_of_the_pool_override_the_ssh_configuration(
     tmp_path: Path, host: str, where: str
 ) -> None:
     assert place(target(tmp_path, host)) == where
@@ -83,7 +83,7 @@ def test_keys_and_known_hosts_are_those_of_the_configuration(tmp_path: Path) -> 
 
 
 @pytest.mark.process
-def test_jumps_lead_through_each_other(tmp_path: Path) -> None:
+def test_several_jump_hosts_form_a_chain(tmp_path: Path) -> None:
     found = target(tmp_path, "inner")
     assert found.jump is not None and found.jump.jump is not None
     assert place(found.jump) == "bob@gate2:2222"
@@ -93,14 +93,14 @@ def test_jumps_lead_through_each_other(tmp_path: Path) -> None:
 
 
 @pytest.mark.process
-def test_none_means_none(tmp_path: Path) -> None:
+def test_the_value_none_disables_jump_and_proxy_command(tmp_path: Path) -> None:
     found = target(tmp_path, "direct")
     assert found.jump is None and found.proxy_command is None
 
 
 @pytest.mark.process
 @pytest.mark.parametrize("host", ["one", "a b", "", "host:port"])
-def test_what_makes_no_sense_is_refused(tmp_path: Path, host: str) -> None:
+def test_invalid_settings_are_refused(tmp_path: Path, host: str) -> None:
     with pytest.raises(UsageError):
         target(tmp_path, host)
 
@@ -138,7 +138,7 @@ def test_a_slow_command_of_the_configuration_is_ended(
     eventually(lambda: not psutil.pid_exists(pid))
 
 
-def test_without_ssh_only_what_the_user_wrote_counts(
+def test_without_the_ssh_command_only_settings_of_the_pool_apply(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "config"

@@ -31,7 +31,7 @@ def rank(base: Path) -> Iterator[ProtectedProcess]:
         yield process
 
 
-def test_rank_0s_file_is_the_one_that_is_read(base: Path, rank: ProtectedProcess) -> None:
+def test_other_ranks_read_the_file_of_rank_0(base: Path, rank: ProtectedProcess) -> None:
     rank.call(sights.saves, "m.pt", 1.0)
     assert rank.call(sights.loads, "m.pt") == 1.0
     sights.saves(base / "store" / "m.pt", 0.0)
@@ -40,7 +40,7 @@ def test_rank_0s_file_is_the_one_that_is_read(base: Path, rank: ProtectedProcess
     assert rank.call(sights.loads, "m.pt") == 0.0
 
 
-def test_what_every_rank_does_fails_on_none(base: Path, rank: ProtectedProcess) -> None:
+def test_a_call_that_every_rank_makes_fails_on_no_rank(base: Path, rank: ProtectedProcess) -> None:
     """All ranks create, remove or rename the same paths. Rank 0 was the first.
 
     So the folder already exists and the files are gone, but other ranks get no error.
@@ -105,7 +105,7 @@ def test_libraries_that_open_files_themselves_are_redirected(
     assert tree_of(base / "store") == before
 
 
-def test_what_the_system_refuses_says_the_rule(base: Path) -> None:
+def test_an_error_of_the_system_names_the_rule(base: Path) -> None:
     protection = strongest_protection()
     if protection is StoreProtection.PYTHON:
         pytest.skip("the system holds nothing here")
@@ -119,7 +119,7 @@ def test_what_the_system_refuses_says_the_rule(base: Path) -> None:
         assert "`if rank == 0:`" in told and "--shared-writes" in told
 
 
-def test_a_program_that_the_mount_refuses_says_the_rule(base: Path) -> None:
+def test_an_error_of_a_program_names_the_rule(base: Path) -> None:
     protection = strongest_protection()
     if protection not in (StoreProtection.MOUNT, StoreProtection.USER_MOUNT):
         pytest.skip("no mount protects the store here")
@@ -131,13 +131,13 @@ def test_a_program_that_the_mount_refuses_says_the_rule(base: Path) -> None:
     assert "only rank 0 writes to the project store" in told
 
 
-def test_a_path_is_noted_once(base: Path, rank: ProtectedProcess) -> None:
+def test_a_written_path_is_recorded_once(base: Path, rank: ProtectedProcess) -> None:
     for value in range(3):
         rank.call(sights.saves, "m.pt", value)
     assert rank.call(protected.kept_out) == [str(base / "store" / "m.pt")]
 
 
-def test_a_huge_file_is_not_copied_to_be_changed(base: Path, rank: ProtectedProcess) -> None:
+def test_changing_a_huge_file_is_refused(base: Path, rank: ProtectedProcess) -> None:
     with (base / "store" / "huge.bin").open("wb") as file:
         file.truncate(redirect.COPY_LIMIT_BYTES + 1)
     with pytest.raises(Raised, match="open it for reading") as caught:
@@ -145,7 +145,7 @@ def test_a_huge_file_is_not_copied_to_be_changed(base: Path, rank: ProtectedProc
     assert caught.value.etype == "PermissionError" and "huge.bin" in caught.value.text
 
 
-def test_rank_0_writes_and_is_noted(base: Path) -> None:
+def test_writes_of_rank_0_are_recorded(base: Path) -> None:
     setting = Setting(str(base / "store"), str(base / "scratch"), StoreProtection.PYTHON, rank=0)
     with protected.protected_process(setting) as rank:
         rank.call(sights.saves, "m.pt", 2.0)
@@ -156,7 +156,7 @@ def test_rank_0_writes_and_is_noted(base: Path) -> None:
     assert written == [str(base / "store" / name) for name in ("m.pt", "renamed.bin")]
 
 
-def test_torchs_pathless_error_gets_its_path(base: Path) -> None:
+def test_the_path_is_added_to_torchs_error(base: Path) -> None:
     setting = Setting(str(base / "store"), str(base / "scratch"), StoreProtection.PYTHON, rank=0)
     with protected.protected_process(setting) as rank, pytest.raises(Raised) as caught:
         rank.call(sights.writes_by_torch, str(base / "outside" / "missing" / "m.pt"))

@@ -98,7 +98,7 @@ def test_discard_lets_python_go_on_and_the_system_refuses_the_rest(
 
 
 @pytest.mark.parametrize("which", ["mount", "landlock"])
-def test_refuse_refuses_all(base: Path, user: User, which: str) -> None:
+def test_with_refuse_all_writes_raise(base: Path, user: User, which: str) -> None:
     tried = [*attempts.PYTHON, *attempts.SYSTEM]
     with protected_rank(base, user, protection_of(user, which), writes="refuse") as rank:
         assert refused_of(rank, tried, base / "store") == names(tried)
@@ -115,13 +115,13 @@ def test_the_system_alone_refuses_all(base: Path, user: User, which: str) -> Non
 
 
 @pytest.mark.parametrize("writes", ["discard", "refuse"])
-def test_python_alone_holds_what_is_python(base: Path, user: User, writes: str) -> None:
+def test_python_alone_refuses_writes_of_python(base: Path, user: User, writes: str) -> None:
     with protected_rank(base, user, StoreProtection.PYTHON, writes=writes) as rank:
         refused = refused_of(rank, attempts.PYTHON, base / "store")
     assert refused == (names(attempts.PYTHON) if writes == "refuse" else [])
 
 
-def test_a_mount_holds_attributes_too(base: Path, user: User) -> None:
+def test_a_mount_also_protects_attributes(base: Path, user: User) -> None:
     with protected_rank(base, user, protection_of(user, "mount")) as rank:
         refused = refused_of(rank, attempts.ATTRIBUTES, base / "store")
     assert refused == names(attempts.ATTRIBUTES)
@@ -170,7 +170,7 @@ def test_a_shared_folder_is_open_to_all(base: Path, user: User, which: str) -> N
     assert (base / "store/folder/inner.txt").read_text() == "mine"
 
 
-def test_a_shard_of_a_checkpoint_is_never_lost_in_silence(base: Path, user: User) -> None:
+def test_a_shard_of_a_checkpoint_that_would_be_lost_raises(base: Path, user: User) -> None:
     with (
         protected_rank(base, user, StoreProtection.PYTHON) as rank,
         pytest.raises(Raised) as caught,
@@ -181,7 +181,7 @@ def test_a_shard_of_a_checkpoint_is_never_lost_in_silence(base: Path, user: User
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root to mount")
-def test_what_is_mounted_in_the_store_is_read_only_too(base: Path) -> None:
+def test_mounts_in_the_store_are_read_only_too(base: Path) -> None:
     inner = base / "store" / "with space"
     inner.mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "-o", "nosuid", "none", inner], check=True)
@@ -196,7 +196,9 @@ def test_what_is_mounted_in_the_store_is_read_only_too(base: Path) -> None:
     assert "Read-only file system" in caught.value.text
 
 
-def test_the_guard_leaves_no_mount_and_keeps_the_tie_to_the_parent(base: Path, user: User) -> None:
+def test_protection_leaves_no_mount_and_keeps_the_parent_death_signal(
+    base: Path, user: User
+) -> None:
     before = mounts_in(base)
     with protected_rank(base, user, protection_of(user, "mount")) as rank:
         assert rank.call(attempts.parent_death_signal) == signal.SIGKILL

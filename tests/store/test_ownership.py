@@ -57,7 +57,7 @@ def next_run(travel: Travel, overwrite: tuple[str, ...] = ()) -> StoreServer:
     return travel.store_server
 
 
-def test_a_file_of_the_user_stays_and_rank_0s_is_beside_it(travel: Travel) -> None:
+def test_a_file_of_the_user_is_kept_and_rank_0s_file_gets_another_name(travel: Travel) -> None:
     for name in ("train.py", "results.json", "analysis.ipynb", "run.sh"):
         (travel.store / name).write_text("mine")
     (travel.store / "run.sh").chmod(0o755)
@@ -118,7 +118,7 @@ def test_files_of_runs_are_replaced_and_removed_until_the_user_changes_them(
     assert put(next_run(travel, overwrite=("edit*",)), "edited") == ""
 
 
-def test_what_a_kill_leaves_is_known_as_a_runs(travel: Travel) -> None:
+def test_a_file_of_a_run_is_recorded_even_after_a_kill(travel: Travel) -> None:
     """The store server records that a run has written a file before it puts the file in place.
 
     So the record is right even if the server's process is killed during the run.
@@ -138,7 +138,7 @@ def test_what_a_kill_leaves_is_known_as_a_runs(travel: Travel) -> None:
     killed.close()
 
 
-def test_records_of_many_runs_stay_few(tmp_path: Path) -> None:
+def test_repeated_records_of_a_file_are_merged(tmp_path: Path) -> None:
     made = RunFileRecord(tmp_path)
     (tmp_path / "file").touch()
     for _ in range(1500):
@@ -195,14 +195,14 @@ def test_a_run_may_put_code_and_hidden_files_into_its_own_folders(travel: Travel
     }  # fmt: skip
 
 
-def test_hidden_files_come_into_folders_that_are_open_to_all_ranks(tmp_path: Path) -> None:
+def test_hidden_files_may_be_written_to_shared_folders(tmp_path: Path) -> None:
     travel = Travel(tmp_path, shared=("ckpt",), overwrite=())
     (travel.store / "ckpt").mkdir()
     assert put(travel.store_server, "ckpt/.anything", host_rank=1) == ""
     travel.store_server.close()
 
 
-def test_no_host_makes_a_program(travel: Travel, store_server: StoreServer) -> None:
+def test_no_host_can_create_a_program(travel: Travel, store_server: StoreServer) -> None:
     for number, begins in enumerate((b"#!/bin/sh\n", b"\x7fELF\2\1\1\0", b"data")):
         name = f"bin/ls{number}"
         for piece in in_two(name, begins * 3):
@@ -224,7 +224,7 @@ PATH_FILES = {
 
 @pytest.mark.parametrize("content", PATH_FILES)
 @pytest.mark.parametrize("size", [1, 5, 1 << 20])
-def test_a_path_file_is_looked_through_to_its_end(content: bytes, size: int) -> None:
+def test_a_path_file_is_checked_to_its_end(content: bytes, size: int) -> None:
     check = PathFileCheck()
     for at in range(0, len(content), size):
         check.add(content[at : at + size])
@@ -232,7 +232,7 @@ def test_a_path_file_is_looked_through_to_its_end(content: bytes, size: int) -> 
     assert is_long or check.is_checkpoint == (PATH_FILES[content] and size > 1)
 
 
-def test_what_runs_by_itself_is_known_by_its_name() -> None:
+def test_files_that_tools_run_are_recognized_by_name() -> None:
     for name in (
         "loss.csv",
         "m.pt",

@@ -25,7 +25,7 @@ def no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RANK", raising=False)
 
 
-def test_the_file_is_the_one_that_torch_makes(tmp_path: Path) -> None:
+def test_the_file_equals_that_of_torch_save(tmp_path: Path) -> None:
     value = {"weight": torch.arange(10.0)}
     save(value, tmp_path / "m.pt")
     (tmp_path / "torch").mkdir()
@@ -80,7 +80,7 @@ def test_a_job_saves_to_its_folder_also_over_a_link_to_the_store(
     assert not list(store.rglob("*.pt"))
 
 
-def test_what_cannot_be_pickled_leaves_the_old_file(tmp_path: Path) -> None:
+def test_an_object_that_cannot_be_pickled_leaves_the_old_file(tmp_path: Path) -> None:
     save(1, tmp_path / "m.pt")
     with pytest.raises(AttributeError):
         save(lambda: None, tmp_path / "m.pt")

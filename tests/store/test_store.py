@@ -55,7 +55,7 @@ def test_another_folder_and_its_shared_folders(folder: Path) -> None:
         ("{state}/runs/1", "inside the folder of runs"),
     ],
 )
-def test_what_cannot_be_the_store_is_refused_in_one_line(
+def test_a_folder_that_cannot_be_the_store_is_refused_in_one_line(
     folder: Path, path: str, says: str
 ) -> None:
     (folder / "file.txt").touch()
@@ -72,7 +72,7 @@ def test_a_shared_folder_lies_in_the_store(folder: Path, shared: str) -> None:
         choose(str(folder), shared=[shared])
 
 
-def test_a_writable_store_is_left_as_it_was(folder: Path) -> None:
+def test_the_check_of_a_writable_store_leaves_no_file(folder: Path) -> None:
     before = os.stat(folder).st_mtime_ns
     prepare(StoreRule(str(folder)))
     assert os.listdir(folder) == []
@@ -114,7 +114,7 @@ def another_owner(store: Path) -> Iterator[subprocess.Popen[str]]:
 
 
 @pytest.mark.parametrize("wanted", [".", "..", "inside"])
-def test_the_second_run_is_refused_by_the_owners_name(folder: Path, wanted: str) -> None:
+def test_the_refusal_of_a_second_run_names_the_first_run(folder: Path, wanted: str) -> None:
     (folder / "inside").mkdir()
     with another_owner(folder) as owner:
         with (
@@ -126,13 +126,13 @@ def test_the_second_run_is_refused_by_the_owners_name(folder: Path, wanted: str)
             assert part in str(caught.value)
 
 
-def test_a_store_beside_it_is_free(folder: Path, tmp_path: Path) -> None:
+def test_another_store_is_not_locked(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "project-2").mkdir()
     with another_owner(folder), locked_store(str(tmp_path / "project-2"), "run-2"):
         pass
 
 
-def test_a_dead_owner_is_taken_over(folder: Path) -> None:
+def test_the_lock_of_a_dead_owner_is_taken_over(folder: Path) -> None:
     with another_owner(folder) as owner:
         owner.kill()
         owner.wait()
@@ -163,7 +163,9 @@ def test_links_that_lead_out_are_said(folder: Path, tmp_path: Path) -> None:
     assert warnings(StoreRule(str(folder)), 1) == []
 
 
-def test_a_home_folder_as_the_store_is_said(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_warning_says_that_the_store_is_the_home_folder(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("HOME", str(folder))
     [said] = warnings(StoreRule(str(folder)), 1)
     assert "is or contains your home folder" in said and "[store] path" in said

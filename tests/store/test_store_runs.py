@@ -75,7 +75,7 @@ if os.environ["RANK"] == "1":
 """
 
 
-def test_a_rank_sees_its_own_writes_beside_the_stores_files(notebook: Notebook) -> None:
+def test_a_rank_sees_its_own_writes_together_with_the_stores_files(notebook: Notebook) -> None:
     """A rank other than 0 saves, lists, loads, moves and removes files.
 
     Errors name the path that the rank used.
@@ -100,7 +100,7 @@ def test_a_rank_sees_its_own_writes_beside_the_stores_files(notebook: Notebook) 
     assert "m.pt" in outcome.run.receipt.kept_out and "." not in outcome.run.receipt.kept_out
 
 
-def test_what_an_earlier_cell_took_from_os_and_imports_show_a_ranks_own_files(
+def test_functions_that_an_earlier_cell_imported_from_os_see_a_ranks_own_files(
     notebook: Notebook,
 ) -> None:
     notebook.define("from os import access, chdir, listdir, mkdir, scandir, stat")
@@ -131,7 +131,7 @@ for path in ("data.lock", "shared/data.lock"):
 """
 
 
-def test_a_lock_that_keeps_no_rank_out_says_so(notebook: Notebook) -> None:
+def test_a_lock_that_excludes_no_rank_causes_a_warning(notebook: Notebook) -> None:
     """A rank other than 0 locks its own copy of a file, so it gets a warning.
 
     Rank 0 and locks in shared folders get no warning, because they lock the store's file.
@@ -167,7 +167,7 @@ def test_rank_0s_file_is_read_in_a_folder_that_another_rank_made_first(
     assert outcome.run.receipt.written == {"out/m.pt": os.path.getsize("out/m.pt")}
 
 
-def test_what_only_another_rank_wrote_is_named(notebook: Notebook) -> None:
+def test_files_that_only_another_rank_wrote_are_named(notebook: Notebook) -> None:
     outcome = notebook.run(SAVE + 'open(f"log-{rank}.txt", "w").write("x")', gpus=2)
     assert outcome.run is not None
     assert outcome.run.receipt.missing == {"log-1.txt"} and os.listdir() == ["log-0.txt"]
@@ -188,7 +188,7 @@ os.replace(file.name, "m.pt")
 
 
 @pytest.mark.fault(40)
-def test_a_checkpoint_that_was_cut_is_named(notebook: Notebook) -> None:
+def test_a_truncated_checkpoint_is_named(notebook: Notebook) -> None:
     for size in (500, 2, 0):
         source = f'os.truncate("m.pt", {size})\nname = "m" + ".pt"\ntorch.load(name)'
         outcome = notebook.run(f'{SAVE}torch.save(model, "m.pt")\n{source}', gpus=1)
@@ -203,7 +203,7 @@ def test_a_subprocess_of_rank_0_is_in_the_receipt(notebook: Notebook) -> None:
     assert outcome.run.receipt.written == {"by-shell.txt": 6}
 
 
-def test_refuse_fails_at_the_line_that_tries(notebook: Notebook) -> None:
+def test_with_refuse_the_line_that_writes_fails(notebook: Notebook) -> None:
     outcome = notebook.run(SAVE + 'torch.save(model, "m.pt")', flags="--store-writes refuse")
     assert isinstance(outcome.error, RankFailed) and outcome.error.rank == 1
     assert "PermissionError" in outcome.shown and "only rank 0" in outcome.shown
@@ -227,7 +227,7 @@ print(os.path.getsize(f"log/{trace}") > 1000)
     assert missing.startswith("log/w1.")
 
 
-def test_a_rank_with_many_threads_is_held_too(notebook: Notebook) -> None:
+def test_a_rank_with_many_threads_is_protected_too(notebook: Notebook) -> None:
     source = 'if rank == 1:\n    print(os.system("touch mine 2>/dev/null") != 0)\n'
     outcome = notebook.run(SAVE + source, flags="--env OMP_NUM_THREADS=4")
     assert outcome.error is None and outcome.lines == {1: ["True"]}
@@ -256,7 +256,7 @@ def test_a_link_that_leads_out_of_the_store_is_said(
     assert sorted(os.listdir("out")) == ["0", "1"]
 
 
-def test_a_shared_folder_takes_every_ranks_shards(notebook: Notebook, tmp_path: Path) -> None:
+def test_all_ranks_can_write_shards_to_a_shared_folder(notebook: Notebook, tmp_path: Path) -> None:
     (tmp_path / "results").mkdir()
     flags = f"--store {tmp_path}/results --shared-writes checkpoint"
     source = """
@@ -308,7 +308,7 @@ def test_the_second_run_on_a_store_is_refused_by_name(notebook: Notebook) -> Non
     assert notebook.run("print(1)", gpus=1).error is None
 
 
-def test_a_store_that_is_not_there_starts_nothing(notebook: Notebook) -> None:
+def test_a_missing_store_starts_no_run(notebook: Notebook) -> None:
     outcome = notebook.run("print(1)", flags="--store nowhere", gpus=1)
     assert isinstance(outcome.error, StoreError) and outcome.run is None
     assert "nowhere is not there" in outcome.shown and len(outcome.shown.splitlines()) == 1
@@ -355,7 +355,7 @@ def test_a_plain_write_that_fills_the_disk_says_which_and_how_full(
         subprocess.run(["umount", folder], check=True)
 
 
-def test_what_rank_0_writes_on_this_machine_counts_as_a_runs(notebook: Notebook) -> None:
+def test_files_of_rank_0_on_this_machine_are_recorded_as_a_runs(notebook: Notebook) -> None:
     """So a later run on a host that does not share the project folder may replace the file."""
     (notebook.project / "mine.txt").write_text("mine")
     outcome = notebook.run("open('m.txt', 'w').write('x')")

@@ -46,7 +46,7 @@ def fill(store: Path) -> None:
     (store / "größe.txt").write_text("ü")
 
 
-def test_a_mirror_is_what_the_store_is(travel: Travel) -> None:
+def test_a_mirror_equals_the_store(travel: Travel) -> None:
     fill(travel.store)
     before = descriptors()
     mirror, manifest = travel.mirrored()
@@ -75,7 +75,7 @@ def test_only_what_changed_travels(travel: Travel) -> None:
     assert tree_of(Path(mirror.path)) == tree_of(travel.store)
 
 
-def test_what_was_changed_in_the_mirror_is_mended(travel: Travel) -> None:
+def test_changed_files_of_a_mirror_are_restored(travel: Travel) -> None:
     """docs/faults.md 40: hashes show which files of a mirror are damaged; only these are copied."""
     fill(travel.store)
     mirror, _ = travel.mirrored()
@@ -180,7 +180,7 @@ def test_a_hostile_list_writes_nothing_outside(travel: Travel, tmp_path: Path) -
     assert not (tmp_path / "out").exists() and not (tmp_path / "host-0" / "folder").exists()
 
 
-def test_what_the_user_leaves_out_stays(travel: Travel) -> None:
+def test_paths_that_the_user_leaves_out_are_not_copied(travel: Travel) -> None:
     store = travel.store
     (store / ".taasignore").write_text("*.ckpt\n/data/\n!keep.ckpt\n")
     for path in (
@@ -198,7 +198,7 @@ def test_what_the_user_leaves_out_stays(travel: Travel) -> None:
     assert not manifest.skipped
 
 
-def test_a_whitelist_takes_along_what_it_names_in_folders_and_no_secrets_or_caches(
+def test_a_whitelist_copies_what_it_names_but_no_secrets_or_caches(
     travel: Travel,
 ) -> None:
     store = travel.store
@@ -217,7 +217,7 @@ def test_a_whitelist_takes_along_what_it_names_in_folders_and_no_secrets_or_cach
     assert not {".env", ".git/hooks/x.py"} & files_of(manifest)
 
 
-def test_too_much_is_refused_with_what_is_big(tmp_path: Path) -> None:
+def test_a_store_beyond_the_limit_is_refused_and_its_big_folders_are_named(tmp_path: Path) -> None:
     travel = Travel(tmp_path, limit_bytes=1 << 20)
     (travel.store / "data").mkdir()
     (travel.store / "data" / "big.bin").write_bytes(bytes(3 << 20))
@@ -228,7 +228,7 @@ def test_too_much_is_refused_with_what_is_big(tmp_path: Path) -> None:
     assert "data/ 3.0 MiB" in said and ".taasignore" in said and "1.0 MiB" in said
 
 
-def test_a_read_goes_no_further_than_the_list(travel: Travel, tmp_path: Path) -> None:
+def test_only_listed_files_can_be_read(travel: Travel, tmp_path: Path) -> None:
     (tmp_path / "secret").write_text("secret")
     (travel.store / "a").write_text("a")
     ask = wired(travel.store_server)
@@ -238,7 +238,7 @@ def test_a_read_goes_no_further_than_the_list(travel: Travel, tmp_path: Path) ->
     assert answer == [None, None, b"a", None]
 
 
-def test_two_runs_at_once_have_mirrors_of_their_own(travel: Travel) -> None:
+def test_two_runs_at_once_have_separate_mirrors(travel: Travel) -> None:
     fill(travel.store)
     first, second = travel.mirrored()[0], travel.mirrored()[0]
     assert first.path != second.path
@@ -247,7 +247,7 @@ def test_two_runs_at_once_have_mirrors_of_their_own(travel: Travel) -> None:
     assert reserve(travel.rule.path, "me", travel.folder / "host-0").path == first.path
 
 
-def test_a_mirror_that_nobody_used_for_long_is_removed(travel: Travel) -> None:
+def test_a_mirror_that_was_unused_for_long_is_removed(travel: Travel) -> None:
     fill(travel.store)
     old, _ = travel.mirrored()
     cache = travel.folder / "host-0"
@@ -269,7 +269,7 @@ TREES = st.dictionaries(NAMES, st.binary(max_size=3), max_size=6)
 @settings(
     max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
-def test_any_tree_becomes_any_other(
+def test_a_mirror_follows_any_change_of_the_store(
     trees: list[dict[str, bytes]], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     travel = Travel(tmp_path_factory.mktemp("any"))
@@ -327,7 +327,7 @@ def test_secrets_stay_and_the_first_is_named(travel: Travel) -> None:
     assert "!.ENV.production in .taasignore" in why
 
 
-def test_a_secret_that_the_user_names_travels(travel: Travel) -> None:
+def test_a_secret_that_the_user_names_is_copied(travel: Travel) -> None:
     make(travel.store, {".env": b"x", ".aws/credentials": b"x", ".env.local": b"x"})
     (travel.store / ".taasignore").write_text("!.env\n!.aws/\n")
     _, manifest = travel.mirrored()

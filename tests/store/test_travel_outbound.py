@@ -45,7 +45,7 @@ def reads(path: Path, content: bytes) -> Callable[[], bool]:
     return lambda: path.is_file() and path.read_bytes() == content
 
 
-def test_a_closed_file_is_there_while_the_run_goes_on(travel: Travel) -> None:
+def test_a_closed_file_reaches_the_store_during_the_run(travel: Travel) -> None:
     before = descriptors()
     with travel.running() as mirror:
         (mirror / "m.pt").write_bytes(b"one")
@@ -59,7 +59,7 @@ def test_a_closed_file_is_there_while_the_run_goes_on(travel: Travel) -> None:
     assert travel.notes == [] and descriptors() <= before
 
 
-def test_what_is_being_written_is_not_there_yet(travel: Travel) -> None:
+def test_an_open_file_does_not_reach_the_store(travel: Travel) -> None:
     (travel.store / "log.txt").write_bytes(b"old")
     with travel.running() as mirror, (mirror / "log.txt").open("wb", buffering=0) as log:
         log.write(b"half")
@@ -71,7 +71,7 @@ def test_what_is_being_written_is_not_there_yet(travel: Travel) -> None:
         eventually(reads(travel.store / "log.txt", b"half and the rest"))
 
 
-def test_a_temporary_file_that_is_renamed_is_never_seen(travel: Travel) -> None:
+def test_a_temporary_file_that_is_renamed_never_reaches_the_store(travel: Travel) -> None:
     asked: list[str] = []
     ask = wired(travel.store_server)
 
@@ -90,7 +90,7 @@ def test_a_temporary_file_that_is_renamed_is_never_seen(travel: Travel) -> None:
     assert tree_of(travel.store) == {"m.pt": b"new"} and asked == ["m.pt"]
 
 
-def test_many_small_files_fill_no_slow_link(travel: Travel, tmp_path: Path) -> None:
+def test_many_small_files_do_not_block_a_slow_link(travel: Travel, tmp_path: Path) -> None:
     """Messages stay small, so that they do not delay the host's heartbeats on the same link."""
     sent: list[int] = []
     ask, aside = wired(travel.store_server), tmp_path / "aside"
@@ -110,7 +110,7 @@ def test_many_small_files_fill_no_slow_link(travel: Travel, tmp_path: Path) -> N
     assert sent[0] <= 2 * inotify.SMALL_BYTES and tree_of(travel.store) == tree_of(mirror)
 
 
-def test_removed_moved_and_turned_into_something_else(travel: Travel) -> None:
+def test_paths_are_removed_moved_and_replaced_by_other_types(travel: Travel) -> None:
     for name in ("gone", "moved", "turns", "old/a", "old/b/c"):
         (travel.store / name).parent.mkdir(parents=True, exist_ok=True)
         (travel.store / name).write_text(name)
@@ -131,7 +131,7 @@ def test_removed_moved_and_turned_into_something_else(travel: Travel) -> None:
     assert travel.notes == []
 
 
-def test_what_is_written_into_a_moved_folder_is_seen_where_it_is(
+def test_files_written_to_a_moved_folder_arrive_at_its_new_path(
     travel: Travel, tmp_path: Path
 ) -> None:
     (travel.store / "old" / "deep").mkdir(parents=True)
@@ -150,7 +150,7 @@ def test_what_is_written_into_a_moved_folder_is_seen_where_it_is(
     assert travel.notes == []
 
 
-def test_what_the_user_put_into_a_removed_folder_stays(travel: Travel) -> None:
+def test_files_of_the_user_in_a_removed_folder_stay(travel: Travel) -> None:
     (travel.store / "out").mkdir()
     (travel.store / "out" / "old").touch()
     with travel.running() as mirror:
@@ -160,7 +160,7 @@ def test_what_the_user_put_into_a_removed_folder_stays(travel: Travel) -> None:
     assert (travel.store / "out" / "my-notes.txt").read_text() == "mine"
 
 
-def test_a_large_file_arrives_whole_and_small_ones_pass_it(travel: Travel) -> None:
+def test_small_files_arrive_before_a_large_file_that_is_being_sent(travel: Travel) -> None:
     content = os.urandom(20_000_000)
     on_the_way, go_on = threading.Event(), threading.Event()
     ask = wired(travel.store_server)
@@ -183,7 +183,9 @@ def test_a_large_file_arrives_whole_and_small_ones_pass_it(travel: Travel) -> No
     assert not list(travel.store.glob(".*"))
 
 
-def test_a_large_file_that_is_rewritten_on_its_way_arrives_as_it_was_last(travel: Travel) -> None:
+def test_a_large_file_that_is_rewritten_while_it_is_sent_arrives_in_its_last_version(
+    travel: Travel,
+) -> None:
     ask, rewritten = wired(travel.store_server), threading.Event()
     last = os.urandom(3_000_000)
 
@@ -199,7 +201,7 @@ def test_a_large_file_that_is_rewritten_on_its_way_arrives_as_it_was_last(travel
         eventually(reads(travel.store / "big.pt", last))
 
 
-def test_a_file_rewritten_all_the_time_is_sent_now_and_then(travel: Travel) -> None:
+def test_a_file_that_is_always_rewritten_is_sent_at_intervals(travel: Travel) -> None:
     sent: list[str] = []
     ask = wired(travel.store_server)
 
@@ -216,7 +218,7 @@ def test_a_file_rewritten_all_the_time_is_sent_now_and_then(travel: Travel) -> N
     assert len(sent) <= 3 + 5 * (time.monotonic() - began)
 
 
-def test_a_subprocess_and_a_mapped_file_are_seen(travel: Travel) -> None:
+def test_writes_of_a_subprocess_and_through_a_memory_map_are_sent(travel: Travel) -> None:
     code = (
         "import mmap; f = open('map', 'wb+'); f.truncate(5); mmap.mmap(f.fileno(), 5)[:] = b'shown'"
     )
@@ -227,7 +229,7 @@ def test_a_subprocess_and_a_mapped_file_are_seen(travel: Travel) -> None:
         eventually(reads(travel.store / "map", b"shown"))
 
 
-def test_links_and_devices_do_not_get_out(travel: Travel, tmp_path: Path) -> None:
+def test_links_and_devices_do_not_reach_the_store(travel: Travel, tmp_path: Path) -> None:
     """docs/faults.md 53: hostile names that a rank creates in its mirror do not reach the store."""
     (tmp_path / "outside").mkdir()
     with travel.running() as mirror:
@@ -305,7 +307,7 @@ def test_what_does_not_match_its_hash_is_refused(travel: Travel) -> None:
     assert tree_of(travel.store) == {"m.pt": b"old"}
 
 
-def test_another_host_sends_shared_folders_alone(tmp_path: Path) -> None:
+def test_hosts_without_rank_0_send_only_shared_folders(tmp_path: Path) -> None:
     travel = Travel(tmp_path, shared=("shards",))
     (travel.store / "shards").mkdir()
     ask = wired(travel.store_server, host_rank=1)
@@ -341,7 +343,7 @@ def test_other_hosts_get_what_rank_0_wrote(travel: Travel) -> None:
     assert travel.notes == []
 
 
-def test_other_hosts_have_no_folder_that_rank_0_removed_with_all_in_it(travel: Travel) -> None:
+def test_a_folder_that_rank_0_removed_is_removed_on_other_hosts(travel: Travel) -> None:
     """A file with the name of a removed folder must reach other hosts, too."""
     for name in ("gone/sub/x", "to-file/sub/x"):
         (travel.store / name).parent.mkdir(parents=True)
@@ -411,7 +413,7 @@ def test_another_folder_in_the_place_of_one_that_was_moved_is_followed(travel: T
     other.close()
 
 
-def test_a_folder_is_gone_though_a_large_file_in_it_was_on_its_way(travel: Travel) -> None:
+def test_a_removed_folder_is_removed_although_a_file_in_it_was_being_sent(travel: Travel) -> None:
     (travel.store / "out").mkdir()
     ask, removed = wired(travel.store_server), threading.Event()
 
@@ -453,7 +455,7 @@ def test_a_file_that_becomes_a_folder_before_it_is_read_is_not_refused(
     assert travel.notes == [] and travel.refused == {}
 
 
-def test_what_a_host_has_in_the_way_of_another_ones_goes(tmp_path: Path) -> None:
+def test_a_file_of_another_host_replaces_a_path_of_the_wrong_type(tmp_path: Path) -> None:
     travel = Travel(tmp_path, shared=("shards",))
     (travel.store / "shards").mkdir()
     mirror, _ = travel.mirrored(1)
@@ -471,7 +473,7 @@ def test_what_a_host_has_in_the_way_of_another_ones_goes(tmp_path: Path) -> None
     mirror.close()
 
 
-def test_a_folder_in_which_a_host_has_its_own_stays_though_it_is_a_file_elsewhere(
+def test_a_folder_with_a_hosts_own_files_stays_if_another_host_has_a_file_there(
     tmp_path: Path,
 ) -> None:
     travel = Travel(tmp_path, shared=("shards",))
@@ -490,7 +492,7 @@ def test_a_folder_in_which_a_host_has_its_own_stays_though_it_is_a_file_elsewher
     mirror.close()
 
 
-def test_news_are_not_sent_back(tmp_path: Path) -> None:
+def test_received_changes_are_not_sent_back(tmp_path: Path) -> None:
     travel = Travel(tmp_path, shared=("shards",))
     (travel.store / "shards").mkdir()
     sent: list[str] = []
@@ -520,7 +522,7 @@ def publish(ask: Any, path: str, content: bytes) -> None:
     assert ask(WriteFiles([FilePiece(entry, 0, content)])) == {}
 
 
-def test_without_inotify_a_look_now_and_then_does(
+def test_without_inotify_the_mirror_is_searched_at_intervals(
     travel: Travel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(inotify._LIBC, "inotify_init1", lambda flags: -1)

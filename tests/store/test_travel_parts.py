@@ -43,7 +43,7 @@ def test_unsafe_paths(path: str) -> None:
     assert why_unsafe(path)
 
 
-def test_paths_that_differ_by_case_or_by_how_a_letter_is_made() -> None:
+def test_paths_that_differ_only_by_case_or_unicode_form() -> None:
     cases = CaseChecker()
     assert cases.find_clash_or_add("Data/x") == "" and cases.find_clash_or_add("Data/y") == ""
     assert (
@@ -120,12 +120,12 @@ def test_no_link_is_followed(tmp_path: Path) -> None:
     assert (tmp_path / "outside" / "file").exists()
 
 
-def test_defaults_can_be_taken_back() -> None:
+def test_the_user_can_disable_default_rules() -> None:
     assert IgnoreRules().leaves_out_file_or_folder("a/__pycache__/b.pyc")
     assert not IgnoreRules(["!__pycache__/"]).leaves_out_file_or_folder("a/__pycache__/b.pyc")
 
 
-def test_a_folder_is_itself_and_no_other(tmp_path: Path) -> None:
+def test_a_folder_identity_matches_only_its_own_folder(tmp_path: Path) -> None:
     (tmp_path / "other").mkdir()
     identity = FolderIdentity.of(str(tmp_path))
 
@@ -141,7 +141,9 @@ def test_a_folder_is_itself_and_no_other(tmp_path: Path) -> None:
     assert not gone.is_here(no_token)
 
 
-def test_another_machine_must_see_a_file_of_random_name(tmp_path: Path) -> None:
+def test_another_machine_shares_a_folder_if_it_sees_a_file_with_a_random_name(
+    tmp_path: Path,
+) -> None:
     travel = Travel(tmp_path)
     ask = wired(travel.store_server)
     here = FolderIdentity.of(str(travel.store))
@@ -155,7 +157,7 @@ def test_another_machine_must_see_a_file_of_random_name(tmp_path: Path) -> None:
         ask(MakeToken())
 
 
-def test_questions_that_the_desk_does_not_have(tmp_path: Path) -> None:
+def test_requests_that_the_store_server_refuses(tmp_path: Path) -> None:
     store_server = Travel(tmp_path).store_server
     with pytest.raises(ProtocolError, match="too much at once"):
         wired(store_server)(ReadFiles([("a", 0, 1 << 30)]))
@@ -165,13 +167,13 @@ def test_questions_that_the_desk_does_not_have(tmp_path: Path) -> None:
         )
 
 
-def test_a_receipt_says_what_did_not_come_back() -> None:
+def test_a_receipt_names_files_that_did_not_come_back() -> None:
     receipt = Receipt().with_event(StoreReceipt(not_sent=[UnsentFile("m.pt", "no space")]))
     receipt = receipt.with_event(StoreReceipt())
     assert receipt_lines(receipt)[-1] == ("not copied to the store", "m.pt (no space)")
 
 
-def test_what_rank_0_wrote_is_not_missing_where_it_had_not_arrived() -> None:
+def test_a_file_that_rank_0_wrote_is_not_reported_as_missing() -> None:
     kept = StoreReceipt(kept_out=[KeptOutFile(2, "m.pt", False)])
     both = kept, StoreReceipt(written=[WrittenFile("m.pt", 3)])
     for first, second in (both, both[::-1]):

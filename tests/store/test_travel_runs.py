@@ -76,7 +76,7 @@ def test_every_rank_saves_and_one_file_comes_back(far: Notebook) -> None:
     assert "/.cache/taas/projects/" in outcome.lines[0][-1]
 
 
-def test_the_project_is_there_and_its_changes_come_back(far: Notebook) -> None:
+def test_the_project_is_copied_to_hosts_and_changes_come_back(far: Notebook) -> None:
     Path("data").mkdir()
     Path("data/numbers.csv").write_text("1,2,3")
     Path("old.txt").touch()
@@ -213,7 +213,7 @@ dcp.save({f"only-{rank}": torch.ones(2) * rank}, checkpoint_id="checkpoint")
     assert outcome.run is not None and outcome.run.receipt.shared == ("checkpoint",)
 
 
-def test_all_hosts_start_again_from_rank_0s_checkpoint(far: Notebook) -> None:
+def test_after_a_restart_all_hosts_have_rank_0s_checkpoint(far: Notebook) -> None:
     source = """
 if not os.path.exists("m.pt"):
     dist.barrier()
@@ -231,7 +231,7 @@ print(torch.load("m.pt", weights_only=True).item())
     assert outcome.run is not None and set(outcome.run.receipt.written) == {"m.pt"}
 
 
-def test_too_much_is_refused_with_what_to_do(far: Notebook) -> None:
+def test_a_project_beyond_the_limit_is_refused_with_advice(far: Notebook) -> None:
     Path("big.bin").write_bytes(bytes(5 << 20))
     outcome = far.run("1", "--pool two")
     assert isinstance(outcome.error, StoreError)
