@@ -77,7 +77,10 @@ class Outcome:
 
 @contextlib.contextmanager
 def without_pytests_filter() -> Iterator[None]:
-    """Remove pytest's filter that turns warnings into errors; ranks would get the filter too."""
+    """Remove pytest's filter that turns warnings into errors until the block ends.
+
+    Otherwise, ranks would get this filter too.
+    """
     with warnings.catch_warnings():
         warnings.filters[:] = [f for f in warnings.filters if f[0] != "error"]  # type: ignore[index]
         yield

@@ -11,7 +11,7 @@ import taas
 
 
 class Gated(Dataset):
-    """Holds back an epoch's third sample until a file with the epoch's number exists."""
+    """A dataset whose third sample waits until a file with the number of the epoch exists."""
 
     epoch = 0
 

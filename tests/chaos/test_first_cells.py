@@ -1,4 +1,4 @@
-"""Kill or end the pool's process while the extension starts it and the first cells run."""
+"""Kill or end the pool's process during its start and during the first cells of a kernel."""
 
 import os
 from collections.abc import Iterator

@@ -268,7 +268,7 @@ class Chaos:
             self.result.broken.append(f"{harm}: {error}")
 
     def _try(self, frontend: Frontend, cell: str) -> str | None:
-        """Run a cell; return its output and its error, or None if it succeeded."""
+        """Run a cell; return None if it succeeded, and otherwise its output and its error."""
         request = frontend.send(cell)
         if frontend.finish(request)["status"] == "ok":
             return None

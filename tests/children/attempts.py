@@ -296,7 +296,7 @@ ATTRIBUTES = [subprocess_chmod, subprocess_touch]
 
 
 def writes_caches(home: str) -> None:
-    """Write to the caches by subprocesses, which the guard's patches of Python do not affect."""
+    """Write to cache folders of the home folder, by programs that the guard does not patch."""
     for folder in (".cache", ".config", ".triton", "hf/cache"):
         subprocess.run(["touch", f"{home}/{folder}/probe"], check=True)
     with tempfile.NamedTemporaryFile() as file:

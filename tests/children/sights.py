@@ -142,7 +142,7 @@ def is_refused_in_a_subprocess() -> str:
 
 
 def is_refused_by_the_system() -> list[str]:
-    """Write files by calls that the guard does not patch. Return the messages that users see."""
+    """Write files by C code, and to /proc. Return the errors that users see."""
     import sqlite3
 
     from taas_magic.host.tracebacks import message_of

@@ -37,7 +37,7 @@ def received(connection: Connection) -> Any:
 
 
 def serve(store_server: StoreServer, listener: Listener) -> None:
-    """Answer one host until its connection ends."""
+    """Accept one connection, and answer the requests of its host until the connection ends."""
     with listener.accept() as host, suppress(EOFError):
         while True:
             answer = store_server.answer(0, received(host))

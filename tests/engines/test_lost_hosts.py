@@ -181,6 +181,7 @@ def test_a_host_leaves_the_network(far: Notebook, hosts: Hosts, tmp_path: Path, 
 def test_a_partition_that_heals_changes_nothing(
     far: Notebook, hosts: Hosts, tmp_path: Path
 ) -> None:
+    """After a network partition longer than the lease, the host writes nothing more."""
     saves = "step = 0\nwhile True:\n    step += 1\n    open('step', 'w').write(str(step))\n"
     pipe = tmp_path / "ready"
     os.mkfifo(pipe)

@@ -124,6 +124,7 @@ dist.all_reduce(torch.ones(1))
 
 @pytest.mark.fault(7)
 def test_a_slow_rank_is_left_alone(notebook: Notebook) -> None:
+    """Rank 0 waits for rank 1 in a collective for several seconds. The run succeeds."""
     source = "if rank == 1:\n    time.sleep(7)\ndist.all_reduce(torch.ones(1))\nprint('through')\n"
     outcome = notebook.run(ALL_REDUCE + source)
     assert outcome.error is None
@@ -132,6 +133,7 @@ def test_a_slow_rank_is_left_alone(notebook: Notebook) -> None:
 
 @pytest.mark.fault(8)
 def test_leaving_early_is_no_success(notebook: Notebook) -> None:
+    """If rank 1 calls `sys.exit(0)` while rank 0 runs, the run fails and names rank 1."""
     source = "if rank == 1:\n    sys.exit(0)\ntime.sleep(60)\n"
     outcome = notebook.run(ALL_REDUCE + source)
     assert first(outcome)["rank"] == 1
@@ -253,6 +255,7 @@ print(subprocess.Popen(["setsid", "sleep", "600"], start_new_session=True).pid)
 
 @pytest.mark.fault(55)
 def test_a_program_that_writes_on_and_on_keeps_no_run_from_its_end(notebook: Notebook) -> None:
+    """A child that writes output endlessly is ended with the run, which succeeds."""
     source = "import subprocess\npid = subprocess.Popen(['yes']).pid"
     outcome = notebook.run(source, "--out pid", gpus=1)
     assert outcome.error is None
@@ -269,6 +272,7 @@ def test_a_timeout_says_where_the_ranks_stood(notebook: Notebook) -> None:
 
 @pytest.mark.fault(2)
 def test_restarts_until_it_works(notebook: Notebook) -> None:
+    """Ranks start again until an attempt succeeds."""
     source = """
 import os
 attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
@@ -286,6 +290,7 @@ attempt
 
 @pytest.mark.fault(2)
 def test_restarts_end(notebook: Notebook) -> None:
+    """A rank that always dies fails the run after `--max-restarts` restarts."""
     outcome = notebook.run("import os\nos.kill(os.getpid(), 9)\n", gpus=1, flags="--max-restarts 1")
     assert isinstance(outcome.error, RankFailed)
     assert len(outcome.of_kind("started")) == 2

@@ -62,7 +62,7 @@ def test_a_forkserver_whose_import_hangs_is_given_up_and_the_module_named(tmp_pa
 
 @pytest.mark.parametrize("kind", ["ImportError", "RuntimeError"])
 def test_a_torch_that_cannot_be_imported_is_reported(tmp_path: Path, kind: str) -> None:
-    """multiprocessing ignores an ImportError of the modules that a forkserver imports first."""
+    """`warm_up` raises the error, although multiprocessing ignores an ImportError of a preload."""
     (tmp_path / "torch.py").write_text(f"raise {kind}('this torch is broken')\n")
     printed, traceback = play(tmp_path, "report_a_broken_torch", pause_s=0)
     assert printed == f"the forkserver could not import torch: {kind}: this torch is broken\n"

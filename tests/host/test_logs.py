@@ -108,6 +108,7 @@ def test_an_unfinished_line_precedes_the_traceback(notebook: Notebook) -> None:
 
 @pytest.mark.fault(46)
 def test_broken_bytes_do_no_harm(notebook: Notebook) -> None:
+    """A rank writes invalid UTF-8, a redrawn line and colours, byte by byte."""
     source = r"""
 import os, time
 for byte in "grün\n".encode() + b"\xff\xfe bad\n" + b"50%\r100%\n" + b"\x1b[31mred\x1b[0m\n":
@@ -150,6 +151,7 @@ print("goes on")
 @pytest.mark.fault(37)
 @pytest.mark.skipif(os.geteuid() != 0, reason="to mount takes root")
 def test_results_find_room_though_logs_fill_the_disk(notebook: Notebook) -> None:
+    """The logs fill the disk of the run folder. The run's results still arrive."""
     runs = notebook.state_dir / "runs"
     runs.mkdir(exist_ok=True)
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m", "none", runs], check=True)

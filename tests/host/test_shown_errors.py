@@ -43,6 +43,7 @@ GOES_ON = "\nprint('the cell goes on')\n"
 def test_what_ipython_shows_fails_the_run(
     notebook: Notebook, source: str, etype: str, shown: str
 ) -> None:
+    """If IPython shows an error, for example of `%run`, the run fails at the end of the cell."""
     _write_scripts(notebook)
     outcome = notebook.run(source + GOES_ON, gpus=1)
     assert isinstance(outcome.error, RankFailed)

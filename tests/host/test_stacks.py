@@ -82,6 +82,7 @@ def hung(notebook: Notebook, source: str, patch: pytest.MonkeyPatch, gpus: int =
 def test_a_missing_collective_is_told_with_its_number(
     notebook: Notebook, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Rank 0 waits in a collective that rank 1 never calls. The report names both places."""
     source = """
 if rank == 1:
     lock = threading.Lock()
@@ -592,7 +593,7 @@ def test_a_lost_host_does_not_delay_the_report_of_a_hang() -> None:
 def test_ranks_that_wait_where_nobody_listens_are_told_why(
     notebook: Notebook, monkeypatch: pytest.MonkeyPatch, call: str, said: str
 ) -> None:
-    """The cell sets MASTER_ADDR itself, as `initDist` in a guide for PBS does."""
+    """The cell sets the address of the rendezvous itself, as `initDist` in a guide for PBS does."""
 
     def says_why(event: Line) -> bool:
         return event["kind"] == "note" and said in event["text"]

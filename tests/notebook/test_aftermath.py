@@ -175,6 +175,7 @@ def fill_with_files(folder: Path) -> list[Path]:
 @pytest.mark.fault(69)
 @as_root
 def test_a_small_dev_shm(scene: Scene) -> None:
+    """All batches together exceed /dev/shm. They arrive nevertheless, with and without fetchers."""
     script = """
 from tests.notebook.test_aftermath import shell_with
 shell = shell_with()
@@ -261,6 +262,7 @@ print("nul", chr(0), ascii(os.environ["ODD"]), ascii(os.getcwd()[-4:]))"""
 
 @pytest.mark.fault(61, 72)
 def test_a_pool_that_stood_still_has_its_run_and_its_kernels(scene: Scene) -> None:
+    """The run and its kernel continue after a suspension of the pool's process beyond the lease."""
     (scene.folder / "config").mkdir()
     settings_in(scene.folder / "config", '[pools.local]\nengine = "local"\nlease_s = 2\n')
     with scene.kernel() as frontend:
@@ -308,6 +310,7 @@ HARMS = [
 @pytest.mark.nightly
 @pytest.mark.fault(62)
 def test_warm_up_watches_what_it_started(scene: Scene) -> None:
+    """A harmed process of a starting host fails the cell before the time limit of the start."""
     go = scene.folder / "go"
     with scene.kernel(TAAS_WARM="0", PYTHONPATH=warm_only_after(go, scene)) as frontend:
         for harm, what in HARMS:

@@ -263,6 +263,7 @@ def test_a_timeout_shows_the_notebooks_line_of_every_rank(frontend: Frontend) ->
 
 @pytest.mark.fault(76)
 def test_what_is_sent_of_a_flood_is_bounded(frontend: Frontend) -> None:
+    """The notebook gets a part of a flood of output, the number of missing lines, and the end."""
     request = frontend.run(
         "%%taas --gpus 2\nimport os\nfor i in range(100_000):\n"
         "    print(os.environ['RANK'], i, 'x' * 80)\nprint('ValueError: in the end')"
@@ -425,6 +426,7 @@ def test_a_second_kernel_reads_the_runs_of_the_first(
 def test_modules_beside_the_notebook_are_not_for_the_pool(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_leftovers: str
 ) -> None:
+    """The notebook's folder has modules with the names of modules that the pool imports."""
     for name, value in environment(tmp_path).items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("PYTHONPATH", os.path.relpath(ROOT, tmp_path / "project"))

@@ -125,7 +125,9 @@ def test_a_program_that_the_cell_starts_cannot_write_to_the_store(kernel: Fronte
     assert "code 1" in kernel.text(kernel.run(f"%%taas --gpus 1 --rehearse\n{cell}"))
 
 
-def test_all_ranks_see_rank_0s_files_and_the_store_keeps_its_own(kernel: Frontend) -> None:
+def test_all_ranks_see_rank_0s_files_and_the_store_keeps_its_own(
+    kernel: Frontend,
+) -> None:
     kernel.run(
         "from taas_magic.store.rule import locked_store\n"
         "another_run = locked_store(os.path.realpath('.'), 'another run')\n"

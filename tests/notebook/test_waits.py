@@ -48,6 +48,7 @@ ENDLESS = "%%taas --gpus 2\nimport time\nprint('begun', flush=True)\ntime.sleep(
 def test_two_interrupts_end_the_cell_whatever_does_not_answer(
     kernel_of_its_own: Frontend, no_leftovers: str
 ) -> None:
+    """The agent, and later the pool's process, is suspended during a run."""
     frontend = kernel_of_its_own
     frontend.run("import taas_magic.pool.client as c; c.SILENT_S = c.ANSWER_S = 8.0")
     two_interrupts_end_the_cell(frontend, no_leftovers, AGENT, "waiting for the interrupted run")
@@ -242,6 +243,7 @@ def test_an_interrupt_while_a_pool_starts_leaves_no_wait_and_one_process(
 def test_a_run_ends_with_its_pools_process_though_another_has_taken_its_place(
     notebook: Notebook, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The pool's process is replaced before the kernel checks whether the old process lives."""
     pool, replaced, check = pools.named("local", Config()), threading.Event(), RunDriver._check
 
     def replace(run: RunDriver) -> None:
@@ -266,7 +268,9 @@ def test_a_run_ends_with_its_pools_process_though_another_has_taken_its_place(
 
 
 @pytest.mark.nightly
-def test_a_pool_that_is_killed_during_a_launch_is_told_in_plain_words(notebook: Notebook) -> None:
+def test_a_pool_that_is_killed_during_a_launch_is_told_in_plain_words(
+    notebook: Notebook,
+) -> None:
     assert notebook.run("pass", gpus=1).error is None
     process = process_of(pools.named("local", Config()))
     [forkserver] = forkservers(process.children(recursive=True))
@@ -423,6 +427,7 @@ def test_a_host_that_does_not_end_a_run_is_ended(
 @pytest.mark.fault(62)
 @pytest.mark.usefixtures("no_leftovers")
 def test_a_stopped_supervisor_keeps_nothing_from_ending(own_pool: Pool) -> None:
+    """`down` ends all processes of a host whose supervisor is suspended."""
     own_pool.open()
     [supervisor] = process_of(own_pool).children()
     supervisor.suspend()

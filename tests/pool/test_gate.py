@@ -291,6 +291,8 @@ def test_a_vehicle_cannot_register_as_an_agent(with_pool: Callable[[Play], None]
 
 @pytest.mark.fault(73)
 def test_no_host_connects_to_another(with_pool: Callable[[Play], None]) -> None:
+    """An agent's port is closed, and an agent that listens refuses other hosts and kernels."""
+
     async def play(pool: Pool) -> None:
         host, _, port = pool.member.address.removeprefix("tls://").rpartition(":")
         with pytest.raises(ConnectionRefusedError):
@@ -354,6 +356,8 @@ def test_a_crowd_that_says_nothing_keeps_nobody_out(
 def test_a_connection_that_drips_is_ended(
     with_pool: Callable[[Play], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A client must prove its key within a time limit, even if it sends single bytes meanwhile."""
+
     async def play(pool: Pool) -> None:
         monkeypatch.setattr(gate, "PROVE_S", 0.5)
         with socket.create_connection(pool.port) as dripping:

@@ -71,6 +71,7 @@ def test_the_key_is_in_no_command_line_or_environment(notebook: Notebook) -> Non
 @pytest.mark.fault(48)
 @pytest.mark.parametrize("words", [b"", b"GET / HTTP/1.0\r\n\r\n", bytes(range(200))])
 def test_who_has_no_key_is_dropped_and_the_run_goes_on(notebook: Notebook, words: bytes) -> None:
+    """Strangers write to each port of the pool's processes. The next run succeeds."""
     for port in listening_ports(below(os.getpid())):
         stranger = socket.create_connection(("127.0.0.1", port), timeout=HUNG_S)
         with stranger, contextlib.suppress(OSError):  # the peer may close it at any moment

@@ -1,4 +1,4 @@
-"""FSDP2 with distributed checkpoints: saved at once, by a thread, and by a process."""
+"""FSDP2 with distributed checkpoints, saved synchronously, by a thread, and by a process."""
 
 # %%
 import os
@@ -39,7 +39,7 @@ class Transformer(nn.Module):
 
 
 class AppState(Stateful):
-    """Lets dcp.save and dcp.load call state_dict and load_state_dict."""
+    """State of a model and an optimizer, which `dcp.save` and `dcp.load` can save and load."""
 
     def __init__(self, model, optimizer):
         self.model = model
@@ -80,7 +80,7 @@ def train(model, optimizer, steps):
 
 
 def norm(model):
-    """Root of the sum of squares of all parameters, gathered."""
+    """Return the norm of all parameters, which are gathered from all ranks."""
     parts = [parameter.detach().full_tensor().square().sum() for parameter in model.parameters()]
     return torch.stack(parts).sum().sqrt().item()
 

@@ -21,7 +21,7 @@ class Net(nn.Module):
 
 # %%
 def quadrants_dataset():
-    """Points of a plane; the class is the quadrant."""
+    """Return random points of a plane; the class of a point is its quadrant."""
     points = torch.rand(512, 2, generator=torch.Generator().manual_seed(0)) * 2 - 1
     return TensorDataset(points, (points > 0).long() @ torch.tensor([1, 2]))
 
@@ -34,7 +34,7 @@ def train(worker, seed, model, dataset):
         for data, target in loader:
             loss = nn.functional.nll_loss(model(data), target)
             gradients = torch.autograd.grad(loss, parameters)
-            # Not by torch.optim.SGD, whose step imports torch._dynamo: 1.2 s in each process.
+            # The step of torch.optim.SGD would import torch._dynamo: 1.2 s in each process.
             with torch.no_grad():
                 for parameter, gradient in zip(parameters, gradients, strict=True):
                     parameter -= 0.4 * gradient
@@ -52,7 +52,7 @@ if __name__ == "__main__":
     torch.manual_seed(1)
     dataset = quadrants_dataset()
     model = Net()
-    model.share_memory()  # the gradients are each process's own
+    model.share_memory()  # each process has gradients of its own
     before = test(model, dataset)
     processes = []
     for worker in range(2):

@@ -1,4 +1,4 @@
-"""accelerate: a function with everything in it, as for its notebook_launcher and its CLI."""
+"""accelerate: one function has the whole training, as for `notebook_launcher` and the CLI."""
 
 # %%
 import torch

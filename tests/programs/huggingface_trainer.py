@@ -16,7 +16,7 @@ WORDS = 32
 
 
 class Sentences(Dataset):
-    """Sentences of word numbers; the label says whether word 1 is in them."""
+    """Random sentences of word numbers; the label of a sentence says whether it has word 1."""
 
     def __init__(self, length, seed):
         random = np.random.default_rng(seed)

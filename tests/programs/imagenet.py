@@ -86,7 +86,7 @@ def main_worker(gpu, ngpus_per_node, args):
     if args.dist_url == "env://" and args.rank == -1:
         args.rank = int(os.environ["RANK"])
     if args.multiprocessing_distributed:
-        # "rank" was that of the node so far.
+        # Until here, `rank` is the number of the node, as in the original example.
         args.rank = args.rank * ngpus_per_node + gpu
     torch.manual_seed(args.seed)
     backend = "nccl" if torch.cuda.is_available() else "gloo"
@@ -106,10 +106,12 @@ def main_worker(gpu, ngpus_per_node, args):
         sampler.set_epoch(epoch)
         losses = train(loader, model, criterion, optimizer, device)
         print(f"RESULT rank {args.rank} of {args.world_size} epoch {epoch} {losses}", flush=True)
-    # The original destroys no process group either. Were the model the last to hold it, torch 2.13
-    # could hang here: gloo's thread, which is joined under the GIL, may wait for the GIL. Nor does
-    # it wait here: but a process that ends while gloo's thread still holds a tensor of the last
-    # collective may be aborted ("terminate called", https://github.com/pytorch/pytorch/pull/179291).
+    # Like the original example, this program does not destroy the process group. If the model held
+    # the last reference to the group, torch 2.13 could hang here: the end of the group joins gloo's
+    # thread and holds the GIL, for which gloo's thread may wait. Unlike the original example, this
+    # program ends with a barrier. Otherwise, a process could end while gloo's thread still holds a
+    # tensor of the last collective, and could be aborted ("terminate called",
+    # https://github.com/pytorch/pytorch/pull/179291).
     dist.barrier()
 
 

@@ -1,4 +1,4 @@
-"""torchdata's StatefulDataLoader: stop in the middle of an epoch, go on from the state."""
+"""torchdata's StatefulDataLoader: stop in the middle of an epoch, and continue from its state."""
 
 # %%
 import itertools
@@ -19,7 +19,7 @@ class Squares(torch.utils.data.Dataset):
 
 
 class Counter(IterableDataset):
-    """Counts in steps of ranks times workers; its state is the position."""
+    """A stream of numbers, divided among the workers of all ranks; its state is the position."""
 
     def __init__(self, length, rank, world_size):
         self.length, self.rank, self.world_size = length, rank, world_size

@@ -1,4 +1,4 @@
-"""A script as it is run by torchrun, by `%run`, by runpy, or imported."""
+"""A script that tests run by torchrun, by `%run` or by runpy, or import."""
 
 import argparse
 import os
