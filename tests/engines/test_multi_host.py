@@ -203,7 +203,7 @@ except KeyboardInterrupt:
     )
 
 
-def test_a_host_whose_agent_stands_still_is_lost_and_cleared(several: Notebook) -> None:
+def test_a_host_whose_agent_is_suspended_is_lost_and_its_ranks_end(several: Notebook) -> None:
     """docs/faults.md 10 with SIGSTOP: the connection stays open, but the agent does not answer."""
     source = """
 import psutil, signal
@@ -225,7 +225,7 @@ time.sleep(600)
 
 
 @pytest.mark.nightly
-def test_a_host_that_is_halted_for_less_than_its_lease_goes_on(several: Notebook) -> None:
+def test_a_host_that_is_suspended_for_less_than_its_lease_continues(several: Notebook) -> None:
     source = """
 import psutil, subprocess
 if rank == 2:

@@ -106,7 +106,7 @@ WAITS_TO_BE_ENDED = """
 
 @pytest.mark.nightly
 @pytest.mark.usefixtures("without_warm_up")
-def test_the_pages_program_goes_on_after_its_job_was_deleted(
+def test_the_program_of_docs_pbs_continues_after_its_job_was_deleted(
     queue: Pbs, hosts: Hosts, kernel_of_its_own: Frontend, tmp_path: Path
 ) -> None:
     """Run docs/pbs.md as it is, except for a pause in which its second job is deleted."""

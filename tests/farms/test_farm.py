@@ -95,7 +95,7 @@ def test_the_folder_of_an_open_farm_stays(farm: Farm) -> None:
     assert folders / "farm-0" not in folders.iterdir()
 
 
-def test_results_come_back_as_they_are_ready_and_a_listener_hears_of_each(
+def test_results_arrive_as_they_are_ready_and_a_listener_is_called_for_each(
     planted: Notebook, farm: Farm, names: dict[str, Any]
 ) -> None:
     planted.define("heard = []\nfarm.on_solution(lambda job: heard.append(job.name))")
@@ -286,7 +286,7 @@ def test_an_interrupt_of_the_wait_ends_the_jobs_that_are_waited_for(
     assert farm.submit(train, 1).result().value == 3
 
 
-def test_a_job_whose_node_dies_is_done_elsewhere_and_another_node_comes(
+def test_a_job_whose_node_dies_runs_again_elsewhere_and_another_node_starts(
     farm: Farm, names: dict[str, Any], tmp_path: Path
 ) -> None:
     waits, train, mark = names["wait_unless"], names["train"], tmp_path / "mark"
@@ -323,7 +323,7 @@ def test_the_result_of_a_job_that_ends_during_its_submission_arrives(
     assert (job.folder / "output.log").read_text() == "training 3\n"
 
 
-def test_a_node_that_hangs_at_its_start_is_given_up_and_another_is_asked_for(
+def test_a_node_that_hangs_at_its_start_is_replaced(
     several: Notebook,
 ) -> None:
     known = programs("node")
@@ -360,7 +360,7 @@ def no_node_starts(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(launch, "origin", origin)
 
 
-def test_jobs_fail_when_no_node_comes(
+def test_jobs_fail_if_no_node_starts(
     several: Notebook, names: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     no_node_starts(monkeypatch)
@@ -375,7 +375,7 @@ def test_jobs_fail_when_no_node_comes(
 
 
 @pytest.mark.parametrize("starts", [True, False])
-def test_a_farm_whose_process_does_not_start_is_refused_with_its_log(
+def test_the_error_of_a_farm_whose_process_does_not_start_has_its_log(
     several: Notebook, monkeypatch: pytest.MonkeyPatch, starts: bool
 ) -> None:
     before, why = programs("process"), "did nothing for 0 s" if starts else "no room"
@@ -440,7 +440,7 @@ def test_children_of_a_job_find_the_notebooks_names(
     assert farm.submit(names["in_a_pool"], method).result(HUNG_S) == 6
 
 
-def test_files_of_an_attempt_that_failed_do_not_come_with_the_next_one(
+def test_files_of_a_failed_attempt_are_not_among_those_of_the_next_attempt(
     farm: Farm, names: dict[str, Any], tmp_path: Path
 ) -> None:
     job = farm.submit(names["save_at_second_try"], str(tmp_path / "mark"), retries=1)
@@ -548,7 +548,7 @@ def test_an_option_of_submit_that_is_a_parameter_of_the_function_is_refused(farm
         farm.submit(3)  # type: ignore[arg-type]
 
 
-def test_arguments_reach_parameters_with_the_names_of_a_farms_own(farm: Farm) -> None:
+def test_arguments_may_have_the_names_of_a_farms_own_parameters(farm: Farm) -> None:
     def echo(**given: Any) -> dict[str, Any]:
         return given
 

@@ -86,7 +86,7 @@ def test_more_ranks_than_gpus_can_run_on_the_cpu(frontend_of_module: Frontend) -
     assert "False gloo" in frontend_of_module.text(run)
 
 
-def test_metrics_on_the_gpu_are_sent_when_they_are_computed(frontend_of_module: Frontend) -> None:
+def test_metrics_on_the_gpu_are_sent_once_they_are_computed(frontend_of_module: Frontend) -> None:
     run = frontend_of_module.send(
         "%%taas --gpus 1\n"
         "import taas, time, torch\n"
@@ -139,7 +139,7 @@ def test_ranks_shows_the_use_of_the_gpu(frontend_of_module: Frontend) -> None:
     assert re.search(r" \d+ %  +\d+\.\d MB", shown), shown
 
 
-def test_a_session_survives_what_leaves_its_gpu_intact(frontend_of_module: Frontend) -> None:
+def test_a_session_survives_errors_that_leave_its_gpu_intact(frontend_of_module: Frontend) -> None:
     before = used_gpu_bytes()
     frontend_of_module.run(
         "%%taas --gpus 1 --session exp\n"

@@ -117,7 +117,7 @@ def test_three_nested_bars() -> None:
 
 
 @pytest.mark.parametrize("size", [1, 7, 1000])
-def test_text_printed_behind_a_bar_is_a_line_without_the_bar(size: int) -> None:
+def test_text_printed_after_a_bar_is_a_line_without_the_bar(size: int) -> None:
     bars = [
         "  0%|          | 0/4 [00:00<?, ?it/s]",
         "5it [00:01,  4.99it/s]",

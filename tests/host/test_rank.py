@@ -170,7 +170,7 @@ for number in range(8):
     assert seen == [step.format(number) for number in range(8) for step in one]
 
 
-def test_a_display_leaves_a_progress_bar_in_the_header(notebook: Notebook) -> None:
+def test_a_display_leaves_a_progress_bar_in_the_status_header(notebook: Notebook) -> None:
     source = """
 from IPython.display import display
 from tqdm import tqdm

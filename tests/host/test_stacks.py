@@ -590,7 +590,7 @@ def test_a_lost_host_does_not_delay_the_report_of_a_hang() -> None:
         ),
     ],
 )
-def test_ranks_that_wait_where_nobody_listens_are_told_why(
+def test_a_note_says_why_ranks_wait_at_an_address_where_nobody_listens(
     notebook: Notebook, monkeypatch: pytest.MonkeyPatch, call: str, said: str
 ) -> None:
     """The cell sets the address of the rendezvous itself, as `initDist` in a guide for PBS does."""

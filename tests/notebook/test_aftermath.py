@@ -364,7 +364,7 @@ def warm_only_after(go: Path, scene: Scene) -> str:
 
 
 @pytest.mark.fault(62)
-def test_a_torch_that_cannot_be_imported_is_told_with_the_logs_last_lines(scene: Scene) -> None:
+def test_the_error_of_a_torch_that_cannot_be_imported_has_the_logs_last_lines(scene: Scene) -> None:
     broken = scene.folder / "broken"
     broken.mkdir()
     (broken / "torch.py").write_text("raise ImportError('this torch is broken')\n")

@@ -174,7 +174,7 @@ def test_stop_ends_a_run_of_another_project_from_a_terminal(
     assert set(pools.iterdir()) == before, "no other pool was started for it"
 
 
-def test_logs_by_tail_and_pattern_and_what_a_terminal_says_of_failures(frontend: Frontend) -> None:
+def test_logs_can_be_limited_and_searched_and_a_terminal_shows_failures(frontend: Frontend) -> None:
     frontend.run("%%taas --gpus 2\nfor i in range(100):\n    print('step', i)")
     assert frontend.text(frontend.run("%taas logs --rank 1 --tail 2")) == "step 98\nstep 99\n"
     found = frontend.text(frontend.run("%taas logs --rank 1 --grep 'p [12]0$'"))

@@ -209,7 +209,7 @@ notify = "env | grep ^TAAS_RUN_ > told"
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("pool", ["", "--data-pool fetch"])
-def test_fetchers_of_a_detached_run_go_on_in_whatever_pool(
+def test_fetchers_of_a_detached_run_continue_in_any_pool(
     frontend: Frontend, tmp_path: Path, pool: str
 ) -> None:
     project = tmp_path / "fed"

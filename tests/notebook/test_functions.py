@@ -81,7 +81,7 @@ class Setter:
         *("Setter()", "Setter.cached", "lambda: exec('x = 1', globals())"),
     ],
 )
-def test_a_name_that_only_a_callee_sets_comes_back(notebook: Notebook, call: str) -> None:
+def test_a_name_that_only_a_callee_sets_is_returned(notebook: Notebook, call: str) -> None:
     notebook.define(SETTERS)
     notebook.define(f"run = taas.run({call}, gpus=1, out='x')")
     assert value(notebook, "run.out, x") == ({"x": 1}, 1)
@@ -224,7 +224,7 @@ def test_an_option_that_is_a_parameter_too_is_refused_and_a_partial_is_not(
         ("Thing()", r"needs a function or another callable.*; got Thing <"),
     ],
 )
-def test_a_wrong_type_is_refused_with_what_is_allowed(
+def test_an_argument_of_a_wrong_type_is_refused_and_the_allowed_types_are_named(
     notebook: Notebook, call: str, message: str
 ) -> None:
     notebook.define("import taas\ndef f(): pass\nclass Thing: pass")

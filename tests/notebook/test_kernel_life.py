@@ -153,7 +153,7 @@ step()
 """
 
 
-def test_the_head_and_stacks_in_a_real_kernel(frontend: Frontend) -> None:
+def test_the_status_header_and_stacks_of_a_hang_in_a_real_kernel(frontend: Frontend) -> None:
     request = frontend.send(HANGS)
 
     def heads() -> list[dict[str, str]]:
@@ -298,7 +298,7 @@ def test_a_display_that_no_browser_could_show_is_left_out(frontend: Frontend) ->
     assert "99900002 characters cut" in text["text/plain"] and len(text["text/plain"]) < 101_000
 
 
-def test_status_and_head_agree_on_how_long_a_run_took(frontend: Frontend) -> None:
+def test_status_and_the_status_header_show_the_same_duration(frontend: Frontend) -> None:
     frontend.run("%%taas --gpus 1\npass")
     request = frontend.run("%%taas --gpus 1\nimport time\ntime.sleep(1.5)")
     head = frontend.contents(request, "update_display_data")[-1]["data"]["text/plain"]
@@ -309,7 +309,7 @@ def test_status_and_head_agree_on_how_long_a_run_took(frontend: Frontend) -> Non
     assert "No GPU" not in head, "it is said once a session"
 
 
-def test_bars_of_a_notebook_and_nested_ones_move_in_the_head(
+def test_notebook_and_nested_progress_bars_move_in_the_status_header(
     frontend: Frontend, tmp_path: Path
 ) -> None:
     go = tmp_path / "go"
@@ -356,7 +356,7 @@ plt.show()
     assert "Figure(" not in frontend.text(request)
 
 
-def test_a_progress_bar_goes_into_the_head(frontend: Frontend) -> None:
+def test_a_progress_bar_appears_in_the_status_header(frontend: Frontend) -> None:
     request = frontend.run("""%%taas --gpus 1
 from tqdm.auto import tqdm
 

@@ -238,7 +238,7 @@ def test_an_interrupt_before_the_ranks_start_is_one_line(
     assert error._render_traceback_() == ["Stopped by you before the ranks started."]  # type: ignore[attr-defined]
 
 
-def test_a_broken_taas_toml_is_said_and_mended_without_a_restart(
+def test_a_broken_taas_toml_is_reported_and_can_be_mended_without_a_restart(
     shell: InteractiveShell, launch: FakeLaunch
 ) -> None:
     Path("taas.toml").write_text("[pools.x]\nengin = 'ssh'\n")

@@ -56,7 +56,7 @@ def test_other_cells_stay_as_they_are(cell: str) -> None:
     assert changed(cell) == cell
 
 
-def test_a_head_without_a_body_still_reaches_the_magic() -> None:
+def test_a_pragma_without_code_below_it_still_becomes_a_magic() -> None:
     assert changed("#!g2.8") == "%%taas --pool g2.8\n\n"
 
 
@@ -65,7 +65,7 @@ def test_the_cell_is_plain_python() -> None:
 
 
 @given(st.text(alphabet="#! pragmtsg2.8-\nx=1", max_size=80))
-def test_any_text_keeps_its_lines_below_the_head(cell: str) -> None:
+def test_lines_below_a_pragma_stay_unchanged(cell: str) -> None:
     lines = cell.splitlines(keepends=True)
     new = transform_pragma(list(lines))
     if new != lines:

@@ -125,7 +125,7 @@ def test_a_program_that_the_cell_starts_cannot_write_to_the_store(kernel: Fronte
     assert "code 1" in kernel.text(kernel.run(f"%%taas --gpus 1 --rehearse\n{cell}"))
 
 
-def test_all_ranks_see_rank_0s_files_and_the_store_keeps_its_own(
+def test_in_a_rehearsal_all_ranks_see_rank_0s_files_and_the_store_stays_unchanged(
     kernel: Frontend,
 ) -> None:
     kernel.run(

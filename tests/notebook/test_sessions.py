@@ -422,7 +422,7 @@ def test_flags_that_do_not_fit_the_session_are_refused_before_anything_runs(
     assert printed(session, "%%taas --session exp\nprint(rank)") == ["0", "1"]
 
 
-def test_a_name_that_only_a_function_of_an_earlier_cell_sets_comes_back(session: Frontend) -> None:
+def test_a_name_that_only_a_function_of_an_earlier_cell_sets_is_returned(session: Frontend) -> None:
     session.run("def of_notebook():\n    globals()['total'] = 4")
     session.run("%%taas --session exp\nsent = of_notebook")
     session.run("%%taas --session exp --out total\nof_notebook()")
@@ -438,7 +438,7 @@ taas.register(loader);
 """
 
 
-def test_an_epoch_of_a_registered_loader_goes_on_in_the_next_cell(session: Frontend) -> None:
+def test_an_epoch_of_a_registered_loader_continues_in_the_next_cell(session: Frontend) -> None:
     session.run(LOADER)
     take = "%%taas --session exp --out got@all\n"
     session.run(take + "batches = iter(loader)\ngot = [next(batches).tolist() for _ in range(3)]")

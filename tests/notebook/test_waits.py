@@ -129,7 +129,7 @@ def test_a_pool_that_another_kernel_uses_is_listed_as_running(
     assert pools.rows(OWN)[0].state == "running"
 
 
-def test_a_stopped_pool_is_told_and_down_ends_it(
+def test_a_stopped_pool_is_reported_and_down_ends_it(
     own_pool: Pool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("taas_magic.pool.client.SILENT_S", 3.0)
@@ -268,7 +268,7 @@ def test_a_run_ends_with_its_pools_process_though_another_has_taken_its_place(
 
 
 @pytest.mark.nightly
-def test_a_pool_that_is_killed_during_a_launch_is_told_in_plain_words(
+def test_a_pool_that_is_killed_during_a_launch_is_reported_in_plain_words(
     notebook: Notebook,
 ) -> None:
     assert notebook.run("pass", gpus=1).error is None
@@ -350,7 +350,7 @@ def test_a_stopped_supervisor_does_not_outlive_a_killed_pool(own_pool: Pool) -> 
 
 
 @pytest.mark.nightly
-def test_a_forkserver_that_stops_during_a_run_is_told(notebook: Notebook) -> None:
+def test_a_forkserver_that_stops_during_a_run_is_reported(notebook: Notebook) -> None:
     source = "import os, time\nif os.environ['RANK'] == '0':\n    os.kill(os.getppid(), 19)\n"
     outcome = notebook.run(source + "    time.sleep(600)\n")
     assert isinstance(outcome.error, RunLost)

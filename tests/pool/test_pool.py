@@ -258,7 +258,7 @@ def test_a_kernel_that_connects_while_its_pool_ends_gets_a_new_pool(tmp_path: Pa
 
 
 @pytest.mark.usefixtures("no_leftovers")
-def test_a_pool_whose_settings_have_changed_is_left_after_its_runs_and_ends_by_itself(
+def test_a_pool_with_old_settings_ends_by_itself_after_its_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # shorter than the time until the first kernel connects

@@ -132,7 +132,7 @@ def test_in_the_store_notebook_only_rank_0_writes(beside: Frontend) -> None:
     assert not list(Path(beside.process.cwd()).glob("*.pt")), "an example clears away what it made"
 
 
-def test_the_stores_notebook_is_stored_with_its_outputs() -> None:
+def test_the_store_notebook_is_stored_with_its_outputs() -> None:
     notebook = stored("store")
     check_store(notebook)
 
@@ -155,7 +155,7 @@ def test_the_data_service_notebook_shows_that_fetchers_end_the_waiting(beside: F
     check_data_service(notebook)
 
 
-def test_the_data_services_notebook_is_stored_with_its_outputs() -> None:
+def test_the_data_service_notebook_is_stored_with_its_outputs() -> None:
     notebook = stored("data_service")
     text = texts(notebook)
     check_data_service(notebook)
@@ -206,7 +206,7 @@ def check_model_parallel(notebook: NotebookNode) -> None:
     assert len(compared) == 4 and all(float(difference) < 1e-12 for difference in compared)
 
 
-def test_the_cubes_notebook_is_stored_with_its_outputs() -> None:
+def test_the_datacube_notebook_is_stored_with_its_outputs() -> None:
     notebook = stored("datacube")
     text = texts(notebook)
     assert not [output for output in outputs(notebook) if output.output_type == "error"]
@@ -234,7 +234,7 @@ def test_the_sweep_notebook_shows_all_trials(beside: Frontend) -> None:
 
 
 @pytest.mark.parametrize("name", SAID_BY_FARMS)
-def test_a_farms_notebook_is_stored_with_its_outputs(name: str) -> None:
+def test_a_notebook_with_a_farm_is_stored_with_its_outputs(name: str) -> None:
     notebook = stored(name)
     check_farm(notebook, name, SAID_BY_FARMS[name])
 
