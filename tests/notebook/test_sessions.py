@@ -747,7 +747,7 @@ def test_a_command_without_a_name_lists_the_running_sessions(
         sessions.named(None)
 
 
-def test_a_kernel_that_ends_takes_its_sessions_along(frontend_of_module: Frontend) -> None:
+def test_sessions_end_with_their_kernel(frontend_of_module: Frontend) -> None:
     """This test ends the module's kernel, so it is the last one."""
     frontend_of_module.run(START)
     ranks = ranks_of(frontend_of_module)
