@@ -249,9 +249,9 @@ def find_config(folder: Path) -> Path | None:
     """
     home, folder = Path(os.path.expanduser("~")).resolve(), folder.resolve()
     above = [folder, *folder.parents]
-    places = above[: above.index(home) + 1] if home in above else above
+    folders = above[: above.index(home) + 1] if home in above else above
     user = Path(os.environ.get("XDG_CONFIG_HOME") or home / ".config") / "taas"
-    files = [place / FILE_NAME for place in (*places, user)]
+    files = [folder / FILE_NAME for folder in (*folders, user)]
     return next((file for file in files if os.path.isfile(file)), None)
 
 
@@ -290,29 +290,30 @@ def _read_own(path: Path) -> str:
         seen = [(path.resolve(), os.fstat(file.fileno()))]
         folders = {path.parent.resolve(), path.resolve().parent}
         seen += [(folder, folder.stat()) for folder in sorted(folders)]
-        for place, status in seen:
-            if why := _why_untrusted(place, status):
+        for checked, status in seen:
+            why, command = _why_untrusted(checked, status)
+            if why:
                 raise UsageError(
-                    f"{path} is not trusted, because it can name programs to run: {why}, "
-                    "or keep the file in ~/.config/taas"
+                    f"{path} is not trusted, because it can name programs to run: {why}. Move the "
+                    f"file to ~/.config/taas. Or, if you trust its content, run: {command}"
                 )
         return file.read()
 
 
-def _why_untrusted(place: Path, status: os.stat_result) -> str:
-    """Return who else can change a file or folder, and a remedy, as text for a message.
+def _why_untrusted(path: Path, status: os.stat_result) -> tuple[str, str]:
+    """Return who else can change a file or folder, and a command that prevents this.
 
-    Check the owner first, then the write access of everybody and of the group. Return "" if only
-    the current user and root can change the file or folder. Ignore write access of the user's
-    private group. If a folder has the sticky bit, check only the folder's owner, because other
-    users cannot replace files in such a folder.
+    Check the owner first, then the write access of everybody and of the group. Return two empty
+    texts if only the current user and root can change the file or folder. Ignore write access of
+    the user's private group. If a folder has the sticky bit, check only the folder's owner, because
+    other users cannot replace files in such a folder.
     """
-    user, quoted = os.geteuid(), shlex.quote(str(place))
+    user, quoted = os.geteuid(), shlex.quote(str(path))
     if status.st_uid not in (user, 0):
         owner = f"uid {status.st_uid}"
         with suppress(KeyError):
             owner = f"{pwd.getpwuid(status.st_uid).pw_name} ({owner})"
-        return f"{place} belongs to {owner}. If you trust it: sudo chown {user} {quoted}"
+        return f"{path} belongs to {owner}", f"sudo chown {user} {quoted}"
     is_sticky = stat.S_ISDIR(status.st_mode) and status.st_mode & stat.S_ISVTX
     others = status.st_mode & stat.S_IWOTH and not is_sticky
     group = status.st_mode & stat.S_IWGRP and not is_sticky and not _is_own(status.st_gid)
@@ -322,8 +323,8 @@ def _why_untrusted(place: Path, status: os.stat_result) -> str:
             name = grp.getgrgid(status.st_gid).gr_name
         who = "everybody" if others else f"group {name}"
         sudo = "" if status.st_uid == user else "sudo "
-        return f"{who} can write {place}. If you trust it: {sudo}chmod go-w {quoted}"
-    return ""
+        return f"{who} can write {path}", f"{sudo}chmod go-w {quoted}"
+    return "", ""
 
 
 def _is_own(group: int) -> bool:

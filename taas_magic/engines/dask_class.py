@@ -637,14 +637,16 @@ class Vehicles:
             if job is None or job.ended:
                 self._served.add(name)
                 tail = output_tail(self._output, job_id) if self._output else ""
-                wrote = f":\n{tail}" if tail else " nothing"
+                output = (
+                    f"The end of the job's output:\n{tail}" if tail else "The job printed nothing"
+                )
                 raise PoolError(
                     f"{self._system.title} job {job_id} ended before host {name} was ready: "
-                    f"{job or 'no longer known'}; it wrote{wrote}"
+                    f"{job or 'no longer known'}. {output}"
                 )
         return {name: jobs[job_id] for name, job_id in awaited.items()}
 
     def _describe_job(self, job: BatchJob | None, is_up: bool) -> str:
         parts = [f"{self._system.title} job {job.job_id} {job}"] if self._system and job else []
         parts += ["its Dask worker has joined, and the agent starts"] * is_up
-        return "; ".join(parts) or "requested"
+        return "; ".join(parts) or "requested; its Dask worker has not joined yet"

@@ -21,7 +21,7 @@ from taas_magic.leases import HOST_END_S, SSH_BEATS_PER_LEASE
 from taas_magic.messages import AgentSettings, to_json
 from taas_magic.plan import HostCapacity
 from taas_magic.setup.facts import Shell, ask_host
-from taas_magic.setup.install import prepare
+from taas_magic.setup.install import install_missing_packages
 from taas_magic.ssh.config import ConnectStopped, find_target, unread_config
 from taas_magic.ssh.connect import (
     Connection,
@@ -339,7 +339,7 @@ class _SshHost(Host):
         limit_s = min(target.connect_timeout_s, pool.start_timeout_s)
         self.connection = connection = connect(target, self._stop, limit_s, pool.lease_s)
         self._begin_step("still putting packages into its cache, as on every first use")
-        path_entries = prepare(connection, pool)
+        path_entries = install_missing_packages(connection, pool)
         address, port = _address_of(self._engine.scheduler.address)
         settings = AgentSettings(
             scheduler=f"tls://{LOOPBACK}:{open_tunnel(connection, address, port)}",

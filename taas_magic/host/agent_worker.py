@@ -204,13 +204,13 @@ class AgentWorker(ClosedWorker):
         warming: "asyncio.Task[list[str]]",
         **kwargs: Any,
     ) -> None:
-        said = {AGENT: lambda agent: True}
+        startup_information = {AGENT: lambda agent: True}
         super().__init__(
             *args,
             nthreads=1,
             memory_limit=0,
             host=host_address.address,
-            startup_information=said,
+            startup_information=startup_information,
             **kwargs,
         )
         self._host_address, self._lease, self._warming = host_address, lease, warming
@@ -231,7 +231,7 @@ class AgentWorker(ClosedWorker):
         self._answers = handlers(answers)
         self.stream_handlers |= {CALL: self._on_call, BEAT_ACK: lease.renew}
 
-    async def describe_host(self, asked: DescribeHost) -> HostHello:
+    async def describe_host(self, request: DescribeHost) -> HostHello:
         """Wait until this host can start ranks, and return a description of the host.
 
         There is no time limit. If the forkserver's imports failed, this method never returns,
@@ -250,7 +250,7 @@ class AgentWorker(ClosedWorker):
         await asyncio.to_thread(forkserver.wait_while_stopped)
         if not forkserver.is_alive():
             raise PoolError(forkserver.why_ended())
-        if not asked.has_run:
+        if not request.has_run:
             self._may_import_deferred.set()
         return HostHello(
             host=self._host_address.host,
@@ -259,14 +259,14 @@ class AgentWorker(ClosedWorker):
             gpus=probe.count_gpus(),
         )
 
-    async def facts(self, asked: GetHostFacts) -> list[HostFacts]:
+    async def facts(self, request: GetHostFacts) -> list[HostFacts]:
         """Return facts about this host and its Python, such as versions and missing modules.
 
         The result is a list with one entry.
         """
-        return [convert(await asyncio.to_thread(probe.main, **structs.asdict(asked)), HostFacts)]
+        return [convert(await asyncio.to_thread(probe.main, **structs.asdict(request)), HostFacts)]
 
-    async def start_run(self, asked: StartShare) -> int:
+    async def start_run(self, request: StartShare) -> int:
         """Start this host's share of a run, or the next attempt of a share that runs already.
 
         A new share runs in a new thread. If the new share starts ranks, also send the user a note
@@ -282,8 +282,8 @@ class AgentWorker(ClosedWorker):
             PoolError: The request is for a next attempt, but the run has ended on this host. Or the
                 request is for a cell, but the cell's session has ended, or runs another cell.
         """
-        spec, run_id = asked.spec, asked.spec.share_id
-        if asked.is_next_attempt:
+        spec, run_id = request.spec, request.spec.share_id
+        if request.is_next_attempt:
             run = self._shares.get(run_id)
             if not isinstance(run, HostRun):
                 raise PoolError(f"run {run_id} has ended here")
@@ -295,7 +295,7 @@ class AgentWorker(ClosedWorker):
 
         create_share = self._share_factory(spec)
         share = await asyncio.to_thread(
-            create_share, spec, self._host_address, emit, self._is_alone, ask_files
+            create_share, spec, self._host_address, emit, self._is_only_share, ask_files
         )
         self._shares[run_id] = share
         for problem in () if spec.is_fetchers or spec.run.session else self._warming.result():
@@ -333,12 +333,12 @@ class AgentWorker(ClosedWorker):
         if share := self._shares.get(command.run_id):
             share.handle_command(command)
 
-    async def stacks(self, asked: GetStacks) -> RunStacks:
+    async def stacks(self, request: GetStacks) -> RunStacks:
         """Return the stacks of a run's ranks or fetchers on this host. May take some seconds.
 
         The result is empty if the run has ended on this host.
         """
-        share = self._shares.get(asked.run_id)
+        share = self._shares.get(request.run_id)
         return RunStacks() if share is None else await asyncio.to_thread(share.stacks)
 
     def _run_share(self, run_id: str, share: HostShare) -> None:
@@ -405,7 +405,7 @@ class AgentWorker(ClosedWorker):
             if not has_run_since:
                 forkserver.start_importing_deferred()
 
-    def _is_alone(self) -> bool:
+    def _is_only_share(self) -> bool:
         return len(self._shares) == 1
 
     def _send_request(self, request: Request[_T]) -> _T:

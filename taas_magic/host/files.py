@@ -191,8 +191,8 @@ def _shares_run_folder(run: RunSpec) -> bool:
 class StoreCopy:
     """The copy of the project store (mirror) on a host that does not share the store.
 
-    The constructor copies the store to the mirror. After `start`, background threads copy changes
-    between the mirror and the store.
+    The constructor copies the store to the mirror. After `start_copying`, background threads copy
+    changes between the mirror and the store.
 
     Args:
         note: Function that sends a note to the user.
@@ -228,11 +228,11 @@ class StoreCopy:
             self.close()
             raise
 
-    def start(self, spec: ShareSpec, receipt_builder: ReceiptBuilder | None) -> None:
+    def start_copying(self, spec: ShareSpec, receipt_builder: ReceiptBuilder | None) -> None:
         """Start to copy this host's changes to the store, and changes of other hosts to the mirror.
 
-        Background threads copy the changes until `finish`. Do not call this method for a session,
-        because each cell of the session copies its own changes.
+        Background threads copy the changes until `finish_copying`. Do not call this method for a
+        session, because each cell of the session copies its own changes.
 
         Args:
             receipt_builder: Record of the files that this host sends to the store. None if the host
@@ -275,12 +275,12 @@ class StoreCopy:
         """
         folders = _folders_to_send(spec)
         is_newest = self._sent_folders is None and folders is None
-        self.finish()
+        self.finish_copying()
         if not is_newest:
             update_mirror(self._mirror, self._send_request, fresh=True)
         self._start_transfer(folders)
 
-    def finish(self) -> None:
+    def finish_copying(self) -> None:
         """Send the remaining changed files to the store, and stop the transfer in both directions.
 
         Call this method after each attempt, when all processes of the run on this host have ended.
@@ -410,7 +410,7 @@ class HostFiles:
         if (rule := here.store) and builds_receipt:
             self._receipt_builder = ReceiptBuilder(rule.path, rule.shared)
         if self._store_copy is not None and not spec.run.is_session:
-            self._store_copy.start(spec, self._receipt_builder)
+            self._store_copy.start_copying(spec, self._receipt_builder)
         return here
 
     def prepare_next_attempt(self, spec: ShareSpec) -> LocalShare:
@@ -491,7 +491,7 @@ class HostFiles:
         mirror = self._store_copy
         try:
             if mirror is not None:
-                mirror.finish()
+                mirror.finish_copying()
             if self._receipt_builder is not None:
                 receipt = self._receipt_builder.build(searches=self._has_rank_0 and mirror is None)
                 if mirror is None and not self._host_address.is_foreign:

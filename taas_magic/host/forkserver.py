@@ -461,7 +461,7 @@ def start_process(function: str, *arguments: Any) -> Any:
         OSError: The process could not be started, although the forkserver runs.
     """
     global _starting
-    process = _context.Process(target=call, args=(function, *arguments))
+    process = _context.Process(target=run_in_fork, args=(function, *arguments))
     with _lock:
         try:
             _starting = _start_timer()
@@ -499,7 +499,7 @@ def why_ended() -> str:
     return f"{_why}; another host takes its place"
 
 
-def call(function: str, *arguments: Any) -> None:
+def run_in_fork(function: str, *arguments: Any) -> None:
     """Call a function in this new process, a fork of the forkserver or of a stand-in.
 
     First makes the system kill this process when its parent ends, disconnects the agent's resource

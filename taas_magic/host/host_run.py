@@ -49,9 +49,9 @@ from taas_magic.host.supervisor import create_run_folder
 from taas_magic.host.system import (
     RUN_TOKEN,
     end_all,
+    find_leftovers,
     is_tracker,
     kill_all,
-    leftovers,
     pids_and_names,
 )
 from taas_magic.host.usage import UsageReporter
@@ -120,8 +120,8 @@ class HostShare(ABC):
 
     Args:
         emit: Function that sends an event to the pool's process.
-        alone: Function that returns whether this share is the only share on this host. If so,
-            orphaned processes that the supervisor has adopted are ended with this share.
+        is_only_share: Function that returns whether this share is the only share on this host. If
+            so, orphaned processes that the supervisor has adopted are ended with this share.
         send_request: Function that sends a request about files to the pool's process, and returns
             the response.
 
@@ -140,11 +140,11 @@ class HostShare(ABC):
         spec: ShareSpec,
         host_address: HostAddress,
         emit: EventSink,
-        alone: Callable[[], bool],
+        is_only_share: Callable[[], bool],
         send_request: SendRequest,
     ) -> None:
         self.spec, self.host_address, self.host = spec, host_address, host_address.host
-        self.emit, self._alone = emit, alone
+        self.emit, self._is_only_share = emit, is_only_share
         self.folder = create_run_folder()
         self._files = HostFiles(spec, host_address, send_request, emit)
         self._local: LocalShare | None = None
@@ -240,13 +240,13 @@ class HostShare(ABC):
     def _path_prefix(self) -> Path:
         """Return the path prefix of files that only this share's processes have open.
 
-        By this prefix, `leftovers` finds processes that remain after the share.
+        By this prefix, `find_leftovers` finds processes that remain after the share.
         """
         return self.folder
 
     def _end_leftovers(self) -> None:
         """Kill the share's processes that still run; send a note if a process cannot be killed."""
-        found = leftovers(self.spec.share_id, self._path_prefix(), self._alone())
+        found = find_leftovers(self.spec.share_id, self._path_prefix(), self._is_only_share())
         if left := kill_all(found):
             self.note(
                 f"host {self.host}: these processes could not be ended: {pids_and_names(left)}"

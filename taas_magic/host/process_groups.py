@@ -52,17 +52,17 @@ class ProcessGroupPrefixes:
 
         @functools.wraps(original)
         def init_process_group(*args: Any, **kwargs: Any) -> None:
-            given = signature.bind_partial(*args, **kwargs).arguments
-            is_default = given.get("init_method") in (None, "env://")
-            if is_default and given.get("store") is None and "MASTER_PORT" in os.environ:
-                kwargs |= self._store_arguments(given)
-                args, kwargs = (), {**given, **kwargs, "init_method": None}
+            passed = signature.bind_partial(*args, **kwargs).arguments
+            is_default = passed.get("init_method") in (None, "env://")
+            if is_default and passed.get("store") is None and "MASTER_PORT" in os.environ:
+                kwargs |= self._connect_to_store(passed)
+                args, kwargs = (), {**passed, **kwargs, "init_method": None}
             original(*args, **kwargs)
 
         dist.init_process_group = init_process_group
         dist.distributed_c10d.init_process_group = init_process_group
 
-    def _store_arguments(self, given: dict[str, Any]) -> dict[str, Any]:
+    def _connect_to_store(self, passed: dict[str, Any]) -> dict[str, Any]:
         """Connect to the key-value store; return `store`, `rank` and `world_size` for torch.
 
         Count the new process group. The returned store adds a prefix to each key: the numbers of
@@ -70,12 +70,12 @@ class ProcessGroupPrefixes:
         groups.
 
         Args:
-            given: Arguments that the user has passed to `init_process_group`, by name. If the rank
+            passed: Arguments that the user has passed to `init_process_group`, by name. If the rank
                 or the world size is missing, the environment variable RANK or WORLD_SIZE applies.
         """
-        rank, world_size = given.get("rank", -1), given.get("world_size", -1)
+        rank, world_size = passed.get("rank", -1), passed.get("world_size", -1)
         world_size = int(os.environ["WORLD_SIZE"]) if world_size == -1 else world_size
-        timeout = given.get("timeout") or _DEFAULT_TIMEOUT
+        timeout = passed.get("timeout") or _DEFAULT_TIMEOUT
         store = TCPStore(
             os.environ["MASTER_ADDR"],
             int(os.environ["MASTER_PORT"]),

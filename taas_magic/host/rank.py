@@ -339,7 +339,9 @@ def _run(shell: RankShell, spec: ProcessSpec, link: AgentLink, rank: int) -> boo
     """
     shows = spec.share.plan.shows_displays(rank)
     own_keyboard = Keyboard(link, rank_file(spec.folder, rank, "input"))
-    namespace = shell.bind(link, own_keyboard, shows, colors=spec.share.run.origin.colors)
+    namespace = shell.connect_to_agent(
+        link, own_keyboard, shows, colors=spec.share.run.origin.colors
+    )
     folder = spec.share.folder
     try:
         loaded = payload.read(folder.payload)

@@ -59,7 +59,9 @@ class _SessionCells:
         self._shell = RankShell.instance()
         own_keyboard = Keyboard(link, rank_file(spec.folder, int(environ["RANK"]), "input"))
         colors = spec.share.run.origin.colors
-        self._namespace = self._shell.bind(link, own_keyboard, shows=False, colors=colors)
+        self._namespace = self._shell.connect_to_agent(
+            link, own_keyboard, shows=False, colors=colors
+        )
         self._modules: dict[str, ModuleSource] = {}
         self._kept: frozenset[str] = frozenset()
         self._groups = ProcessGroupPrefixes()

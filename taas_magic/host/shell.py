@@ -53,7 +53,10 @@ HIDDEN_DISPLAYS = (
 )
 
 _OWN_NAMES = frozenset({"exit", "quit", "_dh"})
-"""Names without leading double underscores for which `bind` sets other values than IPython."""
+"""Names for which `connect_to_agent` sets other values than IPython.
+
+Names with leading double underscores are not listed.
+"""
 
 
 class _CellCompiler(CachingCompiler):
@@ -183,7 +186,7 @@ class RankShell(InteractiveShell):
     displayhook_class = AnyTrait(_LinkDisplayHook)
     compiler_class = AnyTrait(_CellCompiler)
 
-    def bind(
+    def connect_to_agent(
         self, link: AgentLink, own_keyboard: Keyboard, shows: bool, colors: str
     ) -> dict[str, Any]:
         """Connect the shell to this rank's agent and keyboard, and create a clean `__main__`.
@@ -237,7 +240,7 @@ class RankShell(InteractiveShell):
         return main.__dict__
 
     def reset(self, new_session: bool = True, aggressive: bool = False) -> None:
-        """Delete the user's variables (`%reset`), but keep the names that `bind` has set.
+        """Delete the user's variables (`%reset`); keep the names that `connect_to_agent` has set.
 
         IPython's method would also delete `__spec__`, which spawned children need, and would
         replace Python's `exit`, `quit` and `open`. The names that remain no longer count as the
@@ -334,7 +337,7 @@ class RankShell(InteractiveShell):
         return result
 
     def users_names(self) -> dict[str, Any]:
-        """Return the user's variables: the namespace without the values that `bind` has set."""
+        """Return the namespace without the values that `connect_to_agent` has set."""
         start = self._at_start
         return {n: v for n, v in self.user_ns.items() if n not in start or start[n] is not v}
 

@@ -22,7 +22,7 @@ RUN_TOKEN = "TAAS_RUN_ID"
 """Environment variable with a share's id, which marks the processes of this share.
 
 Ranks, fetchers and the programs that they start have this variable. After the end of the share, the
-agent finds remaining processes by it (`leftovers`).
+agent finds remaining processes by it (`find_leftovers`).
 """
 
 CALM_DASK = {
@@ -271,7 +271,7 @@ def pids_and_names(processes: Iterable[psutil.Process]) -> str:
     return ", ".join(found)
 
 
-def leftovers(run_id: str, pipes: Path, alone: bool) -> list[psutil.Process]:
+def find_leftovers(share_id: str, path_prefix: Path, is_only_share: bool) -> list[psutil.Process]:
     """Return the processes that remain on this host after the end of a share. Runs in the agent.
 
     The function searches the supervisor's descendants except the agent. A process belongs to the
@@ -283,33 +283,33 @@ def leftovers(run_id: str, pipes: Path, alone: bool) -> list[psutil.Process]:
     - The process is an orphan that the supervisor has adopted, and no other share is on this host.
 
     Args:
-        run_id: Id of the share, the value of the variable `RUN_TOKEN`.
-        pipes: Path prefix of the share's files and named pipes on this host.
-        alone: Whether no other share is on this host.
+        share_id: Id of the share, the value of the variable `RUN_TOKEN`.
+        path_prefix: Path prefix of the share's files and named pipes on this host.
+        is_only_share: Whether no other share is on this host.
     """
     own = psutil.Process()
     supervisor = own.parent()
     below = [it for it in (supervisor or own).children(recursive=True) if it.pid != own.pid]
-    found = [it for it in below if _is_of_run(it, run_id, str(pipes))]
-    if alone and supervisor is not None and supervisor.pid != 1:
+    found = [it for it in below if _belongs_to_share(it, share_id, str(path_prefix))]
+    if is_only_share and supervisor is not None and supervisor.pid != 1:
         found += [it for it in supervisor.children() if it.pid != own.pid and it not in found]
     return found
 
 
-def _is_of_run(process: psutil.Process, run_id: str, pipes: str) -> bool:
+def _belongs_to_share(process: psutil.Process, share_id: str, path_prefix: str) -> bool:
     """Return whether a process has a share's id in its environment, or a file of the share open.
 
     Return False if the process has ended or belongs to another user.
 
     Args:
-        run_id: Id of the share, the value of the variable `RUN_TOKEN`.
-        pipes: Path prefix of the share's files and named pipes.
+        share_id: Id of the share, the value of the variable `RUN_TOKEN`.
+        path_prefix: Path prefix of the share's files and named pipes.
     """
     with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
-        if process.environ().get(RUN_TOKEN) == run_id:
+        if process.environ().get(RUN_TOKEN) == share_id:
             return True
     base = f"/proc/{process.pid}/fd"  # psutil's open_files lists only regular files
     try:
-        return any(os.readlink(f"{base}/{fd}").startswith(pipes) for fd in os.listdir(base))
+        return any(os.readlink(f"{base}/{fd}").startswith(path_prefix) for fd in os.listdir(base))
     except OSError:
         return False

@@ -70,7 +70,7 @@ class _NotComparedError(Exception):
     """
 
 
-def describe() -> Any:
+def describe_variables() -> Any:
     """Return a description of each of the user's variables in this rank.
 
     Modules, functions, classes, and names that begin with an underscore are left out.
@@ -89,7 +89,7 @@ def describe() -> Any:
     )
 
 
-def names() -> Any:
+def list_names() -> Any:
     """Return the names of the variables, functions, classes and modules in a rank's `__main__`.
 
     A kernel calls this function when it attaches to a session that another kernel has started.
@@ -108,7 +108,7 @@ def names() -> Any:
     return {name: simple_digest(found[name]) for name in found.keys() - code}, code
 
 
-def memory() -> Any:
+def measure_memory() -> Any:
     """Return the `RankMemory` of this process, as plain data.
 
     The field `gpu_bytes` is None if the process has not used CUDA.

@@ -579,14 +579,14 @@ def learn_names(session: Session, shell: "InteractiveShell", config: Config) -> 
         RunError: The call failed on a rank.
         KeyboardInterrupt: The user interrupted the call.
     """
-    from taas_magic.host.variables import names
+    from taas_magic.host.variables import list_names
 
     if not session.has_unknown_names:
         return
     session.names.assume_state(process_state.collect())
     variables: dict[str, str] = {}
     code: set[str] = set()
-    for digests, others in reversed(call_on_ranks(session, names, shell, config)):
+    for digests, others in reversed(call_on_ranks(session, list_names, shell, config)):
         variables |= digests  # ranks are in reverse order, so rank 0's digests win
         code |= {*others}
     session.names.take_over(variables, code)

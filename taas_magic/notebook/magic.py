@@ -652,7 +652,7 @@ def _sessions(words: Sequence[str], settings: Config) -> str:
     """
     from msgspec import convert
 
-    from taas_magic.host.variables import RankMemory, memory
+    from taas_magic.host.variables import RankMemory, measure_memory
     from taas_magic.notebook import launch, sessions
 
     _optional_word("sessions", words, most=0)
@@ -662,7 +662,7 @@ def _sessions(words: Sequence[str], settings: Config) -> str:
         hosts, rss, gpu = "?", "?", "?"
         # A session that runs a cell, or whose ranks end at this moment, cannot be asked.
         with contextlib.suppress(PoolError, RunError):
-            asked = launch.call_on_ranks(session, memory, _shell(), settings)
+            asked = launch.call_on_ranks(session, measure_memory, _shell(), settings)
             ranks = [convert(each, RankMemory) for each in asked]
             hosts = ", ".join(dict.fromkeys(rank.host for rank in ranks))
             rss = size_text(sum(rank.rss_bytes for rank in ranks))
@@ -681,11 +681,11 @@ def _vars(words: Sequence[str], settings: Config) -> str:
     from msgspec import convert
 
     from taas_magic.display.variables import variable_rows
-    from taas_magic.host.variables import Variable, describe
+    from taas_magic.host.variables import Variable, describe_variables
     from taas_magic.notebook import launch, sessions
 
     session = sessions.named(_optional_word("vars", words))
-    asked = launch.call_on_ranks(session, describe, _shell(), settings)
+    asked = launch.call_on_ranks(session, describe_variables, _shell(), settings)
     rows = variable_rows([convert(each, dict[str, Variable]) for each in asked])
     return "\n".join(columns(rows)) if rows[1:] else f"session {session.name} has no variables"
 

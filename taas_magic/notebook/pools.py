@@ -347,7 +347,7 @@ _MARKS = {ERROR: "✗", WARNING: "!", REMARK: "·"}
 
 
 class CheckReport(str):
-    """Text of `%taas pools --check`: a table of hosts, with findings and advice on each finding.
+    """Text of `%taas pools --check`: a table of hosts, with findings and advice on each problem.
 
     A notebook shows the text as a table.
     """
@@ -377,9 +377,9 @@ def report(
     shown = [head]
     for row, line in zip(rows, lines, strict=True):
         shown.append(line)
-        for finding in row.findings:
-            shown.append(f"    {_MARKS[finding.level]} {finding.what}")
-            shown += [f"      {finding.todo}"] * bool(finding.todo)
+        for problem in row.problems:
+            shown.append(f"    {_MARKS[problem.level]} {problem.what}")
+            shown += [f"      {problem.todo}"] * bool(problem.todo)
     hosts = [row for row in rows if row.host]
     several = len({row.pool for row in hosts}) > 1
     unfit = [f"{row.pool}: {row.host}" if several else row.host for row in hosts if not row.is_fit]

@@ -86,9 +86,9 @@ class RehearsalFindings:
         """
         hosts: defaultdict[str, list[str]] = defaultdict(list)
         for row in self.host_rows:
-            for finding in row.findings:
-                if finding.level == ERROR:
-                    hosts[str(finding)].append(row.host)
+            for problem in row.problems:
+                if problem.level == ERROR:
+                    hosts[str(problem)].append(row.host)
         of_hosts = [
             f"host{'s' * (len(names) > 1)} {listed(names, _MAX_LISTED)}: {what}"
             for what, names in hosts.items()

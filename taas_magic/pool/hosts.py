@@ -30,7 +30,7 @@ from taas_magic.messages import (
     from_json,
     to_bytes,
 )
-from taas_magic.setup.facts import refuse, this_kernel
+from taas_magic.setup.facts import raise_if_unusable, this_kernel
 
 _numbers = itertools.count(1)
 _T = TypeVar("_T")
@@ -554,7 +554,7 @@ async def require_fit(
     facts = await request_host_facts(
         pool_hosts, new, GetHostFacts(modules=list(modules), names=False)
     )
-    refuse(facts, this_kernel())
+    raise_if_unusable(facts, this_kernel())
     for host in new:
         host.known_modules = (host.known_modules or set()).union(modules)
 

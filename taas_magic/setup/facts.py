@@ -186,7 +186,7 @@ def this_kernel() -> KernelVersions:
     return KernelVersions(platform.python_version(), importlib.metadata.version("torch"), ours)
 
 
-def of_this_machine(
+def collect_local_facts(
     host: str, packages: Iterable[str] = (), mark: str = "", modules: Iterable[str] = ()
 ) -> HostFacts:
     """Return the facts of this machine and this Python.
@@ -256,7 +256,9 @@ class RequiredPackage:
             return False
 
 
-def lacking(needs: Mapping[str, RequiredPackage], facts: HostFacts) -> tuple[RequiredPackage, ...]:
+def find_missing_packages(
+    needs: Mapping[str, RequiredPackage], facts: HostFacts
+) -> tuple[RequiredPackage, ...]:
     """Return the packages in `needs` that the host lacks, or has in a version that is not allowed.
 
     Args:
@@ -315,10 +317,10 @@ def find_problems(
         *_network_problems(facts, interface),
         *_warnings(facts, gpus, packages),
     ]
-    return sorted(found, key=lambda finding: (ERROR, WARNING, REMARK).index(finding.level))
+    return sorted(found, key=lambda problem: (ERROR, WARNING, REMARK).index(problem.level))
 
 
-def refuse(all_facts: Iterable[HostFacts], here: KernelVersions) -> None:
+def raise_if_unusable(all_facts: Iterable[HostFacts], here: KernelVersions) -> None:
     """Raise PoolError if at least one of the hosts cannot execute a run.
 
     The text lists all errors of all hosts, each with a remedy.
@@ -327,10 +329,10 @@ def refuse(all_facts: Iterable[HostFacts], here: KernelVersions) -> None:
         here: Versions that the hosts must match.
     """
     lines = [
-        f"host {facts.host}: {finding}"
+        f"host {facts.host}: {problem}"
         for facts in all_facts
-        for finding in find_problems(facts, here)
-        if finding.level == ERROR
+        for problem in find_problems(facts, here)
+        if problem.level == ERROR
     ]
     if lines:
         raise PoolError("\n".join(lines))
@@ -339,8 +341,8 @@ def refuse(all_facts: Iterable[HostFacts], here: KernelVersions) -> None:
 def _other_python_problem(facts: HostFacts, here: KernelVersions) -> HostProblem:
     return HostProblem(
         ERROR,
-        f"Python {facts.python} there, {here.python} in this kernel: it cannot read the pickles of "
-        "this kernel",
+        f"Python {facts.python} there, {here.python} in this kernel: they cannot exchange "
+        "pickled objects",
         f'Name a Python {major_minor(here.python)} of that host (python = "…" in the '
         f"pool's table), or use a kernel with Python {major_minor(facts.python)}",
     )
@@ -437,13 +439,16 @@ def _warnings(
         )
     other = [  # packages of the host that this machine's versions will replace on `sys.path`
         f"{each.name} {facts.versions[each.name]} (here {each.version})"
-        for each in lacking(packages, facts)
+        for each in find_missing_packages(packages, facts)
         if facts.versions.get(each.name)
     ]
     if other:
         what = f"its packages have other versions than taas-magic needs: {', '.join(other)}"
         yield HostProblem(
-            WARNING, what, "Ranks use this machine's; to avoid it, install these there"
+            WARNING,
+            what,
+            "Ranks use this machine's versions, which taas-magic installs there in a separate "
+            "folder. To avoid this, install these versions there yourself",
         )
 
 
@@ -454,18 +459,18 @@ class HostCheck:
     Attributes:
         host: Name of the host, as shown to the user; "" if the pool has no host that is up.
         facts: The facts of the host; None if the host did not answer.
-        findings: Problems of the host, errors first.
+        problems: Problems of the host, errors first.
     """
 
     pool: str
     host: str
     facts: HostFacts | None
-    findings: tuple[HostProblem, ...]
+    problems: tuple[HostProblem, ...]
 
     @property
     def is_fit(self) -> bool:
         """Whether a run may use the host."""
-        return not any(finding.level == ERROR for finding in self.findings)
+        return not any(problem.level == ERROR for problem in self.problems)
 
 
 Shells = Mapping[str, AbstractContextManager[Shell]]
@@ -510,7 +515,7 @@ def check(
         """
         try:
             if opening is None:
-                facts = of_this_machine(host, packages, mark, modules)
+                facts = collect_local_facts(host, packages, mark, modules)
             else:
                 with opening as shell:
                     facts = ask_host(shell, pool.python, packages, modules, mark)

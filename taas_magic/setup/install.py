@@ -37,9 +37,9 @@ from taas_magic.setup.facts import (
     Shell,
     ask_host,
     call_probe,
-    lacking,
+    find_missing_packages,
     major_minor,
-    refuse,
+    raise_if_unusable,
     this_kernel,
 )
 
@@ -139,7 +139,7 @@ def _required_package(
     return RequiredPackage(name, version, allowed)
 
 
-def prepare(shell: Shell, pool: PoolConfig) -> tuple[str, ...]:
+def install_missing_packages(shell: Shell, pool: PoolConfig) -> tuple[str, ...]:
     """Check a host, and install the packages that an agent needs and the host lacks. Blocks.
 
     The packages are installed into the user's cache on the host. Later calls use them again.
@@ -153,7 +153,7 @@ def prepare(shell: Shell, pool: PoolConfig) -> tuple[str, ...]:
     """
     here = this_kernel()
     facts = ask_host(shell, pool.python, packages_needed())
-    refuse([facts], here)
+    raise_if_unusable([facts], here)
     folders = []
     for package_folder in needed_package_folders(facts, here):
         if package_folder.name not in facts.sites:
@@ -185,7 +185,7 @@ def needed_package_folders(facts: HostFacts, here: KernelVersions) -> list[Packa
     files of taas-magic differ from this machine's files, the result has a folder for taas-magic.
     """
     package_folders = []
-    missing = lacking(packages_needed(), facts)
+    missing = find_missing_packages(packages_needed(), facts)
     if missing:
         pins = [each.pin for each in missing]
         kind = [major_minor(here.python), facts.implementation, facts.machine, facts.glibc]
@@ -269,7 +269,7 @@ def bundle_for(packages: Sequence[RequiredPackage], facts: HostFacts) -> bytes:
         PoolError: The packages of this machine may not work on the host, or a package can neither
             be copied from this environment nor downloaded with pip.
     """
-    if why := why_unlike(facts):
+    if why := why_incompatible(facts):
         pins = [each.pin for each in packages]
         raise _not_installed_error(
             facts, pins, f"This machine's packages may not work there: {why}"
@@ -283,7 +283,7 @@ def bundle_for(packages: Sequence[RequiredPackage], facts: HostFacts) -> bytes:
     return zip_files({**files, **download_wheels(elsewhere, facts)} if elsewhere else files)
 
 
-def why_unlike(facts: HostFacts) -> str:
+def why_incompatible(facts: HostFacts) -> str:
     """Return why packages of this machine may not work on a host; "" if they should work.
 
     Packages should work if both machines have the same kind of processor, and the host's glibc is
@@ -348,8 +348,8 @@ def download_wheels(pins: Sequence[str], facts: HostFacts) -> Files:
     """Download wheels for a host with this machine's pip, and return their files except programs.
 
     The wheels fit this machine. So call this function only if the host is like this machine
-    (`why_unlike` returns ""). The files stay in this user's cache, and later calls with the same
-    `pins` use them again.
+    (`why_incompatible` returns ""). The files stay in this user's cache, and later calls with the
+    same `pins` use them again.
 
     Args:
         pins: Requirements for pip.

@@ -59,7 +59,7 @@ _MAX_HANDSHAKES = 4
 By default, an sshd refuses some connections if more than 10 have not logged in yet (MaxStartups).
 """
 
-_handshake_slots: dict[str, threading.Semaphore] = {}
+_handshake_limits: dict[str, threading.Semaphore] = {}
 _RUN_S = 60.0
 _SLOWEST_BYTES_S = 1 << 13
 
@@ -206,7 +206,7 @@ def connect(
     if timeout_s is None:
         timeout_s = target.connect_timeout_s
     deadline = _Deadline(target, timeout_s, stop)
-    with ExitStack() as undo, _handshake_slot(deadline):
+    with ExitStack() as undo, _limit_handshakes(deadline):
         sock = _open_stream(target, deadline, silence_s, undo)
         client, known = SSHClient(), KnownHosts(target)
         client.set_missing_host_key_policy(known)
@@ -263,7 +263,7 @@ class _Deadline:
 
 
 @contextmanager
-def _handshake_slot(deadline: _Deadline) -> Iterator[None]:
+def _limit_handshakes(deadline: _Deadline) -> Iterator[None]:
     """Wait until fewer than `_MAX_HANDSHAKES` threads connect to the target; then run the block.
 
     Without this limit, threads for many hosts behind one jump host would connect to the jump host
@@ -273,15 +273,15 @@ def _handshake_slot(deadline: _Deadline) -> Iterator[None]:
         ConnectStopped: The connection was cancelled.
         PoolError: The deadline is over.
     """
-    turn = _handshake_slots.setdefault(
+    limit = _handshake_limits.setdefault(
         deadline.target.address, threading.Semaphore(_MAX_HANDSHAKES)
     )
-    while not turn.acquire(timeout=_TICK_S):
+    while not limit.acquire(timeout=_TICK_S):
         deadline.check("waiting for other connections to it")
     try:
         yield
     finally:
-        turn.release()
+        limit.release()
 
 
 @contextmanager
@@ -392,7 +392,7 @@ def _end_proxy_command(program: "subprocess.Popen[bytes]") -> None:
 def _dial(
     target: SshTarget, deadline: _Deadline, silence_s: float, undo: ExitStack
 ) -> socket.socket:
-    """Open a TCP connection to the host: try its addresses in turn, until one of them accepts.
+    """Open a TCP connection to the host: try its addresses in limit, until one of them accepts.
 
     Each address gets an equal part of the remaining time. After the connection is open, the system
     closes it if the host does not answer for `silence_s` seconds.

@@ -71,25 +71,27 @@ def test_a_batch_job_that_ends_early_raises_one_error(vehicles: Vehicles, system
     ) as error:
         look(vehicles)
     assert "no module named torch" in str(error.value)
-    assert look(vehicles) == ["hpc-0: requested"], "another job is to come"
+    assert look(vehicles) == ["hpc-0: requested; its Dask worker has not joined yet"], (
+        "another job is to come"
+    )
 
 
 def test_a_job_that_the_system_has_forgotten_has_ended(vehicles: Vehicles, system: Told) -> None:
     system.jobs.clear()
-    with pytest.raises(PoolError, match="no longer known; it wrote nothing"):
+    with pytest.raises(PoolError, match=r"no longer known\. The job printed nothing"):
         look(vehicles)
 
 
 def test_a_batch_job_that_is_not_needed_any_more_may_fail(vehicles: Vehicles, system: Told) -> None:
     vehicles.forget(kept=[])
     system.jobs["1"] = FAILED
-    assert look(vehicles) == ["hpc-0: requested"]
+    assert look(vehicles) == ["hpc-0: requested; its Dask worker has not joined yet"]
 
 
 def test_a_batch_job_whose_host_has_joined_may_end(vehicles: Vehicles, system: Told) -> None:
     system.jobs["1"] = BatchJob("1", "TIMEOUT", "TimeLimit", ended=True)
     assert asyncio.run(vehicles.why_lost("hpc-0")) == "Slurm job 1 is TIMEOUT (TimeLimit)"
-    assert look(vehicles) == ["hpc-0: requested"]
+    assert look(vehicles) == ["hpc-0: requested; its Dask worker has not joined yet"]
 
 
 def test_the_state_of_a_lost_hosts_batch_job_is_awaited_for_a_while(
@@ -111,7 +113,7 @@ def test_the_state_of_a_lost_hosts_batch_job_is_awaited_for_a_while(
 def test_without_a_batch_system_the_report_only_says_requested(worker: Any) -> None:
     vehicles = Vehicles(None, None)
     vehicles.record_jobs([("hpc-0", worker)])
-    assert look(vehicles) == ["hpc-0: requested"]
+    assert look(vehicles) == ["hpc-0: requested; its Dask worker has not joined yet"]
     assert asyncio.run(vehicles.why_lost("hpc-0")) == ""
 
 

@@ -190,6 +190,10 @@ def test_a_gpu_pools_name_is_local_only_without_a_file(home: Path) -> None:
         loaded(home, "").pool("g2.8")
 
 
+def advice(command: str) -> str:
+    return f". Move the file to ~/.config/taas. Or, if you trust its content, run: {command}"
+
+
 def refusal(home: Path) -> str:
     with pytest.raises(UsageError) as caught:
         load_config(home / "project")
@@ -200,10 +204,10 @@ def test_a_configuration_file_that_others_can_write_is_refused(home: Path) -> No
     file = home / "taas.toml"
     loaded(home, "")
     file.chmod(0o666)
-    assert f"everybody can write {file}. If you trust it: chmod go-w {file}" in refusal(home)
+    assert f"everybody can write {file}" + advice(f"chmod go-w {file}") in refusal(home)
     file.chmod(0o644)
     home.chmod(0o777)
-    assert f"everybody can write {home}. If you trust it: chmod go-w {home}" in refusal(home)
+    assert f"everybody can write {home}" + advice(f"chmod go-w {home}") in refusal(home)
     home.chmod(0o1777)  # sticky bit: others cannot replace the user's files
     assert load_config(home / "project").source == file
 
@@ -213,10 +217,10 @@ def test_a_configuration_file_of_another_user_is_refused(home: Path) -> None:
     file = home / "taas.toml"
     loaded(home, "")
     os.chown(file, 12345, -1)
-    assert f"{file} belongs to uid 12345. If you trust it: sudo chown 0 {file}" in refusal(home)
+    assert f"{file} belongs to uid 12345" + advice(f"sudo chown 0 {file}") in refusal(home)
     os.chown(file, 0, 12345)
     file.chmod(0o664)
-    assert f"group 12345 can write {file}. If you trust it: chmod go-w {file}" in refusal(home)
+    assert f"group 12345 can write {file}" + advice(f"chmod go-w {file}") in refusal(home)
     file.chmod(0o644)
     os.chown(home, 12345, -1)
     assert f"{home} belongs to uid 12345" in refusal(home)

@@ -12,7 +12,13 @@ import pytest
 
 from taas_magic.errors import PoolError
 from taas_magic.messages import HostFacts, from_json
-from taas_magic.setup.facts import ask_host, major_minor, of_this_machine, python_word, this_kernel
+from taas_magic.setup.facts import (
+    ask_host,
+    collect_local_facts,
+    major_minor,
+    python_word,
+    this_kernel,
+)
 from tests.rig.subshell import SubShell
 
 ROOT = Path(__file__).parents[2]
@@ -57,7 +63,7 @@ def test_a_host_reports_what_its_python_finds(shell: SubShell, tmp_path: Path) -
 
 
 def test_facts_of_this_machine_need_no_shell(shell: SubShell) -> None:
-    here, there = of_this_machine("here"), ask_host(shell, sys.executable)
+    here, there = collect_local_facts("here"), ask_host(shell, sys.executable)
     assert (here.python, here.torch, here.gpus) == (there.python, there.torch, there.gpus)
 
 

@@ -15,7 +15,7 @@ from taas_magic.setup.facts import (
     KernelVersions,
     RequiredPackage,
     find_problems,
-    refuse,
+    raise_if_unusable,
 )
 
 KERNEL = KernelVersions("3.11.7", "2.13.0+cpu", "ours")
@@ -87,7 +87,7 @@ def test_errors_come_first() -> None:
 def test_a_refusal_names_every_host_and_only_errors() -> None:
     hosts = [FIT, replace(FIT, host="gpu2", missing=("cv2",)), replace(FIT, host="gpu3", torch="")]
     with pytest.raises(PoolError) as error:
-        refuse([*hosts, replace(FIT, host="gpu4", ahead_s=1e6)], KERNEL)
+        raise_if_unusable([*hosts, replace(FIT, host="gpu4", ahead_s=1e6)], KERNEL)
     lines = str(error.value).splitlines()
     assert [line.partition(":")[0] for line in lines] == ["host gpu2", "host gpu3"]
-    refuse(hosts[:1], KERNEL)
+    raise_if_unusable(hosts[:1], KERNEL)

@@ -50,7 +50,7 @@ def test_hosts_are_asked_at_the_same_time(pools: list[PoolConfig], tmp_path: Pat
     here = this_kernel()
     rows = check(pools, shells, here, packages_needed(), str(tmp_path))[-3:]
     assert [(row.host, row.is_fit) for row in rows] == [("a", True), ("b", False), ("c", True)]
-    assert rows[1].facts is None and rows[1].findings[0].what == "no route"
+    assert rows[1].facts is None and rows[1].problems[0].what == "no route"
     assert rows[0].facts is not None and rows[0].facts.sees_store
     if len(pools) > 1:
         (local,) = check(pools[:1], shells, here, packages_needed())

@@ -15,9 +15,9 @@ from taas_magic.errors import PoolError
 from taas_magic.setup.facts import ask_host, this_kernel
 from taas_magic.setup.install import (
     PackageFolder,
+    install_missing_packages,
     install_package,
     packages_needed,
-    prepare,
     zip_files,
 )
 from tests.rig.bare_python import make_bare_python
@@ -91,7 +91,7 @@ def test_a_python_with_only_torch_gets_all_packages_that_a_host_imports(
     bare: Path, tmp_path: Path
 ) -> None:
     shell = SubShell(tmp_path / "home", environ={"PYTHONPATH": "/its/own"})
-    entries = prepare(shell, pool_of(bare))
+    entries = install_missing_packages(shell, pool_of(bare))
     deps, ours, own = entries
     assert own == "/its/own" and len(shell.puts) == 2
     dask, taas, place = said_by(bare, entries, IMPORT_ALL).split()
@@ -101,14 +101,14 @@ def test_a_python_with_only_torch_gets_all_packages_that_a_host_imports(
     its_torch = said_by(bare, entries, "import torch; print(torch.__file__)")
     assert its_torch.startswith(str(bare.parents[1]))
 
-    assert prepare(shell, pool_of(bare)) == entries and len(shell.puts) == 2
+    assert install_missing_packages(shell, pool_of(bare)) == entries and len(shell.puts) == 2
     assert ask_host(shell, str(bare)).sites == (Path(deps).name, Path(ours).name)
     assert [*(shell.home / ".cache/taas").iterdir()] == [shell.home / ".cache/taas/site"]
 
 
 def test_a_complete_environment_is_used_unchanged(tmp_path: Path) -> None:
     shell = SubShell(tmp_path / "home", environ={"PYTHONPATH": str(Path(__file__).parents[2])})
-    assert prepare(shell, pool_of(Path(sys.executable))) == () and shell.puts == []
+    assert install_missing_packages(shell, pool_of(Path(sys.executable))) == () and shell.puts == []
     assert ask_host(shell, sys.executable).taas_digest == this_kernel().taas_digest
 
 
@@ -211,5 +211,5 @@ def test_a_host_without_torch_is_refused_before_anything_is_sent(tmp_path: Path)
     empty = make_bare_python(tmp_path / "empty", packages=())
     shell = SubShell(tmp_path / "home")
     with pytest.raises(PoolError, match=r"host there: no torch for .*pip install 'torch=="):
-        prepare(shell, pool_of(empty))
+        install_missing_packages(shell, pool_of(empty))
     assert shell.puts == []

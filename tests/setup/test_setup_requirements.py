@@ -8,7 +8,7 @@ from packaging.specifiers import SpecifierSet
 
 from taas_magic.errors import PoolError
 from taas_magic.messages import HostFacts
-from taas_magic.setup.facts import RequiredPackage, lacking
+from taas_magic.setup.facts import RequiredPackage, find_missing_packages
 from taas_magic.setup.install import InstalledPackage, packages_needed
 
 HERE = {
@@ -48,7 +48,9 @@ def test_a_package_is_lacking_if_it_is_missing_or_has_a_wrong_version(
     there: dict[str, str], names: list[str]
 ) -> None:
     needs = packages_needed(HERE.get)
-    assert [each.name for each in lacking(needs, HostFacts("h", "3.11", versions=there))] == names
+    assert [
+        each.name for each in find_missing_packages(needs, HostFacts("h", "3.11", versions=there))
+    ] == names
 
 
 def test_a_release_candidate_may_meet_a_requirement() -> None:
@@ -59,6 +61,6 @@ def test_a_release_candidate_may_meet_a_requirement() -> None:
 def test_this_environment_meets_its_own_requirements() -> None:
     needs = packages_needed()
     versions = {name: importlib.metadata.version(name) for name in needs}
-    assert lacking(needs, HostFacts("h", "3.11", versions=versions)) == ()
+    assert find_missing_packages(needs, HostFacts("h", "3.11", versions=versions)) == ()
     assert {"distributed", "ipython", "psutil", "cloudpickle"} <= set(needs)
     assert not {"torch", "paramiko", "cryptography", "ipykernel", "jupyter-client"} & set(needs)

@@ -11,10 +11,10 @@ from packaging.specifiers import SpecifierSet
 
 from taas_magic.errors import PoolError
 from taas_magic.setup import install
-from taas_magic.setup.facts import RequiredPackage, of_this_machine
+from taas_magic.setup.facts import RequiredPackage, collect_local_facts
 from taas_magic.setup.install import bundle_for, download_wheels, installed_files, our_bundle
 
-HERE = of_this_machine("near")
+HERE = collect_local_facts("near")
 
 
 def make_wheel(folder: Path, name: str, tag: str, files: dict[str, str]) -> Path:
