@@ -44,10 +44,13 @@ def open_and_lock(path: Path, flags: int = os.O_CREAT, *, wait: bool = False) ->
         OSError: The file cannot be opened, or the file system has no locks.
     """
     descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | flags, 0o600)
-    if lock(descriptor, wait=wait):
-        return descriptor
-    os.close(descriptor)
-    return None
+    has_lock = False
+    try:
+        has_lock = lock(descriptor, wait=wait)
+    finally:
+        if not has_lock:
+            os.close(descriptor)
+    return descriptor if has_lock else None
 
 
 def is_unlocked(path: Path, flags: int = os.O_CREAT) -> bool:

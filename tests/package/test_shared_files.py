@@ -43,6 +43,15 @@ def test_a_shared_lock_prevents_an_exclusive_lock(tmp_path: Path) -> None:
         assert not lock(third.fileno())
 
 
+def test_a_file_that_cannot_be_locked_is_closed(tmp_path: Path) -> None:
+    path = tmp_path / "lock"
+    path.touch()
+    before = os.listdir("/proc/self/fd")
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        open_and_lock(path, os.O_PATH)  # the system locks no descriptor of this kind
+    assert os.listdir("/proc/self/fd") == before
+
+
 def test_a_file_keeps_its_old_content_until_the_new_content_is_complete(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_bytes(b"old")
