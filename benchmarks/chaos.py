@@ -41,10 +41,10 @@ from tests.eventually import eventually
 from tests.frontend import Frontend, Scene
 
 END_S, GONE_S = 45.0, 20.0
-"""Seconds for a cell to end after the harm, and for harmed processes and their files to be gone."""
+"""Maximum seconds after a fault: for the cell to end, and for processes and files to be gone."""
 
 CELL_END_S = 20.0
-"""Seconds for a cell of `--first-cells` to end if it fails."""
+"""Maximum seconds in which a cell of `--first-cells` that fails must end."""
 
 WARM_RUNS = 20
 HAS_ALL = "%%taas --gpus 1\nimport sys\nprint('all:', 'torch._dynamo' in sys.modules)"

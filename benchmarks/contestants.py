@@ -34,7 +34,10 @@ Figures = dict[str, float]
 POLL_S = 0.2
 SESSION_CELLS = 5
 PAUSE_S = 8.0
-"""Pause before a cell, as of a user who reads. In it, an idle host imports `torch._dynamo`."""
+"""Seconds to wait before a cell, as a user does who reads its code.
+
+Meanwhile, an idle host imports `torch._dynamo`.
+"""
 
 HERE = Path(__file__).parent
 COLD = {"cold": ALL_PRINT, "cold, optimizer step": STEP_PRINTS}

@@ -61,7 +61,7 @@ SETTLE_S = 1.0
 PARTS = ("delivery", "ranks", "first", "step", "collate", "slow", "cpu")
 RAW, RAW_TLS = "bare TCP socket, reused buffer", "bare TLS socket, reused buffer"
 COMPARED_WITH = {"ours, TCP + TLS": RAW_TLS}
-"""For each row that is not compared with the first one: the row with which it is compared."""
+"""Exceptions from the comparison with the first row: for a row's name, that of the other row."""
 
 CONTEXT = multiprocessing.get_context("forkserver")
 
@@ -427,7 +427,7 @@ def storage(rounds: int, seconds: float) -> None:
 
 
 def end_with_children(number: int, frame: FrameType | None) -> None:
-    """End this process and every process below it. A handler of SIGTERM."""
+    """End this process and all its descendants. The function is the handler of SIGTERM."""
     for process in psutil.Process().children(recursive=True):
         process.terminate()
     raise SystemExit(128 + number)

@@ -22,7 +22,7 @@ _DELIMITER = b"<IDS|MSG>"
 
 
 class CellError(RuntimeError):
-    """Raised if a cell fails, or does not end in time."""
+    """Exception for a cell that failed or did not end in time."""
 
 
 class Piece(NamedTuple):

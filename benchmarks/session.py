@@ -17,7 +17,7 @@ from contestants import notebook
 from kernel_client import CellError, Notebook
 
 SETTLED_AFTER = 10
-"""Number of cells before the first measurement; they allocate what is allocated only once."""
+"""Number of cells before the first measurement. They allocate memory that later cells reuse."""
 
 MOST_BYTES_A_CELL = 200_000
 MOST_DESCRIPTORS = 3

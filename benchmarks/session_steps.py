@@ -3,8 +3,8 @@
     python benchmarks/session_steps.py
 
 Each tool runs the same program on two ranks, in a kernel of its own. The table shows how long each
-cell took and whether it failed. If a cell does not end within 180 s, the tool's other steps are
-left out. Tools that are not installed (`pip install '.[bench]'`) are left out.
+cell took and whether it failed. If a cell does not end within 180 s, the script skips the tool's
+other steps. It also skips tools that are not installed (`pip install '.[bench]'`).
 """
 
 import sys

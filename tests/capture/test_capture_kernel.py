@@ -20,7 +20,7 @@ def frontend(frontend_of_module: Frontend) -> Frontend:
 
 
 HELD = "\nprint('all held')"
-"""Appended to a cell after its asserts. A rank that prints the line has passed all of them."""
+"""Last line of a cell with asserts. A rank that prints "all held" has passed all asserts."""
 
 
 def held(text: str) -> set[str]:

@@ -425,7 +425,7 @@ def local(one: Draw) -> list[list[Any]]:
 
 
 def dealt(batches: Sequence[Any], one: Draw) -> list[list[Any]]:
-    """Return a list for each rank: those of the epoch's `batches` that it should receive."""
+    """Return for each rank the list of batches of an epoch that the rank should receive."""
     whole, rest = divmod(len(batches), one.world_size)
     padded = [*batches]
     if rest and one.uneven == "pad":

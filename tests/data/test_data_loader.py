@@ -49,7 +49,7 @@ def local(loader: DataLoader[object], epoch: int = 0) -> list[object]:
 
 
 def dealt(batches: Sequence[object], world_size: int, uneven: Uneven = "pad") -> list[list[object]]:
-    """Return a list for each rank: those of the epoch's `batches` that it should receive."""
+    """Return for each rank the list of batches of an epoch that the rank should receive."""
     count = [
         sharding.count_steps(len(batches), rank, world_size, uneven) for rank in range(world_size)
     ]
@@ -591,9 +591,10 @@ class Counted(IterableDataset[torch.Tensor]):
 
 
 class Shuffled(IterableDataset[torch.Tensor]):
-    """Iterable-style dataset with streams of different lengths, and another order each time.
+    """Iterable-style dataset with streams of different lengths.
 
-    Whenever an iteration of a stream begins, the dataset writes a line to a file.
+    Whenever an iteration of a stream begins, the stream gets another order, and the dataset writes
+    a line to a file.
     """
 
     def __init__(self, sizes: Sequence[int], log: Path) -> None:

@@ -466,7 +466,7 @@ def test_lost_data_are_sent_again_every_second(hosts: Hosts, tmp_path: Path) -> 
 
 
 DOUBLED_PAST_A_SECOND = 4
-"""Number of losses after which TCP, from 0.2 s on, would otherwise wait for three seconds."""
+"""Number of retransmissions after which TCP's pause would be 3 s, if it doubled from 0.2 s on."""
 
 
 def has_rto_max(sock: socket.socket) -> bool:

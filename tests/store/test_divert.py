@@ -1,4 +1,4 @@
-"""Tests of redirected writes: what ranks other than 0 read and write, and what is reported."""
+"""Tests of redirected writes: which files ranks other than 0 read, write and report."""
 
 import os
 from collections.abc import Iterator

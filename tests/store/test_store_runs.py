@@ -1,4 +1,4 @@
-"""Tests of the project store in runs: only rank 0 writes, all ranks read. Also of the receipt."""
+"""Tests of the project store and the receipt in runs: only rank 0 writes, and all ranks read."""
 
 import os
 import re

@@ -19,7 +19,7 @@ from taas_magic.store.rule import StoreRule
 from taas_magic.store.server import StoreServer
 
 _one_at_a_time = threading.Lock()
-"""Held during a request, because a store server serves one thread at a time (`FileServer`)."""
+"""Lock for each request, because a store server serves one thread at a time (`FileServer`)."""
 
 
 def wired(store_server: StoreServer, host_rank: int = 0) -> SendRequest:

@@ -19,7 +19,7 @@ Case = Loader | tuple[Loader, Script] | tuple[Loader, Script, dict[str, str]]
 
 
 def parts(made: Case) -> tuple[Loader, Script, dict[str, str]]:
-    """Return the loader, script and options of a case; use `two_epochs` if it has no script."""
+    """Return the loader, script and options of a case. The default script is `two_epochs`."""
     if isinstance(made, DataLoader):
         return made, two_epochs, {}
     return made[0], made[1], made[2] if len(made) == 3 else {}

@@ -264,7 +264,8 @@ class Seen:
 def expected(module: ModuleType, name: str, rank: int, ranks: int, is_resumed: bool) -> object:
     """Return the result that a case should have on a rank, derived from a local DataLoader.
 
-    If `is_resumed`, return a tuple with the result of the second cell, which loads the state, too.
+    If `is_resumed`, return two results: that of the first cell, and that of a second cell, which
+    loads the state of the first cell.
     """
     local, script, options = _local(module, name)
     if not local.loader.num_workers:

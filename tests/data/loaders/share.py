@@ -52,7 +52,7 @@ class Epoch:
     def _take_all(self) -> None:
         """Read all batches, so that workers end and the generator advances by a whole epoch.
 
-        Stop after the third exception.
+        Stop after `MOST_ERRORS` exceptions.
         """
         while self.reaches(len(self.seen)) and self._errors() < MOST_ERRORS:
             continue
