@@ -118,7 +118,7 @@ def on_event(patch: pytest.MonkeyPatch, wanted: Any, act: Any) -> Iterator[list[
         A list, to which all such events are added.
     """
     seen: list[Line] = []
-    put = RunDriver.put
+    put = RunDriver.queue_event
 
     def take(run: RunDriver, event: Event) -> None:
         put(run, event)
@@ -128,7 +128,7 @@ def on_event(patch: pytest.MonkeyPatch, wanted: Any, act: Any) -> Iterator[list[
                 threading.Thread(target=act, args=(run,), daemon=True).start()
 
     with patch.context() as inner:
-        inner.setattr(RunDriver, "put", take)
+        inner.setattr(RunDriver, "queue_event", take)
         yield seen
 
 

@@ -34,7 +34,7 @@ NOT_ATTACHED = "NOT ATTACHED"
 def attach(run: Run) -> None:
     """Show a run, as recorded in its folder, until the run has ended or the user interrupts.
 
-    When the run has ended, call `heads.forget`, because the view has shown the end. If the run
+    When the run has ended, call `heads.forget_run`, because the view has shown the end. If the run
     failed, print the details of its first failure, such as the traceback, with the labels of the
     notebook's cells. If `--timeout` ended the run, print no details.
 
@@ -43,16 +43,16 @@ def attach(run: Run) -> None:
             says how to show the run again or end it.
     """
     with Interrupts() as interrupts:
-        state = _show(run, interrupts)
+        state = _show_events(run, interrupts)
     if not state.has_ended:
         raise interrupted(still_active_message(run.id))
-    heads.forget(run)
+    heads.forget_run(run)
     first = with_labels(state.first, run.context.labels)
     if first is not None and first.how != "timeout":
         sys.stdout.write("\n".join(details(first)) + "\n")
 
 
-def _show(run: Run, interrupts: Interrupts) -> RunState:
+def _show_events(run: Run, interrupts: Interrupts) -> RunState:
     """Show the past and new events of a run until the run has ended or the user interrupts.
 
     First read all past events from the journal, and open the view with their output. Then read the
@@ -82,7 +82,7 @@ def _show(run: Run, interrupts: Interrupts) -> RunState:
         is_silent = True
         for chunk in reader.chunks():
             is_silent = False
-            _feed(view, chunk)
+            _feed_lines(view, chunk)
         view.tick(now())
         if is_silent and now() - checked_at > CHECK_S:
             checked_at = now()
@@ -96,7 +96,7 @@ def _show(run: Run, interrupts: Interrupts) -> RunState:
     return state
 
 
-def _feed(view: View, chunk: bytes) -> None:
+def _feed_lines(view: View, chunk: bytes) -> None:
     for line in chunk.splitlines():
         with suppress(DecodeError):
             event = decode_event(line)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 before_cell: list[Callable[[], None]] = []
 """Functions to call before each cell, in the thread that runs the cell."""
 
-set_in_ranks: dict[str, str] = {}
+names_set_on_ranks: dict[str, str] = {}
 """Names that earlier `%%taas` cells without a session assigned on their ranks.
 
 Each name is a key of the dict. If a detached run returns the variable by `--out`, the key has the

@@ -84,7 +84,7 @@ def empty_cell_message(raw_cell: str) -> str:
     )
 
 
-def misplaced_pragma(raw_cell: str) -> Iterator[str]:
+def misplaced_pragma_warnings(raw_cell: str) -> Iterator[str]:
     """Yield a warning for each `#pragma taas` below code; such a pragma has no effect.
 
     The warning says whether the cell runs on ranks or in the notebook. Stop at the first line that

@@ -36,7 +36,7 @@ def close_view(run: Run, view: View, state: RunState, title: str) -> None:
         _left[run.id] = run
 
 
-def forget(run: Run) -> None:
+def forget_run(run: Run) -> None:
     """Remove a run from the runs whose status headers must be updated after their end.
 
     Call this when the end of the run has been shown.
@@ -50,7 +50,7 @@ def update_ended_headers() -> None:
     The magics call this function before each cell of the notebook.
     """
     for run in [run for run in _left.values() if not run.is_active]:
-        forget(run)
+        forget_run(run)
         name = {"display_id": f"{run.id}:head"}
         publish_display_data(head.mime_bundle(run.head, time.time()), transient=name, update=True)
 

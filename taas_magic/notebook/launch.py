@@ -152,7 +152,7 @@ def execute(flags: Flags, work: Work, shell: "InteractiveShell", config: Config)
             session.names.record_returned(driver.run.out)
         else:
             returned = {variable_name(name) for name in plan.out} if driver.is_detached else ()
-            between_cells.set_in_ranks.update(
+            between_cells.names_set_on_ranks.update(
                 {name: plan.run_id if name in returned else "" for name in captured.stores}
             )
     return driver.run
@@ -251,7 +251,7 @@ def _run_in_session(
     """
     driver.listener = session.record_event
     for event in session.pop_output():
-        driver.put(event)
+        driver.queue_event(event)
     session.running_cell = driver.plan.run_id
     try:
         run_to_end(driver, spec, pool, config, session=session)
@@ -383,7 +383,7 @@ def run_to_end(
     fetchers = None
     with RunFolder(driver.path).lock_for_launch(), Interrupts() as interrupts, ExitStack() as stack:
         if data_pool is not None:
-            fetchers = RunFetchers(data_pool, spec, driver.put, waits=data_pool is not pool)
+            fetchers = RunFetchers(data_pool, spec, driver.queue_event, waits=data_pool is not pool)
             closing = fetchers
             stack.callback(lambda: closing.close(interrupts, driver.is_detached))
         try:  # if the run gets no hosts, remove its folder
@@ -392,7 +392,7 @@ def run_to_end(
             elif not plan.prefill:
                 connection = pools.wait_for_pool(pool, interrupts, len(plan.hosts))
             if fetchers:
-                fetchers.wait(interrupts, pools.print_line)
+                fetchers.wait_for_start(interrupts, pools.print_line)
         except (PoolError, KeyboardInterrupt):
             driver.discard()
             raise
@@ -418,13 +418,13 @@ def run_to_end(
         elif fetchers:
             fetchers.forward_events(connection)
         if is_shown and session is None:
-            _prune(config)  # now, while the ranks start
+            _prune_runs(config)  # now, while the ranks start
         driver.follow(connection, view, interrupts, detaches)
     if is_shown and session is not None and time.monotonic() - _pruned_at > PRUNE_S:
-        _prune(config)
+        _prune_runs(config)
 
 
-def _prune(config: Config) -> None:
+def _prune_runs(config: Config) -> None:
     """Remove folders of the oldest ended runs if the folders of all runs together exceed a limit.
 
     The limits are in the table `[runs]` of taas.toml: a number of folders and a total size. Record

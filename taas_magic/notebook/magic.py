@@ -40,7 +40,7 @@ from taas_magic.notebook.flags import (
     Flag,
     FlagParser,
     empty_cell_message,
-    misplaced_pragma,
+    misplaced_pragma_warnings,
     transform_pragma,
     whole_number_parser,
 )
@@ -82,7 +82,7 @@ class TaasMagics(Magics):
         self._raw_cell = info.raw_cell
         for call in between_cells.before_cell:
             call()
-        for line in misplaced_pragma(info.raw_cell):
+        for line in misplaced_pragma_warnings(info.raw_cell):
             _print_line(line)
 
     def on_cell_end(self, result: Any) -> None:
@@ -97,7 +97,7 @@ class TaasMagics(Magics):
         if result.info is not None and INSTALLS_TAAS.search(result.info.raw_cell):
             _print_line(TAAS_IS_HERE)
         name = _missing_name(result.error_in_exec)
-        run_id = between_cells.set_in_ranks.get(name or "")
+        run_id = between_cells.names_set_on_ranks.get(name or "")
         if run_id:
             _print_line(
                 f"`{name}` comes from a detached run, which sets no variables of the notebook. "
@@ -109,31 +109,31 @@ class TaasMagics(Magics):
                 f"run that cell again with --out {name}"
             )
 
-    def variables(self) -> list[str]:
+    def variable_names(self) -> list[str]:
         """Return the names of the user's variables, for Tab completion."""
         hidden = self.shell.user_ns_hidden
         return [name for name in self.shell.user_ns if name not in hidden and name[0] != "_"]
 
-    def pools(self) -> list[str]:
+    def pool_names(self) -> list[str]:
         """Return the names of all pools, for Tab completion."""
         try:
             return sorted(self.settings().pools)
         except UsageError:  # taas.toml is invalid; the next cell reports the error
             return []
 
-    def sessions(self) -> list[str]:
+    def session_names(self) -> list[str]:
         """Return the names of this kernel's sessions with running ranks, for Tab completion."""
         # If the module was not imported, there is no session.
         found = sys.modules.get("taas_magic.notebook.sessions")
         return [session.name for session in found.live()] if found is not None else []
 
-    def detached_sessions(self) -> list[str]:
+    def detached_session_names(self) -> list[str]:
         """Return the names of detached sessions that this kernel can take over, for completion."""
         from taas_magic.notebook import sessions
 
         return [flags.session for _, flags in sessions.detached_sessions()]
 
-    def runs(self) -> list[str]:
+    def run_ids(self) -> list[str]:
         """Return the ids of the newest runs, for Tab completion."""
         return list(islice(journal.run_ids(), _LISTED_RUNS))
 
@@ -155,7 +155,7 @@ class TaasMagics(Magics):
         settings = self.settings()
         if not body.strip():
             raise UsageError(empty_cell_message(self._raw_cell))
-        asked, cell = flags.parse(line, settings), self._cell(line, body)
+        asked, cell = flags.parse(line, settings), self._make_work(line, body)
         from taas_magic.notebook import launch
 
         if note := settings.pool_note(asked.pool):
@@ -193,7 +193,7 @@ class TaasMagics(Magics):
         elif shown:
             _print_line(shown)
 
-    def _cell(self, line: str, body: str) -> "CellWork":
+    def _make_work(self, line: str, body: str) -> "CellWork":
         """Return a `%%taas` cell as work for ranks: its text, its Python code, and its file name.
 
         If the notebook uses the future import `annotations`, the work uses it, too.
@@ -201,7 +201,7 @@ class TaasMagics(Magics):
         from taas_magic.capture.payload import cell_number
         from taas_magic.capture.work import CellWork
 
-        raw, offset = locate(self._raw_cell, line, body)
+        raw, offset = locate_body(self._raw_cell, line, body)
         filename = self._compile_name(raw)
         return CellWork(
             raw=raw,
@@ -252,7 +252,7 @@ def _show_interrupt_as(text: str) -> Iterator[None]:
         raise interrupted(text) from None
 
 
-def locate(raw_cell: str, line: str, body: str) -> tuple[str, int]:
+def locate_body(raw_cell: str, line: str, body: str) -> tuple[str, int]:
     """Find the body of a `%%taas` magic in the cell that the user sees.
 
     Args:
@@ -873,7 +873,7 @@ _OF_A_RUN = ("stop", "stacks", "ranks", "report")
 _OF_A_SESSION = ("vars", "debug", "restart", "end")
 
 
-def _candidates(text: str, known: TaasMagics) -> tuple[str, list[str]] | None:
+def _candidates(text: str, magics: TaasMagics) -> tuple[str, list[str]] | None:
     """Return the word at the cursor and its completions; None without a taas magic or comment.
 
     The completions depend on the text before the word:
@@ -885,20 +885,20 @@ def _candidates(text: str, known: TaasMagics) -> tuple[str, list[str]] | None:
 
     Args:
         text: The line up to the cursor.
-        known: Source of the names of pools, sessions, variables and runs.
+        magics: Source of the names of pools, sessions, variables and runs.
     """
     if match := _POOL.fullmatch(text):
-        return _completions(match[1], known.pools())
+        return _completions(match[1], magics.pool_names())
     if match := _PRAGMA.fullmatch(text):
         return _completions(match[1], ["taas"])
     if match := _HEAD.fullmatch(text):
-        return _after_head(match[1], known)
+        return _complete_head(match[1], magics)
     if match := _LINE.fullmatch(text):
-        return _after_line(match[1], known)
+        return _complete_line(match[1], magics)
     return None
 
 
-def _after_head(text: str, known: TaasMagics) -> tuple[str, list[str]]:
+def _complete_head(text: str, magics: TaasMagics) -> tuple[str, list[str]]:
     """Return the word at the cursor and its completions, after `%%taas` or `#pragma taas`.
 
     After a flag with a value, complete the value: names of pools, sessions or variables, or the
@@ -909,11 +909,11 @@ def _after_head(text: str, known: TaasMagics) -> tuple[str, list[str]]:
     if not equals:
         flag, word = ([word for word in words[:-1] if word] or [""])[-1], words[-1]
     if flag in ("--pool", "--data-pool"):
-        return _completions(word, known.pools())
+        return _completions(word, magics.pool_names())
     if flag == "--session":
-        return _completions(word, known.sessions())
+        return _completions(word, magics.session_names())
     if flag in ("--out", "--send"):
-        return _completions(word.rpartition(",")[2], known.variables())
+        return _completions(word.rpartition(",")[2], magics.variable_names())
     others = [f.name for f in FLAGS if f.name not in words or f.name in REPEATED]
     if flag in BY_NAME and BY_NAME[flag].metavar:
         may_be_alone = BY_NAME[flag].if_alone is not None and not equals
@@ -921,7 +921,7 @@ def _after_head(text: str, known: TaasMagics) -> tuple[str, list[str]]:
     return _completions(word, others)
 
 
-def _after_line(text: str, known: TaasMagics) -> tuple[str, list[str]]:
+def _complete_line(text: str, magics: TaasMagics) -> tuple[str, list[str]]:
     """Return the word at the cursor and its completions, after `%taas`.
 
     Complete the command first, and then what this command accepts: names of pools, sessions or
@@ -934,28 +934,28 @@ def _after_line(text: str, known: TaasMagics) -> tuple[str, list[str]]:
     if before[-1] in _LOGS_VALUES:
         return word, []
     if before[0] in ("warm", "down"):
-        return _completions(word, known.pools())
+        return _completions(word, magics.pool_names())
     if before[0] in _OF_A_SESSION:
-        names = [*known.sessions(), *known.detached_sessions()]
+        names = [*magics.session_names(), *magics.detached_session_names()]
         return _completions(
             word, [*names, "--rank", "--debugpy"] if before[0] == "debug" else names
         )
     if before[0] == "attach":
-        return _completions(word, [*known.detached_sessions(), *known.runs()])
+        return _completions(word, [*magics.detached_session_names(), *magics.run_ids()])
     if before[0] == "detach":
-        return _completions(word, [*known.sessions(), *known.runs()])
+        return _completions(word, [*magics.session_names(), *magics.run_ids()])
     if before[0] == "pools":
-        return _completions(word, known.pools() if before[-1] == "--check" else ["--check"])
+        return _completions(word, magics.pool_names() if before[-1] == "--check" else ["--check"])
     if before[0] == "logs":
-        return _completions(word, [*known.runs(), *_LOGS_VALUES])
-    return _completions(word, known.runs() if before[0] in _OF_A_RUN else ())
+        return _completions(word, [*magics.run_ids(), *_LOGS_VALUES])
+    return _completions(word, magics.run_ids() if before[0] in _OF_A_RUN else ())
 
 
 def _completions(word: str, possible: Iterable[str]) -> tuple[str, list[str]]:
     return word, [name for name in possible if name.startswith(word)]
 
 
-def _matcher(known: TaasMagics) -> Callable[[CompletionContext], SimpleMatcherResult]:
+def _matcher(magics: TaasMagics) -> Callable[[CompletionContext], SimpleMatcherResult]:
     """Return a matcher for `shell.Completer.custom_matchers` (version 2 of IPython's API).
 
     In a taas magic or comment, the matcher's completions replace IPython's own completions. In any
@@ -964,7 +964,7 @@ def _matcher(known: TaasMagics) -> Callable[[CompletionContext], SimpleMatcherRe
 
     @context_matcher(identifier="taas_magic")
     def taas(context: CompletionContext) -> SimpleMatcherResult:
-        found = _candidates(context.text_until_cursor, known)
+        found = _candidates(context.text_until_cursor, magics)
         if found is None:
             return {"completions": []}
         word, names = found

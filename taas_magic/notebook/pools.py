@@ -289,7 +289,7 @@ def check(config: Config, names: Sequence[str] = ()) -> "CheckReport":
     protection = {
         (name, host.host): host.protection for name, hosts in up.items() for host in hosts
     }
-    return report(found, facts.this_kernel(), protection)
+    return check_report(found, facts.this_kernel(), protection)
 
 
 def ask_hosts(
@@ -358,7 +358,7 @@ class CheckReport(str):
         return as_html(self)
 
 
-def report(
+def check_report(
     rows: Sequence[HostCheck], here: KernelVersions, protection: Mapping[tuple[str, str], str]
 ) -> CheckReport:
     """Return the report of `%taas pools --check`.

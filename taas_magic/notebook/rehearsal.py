@@ -122,7 +122,7 @@ def rehearse(flags: Flags, work: Work, shell: "InteractiveShell", config: Config
     found.problems += refused
     _examine_pool(found, captured, config)
     if refused:
-        pools.print_line(report(found))
+        pools.print_line(report_text(found))
         objects = "an object" if len(refused) == 1 else f"{len(refused)} objects"
         raise CaptureError(
             f"the cell was not run, because {objects} cannot be sent to the ranks: {_SEE_REPORT}"
@@ -130,7 +130,7 @@ def rehearse(flags: Flags, work: Work, shell: "InteractiveShell", config: Config
     try:
         run = _run_here(found, captured, shell, config)
     finally:
-        pools.print_line(report(found))
+        pools.print_line(report_text(found))
     run.raise_failure()
     if problems := found.all_problems:
         reasons = "a reason" if len(problems) == 1 else f"{len(problems)} reasons"
@@ -246,7 +246,7 @@ def flags_here(flags: Flags, loaders: int) -> Flags:
     )
 
 
-def report(found: RehearsalFindings) -> str:
+def report_text(found: RehearsalFindings) -> str:
     """Return the report of a rehearsal as text: a title, and one labelled line for each finding.
 
     The lines are, in this order: problems, hosts, the size of sent objects, loaders, memory and
@@ -374,7 +374,7 @@ def estimate(loader_counts: LoaderCounts, ranks: int) -> str:
     if not prepared or not work_s:
         return "no batch was prepared"
     prepared_per_s = loader_counts.fetcher_total("workers") * prepared / work_s
-    said = f"one fetcher prepares {_rate(prepared_per_s)} batches/s here"
+    said = f"one fetcher prepares {_rate_text(prepared_per_s)} batches/s here"
     if not received:
         return f"{said}; no rank used a batch"
     if busy_s / received < _MIN_STEP_S:
@@ -382,10 +382,10 @@ def estimate(loader_counts: LoaderCounts, ranks: int) -> str:
     speed = received / busy_s
     fetchers = max(1, math.ceil(ranks * speed / prepared_per_s))
     many = f"{ranks} such rank{'s need' if ranks > 1 else ' needs'}"
-    return f"{said}, a CPU rank uses {_rate(speed)}; {many} --cpus {fetchers}"
+    return f"{said}, a CPU rank uses {_rate_text(speed)}; {many} --cpus {fetchers}"
 
 
-def _rate(per_s: float) -> str:
+def _rate_text(per_s: float) -> str:
     return f"{per_s:.3g}" if per_s < 1000 else f"{per_s:,.0f}"
 
 
@@ -408,16 +408,16 @@ def _rank_rows(found: RehearsalFindings) -> Iterable[tuple[str, str]]:
         yield "not known", f"memory and files of {which}, because {ended} could report"
     # Every report lists the files of all ranks, so only the last report is used.
     last = [report.written for report in found.reports.values()][-1:]
-    if written := _merged(last):
+    if written := _largest_sizes(last):
         yield "would write", f"{_files(written)}; the project store has not changed"
-    if outside := _merged(report.outside for report in found.reports.values()):
+    if outside := _largest_sizes(report.outside for report in found.reports.values()):
         yield (
             "outside",
             f"{_files(outside)}; not in the project store, so a file stays on the host of its rank",
         )
 
 
-def _merged(reports: Iterable[Iterable[WrittenFile]]) -> dict[str, int]:
+def _largest_sizes(reports: Iterable[Iterable[WrittenFile]]) -> dict[str, int]:
     """Merge reports about written files: return the largest reported size in bytes, by path."""
     sizes: dict[str, int] = {}
     for files in reports:

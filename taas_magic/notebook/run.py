@@ -253,20 +253,20 @@ class RunFetchers:
         self._run_id = spec.plan.run_id
         self._share_id = fetchers_share_id(self._run_id)
         self._events: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
-        self._relay: threading.Thread | None = None
+        self._forwarding_thread: threading.Thread | None = None
         self._closing = False
-        self._wait = PoolWait(pool)
+        self._pool_wait = PoolWait(pool)
         self._connection: PoolConnection | None = None
-        self._beginning = BackgroundCall(self._begin)
+        self._start_call = BackgroundCall(self._start)
 
-    def wait(self, interrupts: Interrupts, show_line: Callable[[str], None]) -> None:
+    def wait_for_start(self, interrupts: Interrupts, show_line: Callable[[str], None]) -> None:
         """Wait until the fetchers have been started; pass lines of progress to `show_line`.
 
         Raises:
             PoolError: The pool could not get the hosts.
             KeyboardInterrupt: The user interrupted the wait.
         """
-        self._beginning.wait(interrupts, show_line)
+        self._start_call.wait(interrupts, show_line)
 
     def raise_if_ended(self) -> None:
         """Raise ConnectionEnded if the fetchers have ended because their pool's process ended."""
@@ -283,7 +283,7 @@ class RunFetchers:
 
     def pop_events(self) -> list[Event]:
         """Remove and return the fetchers' events that the ranks' pool has not received yet."""
-        return drain(self._events)
+        return drain_events(self._events)
 
     def forward_events(self, connection: PoolConnection, run_id: str = "") -> None:
         """Start a thread that sends the fetchers' further events to the process of the ranks' pool.
@@ -293,13 +293,13 @@ class RunFetchers:
             run_id: Id of the run whose journal gets the events; "" for the run of these fetchers.
         """
         self._listen = lambda event: None
-        self._relay = threading.Thread(
+        self._forwarding_thread = threading.Thread(
             target=self._forward_events,
             args=(connection, run_id or self._run_id),
             name="taas-relay",
             daemon=True,
         )
-        self._relay.start()
+        self._forwarding_thread.start()
 
     @property
     def pool(self) -> str:
@@ -355,10 +355,10 @@ class RunFetchers:
         elif self._connection is not None:
             self._connection.stop_events(self._share_id)
         self._events.put(None)
-        if self._relay is not None:
-            self._relay.join()
+        if self._forwarding_thread is not None:
+            self._forwarding_thread.join()
 
-    def _begin(self, show_lines: ShowLines) -> None:
+    def _start(self, show_lines: ShowLines) -> None:
         """Get hosts for the fetchers, and start the fetchers there. Call this in a separate thread.
 
         If `waits` is False, connect to the pool, but do not wait for hosts. Record each event of
@@ -374,9 +374,9 @@ class RunFetchers:
 
         data = self._spec.plan.data
         if self._waits and data is not None:
-            self._connection = self._pool.open(data.pool_hosts, show_lines, self._wait)
+            self._connection = self._pool.open(data.pool_hosts, show_lines, self._pool_wait)
         else:
-            self._connection = self._pool.connect(wait=self._wait)
+            self._connection = self._pool.connect(wait=self._pool_wait)
         if not self._closing:
             self._connection.launch_fetchers(self._spec, listen)
         if self._closing:
@@ -384,7 +384,7 @@ class RunFetchers:
 
     def _kill(self) -> None:
         """Stop waiting for the fetchers' hosts, stop receiving events, and kill the fetchers."""
-        self._wait.cancel()
+        self._pool_wait.cancel()
         if self._connection is not None:
             with suppress(PoolError):  # the pool's process has ended, and so have the fetchers
                 self._connection.stop_events(self._share_id)
@@ -450,7 +450,7 @@ class PrefillProgress:
         return int(sum(loader.fetcher_total(name) for loader in self._run_counts.loaders.values()))
 
 
-def drain(events: "queue.SimpleQueue[Event | None]") -> list[Event]:
+def drain_events(events: "queue.SimpleQueue[Event | None]") -> list[Event]:
     """Remove all items from a queue, and return the events among them.
 
     A None among the items only wakes the thread that reads the queue.
@@ -484,7 +484,7 @@ class RunDriver:
         self._events: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
         self._inputs = keyboard.InputQueue()
         self._ended: RunEnded | None = None
-        self._is_left = self._is_silent = False
+        self._is_abandoned = self._is_silent = False
         self._voids_input = False
         """Whether an event is queued after which no rank waits for the user's input any more."""
 
@@ -492,7 +492,7 @@ class RunDriver:
         """Remove the folder of a run that was never started."""
         self._folder.discard()
 
-    def put(self, event: Event) -> None:
+    def queue_event(self, event: Event) -> None:
         """Queue an event of the run for the thread that runs the cell. Any thread may call this."""
         self._voids_input |= isinstance(event, RunEnded | Detached | Restart)
         self._events.put(event)
@@ -514,7 +514,7 @@ class RunDriver:
         deadline = time.monotonic() + limit_s if limit_s is not None else None
         interrupts.wake = lambda: self._events.put(None)
         while not prefill.is_enough:
-            self._show(view, events := list(self._wait(view)))
+            self._show_events(view, events := list(self._next_events(view)))
             for seen in events:
                 if isinstance(seen, FetcherReport):
                     fetching.record_event(prefill.event(seen.host))
@@ -571,17 +571,19 @@ class RunDriver:
         """
 
         def launch() -> list[str]:
-            hosts = connection.launch(spec, self.put, fetcher_events)
-            if self._is_left:
+            hosts = connection.launch(spec, self.queue_event, fetcher_events)
+            if self._is_abandoned:
                 self._halt(connection, "kill")
             return hosts
 
         try:
             self.hosts = interrupts.wait_for(
-                launch, max_interrupts=2, meanwhile=lambda: self._show(view, drain(self._events))
+                launch,
+                max_interrupts=2,
+                meanwhile=lambda: self._show_events(view, drain_events(self._events)),
             )
         except KeyboardInterrupt:
-            self._is_left = True
+            self._is_abandoned = True
             self._halt(connection, "kill")
             raise
 
@@ -616,7 +618,9 @@ class RunDriver:
         interrupts_sent, give_up_at, can_ask = 0, float("inf"), not detaches
         checked_at = time.monotonic()
         while self._ended is None and not self.is_detached:
-            self._show(view, self._wait(view, min(give_up_at, self._inputs.next_due())))
+            self._show_events(
+                view, self._next_events(view, min(give_up_at, self._inputs.next_due()))
+            )
             self._answer_next_input(connection, view if can_ask else None, interrupts)
             if detaches and len(self.head.live_ranks) == self.head.plan.world_size:
                 detaches = False
@@ -630,7 +634,7 @@ class RunDriver:
                 )
             if now - checked_at > CHECK_S or now >= give_up_at:
                 checked_at = now
-                self._check(connection, view)
+                self._check_pool(connection, view)
             if now >= give_up_at and self._ended is None:
                 self._give_up_waiting(connection)
         connection.stop_events(self.run_id)
@@ -711,9 +715,9 @@ class RunDriver:
                     interrupts.count += 1
                 return  # the interrupt also ends the rank's wait for input
         self._inputs.record_answer(request.rank, time.monotonic())
-        self._send(connection, answer, "taas-answer")
+        self._send_in_thread(connection, answer, "taas-answer")
 
-    def _wait(self, view: View | SilentView, until: float = float("inf")) -> Iterable[Event]:
+    def _next_events(self, view: View | SilentView, until: float = float("inf")) -> Iterable[Event]:
         """Wait for an event of the run, and return all queued events; [] if none has arrived.
 
         The wait ends after `CHECK_S` seconds, at the monotonic time `until`, or when the view must
@@ -725,9 +729,9 @@ class RunDriver:
             first = self._events.get(timeout=timeout_s)
         except queue.Empty:
             return []
-        return [*([] if first is None else [first]), *drain(self._events)]
+        return [*([] if first is None else [first]), *drain_events(self._events)]
 
-    def _show(self, view: View | SilentView, events: Iterable[Event]) -> None:
+    def _show_events(self, view: View | SilentView, events: Iterable[Event]) -> None:
         """Pass events to `listener`, record them in this object, and show them in the view.
 
         Queue the ranks' requests for input. A restart of the ranks discards these requests. Record
@@ -761,7 +765,7 @@ class RunDriver:
             except PoolError as error:
                 why = str(error)
             if why:
-                self.put(Note(text=f"--detach: {why}; the run ends with this kernel"))
+                self.queue_event(Note(text=f"--detach: {why}; the run ends with this kernel"))
 
         threading.Thread(target=detach, name="taas-detach", daemon=True).start()
 
@@ -770,9 +774,11 @@ class RunDriver:
 
         `how` is "interrupt" or "kill".
         """
-        self._send(connection, Halt(self.run_id, how), "taas-halt")
+        self._send_in_thread(connection, Halt(self.run_id, how), "taas-halt")
 
-    def _send(self, connection: PoolConnection, request: Request[None], thread: str) -> None:
+    def _send_in_thread(
+        self, connection: PoolConnection, request: Request[None], thread: str
+    ) -> None:
         """Send a request to the pool's process in a new thread; do not wait for the response.
 
         If the process does not respond, queue a note for the view. If the process has ended, do
@@ -788,13 +794,13 @@ class RunDriver:
             try:
                 connection.call(request)
             except ConnectionEnded:
-                return  # the run ended with the pool's process; `_check` reports it
+                return  # the run ended with the pool's process; `_check_pool` reports it
             except PoolError as error:
-                self.put(Note(text=str(error)))
+                self.queue_event(Note(text=str(error)))
 
         threading.Thread(target=send, name=thread, daemon=True).start()
 
-    def _check(self, connection: PoolConnection, view: View | SilentView) -> None:
+    def _check_pool(self, connection: PoolConnection, view: View | SilentView) -> None:
         """Record that the run has ended as LOST if the pool's process has ended or is silent.
 
         The process counts as silent after `SILENT_LOST_S` seconds without a heartbeat. After

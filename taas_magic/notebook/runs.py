@@ -88,17 +88,17 @@ class Run:
     @property
     def name(self) -> str:
         """The run's name, from `--name`."""
-        return self._about.name
+        return self._plan_head.name
 
     @property
     def pool(self) -> str:
         """Name of the pool that runs the ranks."""
-        return self._about.pool
+        return self._plan_head.pool
 
     @property
     def world_size(self) -> int:
         """Number of ranks."""
-        return self._about.world_size
+        return self._plan_head.world_size
 
     @cached_property
     def plan(self) -> Plan:
@@ -404,7 +404,7 @@ class Run:
         return table_of([self])
 
     @cached_property
-    def _about(self) -> PlanHead:
+    def _plan_head(self) -> PlanHead:
         return self._folder.plan()
 
     def _summary(self) -> RunSummary:
@@ -518,7 +518,7 @@ def newest_first() -> Iterator[Run]:
 
     Read the folder of a run just before the run is yielded. So it is cheap to take only a few runs.
     """
-    return journal.read_each_run(_run_of)
+    return journal.read_each_run(_open_run)
 
 
 def sessions_last() -> Iterator[Run]:
@@ -600,6 +600,6 @@ def find_to_attach(
     return next(iter([*are_active, *among]), None) or find(None)
 
 
-def _run_of(folder: RunFolder) -> Run:
+def _open_run(folder: RunFolder) -> Run:
     folder.plan()  # raises if the folder is broken
     return Run(folder.path)

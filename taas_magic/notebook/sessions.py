@@ -112,7 +112,7 @@ class Session:
         self._end_event = threading.Event()
         self._is_wanted, self._was_taken_over = True, False
         self._has_lost_ranks = False
-        self._used_at = time.monotonic()
+        self._last_used_at = time.monotonic()
         self._fetchers: dict[int, RunFetchers] = {}
         """Fetchers of the session's loaders, by the number of the cell that sent the loaders."""
 
@@ -121,7 +121,7 @@ class Session:
     @property
     def idle_s(self) -> float:
         """Seconds since the session's last cell ended, or since this kernel got the session."""
-        return time.monotonic() - self._used_at
+        return time.monotonic() - self._last_used_at
 
     @property
     def run_id(self) -> str:
@@ -421,7 +421,7 @@ class Session:
                 itself, such as the cell that `%taas vars` runs.
         """
         if counts:
-            self._used_at = time.monotonic()
+            self._last_used_at = time.monotonic()
         choice = captured.choice
         assert choice is not None and self.plan is not None
         if len(self._loaded) == self.plan.world_size:
@@ -440,11 +440,13 @@ class Session:
         """
         ended = [self._fetchers.pop(at) for at in list(self._fetchers) if at not in needed]
         if ended:
-            thread = threading.Thread(target=self._release, args=(ended,), name="taas-fetchers")
+            thread = threading.Thread(
+                target=self._end_or_detach_fetchers, args=(ended,), name="taas-fetchers"
+            )
             thread.start()
             self._closing = [*(one for one in self._closing if one.is_alive()), thread]
 
-    def _release(self, fetchers: list[RunFetchers]) -> None:
+    def _end_or_detach_fetchers(self, fetchers: list[RunFetchers]) -> None:
         if self._was_taken_over:  # the other kernel's cells use these fetchers
             for each in fetchers:
                 each.detach()

@@ -5,7 +5,7 @@ import re
 from msgspec import structs
 
 from taas_magic.messages import HostFacts
-from taas_magic.notebook.pools import report
+from taas_magic.notebook.pools import check_report
 from taas_magic.setup.facts import ERROR, WARNING, HostCheck, HostProblem
 from taas_magic.setup.install import needed_package_folders
 from tests.setup.test_setup_findings import FIT, KERNEL
@@ -17,7 +17,7 @@ def row(facts: HostFacts | None, *findings: HostProblem, host: str = "gpu1") -> 
 
 def cells(shown: HostCheck, means: str = "") -> dict[str, str]:
     """Return the text of each table cell in the row of a host, by column title."""
-    head, line, *_ = report([shown], KERNEL, {("g2.8", "gpu1"): means}).splitlines()
+    head, line, *_ = check_report([shown], KERNEL, {("g2.8", "gpu1"): means}).splitlines()
     found = [re.split("  +", it) for it in (head, line)]
     return dict(zip(*found, strict=True))
 
@@ -41,7 +41,7 @@ def test_a_row_says_where_the_host_has_our_packages() -> None:
 
 def test_problems_are_listed_below_their_host_with_what_to_do() -> None:
     found = [HostProblem(ERROR, "no torch", "pip install torch"), HostProblem(WARNING, "slow")]
-    lines = report([row(FIT, *found), row(FIT, host="gpu2")], KERNEL, {}).splitlines()
+    lines = check_report([row(FIT, *found), row(FIT, host="gpu2")], KERNEL, {}).splitlines()
     assert [line.split()[:2] for line in lines] == [
         ["pool", "host"],
         ["g2.8", "gpu1"],
@@ -56,7 +56,7 @@ def test_problems_are_listed_below_their_host_with_what_to_do() -> None:
 
 def test_hosts_that_reported_little_or_nothing_have_a_row() -> None:
     silent = row(None, HostProblem(ERROR, "no route"))
-    assert cells(silent)["python"] == "?" and "no route" in report([silent], KERNEL, {})
+    assert cells(silent)["python"] == "?" and "no route" in check_report([silent], KERNEL, {})
     assert cells(row(HostFacts("gpu1", "2.7.18")))["python"] == "2.7.18"
     assert cells(row(None, host=""))["host"] == "none is up"
 
@@ -65,5 +65,5 @@ def test_text_of_a_host_is_escaped() -> None:
     evil = "<script>alert(1)</script>"
     facts = structs.replace(FIT, torch=evil)
     found = row(facts, HostProblem(ERROR, evil, evil), host=evil)
-    shown = report([found], KERNEL, {})._repr_html_()
+    shown = check_report([found], KERNEL, {})._repr_html_()
     assert "<script" not in shown and shown.count("&lt;script&gt;") == 5

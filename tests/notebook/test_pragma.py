@@ -7,7 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from IPython.core.inputtransformer2 import TransformerManager
 
-from taas_magic.notebook.flags import empty_cell_message, misplaced_pragma, transform_pragma
+from taas_magic.notebook.flags import (
+    empty_cell_message,
+    misplaced_pragma_warnings,
+    transform_pragma,
+)
 
 
 def changed(cell: str) -> str:
@@ -99,7 +103,7 @@ def test_a_pool_comment_without_code_below_it_is_explained() -> None:
     ],
 )
 def test_a_pragma_below_code_is_explained(cell: str, said: str) -> None:
-    [line] = misplaced_pragma(cell)
+    [line] = misplaced_pragma_warnings(cell)
     assert said in line
 
 
@@ -114,4 +118,4 @@ def test_a_pragma_below_code_is_explained(cell: str, said: str) -> None:
     ],
 )
 def test_no_warning_about_pragmas_for_other_cells(cell: str) -> None:
-    assert not list(misplaced_pragma(cell))
+    assert not list(misplaced_pragma_warnings(cell))

@@ -7,7 +7,7 @@ import pytest
 from taas_magic.capture.payload import CapturedVariable
 from taas_magic.journal.analysis import LoaderCounts
 from taas_magic.messages import FetcherCounts, RankCounts, Rehearsed, WrittenFile
-from taas_magic.notebook.rehearsal import RehearsalFindings, estimate, flags_here, report
+from taas_magic.notebook.rehearsal import RehearsalFindings, estimate, flags_here, report_text
 from taas_magic.plan import Flags, HostCapacity, Prefill, make_plan
 from taas_magic.setup.facts import ERROR, REMARK, WARNING, HostCheck, HostProblem
 
@@ -76,7 +76,7 @@ def test_a_whole_report() -> None:
         state="SUCCEEDED",
         elapsed_s=4.2,
     )
-    assert report(found).splitlines() == [
+    assert report_text(found).splitlines() == [
         "rehearsal (3 batches a pass on 2 CPU ranks here): SUCCEEDED in 4.2 s; "
         'for pool "gpu": 8 ranks on 2 hosts',
         "  would fail    first line; second line",
@@ -100,7 +100,7 @@ def test_a_whole_report() -> None:
 
 
 def test_many_problems_are_counted() -> None:
-    text = report(RehearsalFindings(FLAGS, problems=[f"problem {n}" for n in range(9)]))
+    text = report_text(RehearsalFindings(FLAGS, problems=[f"problem {n}" for n in range(9)]))
     assert "not run; for pool" in text and text.count("would fail") == 6
     assert "4 more reasons" in text and "memory" not in text
 
@@ -111,7 +111,7 @@ def test_the_report_lists_each_file_once() -> None:
         1: Rehearsed(rank=1, peak_bytes=1, written=[new, old], outside=[old]),
         0: Rehearsed(rank=0, peak_bytes=1, written=[new], outside=[new]),
     }
-    text = report(RehearsalFindings(FLAGS, reports=reports, state="SUCCEEDED"))
+    text = report_text(RehearsalFindings(FLAGS, reports=reports, state="SUCCEEDED"))
     assert "would write    new.pt (1 byte); the project" in text
     assert "outside        old.pt (1 byte), new.pt (1 byte); not in" in text
 

@@ -89,8 +89,8 @@ def test_the_hosts_that_are_still_stopping_are_those_of_the_newest_attempt(own_p
     run, interrupts = RunDriver(new_state(n_hosts=2)), Interrupts()
     run.hosts, interrupts.count = ["gpu1", "gpu2"], 2
     for host, attempt in (("gpu1", 0), ("gpu2", 0), ("gpu3", 1), ("gpu1", 1)):
-        run.put(event("restart", attempt=1) if host == "gpu3" else event("note", text="on"))
-        run.put(event("started", host, attempt=attempt, pids={}))
+        run.queue_event(event("restart", attempt=1) if host == "gpu3" else event("note", text="on"))
+        run.queue_event(event("started", host, attempt=attempt, pids={}))
     run.follow(own_pool.connect(), View(run.head), interrupts)
     assert (
         run.head.state == "INTERRUPTED" and "ranks on gpu3, gpu1 are still stopping" in run.head.why
@@ -244,7 +244,7 @@ def test_a_run_ends_with_its_pools_process_though_another_has_taken_its_place(
     notebook: Notebook, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The pool's process is replaced before the kernel checks whether the old process lives."""
-    pool, replaced, check = pools.named("local", Config()), threading.Event(), RunDriver._check
+    pool, replaced, check = pools.named("local", Config()), threading.Event(), RunDriver._check_pool
 
     def replace(run: RunDriver) -> None:
         process_of(pool).kill()
@@ -256,7 +256,7 @@ def test_a_run_ends_with_its_pools_process_though_another_has_taken_its_place(
         assert replaced.wait(HUNG_S)
         check(run, *args)
 
-    monkeypatch.setattr(RunDriver, "_check", check_late)
+    monkeypatch.setattr(RunDriver, "_check_pool", check_late)
     first = pool.connect().process
     with on_event(monkeypatch, lambda event: event["kind"] == "lines", replace):
         outcome = notebook.run("import time\nprint('begun', flush=True)\ntime.sleep(600)", gpus=1)

@@ -121,7 +121,7 @@ dist.barrier()
 def test_the_kernel_receives_all_events_of_a_run(
     notebook: Notebook, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    client, put = connection_of(the_pool(notebook))._client, RunDriver.put
+    client, put = connection_of(the_pool(notebook))._client, RunDriver.queue_event
     send = client._send_to_scheduler
     heard: list[str] = []
 
@@ -134,7 +134,7 @@ def test_the_kernel_receives_all_events_of_a_run(
         put(run, event)
 
     monkeypatch.setattr(client, "_send_to_scheduler", send_late)
-    monkeypatch.setattr(RunDriver, "put", hear)
+    monkeypatch.setattr(RunDriver, "queue_event", hear)
     outcome = notebook.run("print('here')")
     assert heard[0] == "state"
     assert heard == [event["kind"] for event in outcome.events]
