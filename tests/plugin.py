@@ -38,13 +38,15 @@ from tests.processes import mark_process_tests, no_process_starts
 from tests.rig.pools import enter, given_back, settings_in
 
 LONGEST = (
-    *("programs", "sessions", "farm", "data_registered", "notebooks", "aftermath", "functions"),
-    *("kernel_life", "stacks", "torch_loader_cases", "federation", "detach", "waits"),
-    *("data_streams", "capture_kernel", "data_loader", "ssh_notebook", "travel_runs"),
-    *("fetching_hosts", "faults", "data_faults", "pool", "capture", "slurm", "multi_host"),
-    *("ssh_host", "setup_hosts", "farm_hosts", "rank", "ssh_connect", "rank_process", "attach"),
-    *("fetching", "rehearsal", "browser", "lost_hosts", "pbs", "hpc_notebook", "docs"),
-    *("setup_install", "torch_stateful_cases", "unshared_runs", "install"),
+    *("farm", "sessions", "programs", "data_registered", "aftermath", "torch_loader_cases"),
+    *("federation", "data_streams", "multi_host", "kernel_life", "stacks", "waits", "notebooks"),
+    *("capture_kernel", "functions", "lost_hosts", "data_faults", "browser", "fetching_hosts"),
+    *("debugpy", "faults", "travel_runs", "data_loader", "setup_hosts", "farm_hosts", "pool"),
+    *("capture", "slurm", "torch_stateful_cases", "rank_process", "fetching", "rank", "detach"),
+    *("detached_sessions", "keyboard", "unshared_runs", "rehearsal", "data_programs", "lightning"),
+    *("docs_samples", "shown_errors", "engines", "results", "data_robust", "short_name", "attach"),
+    *("ssh_host", "pbs", "data_cell", "data_parties", "data_fed", "forkserver", "ssh_connect"),
+    *("logs", "supervisor", "setup_install", "install", "ssh_notebook", "hpc_notebook", "docs"),
 )
 """Names of the slowest test files, slowest first; the files in tests/chaos come before them."""
 

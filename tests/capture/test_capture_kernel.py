@@ -208,14 +208,8 @@ assert process.exitcode == 0
     assert "NameError" in frontend.fail("%%taas --gpus 1\ndef f() -> Nowhere: pass")["evalue"]
 
 
-[PROCESS_BOUND] = cells_of("process_bound")
-PATHS = {
-    "arguments": ("arguments", "TrainingArguments"),
-    "trainer": ("trainer", "MyTrainer"),
-    "train()": ("experiment.parts['accelerator']", "Accelerator"),
-    "lightning_trainer": ("lightning_trainer", "Trainer"),
-    "fabric": ("fabric", "Fabric"),
-    "prepared": ("prepared", "DataLoaderShard"),
+OF_TORCH, OF_LIBRARIES = cells_of("process_bound")
+PATHS_OF_TORCH = {
     "loader": ("loader.sampler", "DistributedSampler"),
     "group": ("group", "ProcessGroup"),
     "mesh": ("mesh", "DeviceMesh"),
@@ -223,14 +217,24 @@ PATHS = {
     "sharded": ("sharded", "FSDPLinear"),
     "spread": ("spread", "DTensor"),
 }
+PATHS_OF_LIBRARIES = {
+    "arguments": ("arguments", "TrainingArguments"),
+    "trainer": ("trainer", "MyTrainer"),
+    "train()": ("experiment.parts['accelerator']", "Accelerator"),
+    "lightning_trainer": ("lightning_trainer", "Trainer"),
+    "fabric": ("fabric", "Fabric"),
+    "prepared": ("prepared", "DataLoaderShard"),
+}
 
 
-def test_objects_that_record_their_number_of_ranks_are_refused_before_the_start(
-    frontend: Frontend,
-) -> None:
-    frontend.run(PROCESS_BOUND)
+def check_refused(frontend: Frontend, paths: dict[str, tuple[str, str]]) -> None:
+    """Run cells that use objects of one process; check that they are refused before the start.
+
+    Args:
+        paths: By the cell's text, the path in the message, and the end of the object's class name.
+    """
     frontend.run("from taas_magic.notebook import launch; before = launch.last_run")
-    for cell, (path, kind) in PATHS.items():
+    for cell, (path, kind) in paths.items():
         message = frontend.fail(f"%%taas --gpus 2\n{cell}")["evalue"]
         assert message.startswith(f"`{path}` is a"), message
         assert f"{kind} and cannot be sent to the ranks" in message
@@ -239,6 +243,22 @@ def test_objects_that_record_their_number_of_ranks_are_refused_before_the_start(
             "would use that; create it inside the cell and run again"
         )
     frontend.run("assert launch.last_run is before")
+
+
+def test_objects_that_record_their_number_of_ranks_are_refused_before_the_start(
+    frontend: Frontend,
+) -> None:
+    frontend.run(OF_TORCH)
+    check_refused(frontend, PATHS_OF_TORCH)
+
+
+@pytest.mark.nightly
+def test_objects_of_libraries_that_record_it_are_refused_before_the_start(
+    frontend: Frontend,
+) -> None:
+    frontend.run(OF_TORCH)
+    frontend.run(OF_LIBRARIES)
+    check_refused(frontend, PATHS_OF_LIBRARIES)
     frontend.run(
         "%%taas --gpus 1\nassert issubclass(MyTrainer, __import__('transformers').Trainer)"
     )

@@ -1,14 +1,27 @@
-"""Objects that belong to one process, so that they cannot be sent to ranks."""
+"""Objects of torch and of libraries that belong to one process, so they cannot be sent to ranks."""
 
 # %%
 import torch
 import torch.distributed as dist
-from accelerate import Accelerator
-from lightning import Fabric
-from lightning import Trainer as LightningTrainer
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
+
+sampler = torch.utils.data.DistributedSampler([1, 2], num_replicas=1, rank=0)  # type: ignore[arg-type]
+loader = torch.utils.data.DataLoader([1, 2], sampler=sampler)  # type: ignore[arg-type]
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+group = dist.group.WORLD
+mesh = init_device_mesh("cpu", (1,))
+wrapped = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(1, 1))
+sharded = fully_shard(torch.nn.Linear(2, 2), mesh=mesh)
+spread = distribute_tensor(torch.ones(2), mesh, [Shard(0)])
+dist.destroy_process_group()
+
+# %%
+from accelerate import Accelerator
+from lightning import Fabric
+from lightning import Trainer as LightningTrainer
 from transformers import BertConfig, BertModel, Trainer, TrainingArguments
 
 config = BertConfig(
@@ -44,13 +57,3 @@ def train():
 lightning_trainer = LightningTrainer(accelerator="cpu", logger=False, enable_checkpointing=False)
 fabric = Fabric(accelerator="cpu")
 prepared = accelerator.prepare(torch.utils.data.DataLoader([1, 2]))  # type: ignore[arg-type]
-sampler = torch.utils.data.DistributedSampler([1, 2], num_replicas=1, rank=0)  # type: ignore[arg-type]
-loader = torch.utils.data.DataLoader([1, 2], sampler=sampler)  # type: ignore[arg-type]
-
-dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
-group = dist.group.WORLD
-mesh = init_device_mesh("cpu", (1,))
-wrapped = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(1, 1))
-sharded = fully_shard(torch.nn.Linear(2, 2), mesh=mesh)
-spread = distribute_tensor(torch.ones(2), mesh, [Shard(0)])
-dist.destroy_process_group()

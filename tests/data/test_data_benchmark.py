@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import psutil
+import pytest
 
 from tests.eventually import eventually, left_after
 
@@ -17,6 +18,7 @@ def running(processes: set[psutil.Process]) -> list[psutil.Process]:
     return [process for process in processes if process.is_running()]
 
 
+@pytest.mark.nightly
 def test_sigterm_ends_every_process_of_the_benchmark(tmp_path: Path) -> None:
     command = [sys.executable, str(BENCHMARK), "--seconds", "600", "--only", "ranks"]
     with (tmp_path / "log").open("wb") as log:

@@ -53,7 +53,7 @@ POOLS = {
 }
 
 
-@pytest.fixture(params=["local", "workers with nannies", nightly("workers without")])
+@pytest.fixture(params=[nightly("local"), "workers with nannies", nightly("workers without")])
 def pool(request: pytest.FixtureRequest) -> PoolConfig:
     """Return the configuration of a pool; one for each engine."""
     return POOLS[request.param]

@@ -146,6 +146,7 @@ def test_ranks_of_several_hosts_meet_on_the_network_that_they_share(
     assert sorted(outcome.run.hosts) == hosts.names
 
 
+@pytest.mark.nightly
 @pytest.mark.fault(10)
 def test_an_agent_is_killed(far: Notebook, hosts: Hosts, tmp_path: Path) -> None:
     def kill() -> None:

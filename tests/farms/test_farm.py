@@ -599,6 +599,7 @@ child.join()
     assert several.shell.user_ns["forked_from"]._process.returncode == 0
 
 
+@pytest.mark.nightly
 def test_a_job_that_is_submitted_while_the_farm_gives_up_fails(
     several: Notebook, names: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
