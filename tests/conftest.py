@@ -139,7 +139,7 @@ def end(process: psutil.Process) -> None:
 
 
 def listening() -> set[int]:
-    """Return the ports on which this process listens; a port of another process ends with it."""
+    """Return the ports on which this process listens. Ports of other processes end with these."""
     connections = psutil.Process().net_connections("inet")
     return {seen.laddr.port for seen in connections if seen.status == psutil.CONN_LISTEN}
 

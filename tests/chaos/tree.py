@@ -276,9 +276,10 @@ class Chaos:
         return f"{frontend.text(request)}\n{error['evalue']}"
 
     def _has_way_out(self, error: str) -> bool:
-        """Return whether a line says how to start the session again.
+        """Return whether a line of `error` says how to start the session again.
 
-        If a process of the session has died in the cell itself, the cell's output has this line.
+        `error` also has the cell's output. The output has this line if a process of the session has
+        died in the cell itself.
         """
         way_out = self._program.way_out
         return bool(way_out) and way_out in error
@@ -380,7 +381,7 @@ def grown(
 
 
 def memory_of(frontend: Frontend) -> dict[str, tuple[int, int, int]]:
-    """Return bytes, descriptors and threads of the kernel, pool, agent and forkserver."""
+    """Return the bytes of memory, descriptors and threads of kernel, pool, agent and forkserver."""
     found = {"kernel": frontend.process}
     for process in frontend.process.children(recursive=True):
         if (place := _place_of(process)) in ("pool", "supervisor", "agent", "forkserver"):

@@ -53,7 +53,7 @@ def programs(name: str) -> set[psutil.Process]:
 def node_besides(known: set[psutil.Process]) -> psutil.Process:
     """Return the oldest process of a node that is not in `known`.
 
-    Younger ones may be its forks, which have its command line until they call exec.
+    Younger processes may be forks of the node, which have its command line until they call exec.
     """
     return min(programs("node") - known, key=lambda it: it.create_time())
 

@@ -29,7 +29,7 @@ def kernel(frontend_of_module: Frontend) -> Iterator[Frontend]:
 def files(kernel: Frontend) -> dict[str, str]:
     """Return the text of each file below the notebook's folder, by path; "" for a folder.
 
-    Skip hidden files and folders.
+    Skip files and folders whose names begin with a dot.
     """
     folder = Path(kernel.process.cwd())
     found = (path for path in folder.rglob("*") if not path.name.startswith("."))

@@ -19,7 +19,7 @@ def test_the_daily_tests_cause_each_fault() -> None:
 
 
 def daily_tests(path: Path) -> list[ast.FunctionDef]:
-    """Return the test functions of a file that `make test` runs with at least one parameter."""
+    """Return the test functions of a file of which `make test` runs at least one case."""
     module = ast.parse(path.read_text())
     marks = [node for node in module.body if isinstance(node, ast.Assign)]
     if any(NIGHTLY in ast.unparse(mark) for mark in marks if is_pytestmark(mark)):

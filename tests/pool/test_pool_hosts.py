@@ -99,7 +99,7 @@ def test_requests_and_answers_are_unchanged_after_encoding_and_decoding() -> Non
 
 @pytest.mark.fault(49)
 def test_messages_of_strangers_are_refused_and_counted(with_host: Callable[[Play], None]) -> None:
-    """Answers without a call, beats of unknown hosts, and events of unknown runs."""
+    """Strangers send answers without a call, beats of unknown hosts, and events of unknown runs."""
 
     async def play(scheduler: PoolScheduler, controller: Controller, member: PoolHost) -> None:
         handlers = scheduler.stream_handlers

@@ -112,7 +112,7 @@ def _state(folder: Path) -> Iterator[State]:
 
 
 def _submit(folder: Path, script: Path) -> int:
-    """Queue a copy of a job script with its directives, start what fits, and print the job's id."""
+    """Queue a copy of a job script, start waiting jobs in free slots, and print the job's id."""
     text = script.read_text()
     directives = dict(re.findall(r"^#PBS -([A-Za-z]) (.*)$", text, flags=re.MULTILINE))
     with _state(folder) as state:
@@ -192,9 +192,12 @@ def _watch(folder: Path, job_id: str) -> int:
 
 
 def _delete(folder: Path, job_id: str) -> int:
-    """Delete a job as `qdel` does, and return the exit code; fail for an unknown or finished job.
+    """Delete a job as `qdel` does.
 
-    A job that does not run yet counts as finished at once. Otherwise, end the job's processes.
+    If the job runs, end its processes. Otherwise, the job counts as finished at once.
+
+    Returns:
+        The exit code of `qdel`; not 0 if the job is unknown or finished.
     """
     job_id = _whole(job_id)
     with _state(folder) as state:
