@@ -22,7 +22,7 @@ async def ignore_cancellation() -> None:
 
 
 async def main() -> None:
-    """Let a vehicle follow a supervisor (here `cat`), and return while the supervisor still runs."""
+    """Let a vehicle follow a supervisor (`cat`), and return while the supervisor still runs."""
     worker: Any = SimpleNamespace(nanny=None)
     supervisor = await asyncio.create_subprocess_exec("cat", stdin=asyncio.subprocess.PIPE)
     plugin = vehicle.Vehicle("", 60.0, 60.0)
