@@ -81,7 +81,7 @@ def test_functions_that_come_back_belong_to_the_notebook(frontend: Frontend) -> 
     assert frontend.text(frontend.run(AT_HOME + HELD)) == "all held\n"
 
 
-def test_a_name_of_the_notebook_is_replaced_only_where_out_names_it(frontend: Frontend) -> None:
+def test_a_variable_of_the_notebook_is_replaced_only_if_out_names_it(frontend: Frontend) -> None:
     cell = "%%taas --gpus 1 --out scale\nFACTOR = {}\ndef scale(x): return x * FACTOR"
     assert "FACTOR" not in frontend.text(frontend.run(cell.format(2)))
     assert "FACTOR" not in frontend.text(frontend.run(cell.format(3)))  # an earlier run set it

@@ -181,7 +181,7 @@ def test_a_rank_imports_the_shipped_text(project: Path, clean_imports: None) -> 
     assert not list(project.rglob("__pycache__"))
 
 
-def test_data_beside_a_package_is_found(project: Path, clean_imports: None) -> None:
+def test_data_files_of_a_package_are_found(project: Path, clean_imports: None) -> None:
     from importlib import resources
 
     (project / "pack/table.txt").write_text("rows")

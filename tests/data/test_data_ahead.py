@@ -87,14 +87,14 @@ def test_the_limit_of_units_applies_to_all_epochs_together() -> None:
     ]
 
 
-def test_the_share_of_one_fetcher_among_three() -> None:
+def test_one_of_three_fetchers_prepares_every_third_batch() -> None:
     assert slots(keys(ahead_of(index=2, fetchers=3), batches=9)) == [
         *((0, slot) for slot in (2, 5, 8)),
         *((1, slot) for slot in (2, 5)),
     ]
 
 
-def test_the_share_of_a_rank_that_prepares_its_own_batches() -> None:
+def test_a_rank_without_fetchers_prepares_only_its_own_batches() -> None:
     assert slots(keys(ahead_of(stride=3, first=1), batches=8)) == [
         *((0, slot) for slot in (1, 4, 7)),
         *((1, slot) for slot in (1, 4)),
@@ -104,7 +104,7 @@ def test_the_share_of_a_rank_that_prepares_its_own_batches() -> None:
 @pytest.mark.parametrize("share", [{}, {"index": 1, "fetchers": 2}, {"stride": 3, "first": 1}])
 @pytest.mark.parametrize("streams", [None, 1, 5])
 @pytest.mark.parametrize("first", [0, 1, 17])
-def test_the_workers_have_all_of_a_fetchers_share_between_them(
+def test_the_workers_together_prepare_all_batches_of_a_fetcher(
     share: dict[str, int], streams: int | None, first: int
 ) -> None:
     one = FetcherPart(workers=3, **share)

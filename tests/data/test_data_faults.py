@@ -88,7 +88,7 @@ def test_a_fetcher_is_killed(tmp_path: Path, victim: str) -> None:
 def test_a_worker_that_died_is_started_again(tmp_path: Path) -> None:
     with service(tmp_path, DataLoader(Noise(40), 2)) as running:
         want = stream(running, local=True)
-        for number in (signal.SIGKILL, signal.SIGKILL, 40):  # which has no name
+        for number in (signal.SIGKILL, signal.SIGKILL, 40):  # signal 40 has no name
             (worker,) = workers_of(running)
             batches = iter(running.loader())
             handed = [plain(next(batches))]
@@ -239,7 +239,7 @@ def test_headers_that_are_cut_negative_or_huge(tmp_path: Path) -> None:
         ):
             with over_tcp(running) as sock:
                 sock.sendall(noise)
-                with contextlib.suppress(OSError):  # the server was faster
+                with contextlib.suppress(OSError):  # the server may have closed the connection
                     sock.shutdown(socket.SHUT_WR)
                 assert is_dropped(sock)
         assert stream(running) == want

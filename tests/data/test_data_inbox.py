@@ -106,7 +106,7 @@ def over_tcp() -> tuple[socket.socket, socket.socket]:
 @pytest.mark.parametrize("connected", [over_unix, over_tcp])
 @hypothesis.settings(deadline=None, max_examples=25)
 @hypothesis.given(st.lists(SIZES, min_size=1, max_size=9), st.data())
-def test_frames_come_whole_and_stay_what_they_are(
+def test_frames_arrive_complete_and_are_not_overwritten(
     connected: Callable[[], tuple[socket.socket, socket.socket]],
     sizes: list[int],
     data: st.DataObject,
@@ -133,7 +133,7 @@ def test_one_call_receives_all_frames_that_have_arrived(ends: tuple[socket.socke
     assert box.next_complete() is None
 
 
-def test_one_response_answers_many_and_a_small_body_that_is_kept_keeps_no_other(
+def test_one_response_may_have_many_batches_and_each_small_batch_has_its_own_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     link, route = Link(), route_to(1)
@@ -185,7 +185,7 @@ def receive_once(box: Inbox) -> tuple[FromServer, memoryview] | None:
         return None
 
 
-def test_nothing_for_a_tick_is_silence_and_the_end_is_the_end(
+def test_a_silent_peer_and_a_closed_connection_raise_different_errors(
     ends: tuple[socket.socket, Inbox],
 ) -> None:
     server, box = ends
@@ -265,8 +265,8 @@ def test_a_received_batch_is_not_requested_again_if_its_link_breaks(
     client.send_requests([SlotRequest(slot, True) for slot in range(4)])
     links[0].cut()
     body = encode.encode(7)
-    # The response has another order than the client's. The client therefore sends another request
-    # for the slot, over a link that is broken.
+    # The order in the response differs from the client's order. So the client requests the slot
+    # again, over a link that is broken.
     response = Response(ResponseKind.BATCH, 0, 0, order=9, head_bytes=len(body.head))
     client._store_response(links[0], response, memoryview(bytearray(body.body_bytes)))
     again = [LoaderRequest(RequestKind.GET, 0, slot) for slot in range(1, 4)]

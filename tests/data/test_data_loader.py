@@ -170,7 +170,7 @@ def test_ranks_in_different_epochs_do_not_restart_streams(tmp_path: Path) -> Non
     assert found == (of_behind[:11], of_ahead)
 
 
-def test_a_rank_prepares_its_own_share_in_workers_of_its_own(tmp_path: Path) -> None:
+def test_a_rank_without_fetchers_prepares_its_batches_in_its_own_workers(tmp_path: Path) -> None:
     with service(tmp_path, DataLoader(Rows(30), 2, shuffle=True)) as running:
         children = psutil.Process().children()
         remote = running.loader(

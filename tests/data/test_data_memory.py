@@ -133,7 +133,7 @@ class Writer:
 
     def close(self) -> None:
         self._socket.close()
-        with contextlib.suppress(ChildProcessError):  # it was closed before
+        with contextlib.suppress(ChildProcessError):  # the test may have closed the writer before
             os.waitpid(self.pid, 0)
 
 
@@ -260,9 +260,7 @@ def test_a_child_process_that_drops_a_view_does_not_return_the_span(
     assert lent.pop_released() == [(3, offset)]
 
 
-def test_held_bytes_are_what_has_been_looked_at_of_the_arenas(
-    writer: Writer, lent: Watched
-) -> None:
+def test_held_bytes_is_the_mapped_size_of_the_arenas(writer: Writer, lent: Watched) -> None:
     assert lent.held_bytes == 0
     view = lent.map_span(SharedSpan(3, writer.write("a", 2 * MEGABYTE)), 2 * MEGABYTE)
     assert 2 * MEGABYTE <= lent.held_bytes <= 4 * MEGABYTE

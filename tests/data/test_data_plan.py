@@ -22,7 +22,7 @@ def config(*pools: PoolConfig) -> Config:
     return Config(pools={**Config().pools, **{pool.name: pool for pool in pools}})
 
 
-def test_a_host_for_each_fetcher_where_there_are_enough() -> None:
+def test_each_fetcher_has_its_own_host_if_there_are_enough() -> None:
     plan, note = place_fetchers(["train"], 2, pool(4), cores=8)
     assert (plan.hosts, plan.pool_hosts) == (2, 2)
     assert plan.fetchers == (FetcherPlan(0, 0, ("train",), 0), FetcherPlan(1, 1, ("train",), 1))
@@ -48,7 +48,7 @@ def test_fetchers_share_too_few_hosts_and_a_note_reports_it() -> None:
         ),
     ],
 )
-def test_each_loader_has_hosts_of_its_own_where_there_are_enough(
+def test_each_loader_has_its_own_hosts_if_there_are_enough(
     hosts: int, loaders_of: list[tuple[str, ...]], said: str
 ) -> None:
     plan, note = place_fetchers(["a", "b"], 2, pool(hosts), cores=8)

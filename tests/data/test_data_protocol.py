@@ -105,7 +105,7 @@ def forged(
 
 
 @hypothesis.given(responses())
-def test_every_response_comes_back(response: Response) -> None:
+def test_every_response_is_decoded_as_it_was_encoded(response: Response) -> None:
     found = heard(ready(Role.RANK), response)
     assert found.message == response
     assert found.message.kind is response.kind
@@ -113,7 +113,7 @@ def test_every_response_comes_back(response: Response) -> None:
 
 
 @hypothesis.given(REQUESTS)
-def test_every_request_comes_back(requests: Requests) -> None:
+def test_every_request_is_decoded_as_it_was_encoded(requests: Requests) -> None:
     assert heard(ready(Role.SERVER), requests).message == requests
 
 
@@ -166,7 +166,7 @@ def test_a_table_of_contents_is_no_larger_than_its_body() -> None:
         heard(ready(Role.RANK), response, 64)
 
 
-def test_bodies_that_come_together_have_one_size() -> None:
+def test_bodies_in_one_frame_have_the_same_size() -> None:
     response = Response(ResponseKind.BATCH, 0, 0, head_bytes=64, more=2)
     assert heard(ready(Role.RANK), response, 3 * 64).message.more == 2
     with pytest.raises(ProtocolError, match="BATCH announces 3 bodies of one size in 64 bytes"):

@@ -439,7 +439,7 @@ def test_persistent_workers_of_the_notebook_stay_there(defined: Notebook) -> Non
     defined.define("loader._iterator = None")
 
 
-def test_what_a_dataset_prints_without_fetchers_is_the_ranks(defined: Notebook) -> None:
+def test_without_fetchers_lines_that_a_dataset_prints_belong_to_the_rank(defined: Notebook) -> None:
     defined.define(
         "class Printing(Numbers):\n"
         "    def __getitem__(self, index):\n"

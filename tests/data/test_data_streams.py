@@ -237,7 +237,7 @@ def test_a_lock_that_a_thread_of_the_cell_holds_does_not_block_loaders(notebook:
 
 
 @pytest.mark.parametrize("cpus", [nightly(0), 1])
-def test_a_fork_of_the_rank_has_connections_of_its_own(notebook: Notebook, cpus: int) -> None:
+def test_a_fork_of_the_rank_has_its_own_connections(notebook: Notebook, cpus: int) -> None:
     register(notebook, THREADS)
     notebook.define("import json")
     whole = remote(notebook, cpus, 1, epochs=2)

@@ -151,7 +151,7 @@ for number, (batch, pids) in enumerate(slow):
         fetcher = psutil.Process(int(pids[0]))
         supervisors = [p for p in fetcher.parents() if "supervisor" in " ".join(p.cmdline())]
         for process in VICTIMS(supervisors[0]):
-            with contextlib.suppress(psutil.NoSuchProcess):  # some go with others of them
+            with contextlib.suppress(psutil.NoSuchProcess):  # a process may end with its parent
                 process.kill()
 """
 
@@ -225,7 +225,7 @@ def test_hosts_with_fetchers_die_before_these_listen(
         os.mkfifo(run.folder.path / "logs" / "fetcher-0.log")  # opening it blocks
         hosts = launch(connection, run, *args)
         for process in below(connection.process.pid):
-            with contextlib.suppress(psutil.NoSuchProcess):  # some go with others of them
+            with contextlib.suppress(psutil.NoSuchProcess):  # a process may end with its parent
                 process.kill()
         return hosts
 

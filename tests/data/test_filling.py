@@ -72,14 +72,14 @@ def test_ranks_start_when_all_fetchers_have_ended() -> None:
     assert filling(BATCHES, ended[0], fetched(1, ready=9, idle=2), fetchers=2).is_enough
 
 
-def test_what_the_head_is_told() -> None:
+def test_the_progress_event_has_the_prepared_and_the_wanted_amount() -> None:
     said = filling(BYTES, fetched(ready_bytes=600)).event("cpu1")
     assert (said.host, said.done, said.wanted, said.unit) == ("cpu1", 600, 1000, "bytes")
     said = filling(ALL, loaders=2, units=40).event("")
     assert (said.done, said.wanted, said.unit) == (0, 80, "batches")
 
 
-def test_what_workers_prepare_for_it() -> None:
+def test_prefill_determines_the_least_that_workers_prepare() -> None:
     assert prefill_minimums(None) == (0, 0)
     assert prefill_minimums(BATCHES) == (100, 0)
     assert prefill_minimums(BYTES) == (0, 1000)

@@ -22,7 +22,7 @@ def test_the_ranks_run_a_part_of_the_cases(seen: Seen, part: Part) -> None:
 
 
 @pytest.mark.parametrize("module, name", parameters(state, resumed))
-def test_a_rank_goes_on_where_a_local_loader_does(
+def test_a_rank_continues_at_the_same_batch_as_a_local_loader(
     seen: Seen, module: ModuleType, name: str
 ) -> None:
     found = differences(seen, module, name)

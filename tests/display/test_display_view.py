@@ -97,7 +97,7 @@ def test_five_thousand_lines_are_one_message(execute: Execute) -> None:
     assert [int(line[4:]) for line in stream["text"].splitlines()] == list(range(5_000))
 
 
-def test_what_hosts_send_is_escaped_in_the_head(execute: Execute) -> None:
+def test_texts_of_hosts_are_escaped_in_the_header(execute: Execute) -> None:
     messages = execute("""
         stage = Stage(name="<img src=x onerror=y>")
         stage.end(event("note", text="<script>"), ended())
@@ -120,7 +120,7 @@ def test_the_header_is_sent_only_if_it_changes_and_at_most_ten_times_a_second(
     assert 9 <= len(contents(messages, "update_display_data")) <= 12
 
 
-def test_a_head_that_would_look_the_same_is_not_sent_again(execute: Execute) -> None:
+def test_a_header_with_the_same_content_is_not_sent_again(execute: Execute) -> None:
     messages = execute("""
         stage = Stage()
         for _ in range(4):
@@ -203,7 +203,7 @@ def test_the_elapsed_time_is_updated_without_events(execute: Execute) -> None:
     assert [f"elapsed {second} s" in heads[second - 1] for second in (1, 2, 3)] == [True] * 3
 
 
-def test_displays_come_after_the_lines_before_them(execute: Execute) -> None:
+def test_a_display_comes_after_the_lines_printed_before_it(execute: Execute) -> None:
     messages = execute("""
         stage = Stage()
         stage.play(lines(0, "before"), png(), lines(0, "after"), seconds=1.0)

@@ -62,7 +62,7 @@ def test_a_common_line_after_other_lines_is_merged() -> None:
     ]
 
 
-def test_a_rank_that_prints_alone_waits_no_longer_than_its_time() -> None:
+def test_lines_of_a_rank_that_prints_alone_wait_only_their_time() -> None:
     folder = LineMerger(2, MERGE_WAIT_S)
     assert folder.push(0, ["loss 0.5", "loss 0.4"], 2.0) == []
     assert folder.pop_due(2.0 + MERGE_WAIT_S) == [

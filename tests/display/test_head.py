@@ -120,7 +120,7 @@ def test_html_uses_only_what_an_untrusted_notebook_keeps(name: str) -> None:
     assert seen.attributes <= SURVIVING_ATTRIBUTES
 
 
-def test_whatever_a_host_sends_is_escaped() -> None:
+def test_all_texts_of_hosts_are_escaped() -> None:
     evil = "<script>alert('1')</script>\"><img src=x onerror=y>"
     state = run_state(
         event("started", evil, pids={"0": 1}),

@@ -176,7 +176,7 @@ def test_lines_of_hidden_ranks_do_not_count_towards_the_limit(
     assert texts(found.pieces()) == ["0:a 0", "0:a 1", "0:a 2"]
 
 
-def test_what_rank_0_cleared_is_not_shown() -> None:
+def test_output_that_rank_0_cleared_is_not_shown() -> None:
     shown = event("display", rank=0, data={"text/plain": "old"})
     events = [*printed(0, 2, "a"), shown, event("clear", rank=0), *printed(0, 1, "b")]
     assert texts(replayed(events).pieces()) == ["0:b 0"]

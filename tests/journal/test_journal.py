@@ -44,7 +44,7 @@ def write(folder: RunFolder, *events: Event) -> JournalWriter:
     return writer
 
 
-def test_a_run_folder_is_the_users_alone() -> None:
+def test_a_run_folder_is_readable_only_for_the_user() -> None:
     folder = make_run("r1")
     assert stat.S_IMODE(folder.path.stat().st_mode) == 0o700
     assert stat.S_IMODE(journal.state_dir().stat().st_mode) == 0o700
@@ -241,7 +241,7 @@ def test_damaged_lines_of_a_journal_are_skipped() -> None:
     with folder.events.open("ab") as file:
         file.write(b'not JSON\n[1]\n{"kind": "state"}\n\xff\xfe\n{"kind": "lines", "li')
         file.write(b'\n{"kind": "display", "data": {"a": %b}}\n' % NESTED)
-    # A kernel whose pool is gone writes this event itself.
+    # If the pool's process has ended, the kernel writes this event.
     write(folder, event("ended", state="FAILED")).close()
     assert [line_of(seen)["kind"] for seen in folder.read_events()] == ["state", "ended"]
     assert runs.find("r1").state == "FAILED"

@@ -60,7 +60,7 @@ def test_the_figure_shows_waiting_and_rates() -> None:
     assert np.size(above.lines[0].get_xdata()) == np.size(below.lines[0].get_xdata()) == 6
 
 
-def test_without_loaders_or_matplotlib_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_loaders_or_matplotlib_the_error_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UsageError, match="no registered loader was used"):
         draw(journal()[:1], "digits")
     monkeypatch.setitem(sys.modules, "matplotlib", None)

@@ -62,7 +62,7 @@ def test_a_batch_of_a_registered_loader_begins_a_step(notebook: Notebook) -> Non
     assert all(one.load_s > 0 for one in steps)
 
 
-def test_a_cell_without_steps_says_so(notebook: Notebook) -> None:
+def test_a_note_says_that_a_cell_has_no_steps(notebook: Notebook) -> None:
     outcome = notebook.run("1 + 1", "--profile 3")
     assert outcome.run is not None
     assert sum("--profile has recorded nothing" in note for note in outcome.run.head.notes) == 1
@@ -70,7 +70,7 @@ def test_a_cell_without_steps_says_so(notebook: Notebook) -> None:
         outcome.run.timeline()
 
 
-def test_a_cell_with_one_step_says_so(notebook: Notebook) -> None:
+def test_a_note_says_that_a_cell_has_only_one_step(notebook: Notebook) -> None:
     outcome = notebook.run("import taas\ntaas.step()", "--profile 3")
     assert outcome.error is None and outcome.run is not None
     [note] = [note for note in outcome.run.head.notes if "--profile" in note]
@@ -135,7 +135,7 @@ def test_clocks_of_other_hosts_are_corrected_by_collectives() -> None:
     assert moved[1].steps == first.steps
 
 
-def test_clocks_of_one_host_are_left_alone() -> None:
+def test_clocks_of_one_host_are_not_corrected() -> None:
     late = trace(collectives={"gloo:all_reduce": [Span(70, 140)]})
     assert timeline.align_clocks({0: trace(), 1: late})[1] == {0: 0.0, 1: 0.0}
 

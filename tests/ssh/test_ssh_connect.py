@@ -334,7 +334,7 @@ def test_include_and_match_apply_as_with_ssh(hosts: Hosts, tmp_path: Path) -> No
     assert found.known_as == hosts.name(1)
 
 
-def test_a_host_behind_another_is_reached_through_it(hosts: Hosts, tmp_path: Path) -> None:
+def test_a_host_is_reached_through_a_jump_host(hosts: Hosts, tmp_path: Path) -> None:
     first = f"Host {hosts.name(2)}\n  ProxyJump {hosts.name(1)}\nHost *\n"
     connection = opened(target(hosts, tmp_path, 2, first))
     seen = connection.run("hostname; echo $SSH_CONNECTION").out.decode().split()

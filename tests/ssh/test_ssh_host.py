@@ -246,7 +246,7 @@ def test_without_ssh_a_line_names_the_configuration_that_was_not_read(
     assert f"{remote.hosts.ssh_config} was not read" in outcome.shown
 
 
-def test_an_agent_that_cannot_start_says_why(remote: Remote) -> None:
+def test_the_reason_why_an_agent_cannot_start_is_shown(remote: Remote) -> None:
     remote.pool("odd", 1, python="/nowhere/python")
     outcome = remote.run("1", "odd")
     assert isinstance(outcome.error, PoolError)

@@ -422,7 +422,7 @@ def test_a_removed_folder_is_removed_although_a_file_in_it_was_being_sent(travel
             shutil.rmtree(mirror / "out")
             removed.set()
         look_at = travel.outbound._due.get("out", 0.0)
-        # so that the folder is checked before the next piece of the file
+        # Wait, so that the sender checks the folder before it sends the next piece of the file.
         eventually(lambda: time.monotonic() > look_at)
         return ask(request)
 
@@ -449,7 +449,7 @@ def test_a_file_that_becomes_a_folder_before_it_is_read_is_not_refused(
 
     with travel.running() as mirror:
         travel.outbound._sender._send_request = replacing
-        # the first message has the folder; the file is opened after this message
+        # The first message contains the folder. The sender opens the file after this message.
         (tmp_path / "aside").rename(mirror / "out")
         eventually(lambda: (travel.store / "out" / "big").is_dir())
     assert travel.notes == [] and travel.refused == {}
