@@ -34,9 +34,11 @@ NOT_ATTACHED = "NOT ATTACHED"
 def attach(run: Run) -> None:
     """Show a run, as recorded in its folder, until the run has ended or the user interrupts.
 
-    When the run has ended, call `heads.forget_run`, because the view has shown the end. If the run
-    failed, print the details of its first failure, such as the traceback, with the labels of the
-    notebook's cells. If `--timeout` ended the run, print no details.
+    If the run failed, print the details of its first failure, such as the traceback, with the
+    labels of the notebook's cells. If `--timeout` ended the run, print no details.
+
+    When the run has ended, call `heads.forget_run`. Then no later cell updates the status header of
+    an earlier view of the run.
 
     Raises:
         KeyboardInterrupt: The user interrupted the view. The run continues, and the error's message

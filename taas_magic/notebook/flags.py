@@ -573,7 +573,7 @@ class FlagParser(MagicArgumentParser):
         """Raise UsageError with a clearer text than argparse's "argument --gpus: expected …".
 
         The text names the flag, and says what values the flag needs or that it takes no value. If
-        argparse's message names no known flag, use this message.
+        argparse's message names no known flag, raise UsageError with argparse's message.
         """
         flag = next((flag for flag in self._flags if f" {flag.name}:" in message), None)
         if flag is not None:
@@ -612,8 +612,8 @@ HELP: str = _PARSER.format_help().replace("[--gpus N]", "--gpus N", 1)  # no oth
 def parse(line: str, config: Config, spelling: Spelling = Spelling.CELL) -> Flags:
     """Parse the words after `%%taas`, in which IPython has replaced `{expression}` and `$variable`.
 
-    Then check that the pools exist, and that the flags fit together, such as `--rehearse` and
-    `--prefill` with the other flags.
+    Then check that taas.toml has the pools, that `--rehearse` and `--prefill` fit the other flags,
+    and that the run has the ranks in `--out`, `--logs` and `--ranks`.
 
     With `--session`, `--gpus` may be missing. In this case, the result has `gpus=0`, and the
     numbers of ranks in `--out`, `--logs` and `--ranks` are not checked.

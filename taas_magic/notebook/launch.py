@@ -168,7 +168,8 @@ def capture_work(work: Work, shell: "InteractiveShell", config: Config, **option
         options: Further keyword arguments of `payload.capture`, such as `problems`.
 
     Raises:
-        CaptureError: The work uses an object that cannot be pickled for the ranks.
+        CaptureError: An object cannot be pickled for the ranks, the objects are too large, or a
+            module of the project cannot be read.
         CellSyntaxError: The cell is not valid Python.
     """
     try:
@@ -192,8 +193,8 @@ def prepare_run(
 ) -> tuple[RunDriver, RunSpec]:
     """Create the folder of a new run with all its files, and the objects to start the run.
 
-    Start no process. Count the cell in its session. Unless the pool is on this machine, the
-    `RunSpec` lists the modules that the pool's hosts must have.
+    Start no process. For a cell of a session, add 1 to the session's number of cells. Unless the
+    pool is on this machine, the `RunSpec` lists the modules that the pool's hosts must have.
 
     Args:
         plan: Plan of the run.
@@ -267,10 +268,10 @@ def _run_in_session(
 
 
 def _context(plan: Plan, pool: Pool, config: Config) -> RunContext:
-    """Return the facts for a run's file `run.json`, without the labels of the notebook's cells.
+    """Return the facts that other processes read in a run's file `run.json`.
 
     These facts are the folders of the project, of the ranks' pool and of the fetchers' pool, and
-    the setting `notify`.
+    the setting `notify`. The labels of the notebook's cells are missing; the caller may add them.
     """
     data_pool = pools.named(plan.data.pool, config) if plan.data else None
     return RunContext(
@@ -305,10 +306,11 @@ def _write_run_folder(plan: Plan, captured: Payload, config: Config) -> RunFolde
 
 
 def _notes_to_show(notes: Sequence[str], differences: Sequence[str]) -> tuple[str, ...]:
-    """Return the notes for the status header of a run, without the notes that were shown before.
+    """Return the notes for the status header of a run; leave out repeated notes.
 
-    Notes on a missing GPU and `differences` hold for many runs. A kernel shows each of these notes
-    only once, so record in `_shown_notes` that they are shown. All other notes are always returned.
+    Two kinds of notes would be repeated in many runs: notes on a missing GPU, and `differences`.
+    Return each of these notes only once in this kernel, and record it in `_shown_notes`. Always
+    return all other notes.
 
     Args:
         notes: Notes of the plan.
@@ -362,7 +364,8 @@ def run_to_end(
     - If a session has no ranks yet, start them.
     - Start the run, and follow it until it has ended or is detached.
 
-    A session keeps the fetchers from the start of its cell on.
+    Do not end the fetchers of a detached run. Do not end those of a session's cell that has
+    started, because the session ends them later.
 
     While the ranks start, remove the folders of the oldest runs if all run folders together exceed
     a limit in `[runs]` of taas.toml. After cells of a session, do this at most every `PRUNE_S`
@@ -572,7 +575,8 @@ def learn_names(session: Session, shell: "InteractiveShell", config: Config) -> 
 
     This is necessary after this kernel has taken a session over, because `session` then lacks the
     names. If the names are known, do nothing. If ranks have different values for a variable, record
-    rank 0's value. Also assume that the ranks have the process state that the kernel has now.
+    the digest of rank 0's value. Also record the kernel's present process state as the state of the
+    ranks. So later cells send this state only after it has changed.
 
     Raises:
         PoolError: The session has ended, or is running a cell.
@@ -594,11 +598,11 @@ def learn_names(session: Session, shell: "InteractiveShell", config: Config) -> 
 
 
 def take_over_session(run: Run, shell: "InteractiveShell", config: Config) -> Session:
-    """Take over a detached session, show its running cell, and learn its ranks' variables.
+    """Take over a detached session, show a cell of the session, and ask for its ranks' variables.
 
-    If no cell is running, show the newest cell during which the session lost its kernel, if there
-    is such a cell. The run of the shown cell becomes `last_run`. The view blocks until this run has
-    ended.
+    Show the running cell, and block until this cell has ended. If no cell is running, show the
+    newest cell that continued after its kernel was gone, unless an earlier takeover has shown this
+    cell. The run of the shown cell becomes `last_run`. If there is no cell to show, show nothing.
 
     Args:
         run: The session's own run, which started the ranks.
@@ -609,8 +613,12 @@ def take_over_session(run: Run, shell: "InteractiveShell", config: Config) -> Se
         The session, which now belongs to this kernel.
 
     Raises:
+        UsageError: taas.toml does not have the session's pool any more.
         PoolError: The session has ended or is not detached, or the pool does not respond.
-        KeyboardInterrupt: The user interrupted the view. The cell continues.
+        RunError: A rank failed when it was asked for its variables.
+        KeyboardInterrupt: The user interrupted the view, and the cell continues. Or the user
+            interrupted the request for the variables. In both cases, the session now belongs to
+            this kernel, and the next cell of the session asks for the variables.
     """
     global last_run
     session, cell = sessions.take_over(run, pools.pool_of_session(run, config))
@@ -710,9 +718,9 @@ def with_fetchers(
         flags: Flags of the cell, completed by `Session.with_session_flags` for a session.
         loaders: Names of the registered loaders that the cell sends to the ranks.
         config: Settings of taas.toml.
-        cpus: Number that the cell itself gives for `--cpus`; 0 if only the session's first cell
-            gave a number. The note on flags without effect then does not list `--cpus`. By default
-            (None), the number in `flags`.
+        cpus: Value of `--cpus` in the cell itself, or 0. It only decides whether the note lists
+            `--cpus`. In a session, it can differ from `flags.cpus`, which may come from the first
+            cell. By default (None), use `flags.cpus`.
 
     Raises:
         UsageError: taas.toml has no such pool.
@@ -743,8 +751,11 @@ def out_problem(
     """Return an error message if `--out` names a variable that no rank will have, else None.
 
     The cell's text and the captured objects show which variables the ranks will have when the work
-    ends. In a session, the ranks may also have all functions that the notebook has now. If they
-    also have functions of earlier cells, which may set any variable, return None.
+    ends. In a session, the variables in `known` are added, and the variables that the notebook's
+    functions set, because earlier cells may have sent these functions.
+
+    Also return None if nobody can predict the variables. Either this code may set any variable, for
+    example by `exec`. Or the ranks of the session have functions or classes of earlier cells.
 
     Args:
         flags: Flags of the cell or function.
@@ -827,8 +838,13 @@ def _environ_at_start() -> dict[str, str]:
 def dry_run_text(flags: Flags, work: Work, shell: "InteractiveShell", config: Config) -> str:
     """Return the text of `--dry-run`: the plan, the values that would be sent, and the problems.
 
-    Start nothing, and register no new session. Report two errors of a real run as problems in the
-    text: an object that cannot be pickled, and a name of `--out` that no rank will have.
+    Start nothing, and register no new session. Four errors of a real run are problems in the text:
+
+    - An object cannot be pickled.
+    - The objects are too large.
+    - No rank will have a variable of `--out`.
+    - A module of the project cannot be read. Then the text has no values and no fetchers, and
+      `--out` is not checked.
 
     Raises:
         UsageError: The flags are impossible.

@@ -68,8 +68,8 @@ def end_of_log(path: Path) -> str:
 def end_of_text(text: str, path: Path) -> str:
     """Return at most `SHOWN_CHARS` characters from the end of a text, without control sequences.
 
-    If the text is longer, also leave out the first line of its end, which is incomplete, and put a
-    line above the result that names the file with all lines.
+    If the text is longer, return only the whole lines at its end. A line above them names the log
+    file, which has all lines.
 
     Args:
         text: Text from a rank's log.

@@ -141,9 +141,9 @@ class TaasMagics(Magics):
     def run_cell(self, line: str, body: str) -> None:
         """Run a cell, rehearse it (`--rehearse`), or print what would run (`--dry-run`).
 
-        Print a note first if there is no taas.toml, so that the pool's name stands for this
-        machine. If the user interrupts before the ranks start, the notebook shows one line instead
-        of a traceback. For users, the help text `flags.HELP` replaces this docstring.
+        Without a taas.toml, a pool name such as `g2.8` stands for this machine; first print a note
+        about this. If the user interrupts before the ranks start, the notebook shows one line
+        instead of a traceback. For users, the help text `flags.HELP` replaces this docstring.
 
         Raises:
             UsageError: The cell is empty, or its flags are wrong.
@@ -215,8 +215,8 @@ class TaasMagics(Magics):
     def _compile_name(self, raw: str) -> str:
         """Return the file name under which the kernel compiled the cell that called the magic.
 
-        Find the name in the stack frame of the cell. If code called the magic, `raw` is not the
-        cell that the user sees. Then compute the name from `raw`.
+        If `raw` is the cell that the user sees, the cell's stack frame has the name. Otherwise,
+        code called the magic by `run_cell_magic`; compute the name from the text `raw`.
         """
         frame = sys._getframe()
         while frame.f_back is not None and raw == self._raw_cell:
@@ -591,7 +591,7 @@ def _pools(words: Sequence[str], settings: Config) -> str:
 
     The row of a host has its runs or sessions, or how long it has been idle. Hosts that start have
     rows, too. Lines below the table show the pools' GPU-hours, refused connections, and the path of
-    taas.toml. With `--check`, return a report on whether the hosts can run cells instead.
+    taas.toml. With `--check`, return a different text: a report on which hosts can run cells.
     """
     from taas_magic.notebook import pools, sessions
 
@@ -902,7 +902,8 @@ def _complete_head(text: str, magics: TaasMagics) -> tuple[str, list[str]]:
     """Return the word at the cursor and its completions, after `%%taas` or `#pragma taas`.
 
     After a flag with a value, complete the value: names of pools, sessions or variables, or the
-    flag's examples. Otherwise, complete flags, without those that were given and are not repeated.
+    flag's examples. If the value may be missing, also complete flags. In any other place, complete
+    only flags. Leave out the flags that the line has already, except flags that may be repeated.
     """
     words = text.split(" ")
     flag, equals, word = words[-1].partition("=")

@@ -256,8 +256,7 @@ def check(config: Config, names: Sequence[str] = ()) -> "CheckReport":
     """Check whether the hosts of pools can run cells; allocate no host.
 
     During the check, the project store contains a temporary file. A host that sees this file shares
-    the store with the notebook. Find the allocated hosts of all pools, ask the hosts of the chosen
-    pools, and remove the file. The report also says how allocated hosts protect the project store.
+    the store with the notebook. The report also says how allocated hosts protect the project store.
 
     Args:
         config: Settings of taas.toml.
@@ -349,7 +348,7 @@ _MARKS = {ERROR: "✗", WARNING: "!", REMARK: "·"}
 class CheckReport(str):
     """Text of `%taas pools --check`: a table of hosts, with findings and advice on each problem.
 
-    A notebook shows the text as a table.
+    A notebook shows the text with aligned columns.
     """
 
     __repr__ = str.__str__

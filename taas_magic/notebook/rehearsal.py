@@ -62,7 +62,7 @@ class RehearsalFindings:
         travels_bytes: Size of the pickled objects that a run sends to each host of the ranks.
         loader_bytes: Size of the pickle that each fetcher gets of a registered loader, by the name
             of the loader.
-        reports: Reports of the ranks by rank, in the order in which they arrived.
+        reports: The report of each rank, by number of the rank; the last entry arrived last.
         state: State in which the rehearsed run ended; "" if the cell was not run.
     """
 
@@ -289,8 +289,8 @@ def _problem_rows(found: RehearsalFindings) -> list[tuple[str, str]]:
 def _host_rows(found: RehearsalFindings) -> list[tuple[str, str]]:
     """Return the report's rows about hosts.
 
-    The first row says how many of the checked hosts can run the cell; it is left out if none can.
-    Further rows name the pools without a running host, whose modules could not be checked.
+    The first row says how many of the checked hosts can run the cell. If no host can, there is no
+    such row. If a pool has no running host, a further row says that its modules were not checked.
     """
     rows = []
     fit = [row for row in found.host_rows if row.is_fit and row.host]

@@ -1,8 +1,8 @@
 """Start a run from the notebook, follow it to its end, and handle its fetchers and interrupts.
 
-In the kernel's main thread, this code counts the user's interrupts, so that they raise no
-KeyboardInterrupt at once. Calls that may wait for other processes run in separate threads. So the
-main thread can stop waiting after an interrupt.
+In the kernel's main thread, an interrupt (SIGINT) of the user raises no KeyboardInterrupt at once.
+This code counts the interrupts, and reacts to them at safe points. Calls that may wait for other
+processes run in separate threads. So the main thread can stop waiting after an interrupt.
 """
 
 import contextvars
@@ -129,11 +129,11 @@ class Interrupts:
             work: Function that may wait for another process. After the user has ended the wait,
                 the function continues in its thread.
             max_interrupts: Number of interrupts that end the wait. After the last of these
-                interrupts, the work still has `LEAVE_S` seconds to finish.
+                interrupts, the function still has `LEAVE_S` seconds to return.
             meanwhile: Function called in this thread every `MEANWHILE_S` seconds during the wait.
 
         Raises:
-            Exception: The exception that the work raised.
+            Exception: The exception that the function raised.
             KeyboardInterrupt: The user ended the wait.
         """
         background = BackgroundCall(lambda show_lines: work())
@@ -156,11 +156,11 @@ class BackgroundCall(Generic[T]):
     If the user stops waiting for the result, the call continues in its thread.
 
     Args:
-        work: Function to call. Its argument is a function that takes lines of progress; `wait`
-            shows these lines to the user.
+        work: Function to call. It gets one argument: a function to which it may pass lists of
+            lines about its progress. `wait` shows these lines to the user.
 
     Attributes:
-        outcome: Future of the work's result or exception.
+        outcome: Future of the function's result or exception.
     """
 
     def __init__(self, work: Callable[[ShowLines], T]) -> None:
@@ -183,19 +183,20 @@ class BackgroundCall(Generic[T]):
     ) -> T:
         """Wait until the function has returned, show its progress, and return its result.
 
-        An interrupt wakes the wait at once, but only the last of `max_interrupts` interrupts ends
-        the wait.
+        While the user has interrupted fewer than `max_interrupts` times, continue the wait. After
+        the last of these interrupts, give the function `leave_s` more seconds, then end the wait.
 
         Args:
-            interrupts: The user's interrupts.
-            show_line: Function called with each line of progress, once for repeated lines.
-            meanwhile: Function called in this thread every `MEANWHILE_S` seconds during the wait.
+            interrupts: The user's interrupts. Interrupts before this call count, too.
+            show_line: Function called once with each different line of progress.
+            meanwhile: Function called in this thread when no line of progress has arrived for
+                `MEANWHILE_S` seconds.
             max_interrupts: Number of interrupts that end the wait.
             leave_s: Seconds to wait for the function after the last of these interrupts. If the
-                function ends in this time, return its result.
+                function returns in this time, return its result.
 
         Raises:
-            Exception: The exception that the work raised.
+            Exception: The exception that the function raised.
             KeyboardInterrupt: The user ended the wait.
         """
         interrupts.wake = lambda: self._progress_lines.put([])
@@ -606,7 +607,8 @@ class RunDriver:
         error names the hosts on which ranks are still stopping.
 
         At the end, stop receiving the run's events. If the run was detached, the status header says
-        so, a later cell may update the header, and `run` reads its state from the journal.
+        so, and the first cell after the run's end may update this header. From the detachment on,
+        `run` reads its state from the journal.
 
         Args:
             connection: Connection on which the run was started.
@@ -806,8 +808,8 @@ class RunDriver:
         The process counts as silent after `SILENT_LOST_S` seconds without a heartbeat. After
         `SILENT_NOTE_S` seconds without a heartbeat, show a note, but only once in the run.
 
-        If the run is LOST, also write its end to the journal. But if the connection has ended and
-        the process is alive, leave this to the process.
+        If the run is LOST, also write its end to the journal. There is one exception: if the
+        connection has ended, but the process is alive, the process writes the end.
         """
         if connection.has_ended:
             # A pool's process that is alive writes the run's end to the journal itself.

@@ -206,8 +206,9 @@ class Run:
         None if the value could not be pickled, or if it is larger than 1 MB. In these cases, a
         warning gives the reason. Variables of `--out` may be larger.
 
-        If `taas.run` started the run, the value that the function returned on rank 0. With
-        `gather=True`, this is the first of `results`, without a warning.
+        For a run of `taas.run`, this is the value that the function returned on rank 0. With
+        `gather=True`, this is the first value in `results`, or None if `results` is empty; there is
+        no warning.
         """
         if VALUES in self.plan.out:
             return self.results[0] if self.results else None
@@ -524,8 +525,8 @@ def newest_first() -> Iterator[Run]:
 def sessions_last() -> Iterator[Run]:
     """Yield all runs as `newest_first` does, but sessions' own runs after all other runs.
 
-    A session's own run is newer than the session's first cell, which the user means by "the newest
-    run".
+    A session's own run is newer than the run of the session's first cell. But a user who asks for
+    the newest run means the cell's run.
     """
     own = []
     for run in newest_first():
@@ -543,7 +544,7 @@ def find(asked: str | None, kinds: str = "run") -> Run:
 
     Args:
         asked: Id, beginning of an id, or name of the run. None for the newest run.
-        kinds: Kinds of things that the user may name by `asked`, for the error message.
+        kinds: Words for the error message, such as "run or session" in `No run or session "x"`.
 
     Raises:
         UsageError: There is no such run. The message lists the newest runs.

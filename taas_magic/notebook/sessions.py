@@ -336,8 +336,9 @@ class Session:
             connection: Connection to the process of the ranks' pool.
 
         Returns:
-            Run id of the running cell. If no cell is running, run id of the newest cell during
-            which the session lost its kernel; "" if there is no such cell.
+            Run id of the running cell. If no cell is running, run id of the newest cell that
+            continued after its kernel was gone; "" if there is no such cell, or if an earlier
+            takeover has already returned it.
 
         Raises:
             PoolError: The session has ended or is not detached, or the pool does not respond.
@@ -357,6 +358,8 @@ class Session:
 
     def number_fetchers(self, data: DataPlan | None) -> DataPlan | None:
         """Renumber the fetchers in a cell's plan, so that each number is unique in the session.
+
+        Return the changed `data`. Return None for a cell without fetchers (`data` is None).
 
         Raises:
             UsageError: The session is detached, and the fetchers' pool is not the session's pool.
@@ -517,8 +520,8 @@ class Session:
     def end(self, interrupts: Interrupts) -> None:
         """End the session's ranks, and wait until they and the fetchers have ended.
 
-        Do nothing if the ranks were not started or have ended. Otherwise, note the user as the
-        reason for the session's end, before the wait begins.
+        Do nothing if the ranks were not started or have ended. Before the wait, store "you ended
+        it" as a reason for the session's end, which `why_ended` may return.
 
         Raises:
             PoolError: The pool does not respond, or the ranks did not end within `END_S` seconds.
@@ -784,8 +787,8 @@ def running_cell(session: Run) -> Run | None:
 def is_hidden_from_attach(run: Run) -> bool:
     """Return whether a run is a session that `%taas attach` without a name must not select.
 
-    Such a session is not detached, so that this kernel cannot take it over, or is in this kernel
-    already. For all runs that are not a session's own run, the result is False.
+    True for the own run of a session that this kernel cannot take over, because it is not detached.
+    Also true for the own run of a session that is in this kernel already. False for all other runs.
     """
     flags = flags_of(run)
     if flags is None:
@@ -803,8 +806,7 @@ def take_over(run: Run, connection: PoolConnection) -> tuple[Session, str]:
         connection: Connection to the process of the ranks' pool.
 
     Returns:
-        The session, and the run id of the cell to show: the running cell, or else the newest cell
-        during which the session lost its kernel. The id is "" if there is no such cell.
+        The session, and the run id of the cell to show (see `Session.take_over`); "" for none.
 
     Raises:
         PoolError: The session has ended or is not detached, or the pool does not respond.

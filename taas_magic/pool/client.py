@@ -798,7 +798,7 @@ class Pool:
         return None
 
     def _find_or_start(self, wait: PoolWait, starts: bool) -> PoolProcess | None:
-        """Return the pool's running process. If none runs, start one if `starts`, else return None.
+        """Find or start the pool's process; return None if none runs and `starts` is False.
 
         If another kernel is just starting the pool's process, wait up to `END_S` for this process.
 

@@ -199,10 +199,10 @@ class PoolMeter:
         self._gpu_s = self._used_gpu_s = 0.0
 
     def update(self) -> bool:
-        """Add the time since the last call of `update` to the hosts' and GPUs' hours.
+        """Add the time since the last call of `update` to the host hours and GPU hours.
 
-        The GPUs of hosts with a run also count as used. Record for each host without a run since
-        when it has been idle.
+        If a host has a run, also add the time of its GPUs to the used GPU hours. If a host has no
+        run, record since when the host has been idle.
 
         Returns:
             Whether any host has been idle for `idle_timeout_s`, so that the pool must return it.
@@ -440,8 +440,9 @@ class Controller(SchedulerPlugin):
 
         Returns:
             The session's state. Its field `cell` names the running cell. If no cell is running,
-            `cell` names the last cell that lost its kernel, unless an earlier takeover has already
-            returned this cell. If the takeover is refused, only the field `error` is set.
+            `cell` names the newest cell that continued after its kernel was gone, unless an earlier
+            takeover has already returned this cell. If the takeover is refused, only the field
+            `error` is set.
         """
         run = self._runs.get(request.run_id)
         if not isinstance(run, PoolRun):

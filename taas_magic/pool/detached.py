@@ -90,7 +90,8 @@ def notify(folder: RunFolder, ended: RunEnded) -> None:
 
     The shell runs the command in the project folder. The command gets the run's id, state and
     duration in environment variables. Its output goes to `notify.log` in the run folder. This call
-    blocks until the command has ended. After `NOTIFY_S`, this call kills it and logs this there.
+    blocks until the command has ended. If the command has not ended after `NOTIFY_S`, this call
+    kills the command, and writes a line about this to `notify.log`.
     """
     context = folder.context()
     if not context.notify:

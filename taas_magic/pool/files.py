@@ -53,9 +53,10 @@ class OwnedFiles:
     def may_write(self, name: str, is_fetchers: bool) -> bool:
         """Return whether the host may write a file of the run folder.
 
-        A host with ranks may write the logs and ledgers of its ranks. For the current attempt, it
-        may also write the profiles of its ranks, and the results of those of its ranks whose
-        numbers are in `senders`. A host with fetchers may write only the logs of its fetchers.
+        A host with ranks may write the logs and ledgers of its ranks. It may also write the
+        profiles of its ranks in the current attempt. It may write the current attempt's
+        results of one of its ranks only if `senders` contains this rank. A host with fetchers may
+        write only the logs of its fetchers.
 
         Args:
             name: Path of the file, relative to the run folder.
@@ -212,10 +213,16 @@ class FileServer:
     def _answer_store_request(self, host_rank: int, asked: FileRequest[_T]) -> _T:
         """Pass a request about the project store to a `StoreServer`; return the response.
 
-        The first call creates the server. For the ranks of a run that owns the store, the server
-        uses the store's state folder, and lets the host of rank 0 write anywhere in the store. For
-        fetchers, sessions and runs that only read, the server uses a subfolder. All other writes
-        must be below shared folders. Only the thread of this object calls this method.
+        The first call creates the server. There are two cases:
+
+        - For the ranks of a run that owns the store, the host of rank 0 may write anywhere in the
+          store; other hosts may write only below shared folders. The server uses the store's state
+          folder.
+        - For fetchers, sessions and runs that only read, each host may write only below shared
+          folders. The server uses a subfolder of the state folder, because several such servers may
+          exist at the same time.
+
+        Only the thread of this object calls this method.
         """
         if self._store_server is None:
             rule = self._run.plan.store

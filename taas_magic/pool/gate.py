@@ -395,10 +395,10 @@ class PoolScheduler(Scheduler):
     ) -> None:
         """Register a host's agent, or the Dask worker of a vehicle. Called by Dask.
 
-        `check_message` has already verified the agent's name. Pass the worker to Dask's method of
-        this name with the fields in `JOINS_WITH`, the mark `AGENT` for an agent, and a vehicle's
-        nanny. Replace all other fields by constants. Dask uses these fields also when the next
-        worker joins, so a hostile worker could affect other workers.
+        `check_message` has already verified the agent's name. Pass the fields in `JOINS_WITH` to
+        the `add_worker` of Dask's scheduler. For an agent, also pass the mark `AGENT`. For a
+        vehicle, also pass its nanny. Replace all other fields by constants: Dask uses these fields
+        also when the next worker joins, so a hostile worker could affect the next worker.
 
         Raises:
             ProtocolError: A vehicle registers as an agent.

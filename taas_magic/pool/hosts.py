@@ -419,11 +419,13 @@ class PoolHosts(SchedulerPlugin):
         """Send `DescribeHost` to a new host, and mark the host as ready when the host responds.
 
         The request says whether a run waits for hosts; if not, the host begins to import modules
-        that runs need later. A ready host gets its name, is added to the engine's `ready`, and
-        wakes the calls of `acquire`. Drop a host that responds with an error. This method waits
-        without a time limit, because a host's imports may be slow. The wait also ends when the host
-        is gone: `watch` drops a host that sends no beats, and a host whose imports are stuck ends
-        itself.
+        that runs need later. When the host responds, store its name and its facts, add its agent to
+        the engine's set `ready`, and wake the calls of `acquire`. Drop a host that responds with an
+        error.
+
+        This method waits without a time limit, because a host's imports may be slow. The wait also
+        ends when the host is gone: `watch` drops a host that sends no beats, and a host whose
+        imports are stuck ends itself.
         """
         greeting = DescribeHost(has_run=self._runs_waiting > 0)
         try:

@@ -25,11 +25,11 @@ class FetcherRestarts:
         self._last: FetcherEnded | None = None
 
     def allow_one_restart(self) -> tuple[list[Event], bool]:
-        """Allow one further restart of the fetchers. Earlier restarts do not count.
+        """Allow one restart of the fetchers from now on, even after earlier restarts.
 
-        If all fetchers have already ended, this restart begins now: the result has a note and a
-        copy of the last `FetcherEnded` without addresses, by which ranks wait for new fetchers.
-        Otherwise, the result has no events.
+        If all fetchers have already ended unexpectedly, this restart begins now. Then the events to
+        publish are a note, and a copy of the last `FetcherEnded` without addresses. The copy makes
+        ranks wait for new fetchers. Otherwise, there are no events to publish.
 
         Returns:
             Events to publish, and whether the caller must start all fetchers now.

@@ -170,10 +170,11 @@ def decide(hosts: Collection[ShareHost], now: float) -> AttemptOutcome | None:
 
     - A host has reported a failure that no other failure caused. The attempt ends
       `FURTHER_REPORTS_S` after this report.
-    - Hosts have reported only consequences of a failure that no host has reported yet. The attempt
-      ends when each host without a report has sent a beat at least `LATE_REPORT_S` after the first
-      report of a failure. A host's messages arrive in order, so its own report would have arrived
-      before this beat. A host without beats is soon dropped, which counts as a report.
+    - Other failures caused all reported failures, and no host has reported the original failure.
+      The attempt ends when each host without a report has sent a beat at least `LATE_REPORT_S`
+      after the first report of a failure. A host's messages arrive in order. So if this host had
+      the original failure, its report would have arrived before this beat. A host without beats is
+      soon dropped, which counts as a report.
 
     If hosts have reported only interrupts, the attempt waits for all hosts: each of them was
     interrupted and will report.
@@ -639,7 +640,8 @@ class PoolFetchers(Share):
         """Start all fetchers again, after their hosts have cleaned up after the ended fetchers.
 
         If the start fails, kill the fetchers that have started, allow no further restart, and
-        publish the failure of each fetcher. At the end, reduce the number of pending restarts.
+        publish the failure of each fetcher. At the end, count this restart as no longer pending, so
+        that `run_to_end` need not wait for it.
         """
         try:
             await self.wait_until_ended()
@@ -844,8 +846,8 @@ class PoolRun(Share):
         """Return this session's state for a kernel that takes the session over.
 
         The state has the number of the session's cells, the number of fetchers that the cells have
-        started, and the run id of the running cell. If no cell is running, the state has the id of
-        the last cell that has lost its kernel.
+        started, and the run id of the running cell. If no cell is running, the state has
+        `orphaned_cell` instead.
         """
         cell = self._cells[-1].run_id if self._cells else self.orphaned_cell
         return SessionState(cells=self._n_cells, fetchers=self._n_fetchers, cell=cell)
@@ -894,8 +896,11 @@ class PoolRun(Share):
         last attempt, let all hosts clean up, then refuse their requests about the project store. If
         a host is lost during the cleanup, the run counts as LOST.
 
-        The event has the failures, and the first of them. If none of the last attempt's failures is
-        an original cause, the event also has failures that hosts reported during the cleanup.
+        The event lists the failures of the last attempt, and a failure for each host that was lost
+        during the cleanup. A slow host may report the original failure late. So if other failures
+        caused all failures of the last attempt, the event also lists the original failures that
+        hosts reported during the cleanup. The field `first` has the first original failure, or the
+        first failure if there is no original failure.
         """
         outcome = await self._wait_for_outcome()
         most = self.plan.max_restarts
@@ -1141,8 +1146,9 @@ class PoolRun(Share):
         First forget requests for input, attached debuggers and a federation of the previous
         attempt, and let the clock of `--timeout` run. `hosts` replace the hosts of the previous
         attempt. The first host starts its ranks before all other hosts, because it creates the
-        ranks' rendezvous. If the first host fails to start its ranks, the other hosts start none;
-        those that did not run the previous attempt count as ended.
+        ranks' rendezvous. If the first host fails to start its ranks, the other hosts start none.
+        Of these other hosts, those that ran the previous attempt must still clean up; the others
+        count as ended.
         """
         self._open_requests.clear()
         self._debugged.clear()
