@@ -123,14 +123,17 @@ def _find(name: str) -> Any:
 
 
 def become_main(namespace: dict[str, Any]) -> None:
-    """Make a child's main module look up the notebook's names instead of this module's names.
+    """Turn a child's main module into a module that has the notebook's names.
 
-    First makes the project's modules importable, because the child may unpickle objects of their
-    classes before it looks up a name. Then deletes this module's names from `namespace`, and adds
-    `_find` as `__getattr__`, which loads the notebook's names at the first lookup.
+    The child's main module begins as a copy of this module. First, this function makes the
+    project's modules importable. This step cannot wait for the first lookup of a name, because the
+    child may unpickle objects of these modules before.
+
+    Then this function deletes all names from `namespace` except those that begin with `__`, and
+    sets `__getattr__` to `_find`. At the first lookup, `_find` loads the notebook's names.
 
     Args:
-        namespace: Global variables of the child's main module, which is a copy of this module.
+        namespace: Global variables of the child's main module.
     """
     from taas_magic.capture import payload
     from taas_magic.capture.modules import claim_taas, install

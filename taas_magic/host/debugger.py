@@ -29,8 +29,8 @@ class BreakpointHook:
 
     Args:
         namespace: Namespace of the rank's `__main__`.
-        caller: Code object of taas-magic's method that calls the work's function. A frame that this
-            method called is the frame of the work's function (`find_root`).
+        caller: Code object of taas-magic's method that calls the work's function. By this method,
+            `find_root` finds the frame of the work's function.
         display: Code object of the rank's display hook, which Python calls at the end of a cell's
             last expression.
     """
@@ -93,9 +93,10 @@ class BreakpointHook:
         return frame.f_globals is self._namespace and frame.f_code.co_name == "<module>"
 
     def find_root(self, frame: FrameType | None) -> FrameType | None:
-        """Search `frame` and its callers for the frame of the work's function, and return it.
+        """Return the frame of the work's function: `frame` itself, or a direct or indirect caller.
 
-        Return None if it is not among them, for example if the work is a cell.
+        Return None if none of these frames is the function's frame, for example if the work is a
+        cell.
         """
         while frame is not None:
             if frame.f_back is not None and frame.f_back.f_code is self._caller:
@@ -173,9 +174,9 @@ class _CellDebugger(pdb.Pdb):
     def user_return(self, frame: FrameType, return_value: Any) -> None:
         """Stop at the end of a function, like `pdb`, but not at the end of a cell's statement.
 
-        There is one exception: if the statement is `breakpoint()` itself, its end is the first
-        place at which the debugger can stop. There, `pdb` would store the statement's return value
-        in the cell's namespace.
+        There is one exception: if the debugger has not stopped yet, it stops at the end of the
+        statement. This happens if the statement is `breakpoint()` itself. At this stop, the method
+        of `pdb` would store the return value in the cell's namespace; this method does not.
         """
         if not self._hook.is_statement(frame):
             if not self._is_outside(frame):
@@ -249,12 +250,13 @@ def _fields(listener: DebugpyListener) -> dict[str, Any]:
 def _start_debugpy() -> int:
     """Make debugpy listen at a free port of the loopback address, and return the port.
 
-    While debugpy is imported and begins to listen, the environment variable `_NO_WARNING` is set.
-    Child processes, such as workers of a DataLoader, will not wait for a client of their own.
+    While debugpy is imported and begins to listen, set the environment variable `_NO_WARNING`. Also
+    configure debugpy for this process only. Otherwise, child processes, such as workers of a
+    DataLoader, would wait for a client of their own.
 
-    If `breakpoint()` calls our hook, store this hook in `_own_hook`, and make `breakpoint()` call
-    `_stop_in_debugpy_or_here`. The reason is that debugpy's own hook ignores `breakpoint()` while
-    no client is attached.
+    debugpy's hook ignores `breakpoint()` while no client is attached. So if `breakpoint()` called
+    taas-magic's hook before, store that hook in `_own_hook`, and make `breakpoint()` call
+    `_stop_in_debugpy_or_here`.
 
     Raises:
         ImportError: debugpy is not installed.

@@ -118,7 +118,7 @@ def _payloads_in(run_dir: Path) -> Callable[[str], bytes]:
 
 
 def _load_pickled_loader(served: ServedLoader) -> bytes:
-    """Prepare a new data server of a run, which is this process, and return its pickled loader.
+    """Prepare this process, a new data server of a run; return the pickled loader that it serves.
 
     Apply the project's modules and the notebook's process state from the run's payload.
     `served.folder` is the run folder.
@@ -128,7 +128,7 @@ def _load_pickled_loader(served: ServedLoader) -> bytes:
 
 
 def _load_in_session(served: ServedLoader) -> bytes:
-    """Prepare a new data server of a session, which is this process; return its pickled loader.
+    """Prepare this process, a data server of a session; return the pickled loader that it serves.
 
     Apply the notebook's settings of each cell up to the cell with the loader. `served.folder` is
     the folder in which `_copy_loaders` has stored the loader and these settings.
@@ -175,16 +175,15 @@ class SessionLoaders:
     def begin_cell(self, number: int, run_dir: Path, settings: FetcherSettings) -> None:
         """Set the batch counts of all loaders to 0, and connect the loaders of the cell's payload.
 
-        Also stores `settings` for the data servers of this and later cells. If the payload has no
-        loaders, the current feed stays.
+        Call this method before the cell's payload is unpickled. It also stores `settings` for the
+        data servers of this and later cells.
 
-        If the payload has loaders, copies these loaders to the session's folder, and creates a
-        `RankFeed`, which replaces the current feed. If the cell has fetchers, the new feed uses
-        them, and `end_cell` reports for how long they are needed. Otherwise, the new feed uses the
-        rank's own data servers. Several ranks agree on the order of an epoch by the feed's
-        `LoaderAgreement`.
+        If the payload has loaders, this method copies them to the session's folder, and replaces
+        the current feed by a new `RankFeed`. If the payload has no loaders, the current feed stays.
 
-        Call this method before the cell's payload is unpickled.
+        If the cell has fetchers, the new feed gets batches from them. Otherwise, it gets batches
+        from the rank's own data servers. In a session with several ranks, the feed has a
+        `LoaderAgreement`, by which the ranks agree on values such as the order of an epoch.
 
         Args:
             number: Number of the cell in the session.

@@ -92,8 +92,8 @@ def send_heartbeats(
     def beat() -> None:
         """Send heartbeats, or stack reports on request, until the `with` block ends.
 
-        With each of them, send counts and metrics. If the agent requests to cut connections, only
-        call `cut_connections` this time.
+        With each heartbeat or stack report, also send counts and metrics. If the agent requests to
+        cut connections, call `cut_connections` instead of sending anything.
         """
         while not ended.is_set():
             asked = link.wait_for_request(RANK_BEAT_S)

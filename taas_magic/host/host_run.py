@@ -218,7 +218,11 @@ class HostShare(ABC):
 
     @abstractmethod
     def _fail(self, error: Exception) -> None:
-        """Record, or report to the pool, an error that stopped the share."""
+        """Handle an error that stopped the share. Abstract.
+
+        `HostRun` records the error as the result that `run` sends to the pool. `HostFetchers`
+        reports the fetchers of this host as failed.
+        """
 
     @abstractmethod
     def _end_steps(self) -> tuple[Callable[[], None], ...]:
@@ -229,7 +233,11 @@ class HostShare(ABC):
 
     @abstractmethod
     def _record_files_error(self, error: Exception) -> None:
-        """Record, or report to the user, that files could not be sent back to the notebook."""
+        """Handle an error because of which files could not be sent to the notebook. Abstract.
+
+        `HostRun` reports and records a failure of the run. `HostFetchers` only sends the user a
+        note, because only logs of fetchers are missing.
+        """
 
     def _may_continue(self) -> bool:
         return self.stopped_at is None

@@ -57,7 +57,9 @@ _CHECK_S = 0.02
 
 
 class _AttemptOfSession(Attempt):
-    """Base class of `SessionAttempt` and `CellAttempt`.
+    """An attempt whose failures say why taas-magic killed a rank of a session.
+
+    Base class of `SessionAttempt` and `CellAttempt`.
 
     Attributes:
         killed: By rank, the reason why taas-magic killed the rank. The session and its cells share
@@ -279,7 +281,10 @@ class HostSession(HostRun):
 
     @property
     def files(self) -> HostFiles:
-        """The session's files on this host. The session's cells use the mirror of these files."""
+        """The object that copies the session's files to and from this host.
+
+        If this host does not share the project store, the session's cells use this object's mirror.
+        """
         return self._files
 
     def begin_cell(self, cell: ShareSpec) -> None:
@@ -360,7 +365,8 @@ class HostSession(HostRun):
         """Check the ranks, and the process that serves their key-value store.
 
         Raises:
-            PoolError: The process of the key-value store has ended, and nobody stops the session.
+            PoolError: The process of the key-value store has ended, although no `Halt` has arrived
+                for the session.
         """
         why = self._why_store_ended()
         if why and self.stopped_at is None:

@@ -80,8 +80,9 @@ class _ScalarHooks:
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
         """Pass the scalars of a training step to `taas.log` if Lightning's loggers get them, too.
 
-        A batch that only accumulates gradients is no step. If the batch is the last one of its
-        epoch, and its scalars are not passed, mark the scalars as seen.
+        A batch that only accumulates gradients is not a step, so its scalars are not passed. After
+        the last batch of an epoch, mark scalars that are not passed as seen, so that no later hook
+        passes them.
         """
         self._has_stepped = trainer.global_step != self._step  # False: gradients were accumulated
         self._step = trainer.global_step
@@ -93,9 +94,13 @@ class _ScalarHooks:
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
         """Pass or skip the scalars that were logged after the last call of `on_train_batch_end`.
 
-        Pass these late scalars if the last step's other scalars were passed, or if this batch is
-        the first of an epoch. Otherwise, mark the late scalars as seen if the scalars of the coming
-        step will be passed. So the late scalars are not passed with the coming step.
+        There are three cases:
+
+        - If the last step's other scalars were passed, or this batch is the first of an epoch, pass
+          the late scalars, too.
+        - Otherwise, if Lightning's loggers will get the scalars of the next step, mark the late
+          scalars as seen. Otherwise, they would be passed together with the next step's scalars.
+        - Otherwise, do nothing.
         """
         is_logged = self._is_logged_step or batch_idx == 0
         if is_logged or _is_due(trainer, trainer.global_step + 1):

@@ -245,7 +245,8 @@ class LineAssembler:
         """Add bytes without a newline. Each `CURSOR_UP` in the bytes moves the cursor up one row.
 
         The bytes after a `CURSOR_UP` replace the text of the row to which the cursor has moved. If
-        the cursor is in the top row, it stays there, and `is_left` of the top row becomes True.
+        the cursor is in the top row, it stays there. `is_left` then records that the program wanted
+        to leave the top row for a row that was already returned as a line.
         """
         first, *others = part.split(CURSOR_UP) if CURSOR_UP in part else [part]
         self._rows[self._at].add_bytes(first, self._limit_bytes)
@@ -260,10 +261,13 @@ class LineAssembler:
 
         If there is no row below, creates one. The next bytes replace the text of the row below.
 
-        Rows are kept while the top row is an unfinished progress bar, and each row between the top
-        row and the cursor is an unfinished bar or blank. In all other cases, and if there are more
-        than `MAX_BARS` rows, the top row is finished. A finished row with `_Row.is_left` is a
-        progress bar that `is_bar` does not recognize; it is removed, but not returned.
+        No row is finished if the top row is an unfinished progress bar, and each other row above
+        the cursor is an unfinished bar or blank. In all other cases, and if there are more than
+        `MAX_BARS` rows, the top row is finished, and the next row becomes the top row. This is
+        repeated until no row is finished, or no row is above the cursor.
+
+        The line of a finished row with `_Row.is_left` is not returned, because the row is a
+        progress bar that `is_bar` does not recognize.
         """
         self._at += 1
         if self._at == len(self._rows):
@@ -371,9 +375,9 @@ class LogBudget:
     def select(self, lines: list[str]) -> tuple[list[str], list[str]]:
         """Select the lines that may be sent now, and drop all others.
 
-        First refills the budget. All lines go to `tail`. If all lines fit into the budget, records
-        whether a traceback has begun in `tail`. `pop_dropped` returns how many lines and bytes were
-        dropped.
+        First refills the budget, and adds all lines to `tail`. `pop_dropped` later returns how many
+        lines and bytes were dropped. If all lines fit into the budget, this method only records
+        whether `tail` has the beginning of a traceback, because the next lines may belong to it.
 
         Returns:
             Two lists. The first list has the beginning of `lines`, as far as it fits into the

@@ -96,8 +96,8 @@ class ResultCriteria:
     Attributes:
         attempt: Number of the run's last attempt. Results of earlier attempts are ignored.
         world_size: Number of ranks in the last attempt.
-        untrusted_pool: Name of the run's pool if the pool is not trusted, so that the kernel
-            refuses pickles. "" if the kernel loads pickles.
+        untrusted_pool: Name of the run's pool if the pool is not trusted. The kernel then refuses
+            pickles. "" if the pool is trusted.
     """
 
     attempt: int

@@ -102,7 +102,7 @@ class _LinkDisplayHook(DisplayHook):
     """
 
     def quiet(self) -> bool:
-        """Return whether the cell ends in a semicolon, so that its last value is not displayed.
+        """Return whether the cell ends in a semicolon, which suppresses the display of its value.
 
         IPython's own method cannot be used, because it reads the history, which ranks do not have.
         """

@@ -229,7 +229,7 @@ class RunSpec(Struct, frozen=True, omit_defaults=True):
         modules: tuple[str, ...] = (),
         **facts: Any,
     ) -> "RunSpec":
-        """Return the description of a run for its pool. All runs are described by this function.
+        """Return the `RunSpec` of a run for its pool. Every `RunSpec` is created by this method.
 
         Hosts of the engine `local` are this machine, so the pool does not check their modules.
 

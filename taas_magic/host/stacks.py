@@ -234,7 +234,7 @@ def _named_collective(function: str, pending: Sequence[str]) -> str:
 
 
 def _waiting_code(frames: Sequence[StackFrame]) -> tuple[str, str]:
-    """Find the file of the code that waits, and the standard library's file in which it waits.
+    """Find which code waits, and in which file of the standard library it waits.
 
     Args:
         frames: Frames of the waiting thread, outermost first.

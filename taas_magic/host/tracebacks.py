@@ -138,10 +138,11 @@ def _chain(first: Any) -> Iterator[Any]:
 
 
 def _without_ours(one: TracebackType | None) -> TracebackType | None:
-    """Return a traceback without this package's frames, and without IPython frames between them.
+    """Return a copy of a traceback without this package's frames and the frames between them.
 
-    The result lacks all frames from the first to the last frame of this package, except frames of
-    cells. The given traceback does not change.
+    Frames of cells stay, even between frames of this package. Frames before the first and after the
+    last frame of this package also stay. The given traceback does not change. If no frame stays,
+    the result is None.
     """
     found: list[TracebackType] = []
     while one is not None:

@@ -91,13 +91,18 @@ class UsageReporter:
                 self._emit(Usage(attempt=self._attempt, ranks=rows))
 
     def _measure(self, states: Sequence[RankState]) -> None:
-        """Measure what these ranks use, and store one row of the table for each of them.
+        """Measure the CPU use and memory of running ranks, and store a row for each rank.
 
-        The use of a rank includes its descendants. The row also has the rank's line of code, GPU
-        use and time in collectives, from its heartbeats. A rank that has ended keeps its last row,
-        and a rank that runs no code of the user any more keeps its last line of code. The CPU use
-        is the mean since the last measurement. So the first measurement is not reported: ranks of a
-        session have used CPU time before it.
+        CPU use and memory include the rank's descendants. The CPU use is the mean since the last
+        call. The first call has no correct CPU use, because ranks of a session have used CPU time
+        before it. So `_report` does not send the rows of the first call.
+
+        A row also has the rank's line of code, GPU use and time in collectives, from its
+        heartbeats. If a rank runs no code of the user any more, its row keeps the last line of
+        code. The rows of ranks that are not in `states` do not change.
+
+        Args:
+            states: States of the ranks whose processes run.
         """
         before_s, before_at = self._cpu_s, self._measured_at
         below = processes_below(state.pid for state in states)

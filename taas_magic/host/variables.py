@@ -64,7 +64,7 @@ class RankMemory(Struct, frozen=True):
 
 
 class _NotComparedError(Exception):
-    """Exception for a value that has no digest, so that the kernel cannot compare ranks by it.
+    """Exception for a value that has no digest. The kernel cannot compare such values of ranks.
 
     The value may also be a container with an element that has no digest.
     """

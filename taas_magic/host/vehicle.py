@@ -98,10 +98,11 @@ class Vehicle(WorkerPlugin):
     async def teardown(self, worker: Worker) -> None:
         """End the supervisor and all processes that it has started.
 
-        Dask calls this method when the worker closes. First cancel the task of `_follow`, which
-        makes a `dask` command without a nanny exit within `EXIT_S` seconds. Then close the
-        supervisor's standard input. If the supervisor has not ended after `HOST_END_S` seconds,
-        kill it. Do nothing if no supervisor was started.
+        Dask calls this method when the worker closes. First cancel the task of `_follow`. If this
+        process is a `dask` command without a nanny, the cancelled task starts a timer that ends the
+        process after `EXIT_S` seconds. Then close the supervisor's standard input. If the
+        supervisor has not ended after `HOST_END_S` seconds, kill it. Do nothing if no supervisor
+        was started.
         """
         if self._supervisor is None or self._following is None:
             return

@@ -163,9 +163,8 @@ class RankState:
     def done(self) -> bool:
         """Whether the rank succeeded.
 
-        Without a session: whether the work succeeded, and the process exited with code 0. In a
-        session: whether the cell succeeded, and the rank is back at its prompt, or its process
-        exited with code 0.
+        A rank succeeded if its work succeeded, and its process then exited with code 0. A session's
+        rank also succeeded if its cell succeeded, and the rank is back at its prompt.
         """
         return self.finished and (self.exitcode == 0 or (self.has_returned and not self.ended))
 
@@ -409,8 +408,8 @@ def _logged_kill(pid: int, started_at: float, log: Path = _KERNEL_LOG) -> str | 
 
     Returns:
         "cgroup" if the process's cgroup ran out of memory, "machine" if the machine did. "" if the
-        log has no such record. None if the log is not readable, or if this process is in another
-        PID namespace, so that the log has other process ids.
+        log has no such record. None if the log is not readable. Also None if this process is not in
+        the machine's first PID namespace, because the log then has other process ids.
     """
     try:
         if os.readlink("/proc/self/ns/pid") != _FIRST_PID_NAMESPACE:
