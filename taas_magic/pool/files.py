@@ -37,7 +37,7 @@ _OF_FETCHER = re.compile(r"logs/fetcher-(\d+)\.log", re.ASCII)
 
 @dataclass(frozen=True)
 class OwnedFiles:
-    """Files of the run folder that a host may write.
+    """Facts about a host and its run that decide which files the host may write.
 
     Attributes:
         numbers: Numbers of the host's ranks, or of its fetchers.

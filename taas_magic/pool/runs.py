@@ -778,7 +778,10 @@ class PoolRun(Share):
         """The reason, for the user, why the pool's process halted the run; "" if it did not."""
 
         self.orphaned_cell = ""
-        """Run id of the session's newest cell that has lost its kernel; "" for none."""
+        """Run id of the session's newest cell that continued after its kernel was gone.
+
+        "" if there is no such cell, or if a kernel has taken the session over since then.
+        """
 
         self._cells: list[PoolRun] = []
         self._n_cells = self._n_fetchers = 0
