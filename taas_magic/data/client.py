@@ -308,9 +308,10 @@ class Route:
         self._await_start(self._assigned_fetcher(0, None))
 
     def _await_start(self, number: int) -> None:
-        """Wait until fetcher `number` has started, or until no fetcher is starting.
+        """Wait until fetcher `number` has started; return early if it is not expected to start.
 
-        Return at the latest `start_s` seconds after the first call that had to wait.
+        Return without this fetcher if no fetcher is starting any more, or at a deadline. All calls
+        have the same deadline: `start_s` seconds after the first call for a missing fetcher.
 
         Raises:
             RunLost: All fetchers have ended or could not start.
@@ -367,11 +368,11 @@ class SlotResponse(NamedTuple):
 class Client:
     """Client for one pass over a loader; sends a rank's requests and returns the responses.
 
-    If a sampler draws from an unseeded generator, each worker computes a different order. In this
-    case, the pass follows the order of the worker that described the epoch (the response to OPEN).
-    If another response has the hash of a different order, the client requests the batch's indices
-    (ORDER) from the worker that described the epoch. Afterwards, the client requests the batch with
-    these indices from any worker.
+    If a sampler draws from an unseeded generator, the fetchers' workers compute different orders.
+    The pass then follows one order: that of the fetcher which described the epoch (the response to
+    OPEN). The client compares each response's hash with the hash of this order. If they differ, the
+    client requests the batch's indices (ORDER) from the fetcher that described the epoch. Then the
+    client requests the batch with these indices from any fetcher.
 
     Args:
         keep_bytes: Maximum size in bytes of the memory that receives batches. Memory of batches
@@ -416,10 +417,9 @@ class Client:
         order of the fetcher that sent the description, until the caller calls `use_order`.
 
         Args:
-            has_own_sampler: Whether the sampler is of a type that is not torch's, and so may not be
-                seeded. If so, first wait for the fetcher from which all ranks request the
-                description. Without this wait, ranks could get different orders from different
-                fetchers.
+            has_own_sampler: Whether the sampler is of a type that is not torch's. Such a sampler is
+                perhaps unseeded, so that fetchers have different orders. Therefore first wait for
+                the fetcher from which all ranks request the description.
 
         Raises:
             RunLost: No fetcher responds.
@@ -502,7 +502,12 @@ class Client:
         return found
 
     def restore(self, slot: int, state: Any) -> None:
-        """Make a fetcher resume the slot's stream at `slot`, with a dataset that loads `state`."""
+        """Make a fetcher resume the slot's stream at `slot`, with a dataset that loads `state`.
+
+        Raises:
+            RunLost: No fetcher responds.
+            Exception: The exception of the user's code, for example if the loader cannot be loaded.
+        """
         self._request_object(
             LoaderRequest(RequestKind.STATE, self._epoch, slot, encode.as_bytes(state))
         )
@@ -513,7 +518,8 @@ class Client:
         If cancelling fails on a connection, close this connection and do not store it.
 
         Raises:
-            OSError: A signal handler of the cell raised this error.
+            OSError: A signal handler in the user's cell raised an OSError during the call. Errors
+                of the connection are not raised.
         """
         for number, link in list(self._links.items()):
             try:
@@ -596,7 +602,8 @@ class Client:
 
         Raises:
             RunLost: No fetcher can be reached.
-            OSError: A signal handler of the cell raised this error.
+            OSError: A signal handler in the user's cell raised an OSError during the call. Errors
+                of the connection are not raised.
         """
         while True:
             of_order = request.kind in (RequestKind.OPEN, RequestKind.ORDER)
@@ -734,8 +741,8 @@ class Client:
 
         Args:
             request: The request that `response` answers.
-            first: The first of the three requests. Before the second request is sent, this is
-                `request` itself.
+            first: The first of the three requests: the GET without indices. This is `request`
+                itself if `request` is not the second or third request.
 
         Returns:
             The second or third request; None if `response` is the final answer to `first`.
@@ -762,7 +769,8 @@ class Client:
 
         Raises:
             RunLost: No fetcher responds.
-            OSError: `error` itself, if a signal handler of the cell raised it.
+            OSError: `error` itself, and nothing else is done, if it comes from a signal handler in
+                the user's cell and not from the connection.
         """
         if is_raised_by_cell(error):
             raise error

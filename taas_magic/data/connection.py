@@ -372,12 +372,15 @@ class Inbox:
             self._count_silence()
 
     def _receive_limit(self) -> int:
-        """Return the offset in the chunk up to which to receive.
+        """Return the offset in the chunk at which the next system call stops receiving.
 
-        The limit is the end of the last frame that fits into the chunk completely, if all frames
-        have the size of the latest frame. Without the limit, the chunk would also get the beginning
-        of the next frame, which would have to be copied to the next chunk. If data up to this limit
-        has arrived already, the result is the end of the chunk.
+        Frames often have equal sizes. So assume that each frame has the size of the latest frame,
+        and stop at the end of the last frame that fits completely. Otherwise, the chunk would also
+        receive the beginning of a further frame, and this beginning would have to be copied to the
+        next chunk.
+
+        The result is the end of the chunk if no frame has arrived yet, or if data up to the
+        computed offset has arrived already.
         """
         begin = self._start - (self._now.header_bytes if self._now else 0)
         size = self._latest_bytes
@@ -392,8 +395,8 @@ class Inbox:
 
         Raises:
             PeerSilent: No data arrived for `ALIVE_S` seconds.
-            OSError: The connection failed or the peer closed it. Or a signal handler of the cell
-                raised this error.
+            OSError: The connection failed or the peer closed it. Or a signal handler in the user's
+                cell raised an OSError during the call.
         """
         try:
             if self._is_unix:

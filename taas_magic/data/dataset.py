@@ -439,8 +439,8 @@ class BatchSource:
         0, record the hash of this item (`first_hash`).
 
         Make a new cursor if the stream has none in this epoch, if the cursor is past the batch, or
-        if a saved state of the dataset is nearer to the batch. A new cursor replaces the stream's
-        cursors of other epochs, except the cursor that was used last.
+        if a saved state of the dataset is nearer to the batch. When a new cursor is made, the
+        stream's cursors of other epochs are dropped, except the most recently used one.
 
         Raises:
             NoBatch: The stream has ended before the batch.
@@ -567,11 +567,12 @@ class Cursor:
         item: Index of the next batch in the stream.
         info: Value of `get_worker_info()` for the dataset; None if the loader has no workers.
         snapshots: Saved states of the dataset; this cursor adds to them.
-        counter: Name of the attribute in which the dataset counts its epochs; "" if no attribute
-            does, or if the stream has not ended yet. An attribute counts epochs if it is an int
-            that grows by one in the whole epoch, but does not change while item 1 is read.
+        counter: Name of the attribute in which the dataset counts its epochs; "" if there is none,
+            or if the stream has not ended yet. The attribute is an int that is larger by one at the
+            end of the stream than at its beginning, and that reading item 1 does not change.
         first_hash: Hash of item 0, if the cursor skipped this item; else 0.
-        hash_until: Index of an item; batches before this item are reported with `first_hash`.
+        hash_until: First item whose response does not have `first_hash`. The responses for earlier
+            items have it, so that a rank notices if a second reading gave different data.
     """
 
     loader: Any
@@ -597,7 +598,8 @@ class Cursor:
         advances.
 
         Raises:
-            NoBatch: The stream has ended. If it had ended before this call, the dataset is freed.
+            NoBatch: The stream has ended. If an earlier call has reached the end, this call also
+                frees the cursor's copy of the dataset.
         """
         if self._ended:
             # Free the dataset, but keep the cursor: ranks may request more slots at the end.

@@ -315,8 +315,8 @@ class EpochIterator(Iterator[Any]):
         torch. In all other cases, the ranks agree as follows:
 
         - The first rank that has the epoch's description stores the hash of its order for all
-          ranks. If the sampler has a length, this rank also publishes the order, and removes an old
-          one.
+          ranks. If the sampler has a length, this rank also publishes the order, and removes the
+          order that was published `_KEPT_ORDERS` epochs earlier.
         - A rank with the same hash returns `description` unchanged.
         - A rank with another hash waits for the published order. Its client then requests batches
           in this order.

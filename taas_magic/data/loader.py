@@ -383,9 +383,9 @@ class RemoteLoader(DataLoader[Any]):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Make the next iterator resume at the position in `state`.
 
-        Also set the counts of spent and resumed units to the state's units, and the count of units
-        received in this run to 0. Stop using the current pass as the source of positions and
-        counts.
+        In the loader's counts, set `spent` and `resumed` to the state's units, and `units` to 0.
+        From now on, `state_dict` ignores an unfinished pass of this loader, and the counts include
+        the time of this pass only after its end.
 
         The number of fetchers may differ from the number in the run that saved the state. If the
         order of a map-style loader's epoch has changed, the iterator raises `ValueError` at the
@@ -443,8 +443,9 @@ class RemoteLoader(DataLoader[Any]):
 
         Add nothing if the dataset has no `state_dict`, or at the beginning of an epoch. If states
         from `load_state_dict` have not been sent to the workers yet, add these states. Otherwise,
-        request the state of each stream from the fetchers, with a new client. A fetcher sends the
-        latest state that a worker saved before it went beyond the position.
+        request the state of each stream from the fetchers, with a new client. The response has the
+        latest saved state from which the stream can reach the position (`Client.find_state`).
+        Streams without such a state are left out.
 
         Args:
             position: Result of the method `position`.
@@ -489,8 +490,9 @@ class RemoteLoader(DataLoader[Any]):
     def forget_route(self) -> None:
         """In a fork of the rank, close the fork's copies of the loader's connections.
 
-        In a run without fetchers, also close the fork's copy of the socket that ends the server.
-        When the fork uses the loader, the loader opens new connections or starts a new server.
+        In a run without fetchers, also close the fork's copy of the socket to the rank's server.
+        Otherwise, the server would not end when the rank closes this socket. When the fork uses the
+        loader, the loader opens new connections or starts a new server.
         """
         if self._route is not None:
             self._route.close_copies()

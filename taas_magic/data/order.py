@@ -149,9 +149,10 @@ class EpochOrders:
         """Seed all random generators, and start the sampler for an epoch.
 
         First unpickle the sampler with its state before this epoch, and call the sampler's
-        `set_epoch`. After the start, draw a base seed from the generator, as a local DataLoader
-        does. If the loader has workers, then start the sampler once more. Persistent workers need
-        the last two steps only in epoch 0.
+        `set_epoch`. Then draw the same random numbers as a local DataLoader: start the sampler,
+        draw a base seed from the generator and, if the loader has workers, start the sampler again.
+        With persistent workers, draw no base seed and start the sampler only once in epochs after
+        epoch 0.
 
         Returns:
             The sampler, its generator, and the iterator over the epoch's batches.
@@ -244,8 +245,9 @@ class UnsizedBatches:
     def _draw(self) -> None:
         """Draw up to `_UNSIZED_STEP` further batches from the sampler, and store their indices.
 
-        Before this, restore the state of the random generators, and save their state afterwards. If
-        the sampler raises an exception, store it until the batch of the exception is requested.
+        Before drawing, restore the saved state of the random generators; afterwards, save the new
+        state. If the sampler raises an exception, store the exception. `__getitem__` raises it
+        later, when the missing batch is requested.
         """
         _set_random_state(self._random)
         try:

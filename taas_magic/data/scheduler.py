@@ -166,9 +166,9 @@ class PrefetchOrder:
     def record_requested(self, epoch: int, slot: int) -> None:
         """Record that a worker starts to prepare a batch because a rank has requested it.
 
-        Workers continue to prepare ahead from the slot after this batch, unless an earlier call had
-        a later batch. If this batch is the first one of a later epoch, the records of earlier
-        epochs are dropped. From the first call on, workers no longer prepare batches for
+        If the batch is later than those of all earlier calls, workers continue to prepare ahead
+        from the next slot. If the batch is the first one requested from a later epoch, drop the
+        records of earlier epochs. From the first call on, workers no longer prepare batches for
         `--prefill`.
         """
         self._has_rank_requests = True
@@ -271,9 +271,10 @@ class _RequestState:
 
     Attributes:
         waiting: The connections that wait for the response, in order (a dict used as a set).
-        queued: Worker and key of the queue that contains the request; None if the request is not
-            queued. The worker is a number; None if any worker can answer the request; LATER if the
-            loader's kind must be known first. The key is a connection, or `_ALL`.
+        queued: Identification of the queue that contains the request, as a pair; None if the
+            request is in no queue. The first value is the number of the worker that must answer
+            the request. It is None if any worker can, and LATER if the loader's kind must be known
+            first. The second value is a connection, or `_ALL`.
         prepared: The response; None until a worker has prepared it.
     """
 
@@ -445,11 +446,12 @@ class PrefetchBuffer:
     ) -> LoaderRequest | None:
         """Return the queued request that a worker prepares next; None if the worker has none.
 
-        If the buffer is full, this method first drops responses for which no connection waits; of
-        streams, only those before the first batch that a rank needs. If the buffer is still full,
-        choose only a request whose response a connection must send next; all other requests wait.
-        The chosen request leaves its queue and counts as being prepared. A GET request is also
-        recorded for preparing ahead (`record_requested`).
+        If the buffer is full, this method first drops responses for which no connection waits. For
+        an iterable-style loader, it drops only batches that no rank can need any more
+        (`_first_needed`), because a worker would restart a stream to prepare them again. If the
+        buffer is still full, choose only a request whose response a connection must send next; all
+        other requests wait. The chosen request leaves its queue and counts as being prepared. A GET
+        request is also recorded for preparing ahead (`record_requested`).
 
         Args:
             follows: Function that returns whether the worker can prepare a batch without restarting
@@ -549,10 +551,13 @@ class PrefetchBuffer:
     def _first_needed(self) -> tuple[int, int]:
         """Return the epoch and slot of the first batch that a rank may still need.
 
-        Used only for an iterable-style loader. If the fetcher serves only one rank
-        (`FetcherPart.has_one_rank`), the result is the batch that the rank must get next. If there
-        are several ranks, the slot is 0, because one rank may be far ahead of another. If no
-        connection must send a batch next, the result is (0, 0).
+        Used only for an iterable-style loader. Batches before the result may be dropped. The result
+        depends on the first batch that a connection must send next:
+
+        - There is no such batch: the result is (0, 0).
+        - The fetcher serves one rank (`FetcherPart.has_one_rank`): the result is this batch.
+        - The fetcher serves several ranks: the result is slot 0 of this batch's epoch, because a
+          slower rank may need any batch of the epoch.
         """
         due = min(
             ((one.epoch, one.slot) for one in self._due.values() if one.kind is RequestKind.GET),

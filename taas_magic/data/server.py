@@ -842,7 +842,7 @@ class RankServers:
         Raises:
             RunLost: The server does not listen within `timeout_s`, or has ended, or the starter
                 process has ended.
-            TimeoutError: A signal handler of the cell raised this error.
+            TimeoutError: A signal handler in the user's cell raised a TimeoutError during the call.
         """
         answer, theirs = socket.socketpair()
         with ExitStack() as closing:

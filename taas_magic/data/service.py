@@ -140,7 +140,8 @@ def addresses_folder(base: Path) -> Path:
     """Return the folder with the fetchers' addresses.
 
     Args:
-        base: The run folder; for a session's ranks, their folder on the host.
+        base: The run folder. The ranks of a session read the addresses below another folder:
+            their own private folder on the host.
     """
     return folder_of(base) / "fetchers"
 

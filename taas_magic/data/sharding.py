@@ -249,7 +249,10 @@ class StaticSchedule:
             self._steps = min(self._steps, self._first + left)
 
     def requests(self, until_step: int) -> Iterator[SlotRequest]:
-        """Yield the requests for all steps before `until_step` that no earlier call has yielded."""
+        """Yield the requests for all steps before `until_step` that no earlier call has yielded.
+
+        Stop at the end of the epoch, and when all ranks together have requested `--units` units.
+        """
         while self._next < min(until_step, self._steps):
             yield SlotRequest((self._next * self._world_size + self._rank) % self._batches, True)
             self._next += 1
@@ -271,7 +274,10 @@ class StaticSchedule:
             raise _mixed_hints(slot, has_hints=True)
 
     def slot_at(self, step: int) -> int | NoSlot:
-        """Return the slot of this rank's batch in a step; `NoSlot.END` at the epoch's end."""
+        """Return the slot of this rank's batch in a step.
+
+        Return `NoSlot.END` at the end of the epoch, or when `--units` is used up.
+        """
         if step >= self._steps:
             return NoSlot.END
         return (step * self._world_size + self._rank) % self._batches
@@ -330,9 +336,14 @@ class DynamicSchedule:
     def requests(self, until_step: int) -> Iterator[SlotRequest]:
         """Yield the requests for all steps before `until_step` that no earlier call has yielded.
 
-        For batches that other ranks probably get, request only the units. Stop at the end of the
-        epoch, if it is known, and at the `--units` limit, if each batch is one unit. After a
-        resume, also request the units of the epoch's first step.
+        Every rank requests every slot, because it must know which slots have a batch, and how many
+        units each batch has. From this, all ranks find the same last step without communication. If
+        this rank probably gets the slot's batch (`_guess`), it requests the batch. Otherwise, it
+        requests only the number of the batch's units (`is_own=False`).
+
+        After a resume, the first call also requests the numbers of units for the epoch's first
+        step, because the last step may repeat its batches. Stop at the end of the epoch, if it is
+        known. If each batch is one unit, also stop after the first step that exceeds `--units`.
         """
         world_size = self._part.world_size
         until = until_step * world_size

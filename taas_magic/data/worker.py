@@ -307,8 +307,9 @@ class Worker:
     def _reply(self, number: int, request: LoaderRequest) -> None:
         """Prepare the response to a request, write it to the arena, and queue the reply.
 
-        If the arena has no room, the response becomes an ERROR. The queued replies are sent at once
-        if the last send was more than `_hold_back_s` ago.
+        If the arena has no room, the response becomes an ERROR. If this method last sent replies
+        more than `_hold_back_s` ago, it sends all queued replies now. Otherwise, they are sent with
+        a later reply, or after the last command of the server's message.
         """
         began = time.perf_counter()
         kind, body, units, order = self._prepare(request)

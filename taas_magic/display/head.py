@@ -191,8 +191,9 @@ class RunState:
         """Update this state by the next event; ignore events that do not concern the status header.
 
         Pass each event also to `run_counts`. Reports on hangs, ended ranks and resource use are
-        ignored if they come from an earlier attempt. `progress` is rank 0's newest unfinished line,
-        or the newest bar of tqdm in its lines; an empty line does not remove a bar.
+        ignored if they come from an earlier attempt. `progress` gets the text of rank 0's newest
+        unfinished line, or of a newer finished line with a bar of tqdm. When the unfinished line
+        becomes empty, a bar stays in `progress`, and any other text is removed.
 
         Args:
             event: The event.
@@ -281,8 +282,9 @@ class RunState:
 
         Add the host's ranks to `live_ranks` and `processes`, its GPUs to `gpus`, and its name to
         `hosts`, in the order of the ranks. If the event is the first one of a new attempt, first
-        remove the hosts, processes and GPUs of the last attempt. The first value that a rank logs
-        in a new attempt removes the points of its curve from the value's step on.
+        remove the hosts, processes and GPUs of the last attempt. A rank of a new attempt may log
+        metrics of earlier steps again. So mark its curves: the rank's next value at step s removes
+        all earlier points from step s on (`begin_attempt`).
         """
         gpus = self.gpus + event.gpus
         if event.attempt:

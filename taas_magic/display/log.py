@@ -127,10 +127,11 @@ class LineMerger:
         """Remove and return lines that no further rank is likely to print soon.
 
         Each rank has a queue of waiting lines. While any queue is empty, remove nothing, because
-        that rank may soon print a line that equals a waiting line. Otherwise, find a first line of
-        a queue that has no copy further back in any queue. Remove this line from the front of all
-        queues. If there are several such lines, choose the line of the lowest rank, because rank 0
-        usually prints most. Repeat this until a queue is empty, or until there is no such line.
+        that rank may soon print a line that equals a waiting line. Otherwise, a line is unlikely to
+        be printed again if all its copies are at the front of their queues. Choose such a line; of
+        several, choose the line of the lowest rank, because rank 0 usually prints most. Remove its
+        copies, or, if it has none, also lines that follow (`_release_first`). Repeat this until a
+        queue is empty, or until there is no such line.
         """
         shown: list[ShownLine] = []
         while len(self._waiting) == self._world_size:
@@ -149,9 +150,9 @@ class LineMerger:
         """Remove a rank's first waiting line from the queues, and return the lines to show.
 
         If the line has copies in the queues, remove it for all ranks of its group. If the line has
-        no copy, also remove the rank's next lines, up to the first line with a copy. To remove many
-        lines in one call is several times as fast as one call for each line. Afterwards, new groups
-        may have all ranks: also remove and return their lines.
+        no copy, also remove the rank's next lines, up to the first line with a copy, because one
+        call for many lines is several times as fast. After the removal, the first lines of all
+        ranks may be equal. If so, also remove and return this line.
 
         Args:
             rank: A rank that has a waiting line.

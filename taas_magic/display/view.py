@@ -184,7 +184,11 @@ class ConsoleScreen(NotebookScreen):
         self._urgent.lines(state, now)
 
     def show(self, state: RunState, now: float) -> None:
-        """Update the status header, which a console may ignore; write new notes or a hang."""
+        """Update the status header; write the run's new notes, and the report of a new hang.
+
+        Most consoles ignore the update of the header. So the notes and the report, which the header
+        also has, are written as lines of the log.
+        """
         super().show(state, now)
         if news := self._urgent.lines(state, now):
             self.write(news)
@@ -214,15 +218,19 @@ class TerminalScreen:
         self._urgent = UrgentLines()
 
     def open(self, state: RunState, now: float) -> None:
-        """Write the status header. For an ended run, leave this to `close`."""
+        """Write the status header of an active run; for an ended run, only `close` writes it.
+
+        Also record the run's notes, so that `show` does not write them again.
+        """
         if not state.has_ended:
             self.write(head.text(state, now) + "\n")
         self._urgent.lines(state, now)
 
     def show(self, state: RunState, now: float) -> None:
-        """Redraw the status line in place if a change is due; write new notes or a hang report.
+        """Redraw the status line; write the run's new notes, and the report of a new hang.
 
-        If standard output is no terminal, there is no status line.
+        Redraw the status line in place, if it has changed, and at most once in `STATUS_GAP_S`. If
+        standard output is no terminal, there is no status line.
         """
         if now - self._status_at >= STATUS_GAP_S and sys.stdout.isatty():
             removal, before, self._status_at = self._removal(), self._status, now
@@ -461,9 +469,10 @@ class View:
         return type(self._screen) is NotebookScreen
 
     def next_due(self) -> float:
-        """Return the latest time at which `tick` must be called if no event arrives before.
+        """Return the time, on the view's clock, at which the next call of `tick` is due.
 
-        Return infinity if there is nothing to write or update.
+        At this time, `tick` has text to write, or a status header to update. A new event may make
+        `tick` due earlier. After the run's end, return infinity if nothing is left to write.
         """
         return min(self._log.next_due(), self._head_due(), self._write_due())
 

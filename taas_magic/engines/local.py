@@ -110,9 +110,13 @@ class _LocalHost(Host):
     async def start(self) -> None:
         """Send the agent's settings to a supervisor, and wait until the host can start ranks.
 
-        The start fails if one of these problems lasts for `START_FAILED_S`: the supervisor has
-        ended, a process of the host is stopped (SIGSTOP), the agent has left the pool, or the
-        supervisor has done nothing for `start_timeout_s` before the agent joined.
+        The start fails if one of these problems lasts for `START_FAILED_S`:
+
+        - The supervisor has ended.
+        - A process of the host is stopped (SIGSTOP).
+        - The agent has joined the pool and left it again.
+        - The agent has not joined yet, and the host's processes have been idle for
+          `start_timeout_s`.
 
         Raises:
             PoolError: The start has failed, and this method has ended the host. The message has the

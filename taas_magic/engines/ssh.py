@@ -88,7 +88,11 @@ class SshEngine(HostsEngine):
         return {host: _shell(host, self.config_file, stop) for host in self.pool.hosts}
 
     def notes(self) -> tuple[str, ...]:
-        """Return a note for the status header if the SSH configuration is ignored, else none."""
+        """Return a note for the status header if this machine ignores an SSH configuration file.
+
+        This is the case if the file exists, but this machine has no `ssh` command. Otherwise,
+        return no note.
+        """
         note = unread_config(self.config_file)
         return (note,) if note else ()
 
@@ -212,8 +216,10 @@ def _shell(host: str, config_file: str | None, stop: threading.Event) -> Iterato
         stop: Event that the caller sets to cancel connecting.
 
     Raises:
-        PoolError: The connection failed. If the SSH configuration is ignored, the message says so,
-            because this may be the cause.
+        PoolError: The connection failed. If this machine ignores an SSH configuration file, because
+            it has no `ssh` command, the message also says so.
+        UsageError: The host's name or its jump hosts are not allowed (`find_target`).
+        ConnectStopped: `stop` was set.
     """
     try:
         connection = connect(find_target(host, config_file, stop), stop)
@@ -320,17 +326,24 @@ class _SshHost(Host):
         self._doing, self._since = doing, time.monotonic()
 
     def _start_host(self, host: str) -> None:
-        """Connect to the host, install packages there if needed, and start an agent's supervisor.
+        """Connect to a host, prepare it, and start an agent's supervisor on it. Blocks.
 
-        Before the supervisor starts, open a tunnel through which the agent reaches the pool's
-        scheduler. Send the agent's settings to the supervisor, and then an empty line at regular
-        intervals, which shows that the pool lives. Log the supervisor's output. Record each step
-        for `slow_start_note`.
+        The steps are: connect; install missing packages; open a tunnel through which the agent
+        reaches the pool's scheduler; start the supervisor. Record each step for `slow_start_note`.
+        Return when the supervisor's command has started; the agent has not joined the pool then.
 
-        This method runs in a thread.
+        From then on, threads of the `HeartbeatCommand` send the agent's settings and heartbeats to
+        the supervisor, and log its output. After an error, the SSH connection may be open; the
+        caller must close it (`_release_host`).
 
         Args:
             host: Name of the host in taas.toml.
+
+        Raises:
+            UsageError: The host's name or its jump hosts are not allowed (`find_target`).
+            PoolError: The connection failed or broke, the host cannot execute runs, packages cannot
+                be installed, or the host forwards no port.
+            ConnectStopped: `end` was called while this method was connecting.
         """
         pool, name = self._engine.pool, self.name
         self._begin_step("`ssh -G` is still reading its settings")
