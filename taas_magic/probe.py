@@ -340,7 +340,7 @@ def install(
     try:
         if not os.path.isdir(folder):
             os.makedirs(parent, mode=0o700, exist_ok=True)
-            _sweep(parent)
+            _remove_old_drafts(parent)
             aside = tempfile.mkdtemp(prefix=".new-", dir=parent)
             try:
                 if bundle:
@@ -414,7 +414,7 @@ def _pip(words: Sequence[str], into: str, limit_s: float) -> str:
     return said[-_PIP_ERROR_CHARS:] or f"exit code {done.returncode}" if done.returncode else ""
 
 
-def _sweep(parent: str) -> None:
+def _remove_old_drafts(parent: str) -> None:
     """Remove files and folders `.new-…` in `parent` that are older than a day.
 
     Interrupted installations left these files and folders.

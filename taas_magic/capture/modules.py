@@ -94,7 +94,9 @@ def find_local_modules(names: Iterable[str], project: Path) -> dict[str, ModuleS
 def local_folders(project: Path) -> tuple[Path, ...]:
     """Return the project folder and the entries of `sys.path` outside Python installations."""
     entries = (Path(entry).resolve() for entry in sys.path)
-    others = (e for e in entries if _INSTALLED.isdisjoint(e.parts) and not _within(e, _SYSTEM))
+    others = (
+        e for e in entries if _INSTALLED.isdisjoint(e.parts) and not _is_below_any(e, _SYSTEM)
+    )
     return tuple(dict.fromkeys([project.resolve(), *others]))
 
 
@@ -112,7 +114,7 @@ def is_local(path: Path, folders: Sequence[Path]) -> bool:
         return False
     homes = [folder for folder in folders if path.is_relative_to(folder)]
     inside = [system for system in _SYSTEM if any(system.is_relative_to(h) for h in homes)]
-    if not homes or _within(path, inside):
+    if not homes or _is_below_any(path, inside):
         return False
     return not any(_top_level(path.relative_to(home)) in _libraries(home) for home in homes)
 
@@ -143,7 +145,7 @@ def _recorded_modules(folder: Path, changed_ns: int) -> frozenset[str]:
     return frozenset(_top_level(PurePath(path)) for path in paths)
 
 
-def install(modules: Mapping[str, ModuleSource]) -> None:
+def install_modules(modules: Mapping[str, ModuleSource]) -> None:
     """Make this process (a rank) import these modules from the source that the notebook sent.
 
     These modules replace those of an earlier call, and take precedence over everything else on the
@@ -335,7 +337,7 @@ def _with_parents(name: str) -> Iterator[str]:
     return (".".join(parts[:count]) for count in range(1, len(parts) + 1))
 
 
-def _within(path: Path, folders: Iterable[Path]) -> bool:
+def _is_below_any(path: Path, folders: Iterable[Path]) -> bool:
     return any(path.is_relative_to(folder) for folder in folders)
 
 

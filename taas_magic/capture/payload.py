@@ -19,7 +19,7 @@ from taas_magic.capture.modules import (
     ModuleSource,
     edited_modules,
     find_local_modules,
-    install,
+    install_modules,
     needed_modules,
     notes_on_patches,
 )
@@ -339,7 +339,7 @@ class FetcherSettings:
         Do not apply torch's default device. With this device, the dataset would create tensors on
         the GPU, which fails in the forked processes of a fetcher.
         """
-        install(self.modules)
+        install_modules(self.modules)
         process_state.apply_filters(self.state)
         process_state.apply(process_state.without_device(self.state))
 
@@ -351,7 +351,7 @@ class LoadedPayload(PayloadDescription, frozen=True, kw_only=True):
 
     def load_settings(self) -> FetcherSettings:
         """Make the project's modules importable; return them with the notebook's process state."""
-        install(self.modules)
+        install_modules(self.modules)
         state = next(load_each(self.archive.stream(), self.archive.buffers, {}))
         return FetcherSettings(self.modules, state)
 
@@ -370,7 +370,7 @@ class LoadedPayload(PayloadDescription, frozen=True, kw_only=True):
         Raises:
             ImportError: A module that a value needs is not installed on this host.
         """
-        install(self.modules)
+        install_modules(self.modules)
         values = load_each(self.archive.stream(), self.archive.buffers, namespace)
         state = next(values)
         process_state.apply_filters(state)

@@ -353,7 +353,7 @@ def _is_simple(dtype: Any) -> bool:
     return dtype.kind in "biufcSUmM" and not dtype.metadata and numpy.dtype(dtype.str) == dtype
 
 
-def _pairs(values: dict[Any, Any]) -> list[Any]:
+def _flatten_items(values: dict[Any, Any]) -> list[Any]:
     return [each for pair in values.items() for each in pair]
 
 
@@ -368,25 +368,25 @@ def _parts_of_defaultdict(value: defaultdict[Any, Any]) -> list[Any]:
     name = getattr(made_by, "__name__", "")
     if made_by is not None and _FACTORIES.get(name) is not made_by:
         raise NotPlainError("a defaultdict whose default_factory is not a built-in type")
-    return [name, *_pairs(value)]
+    return [name, *_flatten_items(value)]
 
 
 def _parts_of_ordered(value: Any) -> list[Any]:
-    return [getattr(value, "_metadata", None), *_pairs(value)]
+    return [getattr(value, "_metadata", None), *_flatten_items(value)]
 
 
 _PARTS: dict[type, Callable[[Any], Sequence[Any]]] = {
     list: lambda value: value,
-    dict: _pairs,
+    dict: _flatten_items,
     set: tuple,
     deque: lambda value: [value.maxlen, *value],
-    Counter: _pairs,
+    Counter: _flatten_items,
     defaultdict: _parts_of_defaultdict,
 }
 """Functions that return the parts of a mutable container, by type of the container."""
 
 
-def _instant(value: datetime | time) -> list[Any]:
+def _time_parts(value: datetime | time) -> list[Any]:
     if value.tzinfo is not None and type(value.tzinfo) is not timezone:
         raise NotPlainError("a time whose time zone is not a datetime.timezone")
     return [value.isoformat(), value.fold]
@@ -401,8 +401,8 @@ _REDUCERS: dict[type, Callable[[Any], Sequence[Any]]] = {
     Decimal: lambda value: [str(value)],
     Fraction: lambda value: [value.numerator, value.denominator],
     date: lambda value: [value.isoformat()],
-    datetime: _instant,
-    time: _instant,
+    datetime: _time_parts,
+    time: _time_parts,
     timedelta: lambda value: [value.days, value.seconds, value.microseconds],
     UUID: lambda value: [value.hex],
     PosixPath: lambda value: [path_to_home(str(value))],

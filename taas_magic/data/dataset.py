@@ -68,7 +68,7 @@ class NoBatch(Exception):
     """Exception for a slot without a batch: the epoch or the stream has ended."""
 
 
-def own_units(batch: object) -> int | None:
+def hinted_units(batch: object) -> int | None:
     """Return `hints["units"]` of a batch; None if the batch has no such hint.
 
     A negative hint counts as 0.
@@ -221,7 +221,7 @@ class BatchSource:
         self._payload = payload
         self.loader: Any = _with_own_memory(load(payload).loader if loader is None else loader)
         self._name, self._seed, self._where = name, seed, where
-        self.streams = streams_of(self.loader)
+        self.streams = count_streams(self.loader)
         self._order = EpochOrders(self.loader, seed) if self.streams is None else None
         self._cursors: dict[tuple[int, int], Cursor] = {}
         self._snapshots: dict[tuple[int, int], Snapshots] = {}
@@ -550,7 +550,7 @@ def _collate(samples: Any) -> Any:
         torch_worker._worker_info = before
 
 
-def streams_of(loader: Any) -> int | None:
+def count_streams(loader: Any) -> int | None:
     """Return the number of streams of an iterable-style loader; None for a map-style one.
 
     Each worker of the loader reads one stream. A loader without workers has one stream.
@@ -606,7 +606,7 @@ class Cursor:
             self.loader = self.definitions = self.info = self._samples = None
             raise NoBatch
         if self.item <= _LAST_INTS_ITEM:
-            self._ints.append(_ints_of(self.loader.dataset))
+            self._ints.append(_int_attributes(self.loader.dataset))
         at = self.item
         self.item += 1  # even if the batch raises: a local loader also continues with the next one
         if self._samples is None:
@@ -619,7 +619,7 @@ class Cursor:
         if len(self._ints) <= _LAST_INTS_ITEM:
             return ""
         before, first, second = self._ints
-        after = _ints_of(self.loader.dataset)
+        after = _int_attributes(self.loader.dataset)
         counted = (n for n in before if after.get(n) == before[n] + 1 and first[n] == second[n])
         return next(counted, "")
 
@@ -715,7 +715,7 @@ class Snapshots:
         return at
 
 
-def _ints_of(dataset: Any) -> dict[str, int]:
+def _int_attributes(dataset: Any) -> dict[str, int]:
     counted = dataset.iterable if isinstance(dataset, IterableAsDataset) else dataset
     attributes = getattr(counted, "__dict__", {})
     return {name: value for name, value in attributes.items() if type(value) is int}

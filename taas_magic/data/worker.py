@@ -28,7 +28,7 @@ import torch
 
 from taas_magic.capture.modules import claim_taas
 from taas_magic.data import encode, protocol
-from taas_magic.data.dataset import BatchSource, NoBatch, UserCodeFailed, load, own_units
+from taas_magic.data.dataset import BatchSource, NoBatch, UserCodeFailed, hinted_units, load
 from taas_magic.data.memory import Arena, ArenaMapping
 from taas_magic.data.protocol import Command, LoaderRequest, Reply, RequestKind, ResponseKind
 from taas_magic.data.sharding import UNHINTED, VOID, FetcherPart, is_compared
@@ -386,7 +386,7 @@ class Worker:
         kind, epoch, slot, detail = request.kind, request.epoch, request.slot, request.detail
         if kind is RequestKind.GET:
             batch = source.prepare(epoch, slot, encode.from_bytes(detail) if detail else None)
-            body, units = encode.encode(batch), own_units(batch)
+            body, units = encode.encode(batch), hinted_units(batch)
             units = UNHINTED if units is None else units
             order = source.digest(epoch)
             if source.streams is not None:
@@ -398,7 +398,7 @@ class Worker:
             if self._served.part.units is not None:
                 # An exception here is raised again when a rank requests the batch.
                 with suppress(NoBatch, UserCodeFailed):
-                    counted = own_units(source.prepare(epoch, 0)) is not None
+                    counted = hinted_units(source.prepare(epoch, 0)) is not None
                     description = msgspec.structs.replace(description, counted=counted)
             return ResponseKind.OPENED, encode.raw(_encode(description)), 1, 0
         value, order = None, 0

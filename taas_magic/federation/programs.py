@@ -274,7 +274,7 @@ class _HostPrograms:
         private, public = generate_key_pairs()
         form = (serialization.Encoding.PEM, serialization.PrivateFormat.OpenSSH)
         key = private.private_bytes(*form, serialization.NoEncryption())
-        with self._control(superlink) as control:
+        with self._control_client(superlink) as control:
             control.RegisterNode(
                 RegisterNodeRequest(public_key=public_key_to_bytes(public), name=name)
             )
@@ -335,8 +335,10 @@ class _HostPrograms:
             RuntimeError: The ServerApp failed or was stopped.
             httpx.HTTPError: The SuperLink does not answer.
         """
-        fab, _ = build_fab_from_files({"pyproject.toml": _bundle(self._settings.config).encode()})
-        with self._control(superlink) as control:
+        fab, _ = build_fab_from_files(
+            {"pyproject.toml": _pyproject_text(self._settings.config).encode()}
+        )
+        with self._control_client(superlink) as control:
             request = StartRunRequest(fab=fab_to_proto(Fab("", fab, {})))
             run_id = control.StartRun(request).run_id
             for part in control.StreamLogs(StreamLogsRequest(run_id=run_id)):
@@ -428,7 +430,7 @@ class _HostPrograms:
             httpx.HTTPError: The SuperLink does not answer, or answers with another error.
         """
         try:
-            with self._control(superlink, key="none") as control:
+            with self._control_client(superlink, key="none") as control:
                 control.ListRuns(ListRunsRequest())
         except httpx.HTTPStatusError as error:
             if error.response.status_code == httpx.codes.UNAUTHORIZED:
@@ -440,7 +442,7 @@ class _HostPrograms:
         )
 
     @contextlib.contextmanager
-    def _control(self, superlink: str, key: str = "") -> Iterator[ControlHttpClient]:
+    def _control_client(self, superlink: str, key: str = "") -> Iterator[ControlHttpClient]:
         """Yield a client of the SuperLink's Control API; close the client at the end.
 
         Args:
@@ -474,7 +476,7 @@ class _KeyInterceptor:
         return response
 
 
-def _bundle(config: Mapping[str, Any]) -> str:
+def _pyproject_text(config: Mapping[str, Any]) -> str:
     """Return the text of a pyproject.toml that tells Flower where to find the two apps.
 
     Args:

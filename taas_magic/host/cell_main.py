@@ -136,10 +136,10 @@ def become_main(namespace: dict[str, Any]) -> None:
         namespace: Global variables of the child's main module.
     """
     from taas_magic.capture import payload
-    from taas_magic.capture.modules import claim_taas, install
+    from taas_magic.capture.modules import claim_taas, install_modules
 
     claim_taas()
-    install(payload.read(Path(os.environ[PAYLOAD])).modules)
+    install_modules(payload.read(Path(os.environ[PAYLOAD])).modules)
     for name in [name for name in namespace if not name.startswith("__")]:
         del namespace[name]
     namespace["__getattr__"] = _find

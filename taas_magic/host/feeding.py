@@ -124,7 +124,7 @@ def _load_pickled_loader(served: ServedLoader) -> bytes:
     `served.folder` is the run folder.
     """
     loaded = payload.read(RunFolder(Path(served.folder)).payload)
-    return _load_with([loaded.load_settings()], served)
+    return _apply_settings_and_load([loaded.load_settings()], served)
 
 
 def _load_in_session(served: ServedLoader) -> bytes:
@@ -133,10 +133,12 @@ def _load_in_session(served: ServedLoader) -> bytes:
     Apply the notebook's settings of each cell up to the cell with the loader. `served.folder` is
     the folder in which `_copy_loaders` has stored the loader and these settings.
     """
-    return _load_with(pickle.loads((Path(served.folder) / _SETTINGS).read_bytes()), served)
+    return _apply_settings_and_load(
+        pickle.loads((Path(served.folder) / _SETTINGS).read_bytes()), served
+    )
 
 
-def _load_with(settings: Sequence[FetcherSettings], served: ServedLoader) -> bytes:
+def _apply_settings_and_load(settings: Sequence[FetcherSettings], served: ServedLoader) -> bytes:
     """Apply the notebook's `settings` to this data server, in order; return the pickled loader.
 
     First removes the environment variables of torchrun, such as RANK and WORLD_SIZE. A dataset that
@@ -274,12 +276,12 @@ class SessionLoaders:
             if not (kept / _SETTINGS).exists():
                 for name in names:
                     file, copy = (service.payload_file(at, name) for at in (run_dir, kept))
-                    _link(file, copy)
+                    _link_or_copy(file, copy)
                 (kept / _SETTINGS).write_bytes(cloudpickle.dumps(self._settings))
         return kept
 
 
-def _link(file: Path, copy: Path) -> None:
+def _link_or_copy(file: Path, copy: Path) -> None:
     try:
         copy.hardlink_to(file)
     except OSError:

@@ -377,7 +377,7 @@ def _import_deferred_once() -> None:
         # is full, each rank imports the modules itself.
         with suppress(psutil.NoSuchProcess, PoolError, OSError):
             stand_in = _StandIn()
-            with _replaced_by(stand_in):
+            with _starting_from(stand_in):
                 while _server.children() != [stand_in.process]:
                     time.sleep(_WATCH_S)
                 _write_import_name(_imports_file, DEFERRED_MODULES[0])
@@ -388,7 +388,7 @@ def _import_deferred_once() -> None:
 
 
 @contextmanager
-def _replaced_by(stand_in: _StandIn) -> Iterator[None]:
+def _starting_from(stand_in: _StandIn) -> Iterator[None]:
     """Make `stand_in` start all new processes, instead of the forkserver, until the block ends.
 
     Replaces multiprocessing's `connect_to_new_process` during the block. After the block, the
@@ -612,7 +612,7 @@ def _preload() -> None:
         _failure = f"the forkserver could not import {imports_file.read_text()}: {what}"
     _prepare_for_forks()
     signal.signal(signal.SIGUSR1, _import_deferred)
-    _empty(imports_file)
+    _clear_imports_file(imports_file)
 
 
 def _import_modules(imports_file: Path) -> None:
@@ -661,10 +661,10 @@ def _import_deferred(number: int, frame: FrameType | None) -> None:
                 _write_import_name(imports_file, name)
             importlib.import_module(name)
     _prepare_for_forks()
-    _empty(imports_file)
+    _clear_imports_file(imports_file)
 
 
-def _empty(imports_file: Path) -> None:
+def _clear_imports_file(imports_file: Path) -> None:
     """Empty the imports file, if there is one, to show that no import is running.
 
     Works even if the disk is full.

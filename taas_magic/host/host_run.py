@@ -59,7 +59,7 @@ from taas_magic.host.watch import (
     Deadline,
     Ranks,
     Verdict,
-    decide,
+    decide_verdict,
     describe_failure,
     failed_ranks,
     host_failure,
@@ -351,10 +351,10 @@ class Attempt:
         If the user has interrupted the run, this method first sends SIGINT to the ranks. Then it
         reads the last messages of ranks that have ended, and records these ends.
 
-        `decide` says whether the attempt is over: after success, a failure, an interrupt by the
-        user, or the time of `--timeout`. If the attempt has failed because the forkserver ended,
-        the verdict gets the cause "host". If the attempt continues, this method checks whether the
-        ranks make progress, and reports their use of CPUs, GPUs and memory.
+        `decide_verdict` says whether the attempt is over: after success, a failure, an interrupt by
+        the user, or the time of `--timeout`. If the attempt has failed because the forkserver
+        ended, the verdict gets the cause "host". If the attempt continues, this method checks
+        whether the ranks make progress, and reports their use of CPUs, GPUs and memory.
 
         All times are in seconds of the monotonic clock.
 
@@ -369,7 +369,7 @@ class Attempt:
         self._poll_ends()
         now, states = time.monotonic(), self.ranks.states()
         self.ranks.poll(now)
-        verdict = decide(states, now, deadline, interrupted_at)
+        verdict = decide_verdict(states, now, deadline, interrupted_at)
         failed = verdict is not None and verdict.state == "FAILED"
         if failed and forkserver.caused_ends({state.exitcode for state in states}):
             verdict = Verdict("FAILED", "host")

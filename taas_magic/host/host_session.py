@@ -209,7 +209,7 @@ class CellAttempt(_AttemptOfSession):
         if now - since >= CUT_AFTER_S and now - self._cut_at >= CUT_AFTER_S:
             self._cut_at = now
             for state in self._ranks_in_cell():
-                link.request_cut(self.folder, state.rank, self._spec.run.cell_number)
+                link.request_connection_cut(self.folder, state.rank, self._spec.run.cell_number)
 
     def _end_ranks(self, grace_s: float) -> None:
         """Interrupt the ranks that still run the cell. Kill ranks that do not end the cell in time.

@@ -68,7 +68,7 @@ RUNNING = "running"
 """Name of a pipe that every rank of this host keeps open for writing until the rank ends.
 
 No process writes to the pipe. An ending rank closes its write end, and waits until all other ranks
-of the host have closed their write ends, too (`await_others`).
+of the host have closed their write ends, too (`wait_for_other_ranks`).
 """
 
 
@@ -91,7 +91,7 @@ SEND_STACKS, CUT_CONNECTIONS = b"?", b"!"
 """
 
 
-def request_cut(folder: Path, rank: int, cell: int) -> None:
+def request_connection_cut(folder: Path, rank: int, cell: int) -> None:
     """Ask a rank to cut its connections to other ranks, if the rank still runs the cell.
 
     Do nothing if the rank does not read its pipe, or the pipe is full.
@@ -251,7 +251,7 @@ class AgentLink:
             return b""
         return os.read(self._asked, 4096)
 
-    def await_others(self) -> None:
+    def wait_for_other_ranks(self) -> None:
         """Wait up to `OTHERS_END_S` seconds until all ranks of this host are ending.
 
         First closes this rank's write end of the pipe `RUNNING`, by which the host's other ranks

@@ -30,7 +30,7 @@ from traitlets.config import Config
 
 from taas_magic.capture import payload
 from taas_magic.capture.home import RankNamespace
-from taas_magic.capture.modules import claim_taas, install
+from taas_magic.capture.modules import claim_taas, install_modules
 from taas_magic.data.loader import RankFeed
 from taas_magic.host import cell_main, rendezvous, tracebacks
 from taas_magic.host.feeding import SessionLoaders, run_feed
@@ -106,7 +106,7 @@ def rank_main(spec: ProcessSpec, environ: Mapping[str, str]) -> None:
         environ: torchrun's environment variables for this rank (`spec.torchrun_variables`).
     """
     rank = int(environ["RANK"])
-    link = _become_a_rank(spec, environ, rank)
+    link = _set_up_rank(spec, environ, rank)
     is_session = spec.share.run.is_session
     feeding = closing(SessionLoaders(spec, rank)) if is_session else run_feed(spec.share, rank)
     try:
@@ -125,12 +125,12 @@ def rank_main(spec: ProcessSpec, environ: Mapping[str, str]) -> None:
         sys.exit(1)
     if dist.is_initialized():
         if environ["GROUP_WORLD_SIZE"] == "1":
-            link.await_others()
+            link.wait_for_other_ranks()
         else:
             rendezvous.await_all_ending(environ, OTHERS_END_S)
 
 
-def _become_a_rank(spec: ProcessSpec, environ: Mapping[str, str], rank: int) -> AgentLink:
+def _set_up_rank(spec: ProcessSpec, environ: Mapping[str, str], rank: int) -> AgentLink:
     """Make this fork of the forkserver a rank that may run the user's code.
 
     Starts a new POSIX session (setsid). Connects the process to the agent, tells the agent that the
@@ -153,7 +153,7 @@ def _become_a_rank(spec: ProcessSpec, environ: Mapping[str, str], rank: int) -> 
     link.redirect_output()
     faulthandler.enable(rank_file(spec.folder, rank, "stack").open("w"))
     tracebacks.write_stack_on_signal(rank_file(spec.folder, rank, "stacks"))
-    _become_a_program(spec, environ)
+    _apply_run_environment(spec, environ)
     if rendezvous.has_horovod():
         found = rendezvous.query_horovod(os.environ, lambda text: link.send(Note(text=text)))
         os.environ.update({**found, **spec.share.plan.env})
@@ -208,7 +208,7 @@ def _work_and_wait(
     return succeeded
 
 
-def _become_a_program(spec: ProcessSpec, environ: Mapping[str, str]) -> None:
+def _apply_run_environment(spec: ProcessSpec, environ: Mapping[str, str]) -> None:
     """Reset the state inherited from the forkserver, and apply the run's environment.
 
     Reset multiprocessing's start method, and seed the random generators of torch and numpy anew.
@@ -345,7 +345,7 @@ def _run(shell: RankShell, spec: ProcessSpec, link: AgentLink, rank: int) -> boo
     folder = spec.share.folder
     try:
         loaded = payload.read(folder.payload)
-        install(loaded.modules)
+        install_modules(loaded.modules)
         work = loaded.load_into(namespace)
     except Exception as error:
         tracebacks.send_failure(link, tracebacks.describe_exception(error))
@@ -358,11 +358,11 @@ def _run(shell: RankShell, spec: ProcessSpec, link: AgentLink, rank: int) -> boo
     signal.signal(signal.SIGINT, signal.default_int_handler)
     result = shell.run(work, loaded.sources)
     if spec.share.plan.rehearse and link.is_own:
-        link.send(_rehearsed())
+        link.send(_rehearsal_report())
     return send_outcome(shell, result, link, writer, spec.share.plan.out, changes)
 
 
-def _rehearsed() -> Rehearsed:
+def _rehearsal_report() -> Rehearsed:
     """Return this rank's peak memory and the files that it wrote, for the report of a rehearsal.
 
     Files outside the project store are listed separately.
@@ -381,7 +381,7 @@ def _end_program() -> None:
 
     A fork of the forkserver exits by `os._exit`, without cleanup. So this function runs atexit
     handlers and `weakref.finalize` callbacks. It makes process groups of DDP models stay alive
-    (`_keep_groups`). Then it deletes the program's objects, so that Python flushes their open
+    (`_keep_ddp_groups`). Then it deletes the program's objects, so that Python flushes their open
     files. It deletes modules, functions and classes after all other objects. At the end, it flushes
     stdout and stderr. From the end of the atexit handlers until this function returns, SIGINT is
     ignored; afterwards, SIGINT ends the process.
@@ -395,7 +395,7 @@ def _end_program() -> None:
     """
     atexit._run_exitfuncs()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt must not leave files incomplete
-    _keep_groups()
+    _keep_ddp_groups()
     shell = RankShell.instance()
     shell.last_value = None
     _forget_last_exception()
@@ -415,7 +415,7 @@ def _forget_last_exception() -> None:
         sys.__dict__.pop(name, None)
 
 
-def _keep_groups() -> None:
+def _keep_ddp_groups() -> None:
     """Keep the process groups of remaining DDP models alive until the process ends.
 
     If the cell has called `destroy_process_group`, a DDP model has the last reference to its

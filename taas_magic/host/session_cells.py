@@ -11,7 +11,7 @@ from msgspec import structs
 from taas_magic.capture import payload
 from taas_magic.capture.digest import simple_digest
 from taas_magic.capture.home import RankNamespace
-from taas_magic.capture.modules import ModuleSource, find_outdated, install
+from taas_magic.capture.modules import ModuleSource, find_outdated, install_modules
 from taas_magic.capture.names import assigned_names
 from taas_magic.capture.work import CellWork, Work
 from taas_magic.host import cell_main, tracebacks
@@ -93,7 +93,7 @@ class _SessionCells:
             if order.takes_part and (names := self._outdated()):
                 link.send(Note(text=_outdated_note(names)))
             loaded = structs.replace(loaded, modules=self._modules)
-            install(self._modules)
+            install_modules(self._modules)
             self._feeds.begin_cell(order.number, folder.path, settings)
             work = loaded.load_into(self._namespace)
         except Exception as error:

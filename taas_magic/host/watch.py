@@ -232,7 +232,7 @@ class Verdict:
     cause: str = ""
 
 
-def decide(
+def decide_verdict(
     ranks: Collection[RankState],
     now: float,
     deadline: float | None = None,

@@ -323,7 +323,7 @@ def ask_hosts(
         KeyboardInterrupt: The user interrupted the check.
     """
     here = facts.this_kernel()
-    found = facts.check(
+    found = facts.check_hosts(
         asked, lambda pool, stop: find_engine(pool).shells(stop), here, packages, mark, modules
     )
     known = {row.pool for row in found}
@@ -332,7 +332,7 @@ def ask_hosts(
             # The engine of such a pool can reach only allocated hosts, so ask their agents.
             question = GetHostFacts(packages=list(packages), modules=list(modules), mark=mark)
             agents = _process_of(named(pool.name, config)).call(question)
-            found += [facts.check_facts(pool, each, here, packages) for each in agents]
+            found += [facts.check_host_facts(pool, each, here, packages) for each in agents]
         elif pool.name not in known:
             todo = f"%taas warm {pool.name} requests one now"
             todo = f"Hosts are checked when a run requests them; {todo}"

@@ -97,7 +97,7 @@ If a host sends such an event, the pool's process ignores and counts it.
 """
 
 TICK_S = 0.1
-"""Seconds between two calls of `decide`, from the first host's report to the attempt's end."""
+"""Seconds between two calls of `decide_outcome` after the first host's report."""
 
 _WORST_LAST = ("SUCCEEDED", "INTERRUPTED", "FAILED", "LOST")
 _CHECK_S = 1.0
@@ -159,7 +159,7 @@ class AttemptOutcome:
     may_retry: bool = False
 
 
-def decide(hosts: Collection[ShareHost], now: float) -> AttemptOutcome | None:
+def decide_outcome(hosts: Collection[ShareHost], now: float) -> AttemptOutcome | None:
     """Return the outcome of an attempt; None while the attempt continues.
 
     If all hosts report success, the attempt has succeeded. If a rank exits early by `sys.exit(0)`
@@ -1092,13 +1092,14 @@ class PoolRun(Share):
         self._changed.set()
 
     async def _wait_for_outcome(self) -> AttemptOutcome:
-        """Wait until the current attempt has ended; return its outcome, as `decide` determines it.
+        """Wait until the current attempt has ended; return its outcome (`decide_outcome`).
 
-        Call `decide` after each change. After the first host's report, also call it every `TICK_S`.
+        Call `decide_outcome` after each change. After the first host's report, also call it every
+        `TICK_S` seconds.
         """
         while True:
             share_hosts = self._share_hosts.values()
-            if (outcome := decide(share_hosts, time.monotonic())) is not None:
+            if (outcome := decide_outcome(share_hosts, time.monotonic())) is not None:
                 return outcome
             settling = any(share_host.report for share_host in share_hosts)
             with contextlib.suppress(asyncio.TimeoutError):

@@ -53,7 +53,7 @@ CLOCK_TOLERANCE_S = 60.0
 """Seconds by which the clocks of a host and this machine may differ without a warning."""
 
 MAX_AT_ONCE = 64
-"""Maximum number of hosts that `check` asks at the same time."""
+"""Maximum number of hosts that `check_hosts` asks at the same time."""
 
 _TAIL_LINES = 5
 
@@ -477,7 +477,7 @@ Shells = Mapping[str, AbstractContextManager[Shell]]
 """For each host of a pool, by name: a context manager that connects to the host as a `Shell`."""
 
 
-def check(
+def check_hosts(
     pools: Iterable[PoolConfig],
     shells: Callable[[PoolConfig, threading.Event], Shells],
     here: KernelVersions,
@@ -491,8 +491,8 @@ def check(
 
     Args:
         shells: Function that returns the context managers that connect to the hosts of a pool, such
-            as `Engine.shells`. The second argument is an event that `check` sets before it returns.
-            If the event is set, a context manager that is still connecting must give up.
+            as `Engine.shells`. The second argument is an event that `check_hosts` sets before it
+            returns. If the event is set, a context manager that is still connecting must give up.
         here: Versions that the hosts must match.
         packages: Packages that a host needs, by name.
         mark: Path of a file in the project store, to find out whether a host shares the store; ""
@@ -522,7 +522,7 @@ def check(
         except TaasError as error:
             what = str(error).removeprefix(f"host {host}: ")
             return HostCheck(pool.name, host, None, (HostProblem(ERROR, what),))
-        return check_facts(pool, facts, here, packages)
+        return check_host_facts(pool, facts, here, packages)
 
     stop = threading.Event()
     executor = ThreadPoolExecutor(MAX_AT_ONCE, "taas-check")
@@ -539,7 +539,7 @@ def check(
         executor.shutdown(wait=False, cancel_futures=True)
 
 
-def check_facts(
+def check_host_facts(
     pool: PoolConfig,
     facts: HostFacts,
     here: KernelVersions,

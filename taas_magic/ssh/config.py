@@ -657,7 +657,7 @@ def login_refused_message(target: SshTarget, failure: AuthFailure) -> str:
 
     The message also says if there is no ssh agent, or if the agent does not answer.
     """
-    tried = [f"  {each.source!r}: {_why(each.result)}" for each in failure.result]
+    tried = [f"  {each.source!r}: {_refusal_text(each.result)}" for each in failure.result]
     if not tried:
         tried = ["  no key: there is none in ~/.ssh and no ssh agent has one"]
     if "SSH_AUTH_SOCK" not in os.environ:
@@ -675,7 +675,7 @@ def login_refused_message(target: SshTarget, failure: AuthFailure) -> str:
     )
 
 
-def _why(error: object) -> str:
+def _refusal_text(error: object) -> str:
     if isinstance(error, BadAuthenticationType):
         return f"the host takes only {', '.join(error.allowed_types)}"
     return str(error) if type(error) is SSHException else "refused"

@@ -131,7 +131,7 @@ class Connection:
             channel.settimeout(timeout_s)
             threading.Thread(target=_write_all, args=(channel, data), daemon=True).start()
             words = channel.recv_stderr, errors.append
-            reader = threading.Thread(target=_pump, args=words, daemon=True)
+            reader = threading.Thread(target=_copy_until_end, args=words, daemon=True)
             reader.start()
             try:
                 stdout = channel.makefile("rb").read()
@@ -347,7 +347,7 @@ def _open_stream(
     if target.proxy_command and target.jump is None:
         return _start_proxy_command(target.proxy_command, undo)
     if target.jump is None:
-        return _dial(target, deadline, silence_s, undo)
+        return _open_tcp(target, deadline, silence_s, undo)
     jump = connect(target.jump, deadline.stop, deadline.left_s, silence_s)
     undo.callback(jump.close)
     try:
@@ -389,10 +389,10 @@ def _end_proxy_command(program: "subprocess.Popen[bytes]") -> None:
     wait_or_kill(program, _END_S)
 
 
-def _dial(
+def _open_tcp(
     target: SshTarget, deadline: _Deadline, silence_s: float, undo: ExitStack
 ) -> socket.socket:
-    """Open a TCP connection to the host: try its addresses in limit, until one of them accepts.
+    """Open a TCP connection to the host: try its addresses in turn, until one of them accepts.
 
     Each address gets an equal part of the remaining time. After the connection is open, the system
     closes it if the host does not answer for `silence_s` seconds.
@@ -631,14 +631,14 @@ def _relay(channel: Channel, address: tuple[str, int]) -> None:
     with contextlib.suppress(*_ENDED), channel, socket.create_connection(address) as sock:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         back = threading.Thread(
-            target=_pump, args=(sock.recv, channel.sendall, channel.close), daemon=True
+            target=_copy_until_end, args=(sock.recv, channel.sendall, channel.close), daemon=True
         )
         back.start()
-        _pump(channel.recv, sock.sendall, lambda: sock.shutdown(socket.SHUT_RDWR))
+        _copy_until_end(channel.recv, sock.sendall, lambda: sock.shutdown(socket.SHUT_RDWR))
         back.join()
 
 
-def _pump(
+def _copy_until_end(
     read: Callable[[int], bytes],
     write: Callable[[bytes], Any],
     close: Callable[[], Any] = lambda: None,

@@ -156,7 +156,7 @@ def apply_rule(
         store, the result is `protection`.
     """
     scratch.mkdir(mode=0o700)
-    usual = [*_caches(), tempfile.gettempdir()]
+    usual = [*_cache_folders(), tempfile.gettempdir()]
     open_to_all = [*usual, run_folder, str(scratch)]
     if rehearsal is None:
         open_to_all += rule.shared
@@ -181,7 +181,7 @@ def apply_rule(
                 shared=rule.shared,
                 is_writer=writes,
                 refuses=rule.writes == "refuse",
-                ignored=[*_caches(), run_folder, str(scratch), *_NO_FILES],
+                ignored=[*_cache_folders(), run_folder, str(scratch), *_NO_FILES],
             )
         )
     elif rule.writes == "refuse":
@@ -267,7 +267,7 @@ _CACHE_VARIABLES = (
 _CACHES = (".cache", ".config", ".ipython", ".nv", ".triton")
 
 
-def _caches() -> list[str]:
+def _cache_folders() -> list[str]:
     """Return the libraries' folders for caches and settings, such as `~/.cache`.
 
     Every rank may write to these folders, even if they are inside the store.
@@ -377,11 +377,11 @@ def _renew_descriptors(store: str, writable: Sequence[str]) -> None:
         is_open_to_all = any(is_below(path, folder) for folder in writable)
         is_protected = is_below(path, store) and not is_open_to_all
         if stat.S_ISDIR(mode) or (is_protected and stat.S_ISREG(mode)):
-            _renew(descriptor, path)
+            _reopen_read_only(descriptor, path)
     os.chdir(os.getcwd())
 
 
-def _renew(descriptor: int, path: str) -> None:
+def _reopen_read_only(descriptor: int, path: str) -> None:
     """Replace a descriptor by a read-only one of the same path, number and offset.
 
     If the path cannot be opened, the descriptor becomes one of /dev/null.
@@ -523,8 +523,8 @@ def _restrict_by_landlock(folder: str, writable: Sequence[str]) -> None:
     size = ctypes.c_size_t(len(handled))
     rules = _landlock(_CREATE_RULESET, handled, size, ctypes.c_uint32(0))
     try:
-        for path in (*_siblings(folder), *writable):
-            _allow(rules, path, rights)
+        for path in (*_paths_beside(folder), *writable):
+            _allow_changes_below(rules, path, rights)
         _raise_if_negative(
             _LIBC.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "prctl(PR_SET_NO_NEW_PRIVS)"
         )
@@ -533,7 +533,7 @@ def _restrict_by_landlock(folder: str, writable: Sequence[str]) -> None:
         os.close(rules)
 
 
-def _siblings(folder: str) -> list[str]:
+def _paths_beside(folder: str) -> list[str]:
     """Return the paths of all entries beside `folder`, and beside each folder that contains it.
 
     Landlock allows changes in these entries. If this user may not list a folder, the result has no
@@ -551,7 +551,7 @@ def _siblings(folder: str) -> list[str]:
     return found
 
 
-def _allow(rules: int, path: str, rights: int) -> None:
+def _allow_changes_below(rules: int, path: str, rights: int) -> None:
     """Add a rule to a Landlock rule set: allow changes of `path` and of everything below `path`.
 
     Symbolic links, and paths that cannot be opened, get no rule. A path that is no folder gets only

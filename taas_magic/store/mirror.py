@@ -98,7 +98,7 @@ def reserve(store: str, owner: str, cache: Path | None = None) -> Mirror:
     try:
         cache.mkdir(mode=0o700, parents=True, exist_ok=True)
         _remove_old_mirrors(cache, time.time() - KEPT_S)
-        for folder in _candidates(cache, store, owner):
+        for folder in _mirror_paths(cache, store, owner):
             folder.mkdir(mode=0o700, exist_ok=True)
             with ExitStack() as opening:
                 if opening.enter_context(locked(folder / "lock", wait=False)):
@@ -109,7 +109,7 @@ def reserve(store: str, owner: str, cache: Path | None = None) -> Mirror:
     raise StoreError(f"all {MAX_MIRRORS} copies of the project store {store} in {cache} are in use")
 
 
-def _candidates(cache: Path, store: str, owner: str) -> Iterator[Path]:
+def _mirror_paths(cache: Path, store: str, owner: str) -> Iterator[Path]:
     """Yield the paths of the `MAX_MIRRORS` folders that may hold mirrors of a store on this host.
 
     The folders may not exist. Their names depend on the host's name. So two hosts that share a home
@@ -209,7 +209,7 @@ def _apply_manifest(mirror: Mirror, want: Manifest, send_request: SendRequest) -
         tree.make_folder(path)
     for path in folders:
         mirror.hashes.remember(path, FOLDER)
-    return list(_fetch(mirror, to_fetch, send_request))
+    return list(_fetch_files(mirror, to_fetch, send_request))
 
 
 def _copy_known_content(
@@ -282,7 +282,7 @@ def _copy(mirror: Mirror, entry: ManifestEntry, source: str) -> bool:
     return False
 
 
-def _fetch(
+def _fetch_files(
     mirror: Mirror, entries: Sequence[ManifestEntry], send_request: SendRequest
 ) -> dict[str, OSError]:
     """Fetch files from the notebook's side, and move them to their paths in the mirror.
@@ -388,7 +388,7 @@ class StoreUpdater:
             self._mirror.tree.make_folder(folder)
         known = self._mirror.hashes.has_hash  # also includes the folders made above
         new = [entry for entry in entries if not known(entry.path, entry.sha256)]
-        for path, error in _fetch(self._mirror, new, self._send_request).items():
+        for path, error in _fetch_files(self._mirror, new, self._send_request).items():
             if not isinstance(error, DamagedError):  # a changed file will be listed again
                 self._note(
                     f"{printable(path)} of another host is not copied here: {error.strerror}"

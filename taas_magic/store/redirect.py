@@ -152,7 +152,7 @@ class StoreView:
 
     def resolve(
         self,
-        decide: Callable[[str], str | None],
+        map_path: Callable[[str], str | None],
         path: Path,
         folder: int | None = None,
         *,
@@ -165,7 +165,7 @@ class StoreView:
         a folder that every rank may write; or this thread is already inside a redirected call.
 
         Args:
-            decide: Method that maps a path in the store to the path to use, such as
+            map_path: Method that maps a path in the store to the path to use, such as
                 `path_to_write`.
             folder: Descriptor of the folder at which a relative path starts (`dir_fd`).
             follow: Whether the call follows a symbolic link, if the last part of the path is one,
@@ -175,7 +175,7 @@ class StoreView:
             return None
         with self.without_redirection():
             store_path = self._locate(path, folder, follow)
-            return None if store_path is None else decide(store_path)
+            return None if store_path is None else map_path(store_path)
 
     def _locate(self, path: Path, folder: int | None, follow: bool) -> str | None:
         """Return the absolute path in the store that a file call's argument names.
@@ -698,7 +698,7 @@ def _replace_in_pathlib(name: str, real: _Call, call: _Call) -> None:
 
 def _redirect_path(
     view: StoreView,
-    decide: Callable[[str], str | None],
+    map_path: Callable[[str], str | None],
     path: Path,
     folder: int | None = None,
     *,
@@ -710,7 +710,7 @@ def _redirect_path(
     record the path if it is outside the store.
     """
     view.record_outside(path, folder)
-    redirected = view.resolve(decide, path, folder, follow=follow)
+    redirected = view.resolve(map_path, path, folder, follow=follow)
     return (path, folder) if redirected is None else (redirected, None)
 
 
@@ -767,14 +767,14 @@ def _call_on_existing(
     return _call_redirected(real, path, own_path, None, *args, **kw)
 
 
-def library_write_path(view: StoreView, decide: Callable[[str], str | None], path: Path) -> Path:
+def library_write_path(view: StoreView, map_path: Callable[[str], str | None], path: Path) -> Path:
     """Return the path that a library must write instead of `path`, or `path` itself.
 
     Args:
-        decide: Method that maps a path in the store to the path to write, such as
+        map_path: Method that maps a path in the store to the path to write, such as
             `StoreView.path_to_write`.
     """
-    redirected, _ = _redirect_path(view, decide, path, follow=True)
+    redirected, _ = _redirect_path(view, map_path, path, follow=True)
     return redirected
 
 
@@ -831,7 +831,7 @@ def _os_open(
 
 def _write(
     view: StoreView,
-    decide: Callable[[str], str | None],
+    map_path: Callable[[str], str | None],
     real: _Call,
     path: Path,
     *args: Any,
@@ -842,12 +842,12 @@ def _write(
     """Call `real` with the redirected path in place of `path`.
 
     Args:
-        decide: Method that maps a path in the store to the path to use, such as
+        map_path: Method that maps a path in the store to the path to use, such as
             `StoreView.path_to_write`.
         follow: Whether `real` follows a symbolic link at the end of `path`.
     """
     to_end = follow and kw.get("follow_symlinks", True)
-    redirected = _redirect_path(view, decide, path, dir_fd, follow=to_end)
+    redirected = _redirect_path(view, map_path, path, dir_fd, follow=to_end)
     return _call_redirected(real, path, *redirected, *args, **kw)
 
 

@@ -128,7 +128,7 @@ def warnings(rule: StoreRule, world_size: int) -> list[str]:
             f"of it, and hosts of other pools get a copy, except files that may hold secrets; "
             f"{_ANOTHER}"
         )
-    if world_size > 1 and (links := _links_out(rule.path)):
+    if world_size > 1 and (links := _find_links_out(rule.path)):
         more = f" and {len(links) - 1} more" if len(links) > 1 else ""
         found.append(
             f"{links[0]}{more} lead{'s' * (not more)} out of the project store, so ranks other "
@@ -137,7 +137,7 @@ def warnings(rule: StoreRule, world_size: int) -> list[str]:
     return found
 
 
-def _links_out(store: str) -> list[str]:
+def _find_links_out(store: str) -> list[str]:
     """Return symbolic links through which a rank could write outside the store.
 
     Each item has the form "LINK -> TARGET". The target is an existing writable file or folder. The
@@ -158,8 +158,8 @@ def _links_out(store: str) -> list[str]:
 
 def _leads_out(link: str, store: str) -> bool:
     target = os.path.realpath(link)
-    is_place = os.path.isdir(target) or os.path.isfile(target)
-    return is_place and not is_below(target, store) and os.access(target, os.W_OK)
+    exists = os.path.isdir(target) or os.path.isfile(target)
+    return exists and not is_below(target, store) and os.access(target, os.W_OK)
 
 
 def _try_to_write(store: str) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from taas_magic.capture import modules
-from taas_magic.capture.modules import find_local_modules, install, is_local, local_folders
+from taas_magic.capture.modules import find_local_modules, install_modules, is_local, local_folders
 from taas_magic.errors import CaptureError
 
 
@@ -170,7 +170,7 @@ def test_a_rank_imports_the_shipped_text(project: Path, clean_imports: None) -> 
         "pack.two", str(project / "pack/two.py"), "def fail():\n    raise ValueError\n", False
     )
     (project / "alone.py").write_text("value = 'edited since'\n")
-    install(shipped)
+    install_modules(shipped)
     assert importlib.import_module("uses_alone").f() == 1
     one = importlib.import_module("pack.one")
     assert (one.x, one.__package__, one.__file__) == (3, "pack", str(project / "pack/one.py"))
@@ -185,15 +185,15 @@ def test_data_files_of_a_package_are_found(project: Path, clean_imports: None) -
     from importlib import resources
 
     (project / "pack/table.txt").write_text("rows")
-    install(find_local_modules(["pack"], project))
+    install_modules(find_local_modules(["pack"], project))
     importlib.import_module("pack")
     assert resources.files("pack").joinpath("table.txt").read_text() == "rows"
 
 
 def test_installing_again_replaces_what_was_installed(project: Path, clean_imports: None) -> None:
     before = len(sys.meta_path)
-    install(find_local_modules(["alone"], project))
-    install({})
+    install_modules(find_local_modules(["alone"], project))
+    install_modules({})
     assert len(sys.meta_path) == before + 1
     with pytest.raises(ImportError):
         importlib.import_module("alone")
@@ -208,7 +208,7 @@ def test_a_stale_bytecode_file_never_wins(project: Path, tmp_path: Path) -> None
     source = """
         import os, sys
         from pathlib import Path
-        from taas_magic.capture.modules import find_local_modules, install
+        from taas_magic.capture.modules import find_local_modules, install_modules
         project = Path(sys.argv[1])
         sys.path.insert(0, str(project))
         import alone
@@ -220,7 +220,7 @@ def test_a_stale_bytecode_file_never_wins(project: Path, tmp_path: Path) -> None
         import alone
         fooled = alone.value
         del sys.modules["alone"]
-        install(find_local_modules(["alone"], project))
+        install_modules(find_local_modules(["alone"], project))
         import alone
         print(fooled, alone.value)
     """

@@ -49,10 +49,12 @@ def test_the_return_value_of_main_is_written_to_a_file(
 def test_the_configuration_of_apps_arrives_unchanged() -> None:
     import tomli
 
-    from taas_magic.federation.programs import _bundle
+    from taas_magic.federation.programs import _pyproject_text
 
     told = {"text": 'a "b" \n😀', "small": 1e-7, "bound": math.inf, "is": True, "count": -3}
-    config = tomli.loads(_bundle({**told, "none": math.nan}))["tool"]["flwr"]["app"]["config"]
+    config = tomli.loads(_pyproject_text({**told, "none": math.nan}))["tool"]["flwr"]["app"][
+        "config"
+    ]
     assert math.isnan(config.pop("none")) and config == told
 
 

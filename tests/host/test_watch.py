@@ -14,7 +14,7 @@ from taas_magic.host.watch import (
     Deadline,
     RankState,
     Verdict,
-    decide,
+    decide_verdict,
     describe_failure,
     failed_ranks,
     first_failure,
@@ -30,22 +30,22 @@ def ranks(**of_rank_1: Any) -> list[RankState]:
 
 
 def test_running_ranks_give_no_verdict() -> None:
-    assert decide(ranks(), now=1000.0) is None
+    assert decide_verdict(ranks(), now=1000.0) is None
 
 
 def test_a_host_succeeds_only_if_all_its_ranks_have_ended() -> None:
-    assert decide(ranks(finished=True, exitcode=0), now=1.0) is None
+    assert decide_verdict(ranks(finished=True, exitcode=0), now=1.0) is None
     done = [
         RankState(0, 10, finished=True, exitcode=0),
         RankState(1, 11, finished=True, exitcode=0),
     ]
-    assert decide(done, now=1.0) == Verdict("SUCCEEDED")
+    assert decide_verdict(done, now=1.0) == Verdict("SUCCEEDED")
 
 
 def test_a_failure_is_final_only_after_a_moment_for_further_failures() -> None:
     failed = ranks(failed_at=5.0)
-    assert decide(failed, now=5.0 + FURTHER_FAILURES_S / 2) is None
-    assert decide(failed, now=5.0 + FURTHER_FAILURES_S) == Verdict("FAILED", "rank")
+    assert decide_verdict(failed, now=5.0 + FURTHER_FAILURES_S / 2) is None
+    assert decide_verdict(failed, now=5.0 + FURTHER_FAILURES_S) == Verdict("FAILED", "rank")
 
 
 def test_a_failure_is_final_at_once_if_all_ranks_have_ended() -> None:
@@ -53,7 +53,7 @@ def test_a_failure_is_final_at_once_if_all_ranks_have_ended() -> None:
         RankState(0, 10, finished=True, exitcode=0),
         RankState(1, 11, failed_at=5.0, exitcode=1),
     ]
-    assert decide(gone, now=5.0) == Verdict("FAILED", "rank")
+    assert decide_verdict(gone, now=5.0) == Verdict("FAILED", "rank")
 
 
 @pytest.mark.parametrize(
@@ -64,13 +64,13 @@ def test_a_rank_that_left_or_is_stopped_fails_the_run_only_after_a_grace_period(
     field: str, grace_s: float, cause: str
 ) -> None:
     state = ranks(**{field: 10.0})
-    assert decide(state, now=10.0 + grace_s - 0.1) is None
-    assert decide(state, now=10.0 + grace_s) == Verdict("FAILED", cause)
+    assert decide_verdict(state, now=10.0 + grace_s - 0.1) is None
+    assert decide_verdict(state, now=10.0 + grace_s) == Verdict("FAILED", cause)
 
 
 def test_the_deadline_ends_a_run() -> None:
-    assert decide(ranks(), now=9.9, deadline=10.0) is None
-    assert decide(ranks(), now=10.0, deadline=10.0) == Verdict("FAILED", "timeout")
+    assert decide_verdict(ranks(), now=9.9, deadline=10.0) is None
+    assert decide_verdict(ranks(), now=10.0, deadline=10.0) == Verdict("FAILED", "timeout")
 
 
 def test_the_deadline_moves_while_a_rank_waits_for_the_user() -> None:
@@ -89,11 +89,13 @@ def test_the_deadline_moves_while_a_rank_waits_for_the_user() -> None:
 
 
 def test_an_interrupted_run_ends_with_its_ranks_or_after_a_grace_period() -> None:
-    assert decide(ranks(failed_at=1.0), now=2.0, interrupted_at=1.0) is None
+    assert decide_verdict(ranks(failed_at=1.0), now=2.0, interrupted_at=1.0) is None
     over = 1.0 + INTERRUPT_GRACE_S
-    assert decide(ranks(), now=over, interrupted_at=1.0) == Verdict("INTERRUPTED", "interrupt")
+    assert decide_verdict(ranks(), now=over, interrupted_at=1.0) == Verdict(
+        "INTERRUPTED", "interrupt"
+    )
     gone = [RankState(0, 10, exitcode=1), RankState(1, 11, exitcode=-2)]
-    assert decide(gone, now=1.1, interrupted_at=1.0) == Verdict("INTERRUPTED", "interrupt")
+    assert decide_verdict(gone, now=1.1, interrupted_at=1.0) == Verdict("INTERRUPTED", "interrupt")
 
 
 def test_a_cause_is_listed_before_an_earlier_consequence() -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from taas_magic.config import PoolConfig
 from taas_magic.errors import PoolError
-from taas_magic.setup.facts import Shell, Shells, check, this_kernel
+from taas_magic.setup.facts import Shell, Shells, check_hosts, this_kernel
 from taas_magic.setup.install import packages_needed
 from tests.eventually import HUNG_S
 from tests.rig.subshell import SubShell
@@ -48,12 +48,12 @@ def test_hosts_are_asked_at_the_same_time(pools: list[PoolConfig], tmp_path: Pat
         }
 
     here = this_kernel()
-    rows = check(pools, shells, here, packages_needed(), str(tmp_path))[-3:]
+    rows = check_hosts(pools, shells, here, packages_needed(), str(tmp_path))[-3:]
     assert [(row.host, row.is_fit) for row in rows] == [("a", True), ("b", False), ("c", True)]
     assert rows[1].facts is None and rows[1].problems[0].what == "no route"
     assert rows[0].facts is not None and rows[0].facts.sees_store
     if len(pools) > 1:
-        (local,) = check(pools[:1], shells, here, packages_needed())
+        (local,) = check_hosts(pools[:1], shells, here, packages_needed())
         assert local.is_fit and local.facts and local.facts.taas_digest == here.taas_digest
 
 
@@ -71,5 +71,5 @@ def test_an_interrupt_stops_all_connections(tmp_path: Path) -> None:
         yield
 
     with pytest.raises(KeyboardInterrupt):
-        check([POOL], shells, this_kernel(), {})
+        check_hosts([POOL], shells, this_kernel(), {})
     assert stopped[0].is_set()
