@@ -706,8 +706,8 @@ class _StoredParts:
     def store_part(self, part: Any, is_shared: bool = False) -> Part:
         """Store a part in the farm's process if it is shared or larger than `INLINE_BYTES`.
 
-        An equal part that is stored already is used again. Each call counts one more user of a
-        stored part; `drop` releases it. If an exception or an interrupt ends the transfer of a new
+        An equal part that is stored already is used again. Each call adds 1 to the part's number of
+        users, and `drop` subtracts 1. If an exception or an interrupt ends the transfer of a new
         part, the farm's process removes this part.
 
         Args:

@@ -245,8 +245,9 @@ class NodeManager(SchedulerPlugin):
     def _needed_nodes(self) -> int:
         """Return the number of nodes that the farm should have now.
 
-        With this number, all unfinished jobs can run at the same time, and no node that runs a job
-        must end. But the result is always within the farm's limits (`least` to `most`).
+        The number is large enough to run all unfinished jobs at the same time. It is at least the
+        number of nodes that run a job now, so that the farm ends no such node. But the result is
+        always within the farm's limits (`least` to `most`).
         """
         waiting = ("queued", "no-worker", "processing", "waiting")
         jobs = sum(task.state in waiting for task in self._scheduler.tasks.values())

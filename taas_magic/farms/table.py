@@ -38,8 +38,8 @@ class JobState:
         runs: Whether a node runs the job. Not updated when the job has ended.
         took_s: Seconds that the function took; 0 until the function has returned.
         outcome: Future of the result or the exception. If several threads set it, the first wins.
-        ended: Cache of the final value of `state`, because a table of many jobs reads `state`
-            often. None until the job has ended; then "" until `state` is read for the first time.
+        ended: None until the job ends. Then the final value of `state`, or "" if `state` was not
+            read since the end. This cache makes a table of many jobs fast.
     """
 
     name: str
@@ -148,7 +148,9 @@ class FarmState:
     def eta_s(self) -> float | None:
         """Estimate the seconds until all jobs have ended, from the mean time of jobs that returned.
 
-        The estimate assumes that the present nodes always run jobs in all their slots.
+        The estimate assumes that each remaining job takes this mean time, and that each ready node
+        runs `slots` jobs at a time until the end. A job that is running counts as a whole job. If
+        no node is ready, the estimate assumes one slot.
 
         Returns:
             The estimate. None if no job has returned yet, or if no job is queued or running.

@@ -156,7 +156,7 @@ def _wait_for_key(tcp_store: TCPStore, key: str) -> str:
     """Wait until another rank has set `key` in the run's TCPStore, and return the value.
 
     There is no time limit, because a host may copy a large project store before its rank starts. If
-    a rank fails before it has set its key, the pool ends the run, and so also the calling process.
+    a rank fails before it has set its key, the pool ends all ranks of the run, including this one.
     """
     while not tcp_store.check([key]):
         time.sleep(CHECK_S)

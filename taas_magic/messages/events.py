@@ -544,10 +544,10 @@ class Lines(RankEvent, tag="lines", kw_only=True):
 
 
 class LinesDropped(RankEvent, tag="dropped", kw_only=True):
-    """Event of an agent: the number of lines and bytes of a rank's output that it did not send.
+    """Event of an agent: how many lines of a rank's output the agent has dropped, and their bytes.
 
-    The rank wrote more lines than the agent may send at once (`LogBudget`). The rank's log file on
-    disk has all lines.
+    The rank wrote more lines than the agent may send to the notebook (`LogBudget`). The rank's log
+    file on disk has all lines.
     """
 
     lines: int
@@ -697,8 +697,9 @@ _decode_event: Callable[[bytes], Event] = msgspec.json.Decoder(AnyEvent).decode
 def decode_event(packed: bytes) -> Event:
     """Decode an event from JSON, and remove terminal control sequences from its texts.
 
-    JSON has control characters only as escapes, except those above ASCII and DEL. Without any of
-    them, there is nothing to remove, and the function skips the slow search.
+    If `packed` has only ASCII characters, no backslash and no DEL, this function skips the slow
+    search for control sequences. Such JSON has no control characters, because JSON escapes control
+    characters below 32 by a backslash.
 
     Raises:
         msgspec.DecodeError: `packed` is not the JSON of an event.

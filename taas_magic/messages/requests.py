@@ -124,8 +124,8 @@ class SessionState(Struct, kw_only=True):
         error: Reason why the kernel cannot take the session over; "" on success.
         cells: Number of cells that the session has begun.
         fetchers: Number of fetchers that the session's cells have started.
-        cell: Run id of the running cell. If no cell is running, the run id of the last cell during
-            which the session lost its kernel; "" if there is no such cell.
+        cell: Run id of the running cell. Without a running cell: run id of the last cell that has
+            lost its kernel since the last takeover, or "" if no cell has.
     """
 
     error: str = ""
@@ -165,7 +165,7 @@ class AllowRestarts(Request[None]):
     """Request of a kernel to the pool of a session's fetchers: the session runs its next cell.
 
     During the next cell, the fetchers of each earlier cell may restart once. If all fetchers of an
-    earlier cell have ended before, these fetchers restart at once.
+    earlier cell have already ended unexpectedly, they restart when this request arrives.
 
     Attributes:
         session: Run id of the session.

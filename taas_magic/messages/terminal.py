@@ -69,8 +69,9 @@ def cleaned(value: _T) -> _T:
 
     Call this function on each decoded value that people will read. Structs are changed in place.
 
-    Strings also lose line breaks and colours, except in the fields in `_COLOURED` and `_BLOCKS`. In
-    a `Display`, only plain text is changed, because terminals do not show other media types.
+    Strings also lose line breaks and colours, with two exceptions: fields in `_BLOCKS` keep both,
+    and fields in `_COLOURED` keep colours. In a `Display`, only plain text is changed, and it keeps
+    both. Terminals do not show the other media types.
     """
     return _cleaned(value, _harmless_word)  # type: ignore[no-any-return]
 
@@ -96,11 +97,15 @@ def _cleaned(value: Any, clean: Callable[[str], str]) -> Any:
 
 
 def _cleaned_field(struct: Struct, name: str) -> Any:
-    """Return the cleaned value of the field `name` of a struct.
+    """Return the value of the field `name` of a struct without terminal control sequences.
 
-    `Display.metadata` does not change. Of `Display.data`, only plain text changes, and keeps line
-    breaks and colours. Fields in `_BLOCKS` keep line breaks and colours, and fields in `_COLOURED`
-    keep colours. All other fields keep neither.
+    The field decides what else is removed:
+
+    - A field in `_BLOCKS` keeps line breaks and colours.
+    - A field in `_COLOURED` keeps colours, but loses line breaks.
+    - In `Display.data`, only the plain text is cleaned. It keeps line breaks and colours.
+    - `Display.metadata` is returned unchanged.
+    - All other fields lose line breaks and colours.
     """
     value, where = getattr(struct, name), f"{type(struct).__name__}.{name}"
     if where == "Display.metadata":

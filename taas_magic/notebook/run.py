@@ -347,9 +347,10 @@ class RunFetchers:
             interrupts.wait_for(lambda: self._close(is_detached), max_interrupts=2)
 
     def _close(self, is_detached: bool) -> None:
-        """End the fetchers. If `is_detached`, only stop receiving their events.
+        """Stop receiving the fetchers' events. Unless `is_detached` is True, kill the fetchers.
 
-        Also end the thread that forwards events to the ranks' pool, and wait for its end.
+        A kill also ends the wait for the fetchers' hosts. In both cases, end the thread that
+        forwards events to the ranks' pool, and wait for its end.
         """
         if not is_detached:
             self._kill()

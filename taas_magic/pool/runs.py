@@ -495,8 +495,8 @@ class Share(ABC):
         If `halt` is called during the start, send `Halt` to this host again after the start.
 
         Args:
-            is_next_attempt: Whether the host also ran the previous attempt, so that it must first
-                clean up after this attempt.
+            is_next_attempt: Whether the host also ran the previous attempt. If True, the host first
+                cleans up after the previous attempt.
             facts: Fields of the host's `ShareSpec` that only a share of ranks has.
 
         Returns:

@@ -179,10 +179,11 @@ class PackageFolder:
 
 
 def needed_package_folders(facts: HostFacts, here: KernelVersions) -> list[PackageFolder]:
-    """Return the package folders that a host needs on PYTHONPATH, whether or not it has them.
+    """Return the package folders that the agent of a host needs on its PYTHONPATH.
 
-    If the host lacks dependencies of taas-magic, the result has one folder for them. If the host's
-    files of taas-magic differ from this machine's files, the result has a folder for taas-magic.
+    If the host's Python lacks dependencies of taas-magic, the result has one folder for them. If
+    the host's Python has no taas-magic, or has other files of it than this machine, the result has
+    a folder for taas-magic. A folder is in the result even if it is already on the host.
     """
     package_folders = []
     missing = find_missing_packages(packages_needed(), facts)
