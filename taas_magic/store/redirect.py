@@ -101,7 +101,8 @@ class StoreView:
     def path_to_change(self, store_path: str, *, folder: bool = False) -> str | None:
         """Return the path to change instead of `store_path`; None to change `store_path` itself.
 
-        A change is a removal, or a call such as `os.chmod`. For rank 0, the result is always None.
+        A change is a removal, or a call such as `os.chmod`. In a real run, rank 0's changes are
+        neither redirected nor reported.
 
         Args:
             folder: Whether the call accepts only folders, as `os.rmdir` does.
@@ -293,14 +294,15 @@ class DiscardingView(StoreView):
         """Return whether `path` is in the part of the scratch folder that mirrors the store."""
         return is_below(path, self._tree)
 
-    def path_to_write(self, store_path: str, *, needs_content: bool = False) -> str | None:
+    def path_to_write(self, store_path: str, *, needs_content: bool = False) -> str:
         """Return the path in the scratch folder that a call must write instead of `store_path`.
 
         Make the missing parent folders in the scratch folder, and record the write. From now on,
         calls that read also find the rank's own versions of files.
 
         Args:
-            needs_content: Whether to first copy the existing file to the scratch folder.
+            needs_content: Whether to first copy the store's file to the returned path, if the rank
+                has no own version of the file yet.
 
         Raises:
             PermissionError: The file is a shard of a checkpoint, or is too large to be copied.
@@ -428,7 +430,7 @@ class RehearsalView(DiscardingView):
         for path in shared:
             os.makedirs(self._rehearsal_path(path), exist_ok=True)
 
-    def path_to_write(self, store_path: str, *, needs_content: bool = False) -> str | None:
+    def path_to_write(self, store_path: str, *, needs_content: bool = False) -> str:
         """Return the path in the rehearsal or scratch folder to write instead of `store_path`.
 
         Raises:
@@ -1106,8 +1108,8 @@ def _redirect_torch_maps(view: StoreView) -> None:
     """Redirect `torch.from_file`, which maps a file into memory.
 
     A shared map uses the path to write; any other map uses the path to read. With a
-    `DiscardingView`, a file of the store is always mapped privately, because writes to a shared map
-    would change the file. If the rank has its own version of the file, this does not apply.
+    `DiscardingView`, a file of the store is always mapped privately if the rank has no own version
+    of the file. Reason: writes to a shared map would change the file in the store.
     """
     import torch
 
