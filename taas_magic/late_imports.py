@@ -41,13 +41,12 @@ class _Finder(MetaPathFinder):
         """Return the spec of this finder's module, with a loader that calls the finder's function.
 
         The spec and its loader come from the later finders. This method replaces the loader's
-        method `exec_module`. The replacement first undoes itself, and then executes the module.
-        If this finder is still in `sys.meta_path` after that, the replacement removes this finder
-        from there and calls the finder's function.
+        method `exec_module`. The new method restores the old one, and executes the module. If this
+        finder is still in `sys.meta_path`, the new method then removes this finder from there and
+        calls the finder's function. A spec without a loader is returned unchanged.
 
-        Return None if `fullname` is another module, or if this finder is no longer in
-        `sys.meta_path`. Then the import system asks the later finders. Also return None if no later
-        finder finds the module.
+        Return None in three cases: `fullname` is another module; this finder is no longer in
+        `sys.meta_path`; or no later finder finds the module.
         """
         if fullname != self._name or self not in sys.meta_path:
             return None

@@ -152,7 +152,8 @@ class Prefill(Struct, frozen=True):
 
     Attributes:
         amount: Number of bytes or batches, over all fetchers and loaders; 0 if `unit` is "all".
-        unit: "bytes", "batches", or "all" for all data within the bound of `--units`.
+        unit: Unit of `amount`, "bytes" or "batches"; or "all" for all data up to the limit that
+            `--units` sets.
     """
 
     amount: int

@@ -185,9 +185,10 @@ def _is_short(name: str) -> bool:
 def _reference(loader: Any, is_named: bool) -> Callable[[], Any]:
     """Return a function that returns the loader, or None once the loader has been deleted.
 
-    If the user gave the loader no name, the function has only a weak reference to the loader. So if
-    a cell replaces the loader by a new one, the registration does not keep the old loader's data in
-    memory. If the loader's type allows no weak references, the function has a normal reference.
+    If the user gave the loader a name, the function has a normal reference to the loader, and never
+    returns None. So does the function if the loader's type allows no weak references. Otherwise,
+    the function has only a weak reference. So if a cell replaces the loader by a new one, the
+    registration does not keep the old loader's data in memory.
     """
     if not is_named:
         with contextlib.suppress(TypeError):  # some types allow no weak references
@@ -524,8 +525,9 @@ def _length(value: Any) -> int | None:
 def _may_vary(parts: "LoaderParts") -> bool:
     """Return whether the loader's number of batches may change from epoch to epoch.
 
-    The number may change if a sampler is of a class that is not torch's, or if the dataset has a
-    method `set_epoch`. Without a sampler, the result is False.
+    If the loader has neither a sampler nor a batch sampler, return False. Otherwise, the number may
+    change in two cases: the class of a sampler is not torch's (`_has_own_sampler`), or the dataset
+    has a method `set_epoch`.
     """
     has_sampler = parts.sampler is not None or parts.batch_sampler is not None
     return has_sampler and (_has_own_sampler(parts) or _has_method(parts.dataset, "set_epoch"))

@@ -60,7 +60,8 @@ class ChangeDetector:
         out: Variables listed in `--out`. Their new values return to the notebook, so they are not
             compared. But classes are compared, because the notebook keeps its own class.
         stores: Names that the cell, or a captured function, sets or deletes. For such a name, the
-            old object is compared, not the object that the cell assigns to the name.
+            old object is compared, not the object that the cell assigns to the name. An old object
+            that allows no weak reference, such as a list, is not compared.
         updates: Names in `stores` whose new value the cell computes from the old value
             (`total += 1`), or that a captured function sets. If the old value is plain data or an
             array, the old value is compared with the new value.
@@ -119,10 +120,11 @@ class ChangeDetector:
     def _changed(self, namespace: Mapping[str, Any]) -> list[str]:
         """Return the names whose values have changed since the constructor was called.
 
-        If the cell assigns another object to a name (`stores`), compare the name's old object; skip
-        the name if the old object no longer exists. For other names, compare the value in
-        `namespace`; skip names that `namespace` lacks. Also skip a name if digesting its value
-        fails or would exceed the cost limit.
+        For a name in `stores`, compare the old object, because the cell assigns another object to
+        the name. Skip the name if the old object no longer exists. For any other name, and for
+        plain data and arrays in `updates`, compare the value in `namespace`. Skip names that
+        `namespace` lacks. Also skip a name if digesting its value fails or would exceed the cost
+        limit.
         """
         found = []
         budget = _Budget()
@@ -217,12 +219,12 @@ class _DescriptionPickler(pickle.Pickler):
     def reducer_override(self, obj: Any) -> Any:
         """Reduce an object to the parts that `_description` returns. Called by pickle.
 
-        First subtract the cost of the object from the budget. Reduce an object that `--out` returns
-        to the notebook to a constant.
+        First subtract the cost of the object from the budget. If `--out` returns the object to the
+        notebook, a constant replaces the parts.
 
         Returns:
-            The function `_placeholder` and its arguments, which are the object's parts.
-            NotImplemented if pickle's own rules apply.
+            The function `_placeholder` and its arguments, which are the object's parts or the
+            constant. NotImplemented if pickle's own rules apply.
 
         Raises:
             _TooCostlyError: The cost of all objects so far exceeds the limit `_BUDGET`.

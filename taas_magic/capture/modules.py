@@ -479,12 +479,14 @@ def _constants(tree: ast.Module) -> dict[str, Any]:
 
 
 def _imported_by(node: ast.AST, package: str = "") -> Iterator[str]:
-    """Yield the names of the modules that an import statement may load.
+    """Yield the names of the modules that an import statement may load; none for other nodes.
 
-    For `from x import y`, these are both `x` and `x.y`. For other statements, yield nothing.
+    For `import x.y`, yield `x.y`. For `from x import y`, yield `x` and `x.y`, because `y` may be a
+    module. For `from x import *`, yield only `x`.
 
     Args:
-        package: Package from which relative imports start; if "", skip relative imports.
+        package: Package from which relative imports start; if "", skip relative imports. Also skip
+            a relative import that leads out of the top-level package.
     """
     if isinstance(node, ast.Import):
         yield from (alias.name for alias in node.names)
@@ -508,10 +510,13 @@ def needed_modules(
 ) -> tuple[str, ...]:
     """Return the top-level modules that must be installed on every host that runs a cell.
 
-    The result has the imports of the cell, the top-level imports of the `sent` modules, and
-    the modules in `referred`. Imports that may be skipped do not count: imports in `if`, `while` or
-    `match`, or in a `try` with handlers. Leave out the project's own modules, the standard library,
-    and modules that every rank has.
+    The result has the imports of the cell, the imports of the `sent` modules outside functions, and
+    the modules in `referred`. Leave out the project's own modules, the standard library, and
+    modules that every rank has.
+
+    An import in `if`, `while` or `match`, or in a `try` with handlers, may be skipped, so it does
+    not count. If the cell or a text in `texts` imports a module only in such a place, the module
+    does not count in `referred`, either.
 
     Args:
         cell: Python source of the cell.
@@ -562,7 +567,7 @@ def _is_entered(node: ast.AST, functions: bool, branches: bool) -> bool:
 def _is_installed(name: str) -> bool:
     """Return whether the import system finds a module on this machine.
 
-    Return False for a module that exists only in `sys.modules`, because a program made it.
+    A module that a program made exists only in `sys.modules`. For such a module, return False.
     """
     try:
         return importlib.util.find_spec(name) is not None

@@ -204,10 +204,12 @@ class UsedNames:
     A name is used if a statement may read it before the cell has certainly assigned it. The names
     that the cell has certainly assigned are in `_defined`.
 
-    The code of a function may run as soon as a statement reads the function's name. Until then, the
-    names that the function's code reads are in `_later`. When a statement reads the function's
-    name, these names become used names, and are added to `_awaited`. If the cell later defines a
-    function whose name is in `_awaited`, the names that this function reads are used at once.
+    The names that a function's code reads are used as soon as a statement reads the function's
+    name, because the function may be called from then on. Until then, they are in `_later`.
+
+    Such a function may also call a function that the cell defines only afterwards. So the names
+    that its code reads are added to `_awaited`. If the cell then defines a function whose name is
+    in `_awaited`, the names in the code of this function are used at once.
 
     Attributes:
         why: Reason for the capture of each used name, for messages.

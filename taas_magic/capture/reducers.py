@@ -334,9 +334,10 @@ def _current_namespace() -> dict[str, Any]:
 def notebooks_own(name: str, fallback: Copy | None = None) -> Any:
     """Return the variable `name` of the namespace into which a pickle is loaded. Called by pickle.
 
-    Two kinds of pickles contain only the name of a function, class or sentinel. When the kernel
-    loads a result, the notebook has the object. When a rank of a session loads a value, the rank
-    has the object. If the namespace does not have the variable, load the copy in `fallback`.
+    A pickle contains only the name of a function, class or sentinel if the loading process has the
+    object already. This process is the kernel, which loads results, or a rank of a session, which
+    loads values of the notebook. If the namespace does not have the variable, load the copy in
+    `fallback`.
 
     Raises:
         CaptureError: The namespace does not have the variable, and there is no copy.

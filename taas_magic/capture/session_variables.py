@@ -137,9 +137,10 @@ class RankVariables:
 
         Args:
             variables: Digests of the ranks' variables, as in `owned`.
-            code: Names of the ranks' functions, classes and modules, which have no digests. A cell
-                may use such a name. If the notebook has a variable of this name, this kernel then
-                sends the variable, which replaces the function, class or module in the ranks.
+            code: Names of the ranks' functions, classes and modules, which have no digests. If a
+                cell uses such a name, and the notebook has a variable of this name, this kernel
+                sends the variable. The variable then replaces the function, class or module in the
+                ranks.
         """
         self.owned |= variables
         self._code = set(code)
@@ -291,8 +292,8 @@ class RankVariables:
         """Record the variables that a cell assigned and deleted on a rank.
 
         First remove the deleted names from this record. From now on, the assigned names belong to
-        the ranks: the kernel does not send the notebook's values of these names. Also record the
-        names that assigned functions and classes read.
+        the ranks: the kernel does not send the notebook's values of these names. If an assigned
+        variable is a function or class of the cell, also record which names its code reads.
 
         Args:
             choice: The variables that were sent for this cell.
@@ -433,11 +434,12 @@ def _shared_ids(
 ) -> dict[str, set[int]]:
     """Return the ids of the objects in each candidate that other variables may also contain.
 
-    The result is a dict by the name of the candidate. A value also contains the objects in its
-    class, and in the functions that it needs. If this class or function is a candidate itself, the
-    ids of these objects are left out of the value's entry. Otherwise, all instances of the class
-    would have to be sent together. This is not necessary: in the ranks, all instances have the same
-    class, even if they were sent for different cells.
+    The result is a dict by the name of the candidate. A value may need classes and functions, such
+    as its own class, whose objects are then in the value's pickle. If such a class or function is
+    a candidate itself, its objects are left out of the value's entry. Otherwise, all instances of
+    the class would have to be sent together. This is not necessary: in the ranks, all instances
+    have the same class, even if they were sent for different cells. Entries of classes and
+    functions are complete.
     """
     definitions = {
         name: set(one.shared)

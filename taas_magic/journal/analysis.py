@@ -296,8 +296,8 @@ class LoaderUse:
             fetcher has as many workers as now. Infinite if each fetcher has a host to itself, or if
             the number of cores is unknown.
         crosses: Whether fetchers and ranks are on more than one host.
-        receive_cpu_fraction: The fraction of the time for receiving batches, in the ranks, that was
-            CPU time.
+        receive_cpu_fraction: The fraction of the ranks' time for receiving batches that was CPU
+            time.
         mb_per_s: Mean MB/s that all ranks together received.
     """
 

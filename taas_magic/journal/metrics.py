@@ -96,8 +96,9 @@ def _mean_point(points: Sequence[tuple[int, float]]) -> tuple[int, float]:
 def _mean(values: Sequence[float]) -> float:
     """Return the mean of the finite values; NaN if there are none.
 
-    The sum of large values would be infinite, so the function adds fractions of the values. Without
-    the limits, rounding would make the curve of a constant uneven.
+    The sum of large values would be infinite, so the function adds fractions of the values. The
+    result is limited to the range of the values. Otherwise, rounding would make the curve of a
+    constant uneven.
     """
     known = [value for value in values if math.isfinite(value)]
     if not known:
@@ -231,9 +232,10 @@ def read(folder: Path) -> Any:
 
     Returns:
         A pandas DataFrame with the columns `step`, `rank`, `time` and the metrics; a dict of lists
-        with the same columns if pandas is not installed. A metric with the name of one of the first
-        three columns has an underscore appended, as in `time_`. So has a metric whose name is such
-        a name with underscores: the column of the metric `time_` is `time__`.
+        with the same columns if pandas is not installed. If a metric has the name of one of the
+        first three columns, its column gets an underscore at the end: the column of the metric
+        `time` is `time_`. So that the columns stay unique, the column of a metric `time_` is always
+        `time__`, and so on.
     """
     found: dict[tuple[int, int], dict[str, Any]] = {}
     names: dict[str, None] = {}

@@ -64,8 +64,8 @@ class JournalReader:
         """Return the event of the run's end if it is the journal's last event, else None.
 
         Args:
-            whole: Whether to search the whole journal if its last event is another event. Then
-                return the newest event of an end. This search takes longer.
+            whole: Whether to search the whole journal if its last event is another event. If so,
+                return the last event of a run's end in the journal. This search takes longer.
         """
         last = self.last()
         if isinstance(last, RunEnded) or not whole:

@@ -283,8 +283,8 @@ def writable_folders(store: str, writable: Iterable[str], protection: StoreProte
     would fail, and the rank would get a weaker protection.
 
     A process under Landlock cannot make entries directly in a folder that contains the store. So
-    for Landlock, this function also makes the missing folders of `writable` that are to be in such
-    a folder. These folders are outside the store, so they are not in the result.
+    for Landlock, this function also makes a missing folder of `writable` if its parent folder
+    contains the store. Such a folder is outside the store, so it is not in the result.
 
     Args:
         writable: Paths of the folders that the process may write, inside or outside the store.

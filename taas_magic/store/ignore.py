@@ -168,9 +168,9 @@ class IgnoreRules:
         return bool(getattr(next(matching, None), "include", False))
 
     def leaves_out_file_or_folder(self, path: str) -> bool:
-        """Return whether an ignore rule would match `path` if it is a file, or if it is a folder.
+        """Return whether an ignore rule excludes `path` as a file, as a folder, or as both.
 
-        Use this method if the caller does not know which of the two `path` is.
+        Use this method if the caller does not know whether `path` is a file or a folder.
         """
         return self.leaves_out(path) or self.leaves_out(path, folder=True)
 

@@ -66,9 +66,10 @@ CALLS = (
 def install(view: StoreView) -> None:
     """Permanently replace the functions in `CALLS` by functions that redirect their paths.
 
-    If a module is not imported yet, replace its functions as soon as it is imported. Replace
-    functions that only read only if the view is a `DiscardingView`: only a rank with such a view
-    may have its own versions of the store's files, in its scratch folder.
+    If a module is not imported yet, replace its functions as soon as it is imported.
+
+    Functions that read but never write are replaced only for a `DiscardingView`. Reason: only a
+    rank with such a view may have its own versions of the store's files, in its scratch folder.
 
     Args:
         view: Object that decides which path a call really uses.
@@ -162,8 +163,8 @@ def _redirect_argument(view: StoreView, call: _Call, path: Any, mode: Any) -> An
     """Return the path that a library's function must use instead of the caller's `path`.
 
     If `view` does not redirect the path, return `path` itself. The fields of `call` say whether the
-    function makes a folder, writes a file, or reads a file. If `mode` keeps the old content of a
-    file to write, copy the content first.
+    function makes a folder, writes a file, or reads a file. If the file is written in a `mode` that
+    keeps its old content, such as "a", first copy the old content to the returned path.
 
     Args:
         mode: The caller's `mode` argument; used only if `call.writes` is None.

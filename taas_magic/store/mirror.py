@@ -187,9 +187,10 @@ def _apply_manifest(mirror: Mirror, want: Manifest, send_request: SendRequest) -
     """Make the mirror equal to `want`; fetch only files whose content the mirror does not have.
 
     First hash the mirror's files (`_scan_files`), make missing folders, and copy files whose
-    content is elsewhere in the mirror. Then remove what `want` does not list, or lists as the other
-    kind (file or folder). Make the folders for which a file was in the way. Last, record the
-    folders, and fetch the remaining files.
+    content is elsewhere in the mirror. Then remove the files and folders that `want` does not list.
+    Also remove a file at the path of a wanted folder, and a folder at the path of a wanted file.
+    Make the folders for which a file was in the way. Last, record the folders, and fetch the
+    remaining files.
 
     Returns:
         Paths of the files that could not be fetched, or arrived damaged.
@@ -361,7 +362,7 @@ class StoreUpdater:
         self._thread = threading.Thread(target=self._run, name="taas-store-news", daemon=True)
 
     def start(self) -> None:
-        """Start the thread, which calls `catch_up` every `UPDATE_GAP_S` seconds."""
+        """Start the thread, which applies other hosts' changes every `UPDATE_GAP_S` seconds."""
         self._thread.start()
 
     def finish(self) -> None:

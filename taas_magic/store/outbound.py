@@ -242,10 +242,11 @@ class _ChangeSender:
     def send_large(self) -> None:
         """Send the next piece of the first file in `large`.
 
-        After the last piece, remove the file from `large`. In these cases, remove the file before
-        its last piece: the file has changed since its first piece, a process has the file open for
-        writing, the file cannot be read, or the store refuses the file. In the last two cases, also
-        record the file as refused.
+        After the last piece, remove the file from `large`. Remove the file earlier in these cases:
+
+        - The file has changed since its first piece, or a process has the file open for writing.
+        - No regular file is at the path any more.
+        - The file cannot be read, or the store refuses the file. Also record the file as refused.
         """
         path, pieces = next(iter(self.large.items()))
         try:
@@ -328,7 +329,8 @@ class _ChangeSender:
         """Queue the removal of a file, or of a folder with its contents, from the store.
 
         Queue only paths that the store is known to have. Also remove these paths from the cache of
-        the mirror's hashes, and from the receipt. Stop sending large files of a removed folder.
+        the mirror's hashes, and from the receipt. If the path was a folder, also stop sending the
+        large files in this folder.
         """
         hashes = self._mirror.hashes
         self._receipt_builder.record_removed(path)

@@ -159,8 +159,15 @@ class StoreServer:
         """Return the manifest of the store; None while the store is being searched.
 
         The first call starts a search in a thread. A request with `fresh` starts another search, if
-        none is running. Hosts may read the files that the newest returned manifest lists, and the
-        files that a host has sent in this run.
+        none is running. If rank 0 has written a file of the user in this run, the manifest lists
+        rank 0's version at the file's path.
+
+        Hosts may read the files that the newest returned manifest lists, and the files that a host
+        has sent in this run.
+
+        Raises:
+            StoreError: The search has failed: the store's files are too large or too many, or a
+                line of `.taasignore` is not a valid pattern.
         """
         if self._search is None or (request.fresh and self._search.done()):
             # The search runs in a thread. Meanwhile, no other thread may use the hashes.
@@ -282,7 +289,10 @@ class StoreServer:
 
         The store refuses new files and folders that tools may run unasked
         (`may_be_run_by_tools`). In folders that the user made, the store refuses more names than
-        in folders of runs. A path that `[store] overwrite` names is never refused.
+        in folders of runs. For an `__init__` or `__main__` file, the folder that contains the
+        file's package decides, because Python can import the package from that folder.
+
+        A path that `[store] overwrite` names is never refused.
         """
         if self._overwrite_rules.has(path):
             return

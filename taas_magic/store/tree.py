@@ -158,7 +158,7 @@ class TreeEntry:
 
 
 def special_kind(status: os.stat_result) -> str:
-    """Return the kind of an entry that is not a regular file; "" for a regular file."""
+    """Return the kind of an entry, such as "a folder" or "a FIFO"; "" for a regular file."""
     kind = stat.S_IFMT(status.st_mode)
     return "" if kind == stat.S_IFREG else _KINDS.get(kind, "no regular file")
 
