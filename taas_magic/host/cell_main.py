@@ -94,8 +94,8 @@ def load(path: Path, namespace: dict[str, Any]) -> "Work":
 def _find(name: str) -> Any:
     """Return the object with this name in a child's main module.
 
-    The first call loads all names from the run's payload, unless `name` starts with `__`. If the
-    loading raises an exception, the next call tries again.
+    The first call for a name that does not begin with `__` loads all names from the run's payload.
+    If the loading raises an exception, this call raises it, too, and the next call tries again.
 
     `become_main` makes this function the main module's `__getattr__` (PEP 562). So Python calls
     this function for each name that the main module does not have.

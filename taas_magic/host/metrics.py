@@ -143,10 +143,10 @@ class MetricBuffer:
 
 
 def _checked_name(name: Any) -> str:
-    """Return the name of a scalar, which names a column of `run.metrics`.
+    """Check the name of a scalar, and return it. The name becomes a column of `run.metrics`.
 
-    Other processes remove control characters from texts that ranks send. So two names that differ
-    only in control characters would name the same column.
+    Names with control characters are refused, because other processes remove these characters from
+    texts that ranks send. Two names could then become the name of the same column.
 
     Raises:
         TypeError: The name is not a string.

@@ -404,8 +404,9 @@ class KnownHosts(MissingHostKeyPolicy):
     def _add(self, path: str, line: str) -> None:
         """Record a line of the known_hosts file `path` if the line lists a key of the host.
 
-        Also record each line with `@revoked`, for whichever host. Skip comments and lines with
-        other markers.
+        If the target has another port than 22, also record a key that the file lists for the host
+        without a port. Also record each line with `@revoked`, whichever host it names. Skip
+        comments and lines with other markers.
 
         Raises:
             InvalidHostKey, SSHException, ValueError: The line is malformed.
