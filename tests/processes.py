@@ -23,7 +23,7 @@ TESTS = os.path.dirname(os.path.abspath(__file__)) + os.sep
 STARTERS = frozenset(
     {
         *("subprocess", "Popen", "fork", "spawn", "multiprocessing", "get_context", "Process"),
-        *("ensure_running", "KernelManager", "start_new_kernel", "pools", "find_engine"),
+        *("ensure_running", "KernelManager", "start_new_kernel", "pools", "make_engine"),
     }
 )
 """Names that only code which starts processes uses."""

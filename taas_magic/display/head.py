@@ -207,7 +207,7 @@ class RunState:
             case StateChanged():
                 self.state = event.state
             case RanksStarted():
-                self._started(event, now)
+                self._record_start(event, now)
             case Progress(rank=0):
                 # an empty text (the line is finished) does not remove a progress bar
                 if event.text.strip() or not TQDM.match(self.progress):
@@ -220,9 +220,9 @@ class RunState:
                 if event.text not in self.notes:
                     self.notes.append(event.text)
             case RankFailure():
-                self._failed(event.failure)
+                self._record_failure(event.failure)
             case Restart():
-                self._restarted(event)
+                self._record_restart(event)
             case Hang() if event.attempt == self.restarts:
                 self.hangs[event.host] = now, event.ranks
             case RanksEnded() if event.attempt == self.restarts:
@@ -277,7 +277,7 @@ class RunState:
         """Return the GPU-seconds of the run from the start of its ranks to its end, or to `now`."""
         return self.held_gpu_s + self.gpus * max(0.0, min(now, self.ended_at) - self.up_since)
 
-    def _started(self, event: RanksStarted, now: float) -> None:
+    def _record_start(self, event: RanksStarted, now: float) -> None:
         """Record that a host has started its ranks.
 
         Add the host's ranks to `live_ranks` and `processes`, its GPUs to `gpus`, and its name to
@@ -303,7 +303,7 @@ class RunState:
         self.processes.update((rank, (event.host, pid)) for rank, pid in event.pids.items())
         self.up_since = min(self.up_since, now)
 
-    def _failed(self, failure: Failure) -> None:
+    def _record_failure(self, failure: Failure) -> None:
         """Record a failure. The first failure that is not a mere consequence becomes `first`.
 
         Remove a failed rank from `live_ranks`, and add a lost host to `ended_hosts`.
@@ -316,7 +316,7 @@ class RunState:
         if self.first is None and not failure.consequence:
             self.first = failure
 
-    def _restarted(self, event: Restart) -> None:
+    def _record_restart(self, event: Restart) -> None:
         """Record the number and the cause of a restart, and remove the facts of the last attempt.
 
         These facts are the failures, live ranks, ended hosts, hangs, resource use, requests for
@@ -344,9 +344,9 @@ class RunState:
         self.gpus = gpus
 
 
-def text(state: RunState, now: float) -> str:
+def header_text(state: RunState, now: float) -> str:
     """Return the status header as plain text, without a newline at its end."""
-    return "\n".join(words for words, _ in _parts(state, now))
+    return "\n".join(words for words, _ in _header_rows(state, now))
 
 
 def status_line(state: RunState, now: float) -> str:
@@ -369,7 +369,7 @@ def status_line(state: RunState, now: float) -> str:
 
 def mime_bundle(state: RunState, now: float) -> dict[str, str]:
     """Return the status header as text and as HTML, by MIME type."""
-    words, rows = zip(*_parts(state, now), strict=True)
+    words, rows = zip(*_header_rows(state, now), strict=True)
     content = "".join(rows) + _live_table_rule(state, now)
     html = f"<div style='{FRAME};border-left:3px solid {_colour(state)}'>{content}</div>"
     return {"text/html": html, "text/plain": "\n".join(words)}
@@ -444,7 +444,7 @@ def _colour(state: RunState) -> str:
     return COLOURS.get(state.state, COLOURS["STARTING"])
 
 
-def _parts(state: RunState, now: float) -> Iterator[tuple[str, str]]:
+def _header_rows(state: RunState, now: float) -> Iterator[tuple[str, str]]:
     """Yield the rows of the status header from top to bottom, as pairs of text and HTML.
 
     The rows are: title and facts, progress, loaders, metrics, hang, requests for input, attached
@@ -766,7 +766,7 @@ def _loader_facts(loader: LoaderCounts, units: int | None, has_ended: bool) -> l
     if not has_ended:
         facts += _buffer_facts(loader)
     if loader.waited_fractions:
-        facts.append(("waited", _waited(loader)))
+        facts.append(("waited", _waited_text(loader)))
     return facts
 
 
@@ -783,7 +783,7 @@ def _buffer_facts(loader: LoaderCounts) -> Iterator[Fact]:
         yield "in ranks", size_text(held)
 
 
-def _waited(loader: LoaderCounts) -> str:
+def _waited_text(loader: LoaderCounts) -> str:
     """Return text with the percentage of time that ranks waited for a loader.
 
     The mean over all ranks comes first. The percentages of the single ranks follow in parentheses.

@@ -114,7 +114,7 @@ class Replay:
                 if not self._log_ranks or _reporter(line) in self._log_ranks:
                     printed.append(line)
                 if has_bar and b"%|" in line and _reporter(line) == b"0":
-                    self._apply_bar(line)
+                    self._apply_progress(line)
             elif line.startswith(_COUNTS):
                 counts.append(line)
             elif line.startswith(_PROGRESS):
@@ -148,7 +148,7 @@ class Replay:
         if not isinstance(event, Display | ClearOutput):
             self._state.apply(event, event.time)
 
-    def _apply_bar(self, line: bytes) -> None:
+    def _apply_progress(self, line: bytes) -> None:
         event = _decoded(line)
         if isinstance(event, Lines) and any("%|" in it and TQDM.match(it) for it in event.lines):
             self._progress = [line]
@@ -228,7 +228,7 @@ def _reporter(line: bytes) -> bytes:
 
 
 @dataclass
-class _Block:
+class _PrintedBlock:
     """Consecutive journal lines with printed output of ranks, not decoded yet.
 
     Attributes:
@@ -259,7 +259,7 @@ class _PastOutput:
     """
 
     def __init__(self, plan: Plan) -> None:
-        self._plan, self._numbers = plan, 0
+        self._plan, self._last_number = plan, 0
         self._kept: list[tuple[int, Event]] = []
         self._displays: dict[str, list[Display]] = {}
         self._clear()
@@ -269,7 +269,7 @@ class _PastOutput:
         self._displays.clear()
         self._first: list[bytes] = []
         self._errors: list[bytes] = []
-        self._tail: deque[_Block] = deque()
+        self._tail: deque[_PrintedBlock] = deque()
         self._tail_bytes = self._left_out_bytes = 0
 
     def add(self, raw: bytes, may_have_errors: bool) -> None:
@@ -285,8 +285,8 @@ class _PastOutput:
         """
         if not raw:
             return
-        self._numbers += 1
-        block = _Block(self._numbers, raw, may_have_errors)
+        self._last_number += 1
+        block = _PrintedBlock(self._last_number, raw, may_have_errors)
         if (room := END_LINES - len(self._first)) > 0:
             self._first += block.lines()[:room]
         self._tail.append(block)
@@ -301,7 +301,7 @@ class _PastOutput:
         display, change the kept display. If the first shown rank has cleared its output, remove all
         earlier output. Ignore events of all other kinds.
         """
-        self._numbers += 1
+        self._last_number += 1
         match event:
             case ClearOutput() if event.rank == min(self._plan.log_ranks or {0}):
                 self._clear()
@@ -311,11 +311,11 @@ class _PastOutput:
                 for shown in self._displays.get(event.display_id or "", ()):
                     shown.data, shown.metadata = event.data, event.metadata
             case Display():
-                self._kept.append((self._numbers, event))
+                self._kept.append((self._last_number, event))
                 if event.display_id:
                     self._displays.setdefault(event.display_id, []).append(event)
             case Restart():
-                self._kept.append((self._numbers, event))
+                self._kept.append((self._last_number, event))
 
     def pieces(self, state: RunState) -> list[OutputPiece]:
         """Return the past output; shorten a log of more than `TAIL_BYTES`, and add a note on this.
@@ -358,7 +358,7 @@ class _PastOutput:
         pieces += [event for _, event in self._kept]
         return [*pieces, f"the last {END_LINES} lines:", *(event for _, event in last)]
 
-    def _leave_out(self, block: _Block) -> None:
+    def _leave_out(self, block: _PrintedBlock) -> None:
         """Count a block of lines as left out, but keep its lines that may contain an error.
 
         Keep no more such lines if `ERRORS[1]` lines are kept already.
@@ -368,7 +368,7 @@ class _PastOutput:
         if len(self._errors) < ERRORS[1]:
             self._errors += block.error_lines()
 
-    def _shorten(self, block: _Block) -> None:
+    def _shorten(self, block: _PrintedBlock) -> None:
         """Leave out the first lines of the tail, so that the tail has at most `TAIL_BYTES`.
 
         Args:
@@ -376,8 +376,8 @@ class _PastOutput:
         """
         end = block.raw.find(b"\n", self._tail_bytes - TAIL_BYTES - 1) + 1
         self._tail.popleft()
-        self._tail.appendleft(_Block(block.number, block.raw[end:], block.may_have_errors))
-        self._leave_out(_Block(block.number, block.raw[:end], block.may_have_errors))
+        self._tail.appendleft(_PrintedBlock(block.number, block.raw[end:], block.may_have_errors))
+        self._leave_out(_PrintedBlock(block.number, block.raw[:end], block.may_have_errors))
 
     def _merged(self) -> list[OutputPiece]:
         found = list(self._kept)

@@ -152,7 +152,7 @@ class UrgentLines:
     def __init__(self) -> None:
         self._notes, self._hangs = 0, False
 
-    def lines(self, state: RunState, now: float) -> str:
+    def pop_lines(self, state: RunState, now: float) -> str:
         """Return the run's notes since the last call, one per line, and the report of a new hang.
 
         Each hang is reported only once. A hang that begins after the end of an earlier one is new.
@@ -181,7 +181,7 @@ class ConsoleScreen(NotebookScreen):
     def open(self, state: RunState, now: float) -> None:
         """Show the status header; record its notes, so that `show` does not write them again."""
         super().show(state, now)
-        self._urgent.lines(state, now)
+        self._urgent.pop_lines(state, now)
 
     def show(self, state: RunState, now: float) -> None:
         """Update the status header; write the run's new notes, and the report of a new hang.
@@ -190,8 +190,8 @@ class ConsoleScreen(NotebookScreen):
         also has, are written as lines of the log.
         """
         super().show(state, now)
-        if news := self._urgent.lines(state, now):
-            self.write(news)
+        if urgent := self._urgent.pop_lines(state, now):
+            self.write(urgent)
 
     def show_summary(self, text: str) -> None:
         """Store the summary of the lines beyond `limit_bytes`, so that `close` writes it."""
@@ -199,7 +199,7 @@ class ConsoleScreen(NotebookScreen):
 
     def close(self, state: RunState, now: float) -> None:
         """Write the stored summary, if there is one, and the status header."""
-        self.write(f"{self._summary}{head.text(state, now)}\n")
+        self.write(f"{self._summary}{head.header_text(state, now)}\n")
 
 
 class TerminalScreen:
@@ -223,8 +223,8 @@ class TerminalScreen:
         Also record the run's notes, so that `show` does not write them again.
         """
         if not state.has_ended:
-            self.write(head.text(state, now) + "\n")
-        self._urgent.lines(state, now)
+            self.write(head.header_text(state, now) + "\n")
+        self._urgent.pop_lines(state, now)
 
     def show(self, state: RunState, now: float) -> None:
         """Redraw the status line; write the run's new notes, and the report of a new hang.
@@ -237,8 +237,8 @@ class TerminalScreen:
             self._status = head.status_line(state, now)
             if self._status != before:
                 self._print(removal)
-        if news := self._urgent.lines(state, now):
-            self.write(news)
+        if urgent := self._urgent.pop_lines(state, now):
+            self.write(urgent)
 
     def prepare_for_input(self) -> None:
         """Remove the status line until it is due again, because a prompt follows."""
@@ -262,7 +262,7 @@ class TerminalScreen:
     def close(self, state: RunState, now: float) -> None:
         """Remove the status line and write the status header again."""
         self.prepare_for_input()
-        self._print(f"{head.text(state, now)}\n")
+        self._print(f"{head.header_text(state, now)}\n")
 
     def _removal(self) -> str:
         """Return the control characters that remove the status line; "" if no line is shown."""

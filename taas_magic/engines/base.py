@@ -311,7 +311,7 @@ class HostsEngine(Engine):
             keep: Names of the agents whose hosts the pool keeps.
         """
         left = [host for name, host in self.hosts.items() if name not in keep]
-        await asyncio.gather(*map(self._end, left))
+        await asyncio.gather(*map(self._end_host, left))
         await asyncio.gather(*(host.start_task for host in left), return_exceptions=True)
 
     async def why_lost(self, agent: str) -> str:
@@ -327,17 +327,17 @@ class HostsEngine(Engine):
             return ""
         why = await host.why_lost()
         if agent in self.hosts:
-            self._end(host)
+            self._end_host(host)
         return why
 
-    def _end(self, host: Host) -> "asyncio.Task[None]":
+    def _end_host(self, host: Host) -> "asyncio.Task[None]":
         del self.hosts[host.name]
         self.ending.add(ending := asyncio.create_task(host.end()))
         ending.add_done_callback(self.ending.discard)
         return ending
 
 
-def find_engine(pool: PoolConfig) -> Engine:
+def make_engine(pool: PoolConfig) -> Engine:
     """Return a new engine for a pool, of the class that the pool's setting `engine` names.
 
     A value with a dot is the import path of a Dask cluster class, which a `DaskClassEngine` uses.

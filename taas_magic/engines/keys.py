@@ -91,11 +91,11 @@ class Keys:
     def scheduler(self) -> SecurityOptions:
         """Return the `Security` options with which the pool's scheduler opens its port."""
         trusted = self._peers.certificate + self._carriers.certificate
-        return security(trusted, scheduler=self._pool)
+        return security_options(trusted, scheduler=self._pool)
 
     def kernel(self) -> SecurityOptions:
         """Return the `Security` options with which a kernel connects to the pool's scheduler."""
-        return security(self._pool[0], client=self._kernel)
+        return security_options(self._pool[0], client=self._kernel)
 
     def host(self, name: str) -> SecurityOptions:
         """Create a key and certificate for one host.
@@ -107,7 +107,7 @@ class Keys:
             The `Security` options with which the agent connects to the pool's scheduler.
         """
         issued = self._peers.issue("host", Peer(PeerRole.HOST, name).identity)
-        return security(self._pool[0], worker=issued)
+        return security_options(self._pool[0], worker=issued)
 
     def cluster(self, workers_connect: bool) -> SecurityOptions:
         """Return the `Security` options for a Dask cluster class and its workers.
@@ -118,10 +118,10 @@ class Keys:
                 each other, because they share one certificate.
         """
         trusted = self._pool[0] + (self._carriers.certificate if workers_connect else "")
-        return security(trusted, client=self._kernel, worker=self._vehicle)
+        return security_options(trusted, client=self._kernel, worker=self._vehicle)
 
 
-def security(trusted: str, **pairs: tuple[str, str]) -> SecurityOptions:
+def security_options(trusted: str, **pairs: tuple[str, str]) -> SecurityOptions:
     """Return keyword arguments for Dask's class `Security`, for connections with TLS only.
 
     Args:

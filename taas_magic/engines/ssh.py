@@ -154,11 +154,11 @@ class SshEngine(HostsEngine):
         connection = host.connection if isinstance(host, _SshHost) else None
         if connection is None:
             raise PoolError(f"host {agent} is gone")
-        port = await self.in_thread(open_tunnel, connection, *_address_of(address))
+        port = await self.run_in_thread(open_tunnel, connection, *_address_of(address))
         try:
             yield f"tls://{LOOPBACK}:{port}"
         finally:
-            await self.in_thread(close_tunnel, connection, port)
+            await self.run_in_thread(close_tunnel, connection, port)
 
     async def acquire_host(self, excluded: Collection[str], stop: threading.Event) -> str | None:
         """Reserve a free host that is not in `excluded`; return its name.
@@ -191,12 +191,12 @@ class SshEngine(HostsEngine):
         """
         self._leaving += 1
         try:
-            await self.in_thread(end)
+            await self.run_in_thread(end)
         finally:
             self._leaving -= 1
             self._free.append(host)
 
-    async def in_thread(self, work: Callable[..., _T], *arguments: Any) -> _T:
+    async def run_in_thread(self, work: Callable[..., _T], *arguments: Any) -> _T:
         """Call `work` in a thread of this engine's own `ThreadPoolExecutor`; return its result.
 
         The engine has its own executor, with two threads for each host, because the default
@@ -262,7 +262,7 @@ class _SshHost(Host):
         while (host := await self._engine.acquire_host(failures, self._stop)) is not None:
             self._host, joined = host, False
             try:
-                await self._engine.in_thread(self._start_host, host)
+                await self._engine.run_in_thread(self._start_host, host)
                 await self._wait_until_ready(host)
                 joined = True
                 return
@@ -313,7 +313,7 @@ class _SshHost(Host):
         command, connection = self._command, self.connection
         if command is None or connection is None:
             return ""
-        if not await self._engine.in_thread(command.ended.wait, _END_S):
+        if not await self._engine.run_in_thread(command.ended.wait, _END_S):
             return ""
         if not connection.is_open:
             error = connection.transport.get_exception()

@@ -188,7 +188,7 @@ class Job(JobState):
         self.set_outcome(
             JobFailed(f"job {self.name} was cancelled", name=self.name, etype=CANCELLED)
         )
-        if (future := self._farm._forget(self.name)) is not None:
+        if (future := self._farm._forget_job(self.name)) is not None:
             future.cancel()
         return not had_ended
 
@@ -386,7 +386,7 @@ class Farm:
             self._process.stdin.write(b"\n")
             self._process.stdin.close()
         wait_or_kill(self._process, END_S)
-        self.state.close()
+        self.state.mark_closed()
         self._show()
 
     def _show(self, update: bool = True) -> None:
@@ -452,12 +452,12 @@ class Farm:
                 for part in call.parts:
                     parts[-1].append(self._stored_parts.store_part(part))
             for job in jobs:
-                self.state.add(job)
+                self.state.add_job(job)
             self._send_jobs(jobs, job_calls, parts, retries or 0)
         except BaseException:  # such as an interrupt by the user
             for job, stored in zip(jobs, parts, strict=False):
                 if job.name not in self._jobs:
-                    self._stored_parts.drop(stored)
+                    self._stored_parts.release_parts(stored)
                 job.cancel()
             raise
         if self._why_over:  # the farm ended meanwhile
@@ -546,7 +546,7 @@ class Farm:
         self._why_over = why
         for job in self._unfinished():
             job.set_outcome(PoolError(f"job {job.name} of {self.name}: {why}"))
-            self._forget(job.name)
+            self._forget_job(job.name)
 
     def _end_jobs(self) -> None:
         """End each job when its outcome or error arrives from the farm's process or a node.
@@ -568,10 +568,10 @@ class Farm:
             # Drop the last reference to the future. While a future exists, Dask runs the ended job
             # again if the node is lost.
             del future
-            self._forget(message.job)
+            self._forget_job(message.job)
         self._solved.put(None)
 
-    def _forget(self, name: str) -> "Future | None":
+    def _forget_job(self, name: str) -> "Future | None":
         """Remove and return an ended job's Dask future, and remove its stored arguments.
 
         Dask forgets the job when no reference to the future is left.
@@ -584,7 +584,7 @@ class Farm:
         """
         with self._lock:
             _, future, parts = self._jobs.pop(name, (None, None, ()))
-        self._stored_parts.drop(parts)
+        self._stored_parts.release_parts(parts)
         return future
 
     def _store_failure(self, job: Job, future: "Future") -> None:
@@ -683,7 +683,7 @@ class Farm:
             path.parent.mkdir(parents=True, exist_ok=True)
             with path.open("a", encoding="utf-8") as log:
                 log.write(message.lines)
-        self.state.apply(cleaned(message))
+        self.state.apply_message(cleaned(message))
         if isinstance(message, NodeUpdate) and message.state == "given up" and not self.state.ready:
             # The thread of `_end_jobs` ends the jobs. This thread must not: ending jobs may wait
             # for this thread.
@@ -739,7 +739,7 @@ class _StoredParts:
             self._users[mark] += 1
             return self._known[mark]
 
-    def drop(self, parts: Collection[Part]) -> None:
+    def release_parts(self, parts: Collection[Part]) -> None:
         """Release the parts of an ended job; remove stored parts that no other job needs."""
         with self._lock:
             for name in parts:

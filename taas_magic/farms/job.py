@@ -84,14 +84,14 @@ def job_main(process_state: JobProcessState, control: Connection, output: Connec
         stream.reconfigure(line_buffering=True, errors="backslashreplace")
     kept_out: list[str] = []
     _apply_settings(process_state, kept_out.append)
-    before = _state()
+    before = _process_state()
     had_later = _has_deferred_modules()
     process = os.getpid()
     with contextlib.suppress(EOFError, KeyboardInterrupt):  # the node ends this process
         while True:
             assignment: JobAssignment = pickle.loads(control.recv_bytes())
             began = time.monotonic()
-            outcome, parts = _run(assignment)
+            outcome, parts = _run_job(assignment)
             flush_output()
             if os.getpid() != process:  # a child that the job forked, and that ran past the job
                 return
@@ -99,7 +99,7 @@ def job_main(process_state: JobProcessState, control: Connection, output: Connec
             outcome.imported_deferred = _has_deferred_modules() and not had_later
             may_go_on = not (outcome.etype or assignment.call.fresh or kept_out)
             outcome.process_is_reusable = (
-                may_go_on and outcome.took_s < SHORT_S and _state() == before
+                may_go_on and outcome.took_s < SHORT_S and _process_state() == before
             )
             if sum(part.nbytes for part in parts) <= INLINE_BYTES:
                 outcome.parts, parts = [bytes(part) for part in parts], []
@@ -142,7 +142,7 @@ def _apply_settings(process_state: JobProcessState, note: Callable[[str], None])
     torch.set_num_threads(process_state.cpus)
 
 
-def _state() -> tuple[Any, ...]:
+def _process_state() -> tuple[Any, ...]:
     """Return the state of this process that a job must not change if the process is to be reused.
 
     The state is: number of threads, whether there are child processes, environment, working
@@ -182,7 +182,7 @@ def _end_children() -> None:
                 child.kill()
 
 
-def _run(assignment: JobAssignment) -> tuple[JobOutcome, list[memoryview]]:
+def _run_job(assignment: JobAssignment) -> tuple[JobOutcome, list[memoryview]]:
     """Call the job's function, and pickle its result or describe its exception.
 
     First set the environment variable that names the folder for the job's saved files. If the job

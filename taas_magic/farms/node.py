@@ -415,9 +415,9 @@ class Slot:
         if not self._is_cancelled:
             self._is_cancelled = True
             if (process := self._process) is not None:
-                _signal(process.pid, 2)
+                _signal_group(process.pid, 2)
                 loop = asyncio.get_running_loop()
-                self._kill_timer = loop.call_later(GRACE_S, _signal, process.pid, 9)
+                self._kill_timer = loop.call_later(GRACE_S, _signal_group, process.pid, 9)
 
     def close(self) -> None:
         """End the slot's process and its children, and remove its scratch folder. Blocks.
@@ -432,7 +432,7 @@ class Slot:
         self._events.close()
         self._control.close()
         if not connection.wait([process.sentinel], _END_S):
-            _signal(process.pid, 9)
+            _signal_group(process.pid, 9)
             connection.wait([process.sentinel], _END_S)
         _kill_session(process.pid)
         self._output.close()
@@ -498,11 +498,11 @@ class Slot:
         Returns:
             Those of the process's pipes that have data, and its sentinel if it has ended.
         """
-        loop, stirred = asyncio.get_running_loop(), asyncio.Event()
-        timer = loop.call_later(_FLUSH_S, stirred.set)
-        loop.add_reader(self._events, stirred.set)
+        loop, may_read = asyncio.get_running_loop(), asyncio.Event()
+        timer = loop.call_later(_FLUSH_S, may_read.set)
+        loop.add_reader(self._events, may_read.set)
         try:
-            await stirred.wait()
+            await may_read.wait()
         finally:
             loop.remove_reader(self._events)
             timer.cancel()
@@ -540,7 +540,7 @@ def _exit_node() -> NoReturn:
     os._exit(1)
 
 
-def _signal(group: int, number: int) -> None:
+def _signal_group(group: int, number: int) -> None:
     with contextlib.suppress(ProcessLookupError, PermissionError):  # the group has ended
         os.killpg(group, number)
 

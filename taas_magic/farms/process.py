@@ -130,8 +130,12 @@ class FarmScheduler(Scheduler):
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self._sent_updates: list[dict[str, Any]] = []
-        self._parts: dict[str, Any] = {}
-        self.handlers |= {PUT_PART: self._put, GET_PART: self._get_part, DROP_PART: self._drop}
+        self._stored_parts: dict[str, Any] = {}
+        self.handlers |= {
+            PUT_PART: self._store_part,
+            GET_PART: self._get_part,
+            DROP_PART: self._drop_part,
+        }
 
     def start_http_server(self, *args: Any, **kwargs: Any) -> None:
         """Start no web server, because Dask's web pages require no key. Called by Dask."""
@@ -153,14 +157,14 @@ class FarmScheduler(Scheduler):
         for message in list(self._sent_updates) if topic == TOPIC else ():
             self.log_event(TOPIC, message)
 
-    def _put(self, name: str, data: Any) -> None:
-        self._parts[name] = data
+    def _store_part(self, name: str, data: Any) -> None:
+        self._stored_parts[name] = data
 
     def _get_part(self, name: str) -> Any:
-        return self._parts[name]
+        return self._stored_parts[name]
 
-    def _drop(self, name: str) -> None:
-        self._parts.pop(name, None)
+    def _drop_part(self, name: str) -> None:
+        self._stored_parts.pop(name, None)
         dropped = [{"op": DROP_PART, "name": name}]
         self.send_all({}, dict.fromkeys(self.workers, dropped))
 
@@ -208,13 +212,13 @@ class NodeManager(SchedulerPlugin):
         self._threads = ThreadPoolExecutor(4 * settings.most + 4)
         self._numbers = itertools.count()
         self._nodes: dict[str, _NodeRun] = {}
-        self._names: dict[str, str] = {}
+        self._name_by_address: dict[str, str] = {}
         self._addresses: dict[str, str] = {}
-        self._failed, self._why = 0, ""
+        self._failed_starts, self._why_failed = 0, ""
         self._failures: Counter[str] = Counter()
-        self.slots = min(self._slots(pool) for pool in self._pools)
+        self.slots = min(self._slots_on(pool) for pool in self._pools)
 
-    def _slots(self, pool: Pool) -> int:
+    def _slots_on(self, pool: Pool) -> int:
         offers, settings = pool.capacity(), self._settings
         by_cores = max(1, offers.cores // settings.cpus)
         return min(by_cores, offers.gpus // settings.gpus) if settings.gpus else by_cores
@@ -226,20 +230,20 @@ class NodeManager(SchedulerPlugin):
         nodes in threads. End unneeded nodes only if `IDLE_CHECKS` checks in a row have found too
         many nodes. This coroutine runs until its task is cancelled.
         """
-        looks = 0
+        idle_checks = 0
         while True:
-            spare = len(self._living()) - self._needed_nodes()
+            spare = len(self._active_nodes()) - self._needed_nodes()
             for _ in range(-spare):
                 name = f"node-{next(self._numbers)}"
                 self._nodes[name] = _NodeRun()
                 self._threads.submit(self._start_node, name)
-            looks = looks + 1 if spare > 0 else 0
-            if looks >= IDLE_CHECKS:
-                looks = 0
+            idle_checks = idle_checks + 1 if spare > 0 else 0
+            if idle_checks >= IDLE_CHECKS:
+                idle_checks = 0
                 await self._end_unneeded_nodes(spare)
             await asyncio.sleep(INTERVAL_S)
 
-    def _living(self, states: Collection[str] = ("coming", "ready")) -> list[str]:
+    def _active_nodes(self, states: Collection[str] = ("coming", "ready")) -> list[str]:
         return [name for name, node in list(self._nodes.items()) if node.state in states]
 
     def _needed_nodes(self) -> int:
@@ -261,13 +265,15 @@ class NodeManager(SchedulerPlugin):
         End nodes that have not joined yet first, then idle nodes. Remove an ended idle node from
         Dask's scheduler, so that it gets no job meanwhile.
         """
-        here, workers = self._living(["ready"]), self._scheduler.workers
-        places = {name: place for place, name in self._names.items() if name in here}
-        idle = [name for name in places if not workers[places[name]].processing]
-        for name in [*self._living(["coming"]), *idle][:count]:
+        ready, workers = self._active_nodes(["ready"]), self._scheduler.workers
+        addresses = {
+            name: address for address, name in self._name_by_address.items() if name in ready
+        }
+        idle = [name for name in addresses if not workers[addresses[name]].processing]
+        for name in [*self._active_nodes(["coming"]), *idle][:count]:
             self._end_node(name)
             if name in idle:  # so that Dask gives no job to the node meanwhile
-                await self._scheduler.remove_worker(places[name], stimulus_id=self.name)
+                await self._scheduler.remove_worker(addresses[name], stimulus_id=self.name)
 
     def _end_node(self, name: str) -> None:
         """Record and report the state "left" of a node, and end the node's run in a thread."""
@@ -288,12 +294,17 @@ class NodeManager(SchedulerPlugin):
         with self._lock:
             if node.state != "coming":
                 return
-            if self._failed >= FAILED_STARTS:
-                why = f"{FAILED_STARTS} nodes did not start, so no more are requested: {self._why}"
+            if self._failed_starts >= FAILED_STARTS:
+                why = (
+                    f"{FAILED_STARTS} nodes did not start, so no more are requested: "
+                    f"{self._why_failed}"
+                )
                 self._report_node_state(name, "given up", why)
                 return
-            room = [pool for pool in self._pools if self._count_nodes(pool) < pool.config.max_hosts]
-            pool = min(room or self._pools, key=lambda pool: self._failures[pool.name])
+            free_pools = [
+                pool for pool in self._pools if self._count_nodes(pool) < pool.config.max_hosts
+            ]
+            pool = min(free_pools or self._pools, key=lambda pool: self._failures[pool.name])
             node.pool, node.wait = pool, PoolWait(pool)
             wait, hosts = node.wait, min(self._count_nodes(pool), pool.config.max_hosts)
         try:
@@ -306,10 +317,10 @@ class NodeManager(SchedulerPlugin):
                 self._launch(name, pool, connection)
         except Exception as error:  # of any kind, because no caller waits for this thread
             node.wait = None
-            self._on_loop(self._record_lost_node, name, str(error) or repr(error))
+            self._call_on_loop(self._record_lost_node, name, str(error) or repr(error))
 
     def _count_nodes(self, pool: Pool) -> int:
-        return sum(self._nodes[name].pool is pool for name in self._living())
+        return sum(self._nodes[name].pool is pool for name in self._active_nodes())
 
     def _launch(self, name: str, pool: Pool, connection: PoolConnection) -> None:
         """Launch a node's run in the pool's process, without waiting for the run's end.
@@ -326,7 +337,7 @@ class NodeManager(SchedulerPlugin):
                 first = event.first or Failure()
                 why = str(event.why or first.message or event.state)
                 why = f"{why} ({first.log_path})" if first.log_path else why
-                self._on_loop(self._record_lost_node, name, why)
+                self._call_on_loop(self._record_lost_node, name, why)
 
         with spec.folder.lock_for_launch():
             hosts = connection.launch(spec, on_event, [])
@@ -342,11 +353,11 @@ class NodeManager(SchedulerPlugin):
         if host == get_address_host(self._scheduler.address):
             return str(self._scheduler.address)
         if host not in self._addresses:
-            listening = asyncio.run_coroutine_threadsafe(self._listen(host), self._loop)
+            listening = asyncio.run_coroutine_threadsafe(self._listen_on(host), self._loop)
             self._addresses[host] = listening.result()
         return self._addresses[host]
 
-    async def _listen(self, host: str) -> str:
+    async def _listen_on(self, host: str) -> str:
         """Make the farm's scheduler also listen on the IP address `host`, on a free port.
 
         Returns:
@@ -381,7 +392,7 @@ class NodeManager(SchedulerPlugin):
             name=name,
             unique_address=f"tls://127.1.{number // 256 % 256}.{number % 256}:1",
             security=self._keys.host(name),
-            slots=self._slots(pool),
+            slots=self._slots_on(pool),
             gpus=settings.gpus,
             cpus=settings.cpus,
             store=settings.store,
@@ -417,7 +428,7 @@ class NodeManager(SchedulerPlugin):
             return
         self._report_node_state(name, "lost", why)
         if node.state == "coming":
-            self._failed, self._why = self._failed + 1, why
+            self._failed_starts, self._why_failed = self._failed_starts + 1, why
             if node.pool is not None:
                 self._failures[node.pool.name] += 1
         if node.state != "lost":
@@ -431,10 +442,10 @@ class NodeManager(SchedulerPlugin):
 
         Also set the counts of failed starts to 0: the farm's count, and the count of the pool.
         """
-        name = self._names[worker] = str(scheduler.workers[worker].name)
+        name = self._name_by_address[worker] = str(scheduler.workers[worker].name)
         node = self._nodes[name]
         if node.state == "coming":
-            node.state, self._failed = "ready", 0
+            node.state, self._failed_starts = "ready", 0
             if node.pool is not None:
                 self._failures[node.pool.name] = 0
             self._report_node_state(name, "ready")
@@ -445,7 +456,7 @@ class NodeManager(SchedulerPlugin):
         If the farm has ended the node itself, do nothing. The last event of the node's run, which
         arrives later, has the reason for the loss.
         """
-        name = self._names.pop(worker)
+        name = self._name_by_address.pop(worker)
         if self._nodes[name].state == "ready":
             self._record_lost_node(name, "its process ended, or its connection broke")
 
@@ -482,18 +493,18 @@ class NodeManager(SchedulerPlugin):
                 node.connection.stop_events(node.run_id)
                 node.connection.halt(node.run_id, "interrupt")
 
-    def _on_loop(self, call: Callable[..., object], *arguments: Any) -> None:
+    def _call_on_loop(self, call: Callable[..., object], *arguments: Any) -> None:
         self._loop.call_soon_threadsafe(call, *arguments)
 
     def _report_node_state(self, name: str, state: str, why: str = "", host: str = "") -> None:
-        self._on_loop(self._scheduler.publish_state, NodeUpdate(name, state, why, host))
+        self._call_on_loop(self._scheduler.publish_state, NodeUpdate(name, state, why, host))
 
     async def close(self) -> None:
         """End the runs of all nodes, wait for this object's threads, and disconnect from the pools.
 
         This method does not wait until the nodes have ended.
         """
-        for name in self._living():
+        for name in self._active_nodes():
             self._end_node(name)
         await asyncio.to_thread(self._threads.shutdown)
         for pool in self._pools:

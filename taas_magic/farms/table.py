@@ -106,12 +106,12 @@ class FarmState:
     is_closed: bool = False
     changes: int = 0
 
-    def add(self, job: JobState) -> None:
+    def add_job(self, job: JobState) -> None:
         """Add a job that the kernel is about to submit."""
         self.jobs[job.name] = job
         self.changes += 1
 
-    def apply(self, update: NodeUpdate | JobUpdate) -> None:
+    def apply_message(self, update: NodeUpdate | JobUpdate) -> None:
         """Apply a message from a node or from the farm's process to this state.
 
         For a job, record its node and host, whether it runs, and its last line of output. Ignore
@@ -126,7 +126,7 @@ class FarmState:
             lines = [line for line in update.lines.replace("\r", "\n").split("\n") if line]
             job.last_line = lines[-1] if lines else job.last_line
 
-    def close(self) -> None:
+    def mark_closed(self) -> None:
         """Mark the farm as closed, so that the table no longer shows its nodes."""
         self.is_closed = True
         self.changes += 1
@@ -183,13 +183,13 @@ class FarmState:
         return mime_bundle(self)
 
 
-def head(state: FarmState) -> str:
+def head_line(state: FarmState) -> str:
     """Return one line: the number of nodes, of jobs in each state, and the estimated time left."""
     counts = ", ".join(f"{number} {name}" for name, number in state.counts().items() if number)
     eta_s = state.eta_s()
     eta = f" · about {eta_s:.0f} s left" if eta_s is not None else ""
-    over = "closed" if state.is_closed else _nodes_text(state)
-    return f"{state.name} on {state.pools}: {over} · {counts or 'no jobs'}{eta}"
+    nodes = "closed" if state.is_closed else _nodes_text(state)
+    return f"{state.name} on {state.pools}: {nodes} · {counts or 'no jobs'}{eta}"
 
 
 def _nodes_text(state: FarmState) -> str:
@@ -228,6 +228,6 @@ def mime_bundle(state: FarmState) -> dict[str, str]:
     """
     cells = rows(state)
     table = columns([("name", "state", "host", "last line"), *cells]) if cells else []
-    title, text = head(state), "\n".join(table)
+    title, text = head_line(state), "\n".join(table)
     html = f"<div style='{FRAME}'>{escape(title)}{as_html(text)}</div>"
     return {"text/plain": "\n".join([title, *(f"  {it}" for it in table)]), "text/html": html}

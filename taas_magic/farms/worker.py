@@ -44,8 +44,8 @@ class NodeWorker(ClosedWorker):
         super().__init__(*args, plugins=[_JobEndPlugin(self)], **kwargs)
         self.slots = slots
         self.results: dict[str, dict[str, Any]] = {}
-        self._parts: dict[str, asyncio.Future[SharedBytes]] = {}
-        self.stream_handlers[DROP_PART] = self._drop
+        self._loaded_parts: dict[str, asyncio.Future[SharedBytes]] = {}
+        self.stream_handlers[DROP_PART] = self._forget_part
 
     async def load_part(self, part: Part) -> bytes | SharedBytes:
         """Return the content of one part of a job's payload or arguments.
@@ -57,9 +57,9 @@ class NodeWorker(ClosedWorker):
         """
         if isinstance(part, bytes):
             return part
-        if part not in self._parts:
-            self._parts[part] = asyncio.ensure_future(self._fetch_part(part))
-        return await self._parts[part]
+        if part not in self._loaded_parts:
+            self._loaded_parts[part] = asyncio.ensure_future(self._fetch_part(part))
+        return await self._loaded_parts[part]
 
     async def _fetch_part(self, name: str) -> SharedBytes:
         try:
@@ -67,11 +67,11 @@ class NodeWorker(ClosedWorker):
                 SharedBytes, await getattr(self.scheduler, GET_PART)(name=name)
             )
         except BaseException:
-            self._drop(name)  # the next job tries again
+            self._forget_part(name)  # the next job tries again
             raise
 
-    def _drop(self, name: str) -> None:
-        self._parts.pop(name, None)
+    def _forget_part(self, name: str) -> None:
+        self._loaded_parts.pop(name, None)
 
 
 class _JobEndPlugin(WorkerPlugin):

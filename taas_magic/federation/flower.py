@@ -52,14 +52,14 @@ def __getattr__(name: str) -> Any:
     both apps.
     """
     if name == "client_app":
-        return _apps()[1]
+        return _load_apps()[1]
     if name == "server_app":
-        return _with_saved_result(_apps()[0])
+        return _with_saved_result(_load_apps()[0])
     raise AttributeError(name)
 
 
 @functools.cache
-def _apps() -> tuple[Any, Any]:
+def _load_apps() -> tuple[Any, Any]:
     """Return the notebook's ServerApp and ClientApp, loaded from the payload of the run."""
     from taas_magic.capture.work import FunctionWork
     from taas_magic.host.cell_main import PAYLOAD, load

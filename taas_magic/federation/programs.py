@@ -179,7 +179,7 @@ class _HostPrograms:
         self._programs: dict[str, subprocess.Popen[bytes]] = {}
         self._failed: RuntimeError | None = None
         self._is_over = threading.Event()
-        self._root = self._write("root.pem", settings.certificate)
+        self._root = self._write_file("root.pem", settings.certificate)
         self._result = folder / "result"
         self._environ = {
             **os.environ,
@@ -189,7 +189,7 @@ class _HostPrograms:
             "FLWR_TELEMETRY_ENABLED": "0",
             "FLWR_DISABLE_UPDATE_CHECK": "1",
             "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.1",
-            KEY_FILE: str(self._write("key", settings.key)),
+            KEY_FILE: str(self._write_file("key", settings.key)),
             RESULT: str(self._result),
             IMPORTS: ",".join(needed_modules(Path(os.environ[PAYLOAD]), list(sys.modules))),
         }
@@ -237,12 +237,12 @@ class _HostPrograms:
         mine, key = certificate.make_server_certificate(
             settings.certificate, settings.signing_key, host
         )
-        secret = self._write("superlink.secret", secrets.token_hex(32))
+        secret = self._write_file("superlink.secret", secrets.token_hex(32))
         superlink = [sys.executable, "-m", "taas_magic.federation.flower"]
         superlink += ["--host", host, "--isolation", "process"]
         superlink += ["--ssl-ca-certfile", str(self._root), "--enable-supernode-auth"]
-        superlink += ["--ssl-certfile", str(self._write("superlink.pem", mine))]
-        superlink += ["--ssl-keyfile", str(self._write("superlink.key", key))]
+        superlink += ["--ssl-certfile", str(self._write_file("superlink.pem", mine))]
+        superlink += ["--ssl-keyfile", str(self._write_file("superlink.key", key))]
         superlink += ["--superexec-auth-secret-file", str(secret)]
         port = self._start_listening("SuperLink", host, superlink)
         address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
@@ -278,11 +278,14 @@ class _HostPrograms:
             control.RegisterNode(
                 RegisterNodeRequest(public_key=public_key_to_bytes(public), name=name)
             )
-        secret = self._write("supernode.secret", secrets.token_hex(32))
+        secret = self._write_file("supernode.secret", secrets.token_hex(32))
         supernode = ["flower-supernode", "--superlink", superlink, "--isolation", "process"]
         supernode += ["--root-certificates", str(self._root), "--host", LOOPBACK]
-        supernode += ["--auth-supernode-private-key", str(self._write("node.key", key.decode()))]
-        supernode += ["--node-config", str(self._write("node.toml", tomli_w.dumps(config)))]
+        supernode += [
+            "--auth-supernode-private-key",
+            str(self._write_file("node.key", key.decode())),
+        ]
+        supernode += ["--node-config", str(self._write_file("node.toml", tomli_w.dumps(config)))]
         supernode += ["--superexec-auth-secret-file", str(secret)]
         port = self._start_listening("SuperNode", LOOPBACK, supernode)
         self._start_superexec("SuperNode's SuperExec", f"{LOOPBACK}:{port}", secret, tls=False)
@@ -458,7 +461,7 @@ class _HostPrograms:
         with contextlib.closing(client):
             yield client
 
-    def _write(self, name: str, text: str) -> Path:
+    def _write_file(self, name: str, text: str) -> Path:
         path = self._folder / name
         path.write_text(text, encoding="utf-8")
         return path

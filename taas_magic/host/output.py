@@ -26,7 +26,7 @@ from taas_magic import messages
 from taas_magic.errors import reason_of
 from taas_magic.host import link
 from taas_magic.host.spec import EventSink
-from taas_magic.journal.folder import NO_ROOM, DiskRoom, RunFolder
+from taas_magic.journal.folder import NO_ROOM, DiskReserve, RunFolder
 from taas_magic.messages import (
     ClearOutput,
     Display,
@@ -523,7 +523,7 @@ class _LogStream:
         self.pending: list[str] = []
         self.shown_progress = ""
         self.file: IO[bytes] | None = path.open("ab", buffering=0)
-        self._room = DiskRoom(path.parent)
+        self._disk_reserve = DiskReserve(path.parent)
         self.heard_at = 0.0
         self.is_open = True
         self.is_cut = self.has_traceback = False
@@ -544,7 +544,7 @@ class _LogStream:
         self.pending += self.budget.admit(self.assembler.feed(data))
         if self.file is None:
             return ""
-        why = "" if self._room.reserve(len(data)) else NO_ROOM
+        why = "" if self._disk_reserve.reserve(len(data)) else NO_ROOM
         try:
             if not why:
                 self.file.write(data)

@@ -564,7 +564,7 @@ def curves(events: Iterable[Event]) -> dict[str, list[tuple[float, LoaderTotals]
     return found
 
 
-def draw(events: Iterable[Event], title: str) -> "Figure":
+def draw_loaders(events: Iterable[Event], title: str) -> "Figure":
     """Draw two curves for each loader: the % of time that ranks waited, and the batches/s.
 
     Args:

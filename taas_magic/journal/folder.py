@@ -330,14 +330,14 @@ KEPT_FREE_BYTES = 64 << 20
 """Bytes of free disk space that logs and the journal must leave for the run's results.
 
 On a small disk, they must leave only an eighth of the disk. On an almost full disk, they must leave
-only half of the space that was free when the `DiskRoom` was created.
+only half of the space that was free when the `DiskReserve` was created.
 """
 
 GRANT_BYTES = 256 << 10
 NO_ROOM = "its file system is almost full, and the rest is reserved for the run's results"
 
 
-class DiskRoom:
+class DiskReserve:
     """Reserve of disk space for a run's results, which logs and the journal must not use up.
 
     Before each write to a log or the journal, the writer calls `reserve`.
@@ -401,7 +401,7 @@ class JournalWriter:
         self.folder = folder
         self._on_incomplete, self._limit_bytes = on_incomplete, limit_bytes
         self._waiting: queue.SimpleQueue[tuple[Event, bytes] | None] = queue.SimpleQueue()
-        self._room = DiskRoom(folder.path)
+        self._disk_reserve = DiskReserve(folder.path)
         self._appended_bytes = self._handled_bytes = 0
         self._descriptor: int | None = None
         self._is_torn = self._is_incomplete = False
@@ -446,7 +446,7 @@ class JournalWriter:
         while (taken := self._waiting.get()) is not None:
             event, line = taken
             try:
-                if isinstance(event, _BULK) and not self._room.reserve(2 * len(line)):
+                if isinstance(event, _BULK) and not self._disk_reserve.reserve(2 * len(line)):
                     self._report_incomplete(f"{NO_ROOM} ({self.folder.events})")
                 else:
                     self._write(line)
@@ -478,7 +478,7 @@ class JournalWriter:
         self._is_torn = False
 
     def _write_metrics(self, event: Metrics) -> None:
-        with open(self.folder.metrics, "ab", opener=_private) as table:
+        with open(self.folder.metrics, "ab", opener=_open_private) as table:
             table.write(metrics.rows(event, is_first=table.tell() == 0))
 
     def _report_incomplete(self, why: str) -> None:
@@ -487,7 +487,7 @@ class JournalWriter:
             self._on_incomplete(why)
 
 
-def _private(path: str, flags: int) -> int:
+def _open_private(path: str, flags: int) -> int:
     """Open a file, with mode 0600 if the file is new; for the argument `opener` of `open`."""
     return os.open(path, flags, 0o600)
 

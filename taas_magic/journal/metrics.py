@@ -137,7 +137,7 @@ def number(point: MetricPoint) -> float:
 
 def sparkline(points: Sequence[float]) -> str:
     """Return a curve as at most 24 block characters; a space stands for NaN or infinity."""
-    shown = [_mean(part) for part in _parts(points, _SPARK_CHARS)]
+    shown = [_mean(part) for part in _split_evenly(points, _SPARK_CHARS)]
     low, high = _range(shown)
     top = len(_BLOCKS) - 1
     return "".join(
@@ -146,7 +146,7 @@ def sparkline(points: Sequence[float]) -> str:
     )
 
 
-def _parts(points: Sequence[float], count: int) -> Iterator[Sequence[float]]:
+def _split_evenly(points: Sequence[float], count: int) -> Iterator[Sequence[float]]:
     count = min(count, len(points))
     for at in range(count):
         yield points[at * len(points) // count : (at + 1) * len(points) // count]
@@ -224,7 +224,7 @@ def rows(event: Metrics, is_first: bool) -> bytes:
     return text.getvalue().encode("utf-8", "backslashreplace")
 
 
-def read(folder: Path) -> Any:
+def read_metrics(folder: Path) -> Any:
     """Return all metrics of a run: one row for each step and rank, one column for each metric.
 
     If a value was logged again, for example after a restart, the later value counts. A missing
@@ -262,7 +262,7 @@ def read(folder: Path) -> Any:
     return pandas.DataFrame(columns)
 
 
-def draw(tables: Mapping[str, Any], metric: str | None) -> "Figure":
+def draw_metric(tables: Mapping[str, Any], metric: str | None) -> "Figure":
     """Draw the same metric of several runs over the steps, one line for each run's rank 0.
 
     Values beyond `_DRAWN_LIMIT` are drawn at this limit, because matplotlib cannot draw the range

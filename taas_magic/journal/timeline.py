@@ -108,7 +108,7 @@ def trace_file(folder: Path, attempt: int, rank: int) -> Path:
     return folder / FOLDER / f"{attempt}-{rank}.json.gz"
 
 
-def trace_of(loaded: Mapping[str, Any]) -> Trace:
+def reduce_trace(loaded: Mapping[str, Any]) -> Trace:
     """Reduce a trace in Chrome's format, as torch.profiler writes it, to a `Trace`.
 
     Read only events with a duration (`"ph": "X"`). The names of the events tell which of them are
@@ -380,7 +380,7 @@ def _mean_busy(steps: Sequence[StepTimes]) -> float:
     return sum(one.busy_s for one in steps) / max(1, len(steps))
 
 
-def read(folder: Path) -> Timeline:
+def read_timeline(folder: Path) -> Timeline:
     """Read the traces of a run's last attempt, and return their timeline.
 
     Convert the times of all traces to one clock (`align_clocks`). Also write the merged trace to
@@ -393,7 +393,7 @@ def read(folder: Path) -> Timeline:
     found = [(int(it[1]), int(it[2]), path) for it, path in named if it is not None]
     last = max((attempt for attempt, _, _ in found), default=0)
     loaded = {
-        rank: _loaded(path)
+        rank: _load_trace(path)
         for attempt, rank, path in sorted(found, key=lambda it: it[1])
         if attempt == last
     }
@@ -402,14 +402,14 @@ def read(folder: Path) -> Timeline:
             f"run {folder.name} has no profile. Start the cell with --profile 5, and take batches "
             "from a registered loader or call taas.step() in each iteration"
         )
-    traces, offsets_us = align_clocks({rank: trace_of(trace) for rank, trace in loaded.items()})
+    traces, offsets_us = align_clocks({rank: reduce_trace(trace) for rank, trace in loaded.items()})
     path = folder / FOLDER / "timeline.json"
     with replace_atomically(path) as file:
         file.write(merge_traces(loaded, offsets_us))
     return Timeline(step_times(traces), path)
 
 
-def _loaded(path: Path) -> dict[str, Any]:
+def _load_trace(path: Path) -> dict[str, Any]:
     with gzip.open(path) as file:
         text = file.read(_TRACE_BYTES + 1)
     if len(text) > _TRACE_BYTES:

@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from taas_magic.config import Config, PoolConfig, size_text, working_folder
 from taas_magic.display.head import as_html, columns
-from taas_magic.engines.base import find_engine
+from taas_magic.engines.base import make_engine
 from taas_magic.errors import PoolError, StoreError
 from taas_magic.host.spec import fetchers_share_id
 from taas_magic.journal.folder import RunFolder
@@ -324,7 +324,7 @@ def ask_hosts(
     """
     here = facts.this_kernel()
     found = facts.check_hosts(
-        asked, lambda pool, stop: find_engine(pool).shells(stop), here, packages, mark, modules
+        asked, lambda pool, stop: make_engine(pool).shells(stop), here, packages, mark, modules
     )
     known = {row.pool for row in found}
     for pool in asked:

@@ -23,7 +23,7 @@ from taas_magic.errors import ResultError, UsageError, interrupted
 from taas_magic.host import results as returned
 from taas_magic.journal import folder as journal
 from taas_magic.journal import metrics, timeline
-from taas_magic.journal.analysis import RunCounts, advice_for_run, draw
+from taas_magic.journal.analysis import RunCounts, advice_for_run, draw_loaders
 from taas_magic.journal.folder import (
     ENDED_STATES,
     PlanHead,
@@ -256,7 +256,7 @@ class Run:
         The value is a pandas DataFrame with the columns `step`, `rank` and `time`, and one column
         for each metric. If pandas is not installed, the value is a dict of lists, by column.
         """
-        return metrics.read(self.path)
+        return metrics.read_metrics(self.path)
 
     def plot(self) -> "Figure":
         """Plot over time how long ranks waited for data and how fast the data arrived.
@@ -264,7 +264,7 @@ class Run:
         Raises:
             UsageError: matplotlib is missing, or the run used no registered loader.
         """
-        return draw(self._folder.read_events(), f"{self.id} {self.name}".rstrip())
+        return draw_loaders(self._folder.read_events(), f"{self.id} {self.name}".rstrip())
 
     def timeline(self) -> timeline.Timeline:
         """Return how each rank spent the steps that `--profile` recorded.
@@ -272,7 +272,7 @@ class Run:
         Raises:
             UsageError: The run has no profile.
         """
-        return timeline.read(self.path)
+        return timeline.read_timeline(self.path)
 
     def logs(self, rank: int | None = None, tail: int | None = None, grep: str = "") -> str:
         """Return a rank's stdout and stderr, with the traceback if the rank raised.
@@ -449,7 +449,9 @@ def compare(*runs: Run, metric: str | None = None) -> "Figure":
     if wrong or not runs:
         got = f"; got a {type(wrong[0]).__name__}" if wrong else ""
         raise UsageError(f"taas.compare needs runs, such as taas.compare(*taas.runs()[:2]){got}")
-    return metrics.draw({f"{run.id} {run.name}".rstrip(): run.metrics for run in runs}, metric)
+    return metrics.draw_metric(
+        {f"{run.id} {run.name}".rstrip(): run.metrics for run in runs}, metric
+    )
 
 
 def _names_of_notebook() -> dict[str, Any]:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from taas_magic.config import PoolConfig
-from taas_magic.engines.base import find_engine, log_tail
+from taas_magic.engines.base import log_tail, make_engine
 from taas_magic.errors import PoolError, RunLost, StoreError
 from taas_magic.host.activity import IdleTimer
 from taas_magic.messages import (
@@ -596,11 +596,11 @@ class Pool:
 
     def capacity(self) -> HostCapacity:
         """Return the numbers of GPUs and cores of one host of the pool. Requests no host."""
-        return find_engine(self.config).capacity()
+        return make_engine(self.config).capacity()
 
     def notes(self) -> tuple[str, ...]:
         """Return lines about the pool's settings for the status header of each run."""
-        return find_engine(self.config).notes()
+        return make_engine(self.config).notes()
 
     @property
     def connection(self) -> PoolConnection | None:

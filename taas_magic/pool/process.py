@@ -21,7 +21,7 @@ import psutil
 from msgspec import Struct
 
 from taas_magic.config import PoolConfig
-from taas_magic.engines.base import LOG, Engine, find_engine
+from taas_magic.engines.base import LOG, Engine, make_engine
 from taas_magic.errors import PoolError, signal_name
 from taas_magic.host.system import CALM_DASK, spawn_command
 from taas_magic.journal.folder import state_dir
@@ -287,7 +287,7 @@ def main() -> int:
     os.write(settings.lock, str(os.getpid()).encode())
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(name)s: %(message)s")
     os.truncate(folder / LOG, 0)  # each process appends, so remove an earlier log
-    engine = find_engine(settings.pool)
+    engine = make_engine(settings.pool)
     engine.prepare()
     asyncio.run(_run_pool(engine, folder, settings))
     return 0

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from msgspec import structs
 
-from taas_magic.display.head import RunState, duration, mime_bundle, ranks_text, text
+from taas_magic.display.head import RunState, duration, header_text, mime_bundle, ranks_text
 from taas_magic.messages import Event, GpuUsage, RankStack, RunStacks
 from tests.events import event, new_state, parsed
 
@@ -109,7 +109,7 @@ STATES = {
 def test_html_has_the_words_of_the_text(name: str) -> None:
     state = STATES[name]
     shown = Words(mime_bundle(state, 12.0)["text/html"]).words
-    missing = words_of_text(text(state, 12.0)) - {word.rstrip(":") for word in shown}
+    missing = words_of_text(header_text(state, 12.0)) - {word.rstrip(":") for word in shown}
     assert not missing
 
 
@@ -141,7 +141,7 @@ def test_all_texts_of_hosts_are_escaped() -> None:
 
 
 def test_the_header_of_a_running_run() -> None:
-    assert text(STATES["running"], 16.4).split("\n") == [
+    assert header_text(STATES["running"], 16.4).split("\n") == [
         "RUNNING digits · ranks 4 · pool local · host gpu1 · elapsed 6 s · GPU-seconds 21 · run r1",
         f"rank 0: {BAR.strip()}",
         "log: /runs/r1",
@@ -149,7 +149,7 @@ def test_the_header_of_a_running_run() -> None:
 
 
 def test_the_header_of_a_failed_run_collapses_consequences() -> None:
-    lines = text(STATES["failed"], 99.0).split("\n")
+    lines = header_text(STATES["failed"], 99.0).split("\n")
     assert lines[0].startswith("FAILED digits · ranks 4 · pool local · host gpu1 · elapsed 2.5 s")
     assert lines[1:4] == [
         "rank 3 on host gpu1 (pid 803): ZeroDivisionError: division by zero",
@@ -163,39 +163,39 @@ def test_the_header_of_a_failed_run_collapses_consequences() -> None:
 
 
 def test_the_header_of_a_run_with_loaders_ends_with_advice() -> None:
-    shown = text(STATES["fed"], 12.0).split("\n")
+    shown = header_text(STATES["fed"], 12.0).split("\n")
     assert shown[1].startswith(
         "<train>: batches 18 of 100 · per second 2.2 · 0.2 MB/s · waited 75%"
     )
     assert shown[2].startswith("advice: ranks waited 75% for '<train>': the run has no fetchers")
-    assert "filling 3 of 40 batches" in text(STATES["filling"], 12.0)
+    assert "filling 3 of 40 batches" in header_text(STATES["filling"], 12.0)
 
 
 def test_the_header_of_a_lost_run_says_why() -> None:
-    assert "the pool is gone" in text(STATES["lost"], 12.0)
+    assert "the pool is gone" in header_text(STATES["lost"], 12.0)
 
 
 def test_ranks_start_and_restart_in_the_header() -> None:
     state = run_state(event("started", pids={"0": 1, "1": 2}))
-    assert "ranks 2 of 4 up" in text(state, 12.0)
+    assert "ranks 2 of 4 up" in header_text(state, 12.0)
     state.apply(event("started", "gpu2", pids={"2": 1, "3": 2}), 12.0)
-    assert "ranks 4 ·" in text(state, 12.0)
+    assert "ranks 4 ·" in header_text(state, 12.0)
     state.apply(event("failure", failure=failure(3)), 12.5)
-    assert "ranks 3 of 4 up" in text(state, 12.0)
+    assert "ranks 3 of 4 up" in header_text(state, 12.0)
     state.apply(event("restart", attempt=1, failure=failure(3)), 13.0)
-    shown = text(state, 13.0)
+    shown = header_text(state, 13.0)
     assert "ranks 0 of 4 up" in shown
     assert "restarts 1 (rank 3 on host gpu1 (pid 803): ZeroDivisionError" in shown
 
 
 def test_times_do_not_change_after_the_end() -> None:
-    assert text(STATES["succeeded"], 20.0) == text(STATES["succeeded"], 9999.0)
-    assert "elapsed 2.5 s · GPU-seconds 8" in text(STATES["succeeded"], 20.0)
+    assert header_text(STATES["succeeded"], 20.0) == header_text(STATES["succeeded"], 9999.0)
+    assert "elapsed 2.5 s · GPU-seconds 8" in header_text(STATES["succeeded"], 20.0)
 
 
 def test_a_hosts_clock_does_not_matter() -> None:
     state = run_state(at(STARTED, 1e9), at(RUNNING, -1e9))
-    assert "elapsed 2 s · GPU-seconds 4" in text(state, 12.0)
+    assert "elapsed 2 s · GPU-seconds 4" in header_text(state, 12.0)
 
 
 def test_elapsed_time_depends_only_on_the_journal() -> None:
@@ -217,7 +217,7 @@ def test_gpu_seconds_follow_the_hosts_of_each_attempt() -> None:
     ):
         state.apply(seen)
     assert (state.gpu_seconds(11.0), state.gpu_seconds(21.0)) == (30.0, 60.0)
-    assert "ranks 4 · pool local · hosts 2 (gpu1, gpu3)" in text(state, 21.0)
+    assert "ranks 4 · pool local · hosts 2 (gpu1, gpu3)" in header_text(state, 21.0)
     assert run_state(structs.replace(STARTED, gpus=0)).gpu_seconds(99.0) == 0.0
 
 
@@ -247,13 +247,13 @@ def test_the_header_shows_only_the_progress_bar_of_rank_0() -> None:
 
 def test_notes_are_shown_once_and_limited() -> None:
     many = [event("note", text=f"note {i % 15}") for i in range(100)]
-    shown = text(run_state(*many), 12.0)
+    shown = header_text(run_state(*many), 12.0)
     assert shown.count("note: note 3\n") == 1
     assert "… and 5 more notes" in shown
 
 
 def test_events_that_do_not_concern_the_header_are_ignored() -> None:
-    assert text(run_state(event("host_ended")), 12.0) == text(run_state(), 12.0)
+    assert header_text(run_state(event("host_ended")), 12.0) == header_text(run_state(), 12.0)
 
 
 @pytest.mark.parametrize(

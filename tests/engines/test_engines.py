@@ -11,7 +11,7 @@ from distributed import Scheduler, SchedulerPlugin
 from taas_magic import probe
 from taas_magic.config import PoolConfig
 from taas_magic.engines import ssh
-from taas_magic.engines.base import find_engine
+from taas_magic.engines.base import make_engine
 from taas_magic.engines.keys import Keys
 from taas_magic.errors import PoolError, UsageError
 from taas_magic.pool.gate import PoolScheduler
@@ -60,20 +60,20 @@ def pool(request: pytest.FixtureRequest) -> PoolConfig:
 
 
 def test_the_capacity_is_known_without_a_host(pool: PoolConfig) -> None:
-    capacity = find_engine(pool).capacity()
+    capacity = make_engine(pool).capacity()
     assert capacity.cores >= 1
     assert capacity.gpus >= 0
 
 
 def test_settings_override_the_gpus_and_cores_that_were_found(pool: PoolConfig) -> None:
     told = PoolConfig(pool.name, engine=pool.engine, gpus=3, cores=5)
-    capacity = find_engine(told).capacity()
+    capacity = make_engine(told).capacity()
     assert (capacity.gpus, capacity.cores) == (3, 5)
 
 
 def test_hosts_can_be_requested_again_after_their_release(pool: PoolConfig, tmp_path: Path) -> None:
     async def live() -> None:
-        engine = find_engine(pool)
+        engine = make_engine(pool)
         engine.prepare()  # starts the first host early; the second host starts on request
         async with engine.open(PoolScheduler, Keys(), str(tmp_path)) as scheduler:
             watching = Watching()
@@ -114,7 +114,7 @@ def test_an_unforeseen_error_of_a_host_is_raised_at_each_request(
         raise KeyError("odd")
 
     async def ask() -> None:
-        engine = find_engine(pool)
+        engine = make_engine(pool)
         async with engine.open(PoolScheduler, Keys(), str(tmp_path)) as scheduler:
             members = PoolHosts(scheduler, engine, pool.start_timeout_s, pool.lease_s)
             for _ in range(2):
@@ -129,7 +129,7 @@ def test_an_unforeseen_error_of_a_host_is_raised_at_each_request(
 
 def test_an_unknown_engine_is_refused_and_the_known_ones_are_listed() -> None:
     with pytest.raises(UsageError, match=r'no engine "x". There are local, ssh'):
-        find_engine(PoolConfig("p", engine="x"))
+        make_engine(PoolConfig("p", engine="x"))
 
 
 @pytest.mark.parametrize(("visible", "count"), [("0,1", 2), ("", 0), ("-1", 0), ("GPU-5a", 1)])
@@ -144,4 +144,4 @@ def test_a_batch_job_with_several_workers_is_refused_before_the_pool_starts() ->
     options = {"processes": 12}
     pool = PoolConfig("hpc", engine="dask_jobqueue.SLURMCluster", options=options)
     with pytest.raises(UsageError, match=r"each Dask job is one host: .* set gpus = 12"):
-        find_engine(pool)
+        make_engine(pool)

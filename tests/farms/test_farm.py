@@ -711,11 +711,11 @@ def test_a_farm_whose_connection_ends_before_its_process_says_so_of_each_job(
 
 def farm_state() -> FarmState:
     state = FarmState("farm-1", "many", 0, 2)
-    state.add(JobState("train-1"))
-    state.add(JobState("train-2"))
-    state.apply(NodeUpdate("node-0", "ready", host="h<1>"))
-    state.apply(JobUpdate("train-1", "node-0", state="running"))
-    state.apply(JobUpdate("train-1", "node-0", lines="epoch 1\repoch 2\n"))
+    state.add_job(JobState("train-1"))
+    state.add_job(JobState("train-2"))
+    state.apply_message(NodeUpdate("node-0", "ready", host="h<1>"))
+    state.apply_message(JobUpdate("train-1", "node-0", state="running"))
+    state.apply_message(JobUpdate("train-1", "node-0", lines="epoch 1\repoch 2\n"))
     return state
 
 
@@ -728,14 +728,14 @@ def test_the_table_has_nodes_jobs_their_hosts_and_last_lines() -> None:
     assert "train-1  running  h<1>  epoch 2" in shown["text/plain"]
     assert "h&lt;1&gt;" in shown["text/html"]
     assert shown["text/html"].index("1 queued") < shown["text/html"].index("<pre")
-    (closed := farm_state()).close()
+    (closed := farm_state()).mark_closed()
     assert "node-0" not in mime_bundle(closed)["text/plain"]
 
 
 def test_jobs_of_a_lost_node_are_queued_again() -> None:
     state = farm_state()
     why = f"killed; its log says why ({'/long' * 30}/rank-0.log)"
-    state.apply(NodeUpdate("node-0", "lost", why))
+    state.apply_message(NodeUpdate("node-0", "lost", why))
     assert state.counts()["queued"] == 2
     shown = mime_bundle(state)["text/plain"]
     assert why in shown
@@ -746,8 +746,8 @@ def test_a_job_that_has_ended_neither_runs_nor_waits_again() -> None:
     state = farm_state()
     job = state.jobs["train-1"]
     job.set_outcome(JobFailed("job train-1 was cancelled", etype="Cancelled"))
-    state.apply(JobUpdate("train-1", "node-0", state="running"))
-    state.apply(NodeUpdate("node-0", "lost", "killed"))
+    state.apply_message(JobUpdate("train-1", "node-0", state="running"))
+    state.apply_message(NodeUpdate("node-0", "lost", "killed"))
     assert job.state == "cancelled"
 
 
@@ -762,10 +762,10 @@ def test_the_remaining_time_is_estimated_from_the_finished_jobs() -> None:
 
 def test_a_late_update_does_not_return_a_node_to_an_earlier_state() -> None:
     state = farm_state()
-    state.apply(NodeUpdate("node-0", "starting", host="h2"))
+    state.apply_message(NodeUpdate("node-0", "starting", host="h2"))
     assert [(node.state, node.host) for node in state.ready] == [("ready", "h2")]
-    state.apply(NodeUpdate("node-0", "lost", "killed"))
-    state.apply(NodeUpdate("node-0", "ready"))
+    state.apply_message(NodeUpdate("node-0", "lost", "killed"))
+    state.apply_message(NodeUpdate("node-0", "ready"))
     assert not state.ready
 
 
@@ -774,7 +774,7 @@ def test_the_table_is_read_while_it_changes() -> None:
 
     def change() -> None:
         for number in range(2000):
-            state.apply(NodeUpdate(f"node-{number}", "left"))
+            state.apply_message(NodeUpdate(f"node-{number}", "left"))
             state.jobs[f"job-{number}"] = JobState(f"job-{number}")
         over.set()
 

@@ -18,7 +18,7 @@ import pytest
 
 from taas_magic.config import Config
 from taas_magic.display import head
-from taas_magic.display.head import RunState, text
+from taas_magic.display.head import RunState, header_text
 from taas_magic.display.view import TerminalScreen
 from taas_magic.host import tracebacks
 from taas_magic.host.output import PipeReader
@@ -532,7 +532,7 @@ def test_the_status_header_groups_hanging_ranks_and_lists_the_different_one_firs
     both = started("gpu1", 0, 1), started("gpu2", 2, 3)
     first = hang("gpu1", row(0, waits=ALL), row(1, "Cell In[1], line 9: <b>", "a lock"))
     state = of_events(*both, first, hang("gpu2", row(2, waits=ALL), row(3, waits=ALL)))
-    lines = text(state, 105.0).splitlines()
+    lines = header_text(state, 105.0).splitlines()
     at = next(
         i for i, line in enumerate(lines) if "no rank has made progress for 1 min 05 s" in line
     )
@@ -577,7 +577,7 @@ def test_a_lost_host_does_not_delay_the_report_of_a_hang() -> None:
     assert not of_events(*replaced).hang
     state = of_events(*replaced, hang("gpu1", row(0), attempt=1))
     assert {stand.host for stand in state.hang} == {"gpu1", "gpu3"}
-    assert "hosts 2 (gpu1, gpu3)" in text(state, 100.0)
+    assert "hosts 2 (gpu1, gpu3)" in header_text(state, 100.0)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ import pytest
 from msgspec import structs
 
 from taas_magic.config import Config
-from taas_magic.display.head import text
+from taas_magic.display.head import header_text
 from taas_magic.errors import UsageError
 from taas_magic.journal import folder as journal
 from taas_magic.journal.folder import JournalWriter, PlanHead, RunContext, RunFolder, RunSummary
@@ -294,7 +294,7 @@ def test_a_run_of_an_older_version_is_read_whole() -> None:
     head = new_state(world_size=2)
     for seen in RunFolder(run.path).read_events():
         head.apply(seen)
-    shown = text(head, 0.0)
+    shown = header_text(head, 0.0)
     assert "restarts 1 (rank 1 on host gpu1 (pid 26719): ZeroDivisionError: division by ze" in shown
     assert "rank 0: RuntimeError: [/__w/" in shown and "(a consequence)" in shown
     assert "rank 0 wrote: file-0 (1 byte)\n" in shown

@@ -310,14 +310,14 @@ def test_values_logged_again_replace_old_ones_and_torn_lines_are_skipped(tmp_pat
     folder = table_of(tmp_path / "run", *first, again)
     with (folder / metrics.FILE).open("a") as file:
         file.write("10.0,3,0,loss,0.1")
-    found = metrics.read(folder)
+    found = metrics.read_metrics(folder)
     assert (list(found["step"]), list(found["loss"])) == ([0, 1, 2], [1.0, 1.0, 0.25])
-    assert len(metrics.read(tmp_path / "no run")["step"]) == 0
+    assert len(metrics.read_metrics(tmp_path / "no run")["step"]) == 0
 
 
 def test_metrics_do_not_replace_the_columns_of_the_table(tmp_path: Path) -> None:
     points = [MetricPoint(name, 4, 0.5, 7.0) for name in ("step", "rank", "time", "loss")]
-    found = metrics.read(table_of(tmp_path / "run", *points))
+    found = metrics.read_metrics(table_of(tmp_path / "run", *points))
     assert {name: list(found[name]) for name in found} == {
         **{"step": [4], "rank": [0], "time": [7.0]},
         **{"step_": [0.5], "rank_": [0.5], "time_": [0.5], "loss": [0.5]},
@@ -325,21 +325,21 @@ def test_metrics_do_not_replace_the_columns_of_the_table(tmp_path: Path) -> None
 
 
 def test_runs_are_compared_by_a_metric_that_all_have(tmp_path: Path) -> None:
-    one = metrics.read(
+    one = metrics.read_metrics(
         table_of(tmp_path / "1", MetricPoint("loss", 0, 1.0, 0.0), MetricPoint("a", 0, 1.0, 0.0))
     )
-    two = metrics.read(table_of(tmp_path / "2", MetricPoint("loss", 0, 2.0, 0.0)))
-    figure = metrics.draw({"one": one, "two": two}, None)
+    two = metrics.read_metrics(table_of(tmp_path / "2", MetricPoint("loss", 0, 2.0, 0.0)))
+    figure = metrics.draw_metric({"one": one, "two": two}, None)
     [axes] = figure.axes
     assert axes.get_ylabel() == "loss" and [line.get_label() for line in axes.lines] == [
         "one",
         "two",
     ]
-    never = metrics.read(table_of(tmp_path / "3", MetricPoint("loss", 0, None, 0.0)))
-    [axes] = metrics.draw({"never a number": never}, "loss").axes
+    never = metrics.read_metrics(table_of(tmp_path / "3", MetricPoint("loss", 0, None, 0.0)))
+    [axes] = metrics.draw_metric({"never a number": never}, "loss").axes
     assert [line.get_label() for line in axes.lines] == ["never a number"]
     for wrong, kind in (("first", "str"), ([], "list")):
         with pytest.raises(UsageError, match=rf"compare needs runs, such as .*; got a {kind}$"):
             compare(wrong)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match=r'no metric "a" in common\. Metrics of all runs: loss'):
-        metrics.draw({"one": one, "two": two}, "a")
+        metrics.draw_metric({"one": one, "two": two}, "a")

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from taas_magic.errors import UsageError
-from taas_magic.journal.analysis import curves, draw
+from taas_magic.journal.analysis import curves, draw_loaders
 from taas_magic.messages import Event
 from tests.events import event
 
@@ -52,7 +52,7 @@ def test_a_restart_is_no_negative_rate() -> None:
 def test_the_figure_shows_waiting_and_rates() -> None:
     from matplotlib.figure import Figure
 
-    figure = draw(journal(), "digits")
+    figure = draw_loaders(journal(), "digits")
     assert isinstance(figure, Figure)
     above, below = figure.axes
     assert above.get_title() == "digits"
@@ -62,7 +62,7 @@ def test_the_figure_shows_waiting_and_rates() -> None:
 
 def test_without_loaders_or_matplotlib_the_error_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UsageError, match="no registered loader was used"):
-        draw(journal()[:1], "digits")
+        draw_loaders(journal()[:1], "digits")
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(UsageError, match="pip install matplotlib"):
-        draw(journal(), "digits")
+        draw_loaders(journal(), "digits")

@@ -145,7 +145,7 @@ def event(name: str, ts: float, dur: float, cat: str = "user_annotation") -> dic
 
 
 def test_gpu_kernels_count_but_not_the_operators_that_launch_them() -> None:
-    found = timeline.trace_of(
+    found = timeline.reduce_trace(
         {
             "baseTimeNanoseconds": 5_000,
             "host_name": "gpu1",
@@ -203,4 +203,4 @@ def test_traces_of_an_earlier_attempt_are_ignored(tmp_path: Path) -> None:
         path = timeline.trace_file(tmp_path, attempt, 0)
         path.parent.mkdir(exist_ok=True)
         path.write_bytes(gzip.compress(json.dumps({"traceEvents": [event(name, 0, 1)]}).encode()))
-    assert [one.step for one in timeline.read(tmp_path).steps] == [9]
+    assert [one.step for one in timeline.read_timeline(tmp_path).steps] == [9]

@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from taas_magic.config import PoolConfig, load_config
-from taas_magic.engines.base import find_engine
+from taas_magic.engines.base import make_engine
 from taas_magic.engines.keys import Keys
 from taas_magic.notebook import pools
 from taas_magic.pool.controller import Controller
@@ -147,7 +147,7 @@ def pool_here(
 
 @asynccontextmanager
 async def _opened(folder: Path) -> AsyncIterator[PoolHere]:
-    engine, keys = find_engine(PoolConfig("local", lease_s=60)), Keys()
+    engine, keys = make_engine(PoolConfig("local", lease_s=60)), Keys()
     async with engine.open(PoolScheduler, keys, str(folder)) as scheduler:
         controller = Controller(scheduler, engine, engine.pool, linger_s=600)
         [member] = await controller.pool_hosts.acquire(1)

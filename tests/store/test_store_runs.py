@@ -37,7 +37,9 @@ def head_of(outcome: Outcome) -> str:
     state = new_state()
     for event in outcome.events:
         state.apply(parsed(event))
-    return head.text(state, 0.0) + re.sub("<[^>]*>", "", head.mime_bundle(state, 0.0)["text/html"])
+    return head.header_text(state, 0.0) + re.sub(
+        "<[^>]*>", "", head.mime_bundle(state, 0.0)["text/html"]
+    )
 
 
 @pytest.mark.fault(42)
