@@ -185,10 +185,10 @@ def _is_short(name: str) -> bool:
 def _reference(loader: Any, is_named: bool) -> Callable[[], Any]:
     """Return a function that returns the loader, or None once the loader has been deleted.
 
-    If the user gave the loader a name, the function has a normal reference to the loader, and never
-    returns None. So does the function if the loader's type allows no weak references. Otherwise,
-    the function has only a weak reference. So if a cell replaces the loader by a new one, the
-    registration does not keep the old loader's data in memory.
+    If the user gave the loader no name, the function has only a weak reference to the loader. So if
+    a cell replaces the loader by a new one, the registration does not keep the old loader's data in
+    memory. If the loader has a name, or its type allows no weak references, the function has a
+    normal reference, and never returns None.
     """
     if not is_named:
         with contextlib.suppress(TypeError):  # some types allow no weak references

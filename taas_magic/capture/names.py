@@ -205,11 +205,11 @@ class UsedNames:
     that the cell has certainly assigned are in `_defined`.
 
     The names that a function's code reads are used as soon as a statement reads the function's
-    name, because the function may be called from then on. Until then, they are in `_later`.
+    name, because the function may be called from then on. Until then, these names are in `_later`.
 
-    Such a function may also call a function that the cell defines only afterwards. So the names
-    that its code reads are added to `_awaited`. If the cell then defines a function whose name is
-    in `_awaited`, the names in the code of this function are used at once.
+    The called function may itself call a function that the cell defines only afterwards. So the
+    names that the called function reads are added to `_awaited`. If the cell then defines a
+    function whose name is in `_awaited`, the names that the new function reads are used at once.
 
     Attributes:
         why: Reason for the capture of each used name, for messages.

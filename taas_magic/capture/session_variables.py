@@ -438,8 +438,8 @@ def _shared_ids(
     as its own class, whose objects are then in the value's pickle. If such a class or function is
     a candidate itself, its objects are left out of the value's entry. Otherwise, all instances of
     the class would have to be sent together. This is not necessary: in the ranks, all instances
-    have the same class, even if they were sent for different cells. Entries of classes and
-    functions are complete.
+    have the same class, even if they were sent for different cells. The entry of
+    a candidate that is itself a class or function has all its objects.
     """
     definitions = {
         name: set(one.shared)

@@ -559,7 +559,7 @@ def summary(folder: RunFolder) -> RunSummary:
 def has_live_owner(folder: RunFolder) -> bool:
     """Return whether a living process holds the lock of the run's journal or plan.
 
-    This process is the kernel or the pool's process that will record the run's end.
+    The holder is the kernel or the pool's process, whichever will record the run's end.
     """
     for path in (folder.events, folder.path / "plan.json"):
         with contextlib.suppress(FileNotFoundError), path.open("rb") as file:

@@ -329,8 +329,8 @@ class _ChangeSender:
         """Queue the removal of a file, or of a folder with its contents, from the store.
 
         Queue only paths that the store is known to have. Also remove these paths from the cache of
-        the mirror's hashes, and from the receipt. If the path was a folder, also stop sending the
-        large files in this folder.
+        the mirror's hashes, and from the receipt. If the store has a folder at the path, also stop
+        sending the large files in this folder.
         """
         hashes = self._mirror.hashes
         self._receipt_builder.record_removed(path)

@@ -301,7 +301,7 @@ class DiscardingView(StoreView):
         calls that read also find the rank's own versions of files.
 
         Args:
-            needs_content: Whether to first copy the store's file to the returned path, if the rank
+            needs_content: Whether to first copy the existing file to the returned path, if the rank
                 has no own version of the file yet.
 
         Raises:
