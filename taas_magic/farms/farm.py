@@ -707,8 +707,8 @@ class _StoredParts:
         """Store a part in the farm's process if it is shared or larger than `INLINE_BYTES`.
 
         An equal part that is stored already is used again. Each call adds 1 to the part's number of
-        users, and `drop` subtracts 1. If an exception or an interrupt ends the transfer of a new
-        part, the farm's process removes this part.
+        users, and `release_parts` subtracts 1. If an exception or an interrupt ends the transfer of
+        a new part, the farm's process removes this part.
 
         Args:
             part: Bytes, or memory of an array or tensor.
