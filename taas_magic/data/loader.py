@@ -121,7 +121,7 @@ class KeyValueStore(Protocol):
     """Key-value store that all ranks of an attempt share, to agree on the order of batches."""
 
     def store_first(self, key: str, value: bytes) -> bytes:
-        """Store `value` if no rank has stored a value for `key`; return the stored value."""
+        """Store `value` if no rank has stored a value for `key`; return the value of `key` then."""
 
     def publish(self, key: str, value: bytes, replaced: str) -> None:
         """Store `value` under `key` for the other ranks; remove the value of key `replaced`."""
@@ -591,9 +591,10 @@ def make_remote_loader(shape: LoaderShape) -> DataLoader[Any]:
 
 
 find_registered: Callable[[str], Any] | None = None
-"""Function of the kernel that returns the registered loader with a name, or None.
+"""Function that takes a name, and returns the kernel's registered loader with this name.
 
-None in other processes, and until the kernel has sent a registered loader to ranks.
+The function returns None if there is no such loader. The variable itself is None in processes other
+than the kernel, and until the kernel has sent a registered loader to ranks.
 """
 
 

@@ -288,8 +288,9 @@ class PackedBatches:
     def append_if_exact(self, batch: Any) -> bool:
         """Append a batch if it can be stored exactly; return whether it was appended.
 
-        Only lists of int, or only lists of numpy's int64, can be stored. The first indices decide
-        which of the two. An int that needs more than 64 bits cannot be stored.
+        A batch can be stored if it is a list, and if all its indices have the same type as the
+        indices of earlier batches: either int or numpy's int64. An int that needs more than 64 bits
+        cannot be stored.
         """
         if type(batch) is not list:
             return False

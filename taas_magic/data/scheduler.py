@@ -348,14 +348,15 @@ class PrefetchBuffer:
     def add_request(self, who: Hashable, request: LoaderRequest, only_count: bool = False) -> None:
         """Record that connection `who` waits for a response, and queue the request if it is new.
 
-        The first request of a new epoch first drops data of epochs before `oldest_epoch`:
-        unrequested batches, batches kept after sending, and all recorded units. If the batch was
-        sent before and is still kept (`_keep_sent`), use this batch again, and do not queue the
-        request. If the buffer already has the request, only add `who` to the connections that wait.
+        If the buffer already has the request, only add `who` to the connections that wait. If the
+        batch was sent before and is still kept (`_keep_sent`), this batch is the response, so the
+        request is not queued.
+
+        The first request of a new epoch also drops the data of old epochs (`_drop_before`).
 
         Args:
-            only_count: Whether `who` needs only the batch's units, not the batch. If so, and if the
-                units are known already, do nothing.
+            only_count: Whether `who` needs only the batch's units. If the units are known already,
+                this method then does nothing.
         """
         if only_count and self.units(request) is not None:
             return

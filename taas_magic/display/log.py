@@ -243,7 +243,7 @@ DROPPED_NOTE_S = 1.0
 """Minimum seconds from the first to the second note on lines that hosts left out of the log."""
 
 MAX_DROPPED_NOTE_S = 60.0
-"""Maximum of the minimum pause between two notes on dropped lines, in seconds.
+"""Seconds up to which the pause between two notes on dropped lines grows.
 
 The pause begins with `DROPPED_NOTE_S`, and doubles after each note.
 """
@@ -421,7 +421,8 @@ class LogText:
         """Add lines, with prefixes that name their ranks, to the text for the cell.
 
         At the cell's limit, create the summary, and add all further lines to the summary instead.
-        The summary also gets those of these lines that look like errors, up to the limit `ERRORS`.
+        If such a line looks like an error, the summary also lists it as an error, up to the limit
+        `ERRORS`.
         """
         for ranks, group in groupby(shown, lambda line: line.ranks):
             texts = [line.text for line in group]

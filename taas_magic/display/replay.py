@@ -57,7 +57,7 @@ _REPORTER = re.compile(rb'"(?:rank|number)":(\d+)')
 _ERROR_WORDS = tuple(word.encode() for word in ERROR_WORDS)
 
 _BASE_COUNTS = 2_000
-"""Events in the first part, and at least in the last part, of the buffer for counts of loaders.
+"""Base of the argument `most` of `_CountsBuffer`: a number of events.
 
 `Replay` adds 8 events for each rank to this number.
 """

@@ -205,9 +205,10 @@ class ConsoleScreen(NotebookScreen):
 class TerminalScreen:
     """Screen that writes to standard output.
 
-    The status header appears at the start and at the end of a run, with urgent lines in between. If
-    standard output is a terminal, its last line is a status line with the metrics and the progress
-    bar. The status line changes at most once in `STATUS_GAP_S`.
+    The status header appears at the start and at the end of a run. In between, new notes and the
+    reports of hangs appear as lines (`UrgentLines`). If standard output is a terminal, its last
+    line is a status line with the metrics and the progress bar. The status line changes at most
+    once in `STATUS_GAP_S`.
     """
 
     limit_bytes = NO_LIMIT_BYTES

@@ -439,9 +439,9 @@ class BatchSystem:
         `history`.
 
         Raises:
-            OSError: The command cannot be run, or does not end within `QUERY_LIMIT_S`. Or the
-                command lists no job, and its error text says more than that it does not know the
-                jobs.
+            OSError: A command cannot be run, or does not end within `QUERY_LIMIT_S`. Or `command`
+                fails, no job is found, and the error text gives another reason than that the batch
+                system has forgotten the jobs.
         """
         if not job_ids:
             return {}
@@ -589,8 +589,9 @@ class Vehicles:
         self._served |= self._jobs.keys() - set(kept)
 
     async def why_lost(self, name: str) -> str:
-        """Return the state of a lost host's batch job in words; "" if no batch job is known.
+        """Return the state of a lost host's batch job in words.
 
+        Return "" if no batch job is known, or if taas-magic cannot query the batch system.
         Wait up to `JOB_END_WAIT_S` seconds until the batch system reports that the job has ended.
         If the query fails, the text says that the state is unknown. `describe_awaited` no longer
         queries this job.
