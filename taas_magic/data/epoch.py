@@ -348,8 +348,8 @@ class EpochIterator(Iterator[Any]):
         - If `order` is the hash of the stream's first batch, compare it with the first hash that
           this pass received for that batch. A difference means that a worker has read the stream
           again and got other data.
-        - If `slot` is 0, and a loaded state requires a hash, compare `order` with this hash. Then
-          store `order` in the attribute `order` of this iterator, for states that are saved later.
+        - If `slot` is 0, compare `order` with the hash that a loaded state requires, if any. In any
+          case, store `order` in this iterator's attribute `order`, for states that are saved later.
         - In a run without fetchers, each rank reads the whole stream. So compare `order` with the
           hash that the first rank has stored for this slot.
 

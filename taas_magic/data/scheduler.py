@@ -355,8 +355,8 @@ class PrefetchBuffer:
         The first request of a new epoch also drops the data of old epochs (`_drop_before`).
 
         Args:
-            only_count: Whether `who` needs only the batch's units. If the units are known already,
-                this method then does nothing.
+            only_count: Whether `who` needs only the batch's units. If True, and if the units are
+                known already, this method does nothing.
         """
         if only_count and self.units(request) is not None:
             return
