@@ -58,7 +58,9 @@ class _RemoteShardMixin:
         """Tell the accelerator that an epoch begins.
 
         This method replaces `DataLoaderShard.begin`, which looks up an attribute of the dataset. In
-        a rank, that lookup would unpickle a copy of the dataset, which may be large.
+        a rank, that lookup would unpickle a copy of the dataset, which may be large. For a
+        map-style loader without `drop_last`, this method also sets `remainder`: the number of
+        samples in an incomplete last step, over all ranks (0 if all steps are complete).
         """
         self.reset()
         loader = self.base_dataloader

@@ -115,11 +115,12 @@ class Route:
         fetchers that is usable:
 
         - the fetcher `preferred`
-        - the fetcher that `sharding.assigned_worker` assigns to the batch
-        - any other fetcher; if possible, one that has not failed since the last response of any
-          fetcher
+        - the assigned fetcher (`sharding.assigned_worker`)
+        - another fetcher, which depends on the batch, so that the batches are spread
 
-        If no fetcher is usable, return the assigned fetcher.
+        A fetcher that has failed since the last response of any fetcher is passed over, if another
+        usable fetcher has not failed; this rule does not apply to `preferred`. If no fetcher is
+        usable, return the assigned fetcher.
 
         Args:
             slot: Number of the batch in its epoch.
@@ -268,10 +269,11 @@ class Route:
         return [at for at in sorted(self._found.addresses) if aside.get(at, (0.0, 0.0))[0] <= now]
 
     def _await_fetchers(self) -> None:
-        """Wait until at least one fetcher has an address, up to `start_s` seconds.
+        """Wait until this route has the address of at least one fetcher, up to `start_s` seconds.
 
-        Later calls return at once, unless all fetchers are restarting. Every 0.25 s, a call also
-        checks whether more fetchers have started.
+        If the route has the addresses of all fetchers, return at once. If it has only some, do not
+        wait either. But if the latest call that read the addresses was at least 0.25 s ago, first
+        read the current addresses, because more fetchers may have started.
 
         Raises:
             RunLost: No fetcher has started in time, or all fetchers have ended.
@@ -328,6 +330,8 @@ class Route:
 
     def _current_addresses(self) -> LoaderAddresses:
         """Return the addresses of the loader's fetchers; none while all fetchers are restarting.
+
+        Also record in `_started` which fetchers have an address.
 
         Raises:
             RunLost: All fetchers have ended or could not start, and none will be restarted.
@@ -733,22 +737,26 @@ class Client:
     def _follow_up_request(
         self, request: LoaderRequest, first: LoaderRequest, response: Response, body: memoryview
     ) -> LoaderRequest | None:
-        """Return the request to send next if a worker's order is not the epoch's order.
+        """Return the request to send next for a batch that was prepared in a wrong order.
 
-        In this case, the client sends three requests for one batch. The first is a GET, whose
-        response is a batch of the wrong order. The second is an ORDER, whose response has the
-        batch's indices in the epoch's order. The third is a GET with these indices.
+        The order of a response is wrong if the response has a hash, and this hash is not the hash
+        of the epoch's order. To get the right batch, the client sends three requests:
+
+        1. GET without indices. The worker's order is wrong, so its batch is wrong, too.
+        2. ORDER. The response is the list of the indices of the samples in the right batch.
+        3. GET with this list.
 
         Args:
             request: The request that `response` answers.
-            first: The first of the three requests: the GET without indices. This is `request`
-                itself if `request` is not the second or third request.
+            first: The first of the three requests. This is `request` itself if `request` is not the
+                second or third request.
 
         Returns:
-            The second or third request; None if `response` is the final answer to `first`.
+            The second or third request. None if `response` is the final response to `first`: its
+            order is not wrong, or it answers the third request, or it is an error.
 
         Raises:
-            RunLost: The response to ORDER also has the hash of a wrong order.
+            RunLost: The order of the response to ORDER is wrong, too.
         """
         order = response.order
         is_other = order != self._order and order != 0 and self._order is not None

@@ -79,7 +79,7 @@ class FetcherLink:
 
     Attributes:
         pending: Requests that were sent and have no response yet, in order.
-        unsent: Requests that the next call of `request` will send.
+        unsent: Requests that the next call of `send_unsent` will send.
         borrowed: Spans of the fetcher's shared memory that this process reads.
 
     Raises:
@@ -150,7 +150,11 @@ class FetcherLink:
         self.send(messages)
 
     def cancel(self) -> None:
-        """Cancel all pending requests; `receive` then skips the responses to them."""
+        """Drop all unsent requests, and cancel all pending requests.
+
+        Return without waiting for the fetcher. `receive` later skips the responses to the cancelled
+        requests.
+        """
         self.unsent.clear()
         if self.pending:
             self.pending.clear()
@@ -340,7 +344,11 @@ class Inbox:
                 self._count_silence()
 
     def _receive_chunk(self, blocks: ReceiveBlocks) -> None:
-        """Receive into the chunk: the rest of a body, or all frames that have arrived.
+        """Receive data into the chunk, once; wait at most `ALIVE_S` seconds for the data.
+
+        This call may receive less than a frame. If a frame has begun, it may also return without
+        new data. So the caller calls this method in a loop. With TLS, one call instead receives the
+        complete rest of the current message's body, if the message itself has been read.
 
         If the chunk has too little space left, first replace the chunk, and copy the unread data to
         the new chunk.

@@ -239,7 +239,9 @@ class BatchSource:
         """Return an epoch's description; for a map-style loader, run the sampler to find the order.
 
         For an iterable-style loader, run no user code. The description then has the number of
-        streams, and sometimes the name of an attribute in which the dataset counts its epochs.
+        streams. If an earlier epoch has shown that the dataset counts its epochs in an attribute,
+        and the dataset has no `set_epoch`, the description also has the attribute's name. But it
+        does not have the name if a local DataLoader would copy the dataset for each epoch.
 
         Raises:
             UserCodeFailed: The sampler raised an exception.
@@ -275,7 +277,8 @@ class BatchSource:
 
         Returns:
             The hash, for the first `_HASHED_ITEMS` batches after the skipped items. 0 for later
-            batches, and if the worker began at a saved state instead of item 0.
+            batches, if no items were skipped, or if the worker began at a saved state instead of
+            item 0.
         """
         assert self.streams is not None
         item, stream = divmod(slot, self.streams)
@@ -473,7 +476,10 @@ class BatchSource:
         return self._snapshots.setdefault((epoch, stream), Snapshots())
 
     def _advance(self, cursor: "Cursor") -> Any:
-        """Seed the random generators for the next batch of a stream, and return the batch."""
+        """Seed the random generators for the next batch of a stream, and return the batch.
+
+        First make `get_worker_info()` return the value for this stream; `_run_user_code` resets it.
+        """
         assert self.streams is not None
         slot = cursor.item * self.streams + cursor.stream
         torch_worker._worker_info = cursor.info
@@ -502,8 +508,12 @@ class BatchSource:
         """Run `worker_init_fn` as a worker of a local DataLoader does; return the `WorkerInfo`.
 
         The worker's number is `worker_id` modulo the loader's number of workers. If the loader has
-        a `worker_init_fn`, seed the random generators, and then call it. `get_worker_info()` later
-        gives the `WorkerInfo` to the dataset.
+        a `worker_init_fn`, first seed the random generators with the worker's seed. Only during the
+        call of `worker_init_fn`, `get_worker_info()` returns the new `WorkerInfo`. The caller makes
+        `get_worker_info()` return it again whenever the dataset runs.
+
+        Args:
+            seed: Base seed; the worker's own seed is the base seed plus the worker's number.
 
         Raises:
             UserCodeFailed: `worker_init_fn` raised an exception.

@@ -124,9 +124,10 @@ class Step(NamedTuple):
 
 
 def _with_sampled_times(source: Iterator[Step], counts: RankCounts) -> Iterator[Step]:
-    """Yield from `source`; add the wall and CPU time of every 16th step to `counts`.
+    """Yield the steps of `source`; of every 16th step, add its times to `counts`.
 
-    The first step is not measured, because its time includes the start of the fetchers.
+    These are the wall time and CPU time to receive the step: steps 2, 18, 34, … The time of step 1
+    includes the start of the fetchers, so this step is not measured.
     """
     wall_s = cpu_s = 0.0
     # Skip the first batch, whose time includes the start of the fetchers.
@@ -144,9 +145,10 @@ class EpochIterator(Iterator[Any]):
 
     Args:
         pass_number: Number of iterators that the loader has made before this iterator.
-        order: Hash that the epoch must have, according to a loaded state; 0 if any hash is allowed.
-            For a map-style loader, this is the hash of the epoch's order. For an iterable-style
-            loader, this is the hash of the epoch's first batch.
+        order: Hash of the epoch according to a loaded state; 0 without a loaded state. For a
+            map-style loader, this is the hash of the epoch's order; another order raises an error.
+            For an iterable-style loader, this is the hash of the epoch's first batch; another first
+            batch causes a warning.
 
     Attributes:
         after: Position in the epoch after the last yielded batch.
@@ -192,9 +194,9 @@ class EpochIterator(Iterator[Any]):
     def _next_batch(self) -> Any:
         """Return the next batch, and add the time of waiting for it to the loader's counts.
 
-        The first call begins the pass. At the epoch's end, or if receiving fails, close the pass.
-        The pass stays open if the user's code in a fetcher raised an exception instead of returning
-        the batch; this method then raises the exception.
+        The first call begins the pass. At the epoch's end, or if receiving fails, close the pass,
+        then raise StopIteration or the error. If the user's code in a fetcher raised an exception
+        instead of returning the batch, raise this exception here; the pass stays open.
         """
         self._waits_since = time.perf_counter()
         self._began = self._began or self._waits_since
@@ -269,8 +271,8 @@ class EpochIterator(Iterator[Any]):
     def _begin(self) -> Iterator[Step]:
         """Begin the pass: request the epoch's description, and return an iterator over the steps.
 
-        Make all ranks use the same order, and check that a loaded state has this order. Then send
-        loaded states of streams to the workers.
+        Make all ranks use the same order. For a map-style loader, check that a loaded state has
+        this order. Then send loaded states of streams to the workers.
 
         Rank 0 warns if the dataset counts its epochs, because the counter cannot advance. In the
         loader's first pass, rank 0 also warns if `worker_init_fn` gives the dataset a random
@@ -347,11 +349,11 @@ class EpochIterator(Iterator[Any]):
 
         - If `order` is the hash of the stream's first batch, compare it with the first hash that
           this pass received for that batch. A difference means that a worker has read the stream
-          again and got other data.
+          again and got other data. If `slot` itself is a later batch, return after this comparison.
         - If `slot` is 0, compare `order` with the hash that a loaded state requires, if any. In any
           case, store `order` in this iterator's attribute `order`, for states that are saved later.
-        - In a run without fetchers, each rank reads the whole stream. So compare `order` with the
-          hash that the first rank has stored for this slot.
+        - In a run without fetchers and with several ranks, each rank reads the whole stream. So
+          compare `order` with the hash that the first rank has stored for this slot.
 
         The first and third comparison together warn only once for each loader.
 
@@ -385,14 +387,16 @@ class EpochIterator(Iterator[Any]):
     def _count_batch(self, step: Step) -> Any:
         """Count a received batch in the loader's counts and the ledger, and return the batch.
 
-        If the batch would exceed `--units`, close the pass instead. After the first large batch
-        (`_THREAD_FROM_BYTES`), start a thread that receives all later batches. If the loader pins
-        memory, copy the batch to pinned memory, unless the thread has done so. Every
-        `_MEASURE_EVERY` batches, also measure the memory for batches.
+        If the batch would exceed `--units`, count nothing, and close the pass instead. After the
+        first large batch (`_THREAD_FROM_BYTES`), start a thread that receives all later batches. If
+        the loader pins memory, copy the batch to pinned memory, unless the thread has done so. Set
+        `after` to the position after the batch. Every `_MEASURE_EVERY` batches, also measure the
+        memory for batches.
 
         Raises:
             StopIteration: With this step's batches, the ranks together would exceed `--units`.
-            Exception: The exception that the user's code raised instead of returning a batch.
+            Exception: The exception that the user's code raised instead of returning a batch. The
+                step is counted before this method raises the exception.
         """
         loader, (received, row_units, after) = self._loader, step
         counts, bound = loader.counts, loader.feed.units
@@ -514,8 +518,8 @@ class EpochRequests:
         The largest batch so far gives an estimate of the size. Request at least `_least` steps,
         even if their batches exceed `window_bytes`; with fewer steps, some workers would be idle.
         The next call is due when the rank has received the batches of a quarter of these steps. If
-        the schedule needs the units of each batch, queue the requests in `_unrecorded`, so that the
-        units are read in this order.
+        the schedule needs the units of each batch, also append the requests to `_unrecorded`;
+        `_receive_step` reads their units in the order of this queue.
         """
         ahead = self._least
         if self._largest_bytes:
@@ -530,12 +534,13 @@ class EpochRequests:
 class ReceiveThread(Iterator[Step]):
     """Iterator over a rank's steps; a thread receives their batches while the rank computes.
 
-    The thread must not refer to the `EpochIterator`: otherwise the iterator would stay alive after
-    the cell has dropped it, and the pass would not end. The thread itself closes the client, so
-    that an interrupt or a `break` in the cell's loop does not wait for the next batch.
+    The thread must not refer to the rank's `EpochIterator`. Otherwise, the `EpochIterator` would
+    stay alive after the cell has dropped it, and the pass would not end. The thread itself closes
+    the client, so that an interrupt or a `break` in the cell's loop does not wait for the next
+    batch.
 
     Args:
-        source: Iterator over the steps, which the thread runs.
+        source: Iterator that receives the steps; only the thread iterates over `source`.
         client: The client that `source` uses; at the end, the thread closes the client.
         pins: Whether to copy batches to pinned memory.
     """
@@ -555,7 +560,7 @@ class ReceiveThread(Iterator[Step]):
     def stop(self) -> None:
         """Tell the thread to end, without waiting for its end.
 
-        Discard the batches that wait in the queue.
+        Discard the steps in the queue, so that the thread can queue its last entry and end.
         """
         self._client.must_end = True
         with suppress(queue.Empty):
@@ -565,8 +570,9 @@ class ReceiveThread(Iterator[Step]):
     def _run(self) -> None:
         """Receive steps until the epoch's end, `stop` or an exception (the thread's function).
 
-        Queue each step for the rank. If `pins`, first copy the batch to pinned memory. At the end,
-        close the client, and queue an exception that `__next__` then raises.
+        Queue each step for the rank; wait while the queue is full. If `pins`, first copy the batch
+        to pinned memory. At the end, close the client, and queue the exception that `__next__` then
+        raises: the exception that occurred, else StopIteration.
         """
         end: BaseException = StopIteration()
         try:

@@ -268,6 +268,7 @@ class RemoteLoader(DataLoader[Any]):
         """Warn if the cell has changed a sampler, generator or other part that only fetchers use.
 
         The cell can change only this rank's copies, so the change has no effect on the batches.
+        Each change causes one warning. Do nothing if the cell has not read any of the parts.
         """
         if self._visible is None:
             return
@@ -357,9 +358,10 @@ class RemoteLoader(DataLoader[Any]):
     def position(self) -> dict[str, Any]:
         """Return the position in the epoch after the last yielded batch; send no request.
 
-        Without an active pass, the position is where the next iterator will begin. The result is
-        `state_dict()` without the dataset's own state. It also has the spent units, the hash of the
-        order, and facts by which `load_state_dict` recognizes the loader.
+        Without an active pass, the position is where the next iterator will begin. The result has
+        all entries of `state_dict()` except the dataset's own state: the epoch, the position, the
+        spent units, the hash of the order, and facts by which `load_state_dict` recognizes the
+        loader.
         """
         epoch, position, order = self.next_epoch, self._resume, self._resume_order
         if self._current is not None and not self._current.ended:

@@ -151,8 +151,8 @@ class EpochOrders:
         First unpickle the sampler with its state before this epoch, and call the sampler's
         `set_epoch`. Then draw the same random numbers as a local DataLoader: start the sampler,
         draw a base seed from the generator and, if the loader has workers, start the sampler again.
-        With persistent workers, draw no base seed and start the sampler only once in epochs after
-        epoch 0.
+        Exception: with persistent workers, epochs after epoch 0 draw no base seed and start the
+        sampler only once.
 
         Returns:
             The sampler, its generator, and the iterator over the epoch's batches.

@@ -286,6 +286,8 @@ class _State:
 
     Args:
         name: Name of the state, for error messages.
+        most_bytes: Maximum size of a message without its body.
+        most_body: Maximum size of a message's body.
         messages: Type of the allowed messages, or a union of types.
     """
 
@@ -323,7 +325,7 @@ class ReceivedFrame(NamedTuple):
 class ProtocolState:
     """Decoder of the messages that one side of a connection (`role`) receives.
 
-    It tracks the connection's state, and rejects messages that the state does not allow.
+    The decoder tracks the connection's state, and rejects messages that the state does not allow.
     """
 
     def __init__(self, role: Role) -> None:

@@ -208,7 +208,8 @@ class PrefetchOrder:
         Yield None instead of a request if no batch can be prepared now; the caller must try again
         later.
 
-        - Each later epoch begins with a request for its description. Only worker 0 gets it.
+        - If the description of an epoch is not recorded yet, worker 0 first gets a request for it.
+          The other workers get None until the description is recorded.
         - Of the epoch after `epoch`, yield only the first `_NEXT_EPOCH_BATCHES` batches, or as many
           as `--prefill` needs. Later epochs follow only if `--prefill` needs more.
         - The iterator ends if an epoch cannot be described, at the `--units` limit, or if the
@@ -298,6 +299,7 @@ class PrefetchBuffer:
             returns None if any worker can, and LATER if the loader's kind must be known first.
 
     Attributes:
+        ready_batches: Number of prepared batches.
         ready_bytes: Size of the bodies of all prepared responses.
     """
 
@@ -530,9 +532,10 @@ class PrefetchBuffer:
     def make_room(self, before: tuple[int, int] | None = None) -> None:
         """Drop responses for which no connection waits, until memory is below the limit.
 
-        The last slots are dropped first, together with their recorded units. Workers can prepare
-        dropped batches again. Responses without a body stay, and so do batches that must be kept
-        until the epoch's end (`_is_kept`).
+        If all that may be dropped are dropped, return although memory is still at the limit. The
+        responses for the last slots of the last epoch are dropped first, together with their
+        recorded units. Workers can prepare dropped batches again. Responses without a body stay,
+        and so do batches that must be kept until the epoch's end (`_is_kept`).
 
         Args:
             before: Drop only responses before this epoch and slot; None to drop any.
