@@ -10,7 +10,9 @@ from types import ModuleType
 def when_imported(name: str, then: Callable[[], None]) -> None:
     """Call `then` as soon as other code has imported the module `name`.
 
-    If the module is already imported, call `then` at once. This function itself imports nothing.
+    If the module is already imported, call `then` at once. Otherwise, return at once; the thread
+    that later imports the module calls `then` once, when the module's code has run. This function
+    itself imports nothing.
     """
     if name in sys.modules:
         then()

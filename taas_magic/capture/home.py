@@ -161,11 +161,12 @@ class ResultPickler(ValuePickler):
     def _kept_name(self, obj: Any) -> str | None:
         """Return the notebook's variable name of an object that need not be sent back, else None.
 
-        An object need not be sent back if the notebook still has the same object. So the result is
-        None unless the object is the value of a variable in `scope.kept`. The result is also None
-        for objects that the cell may have changed: all except sentinels (instances of `object`
-        itself), functions without state, and functions with `functools.lru_cache`. For a function,
-        only the variable with the function's own name counts.
+        An object need not be sent back if two conditions hold:
+
+        - The object is the value of a variable in `scope.kept`, so the notebook still has the same
+          object. For a function, only the variable with the function's own name counts.
+        - The cell cannot have changed the object: it is a sentinel (an instance of `object`
+          itself), a function without state, or a function with `functools.lru_cache`.
         """
         kind, scope = type(obj), self.scope
         if kind is object:  # a sentinel: code compares it by identity
@@ -209,8 +210,9 @@ def load_results(
     """Load the results of a `ResultPickler`, and connect them to the notebook's namespace.
 
     In `namespace`, this function sets the cell's variables that the rank sent with the results. It
-    skips a variable if the name is the name of a builtin, or of a variable that the notebook itself
-    has set. If the value of a skipped variable differs from the notebook's value, a note says so.
+    skips a variable if the notebook itself has set a variable of this name, or if the notebook has
+    no such variable and the name is the name of a builtin. If the value of a skipped variable
+    differs from the notebook's value, a note says so.
     There is no note if the rank sent the variable with the value of the cell's last expression, or
     of the call.
 

@@ -149,7 +149,8 @@ def install_modules(modules: Mapping[str, ModuleSource]) -> None:
     """Make this process (a rank) import these modules from the source that the notebook sent.
 
     These modules replace those of an earlier call, and take precedence over everything else on the
-    import path. Tracebacks show the lines of the sent source.
+    import path. A module that is already imported stays as it is. Tracebacks show the lines of the
+    sent source.
     """
     sys.meta_path[:] = [f for f in sys.meta_path if not isinstance(f, _ShippedFinder)]
     sys.meta_path.insert(0, _ShippedFinder(dict(modules)))
@@ -247,6 +248,8 @@ def is_shipped(name: str) -> bool:
 
 def find_outdated(modules: Mapping[str, ModuleSource]) -> list[str]:
     """Return the names of the modules that this process (a rank) has imported in another version.
+
+    Only modules count that were imported from source that the notebook sent.
 
     Args:
         modules: The newest sources of the project's modules, by name.

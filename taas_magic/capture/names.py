@@ -521,7 +521,7 @@ def _set_by_global(code: CodeType) -> set[str]:
 
 
 def functions_of(namespace: Mapping[str, Any]) -> list[FunctionType]:
-    """Return the functions of the notebook, and the methods of its classes."""
+    """Return all functions in the notebook's namespace, and the methods of the classes in it."""
     # Another thread of the notebook may add a variable meanwhile.
     classes = [vars(value) for value in list(namespace.values()) if isinstance(value, type)]
     found = [value for names in (namespace, *classes) for value in list(names.values())]

@@ -559,7 +559,10 @@ def write(payload: Payload, path: Path) -> None:
 
 
 def write_settings(payload: Payload, path: Path) -> None:
-    """Write a payload file for fetchers, which has the modules and the process state only."""
+    """Write a payload file for fetchers: with the project's modules and the process state.
+
+    The file has no captured variables, and no texts of cells that defined captured functions.
+    """
     pickler = ValuePickler({})
     pickler.add(payload.state)
     write(structs.replace(payload, captured=(), definitions={}, data=pickler.pickled()), path)

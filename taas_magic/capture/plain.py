@@ -257,11 +257,11 @@ class PlainWriter:
 def read_plain(data: bytes, buffers: Sequence[memoryview]) -> Any:
     """Return the value of a table that `PlainWriter` wrote.
 
-    This function is safe for data from an untrusted sender: a forged table cannot run code. First
-    make all objects in the order of the nodes, with empty containers; then fill the containers.
-    Arrays, and tensors on the CPU, use the memory of `buffers` without copying it. A tensor from a
-    GPU is moved to a GPU of this process, or to the CPU if this process uses no GPU
-    (`target_device`).
+    This function is safe for data from an untrusted sender: a forged table cannot run code. The
+    function makes all objects in the order of the nodes, with empty containers. Afterwards, it
+    fills the containers. Arrays, and tensors on the CPU, use the memory of `buffers` without
+    copying it. A tensor from a GPU is moved to a GPU of this process, or to the CPU if this process
+    uses no GPU (`target_device`).
 
     Raises:
         ValueError: The table is damaged or forged, or an object cannot be made.

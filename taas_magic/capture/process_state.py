@@ -143,9 +143,10 @@ class _Logger(NamedTuple):
     """Settings of a logger. If a library made the logger, ranks set only the level.
 
     Attributes:
-        is_own: True for the root logger, and for a logger that a cell has probably made: no
-            imported package has the first part of the logger's name.
-        handlers: Stream name, level and pickled formatter of each handler.
+        is_own: True for the root logger, and for a logger that a cell has probably made. This is
+            probable if the logger's name begins with `__main__`, or if the first part of the name
+            (before the first dot) is not the name of an imported package.
+        handlers: Stream name, level and pickled formatter of each handler that can be copied.
     """
 
     is_own: bool
@@ -260,7 +261,8 @@ def _collect_argv() -> list[str]:
 def is_default_argv(argv: Sequence[str], orig_argv: Sequence[str]) -> bool:
     """Return whether `sys.argv` still has the value that the interpreter set at its start.
 
-    Compare the words after the program's name, and the name of the script or module.
+    Compare `argv` with `orig_argv`: the words after the program's name, and the name of the script
+    or module.
 
     Args:
         argv: Current value of `sys.argv`.

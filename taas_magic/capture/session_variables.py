@@ -347,8 +347,9 @@ class RankVariables:
     def _must_tell_user(self, name: str, value: Any) -> bool:
         """Return whether to tell the user that the notebook's value differs from the ranks' value.
 
-        A later call with the same value returns False. The result is also False for a module, for
-        an object that `--out` returned, and for a simple value that equals the value in the ranks.
+        The result is False for a module, for an object that `--out` returned, and for a simple
+        value that equals the value in the ranks. For any other value, this method records that the
+        user was told, so that a later call with the same value returns False.
         """
         if _is_module(value) or self._returned.get(name) == id(value):
             return False
@@ -434,12 +435,15 @@ def _shared_ids(
 ) -> dict[str, set[int]]:
     """Return the ids of the objects in each candidate that other variables may also contain.
 
-    The result is a dict by the name of the candidate. A value may need classes and functions, such
-    as its own class, whose objects are then in the value's pickle. If such a class or function is
-    a candidate itself, its objects are left out of the value's entry. Otherwise, all instances of
-    the class would have to be sent together. This is not necessary: in the ranks, all instances
-    have the same class, even if they were sent for different cells. The entry of
-    a candidate that is itself a class or function has all its objects.
+    A candidate's pickle also contains the objects of the classes and functions that the candidate
+    needs, such as its own class. If such a class or function is a candidate itself, its objects are
+    left out of the entries of all candidates that need it. Otherwise, all instances of a class
+    would have to be sent together. This is not necessary: in the ranks, all instances have the same
+    class, even if they were sent for different cells.
+
+    Returns:
+        The ids, by the name of the candidate. For a class or function, all ids; nothing is left
+        out.
     """
     definitions = {
         name: set(one.shared)

@@ -223,10 +223,10 @@ class PathFileCheck:
 
 
 def normal_form(path: str) -> str:
-    """Return a form of `path` that is equal for all paths that some file system treats as the same.
+    """Return the normal form of `path`, to compare paths as a tolerant file system does.
 
-    The form is in lower case. For example, invisible characters, and dots or spaces at the end of a
-    name, are removed.
+    If any file system treats two paths as the same path, both have the same normal form. This form
+    is in lower case. It has no invisible characters, and no dots or spaces at the end of a name.
     """
     seen = path.lower()
     if not path.isascii():

@@ -140,9 +140,10 @@ class Hashes:
         return list(self._known)
 
     def hash_of(self, tree: Tree, tree_entry: TreeEntry) -> str:
-        """Return the hash of a file, or `FOLDER` for a folder. Read only changed files.
+        """Return the hash of a file, or `FOLDER` for a folder.
 
-        A new hash is recorded only if the file did not change while it was read, and if the file's
+        If the cache has a valid hash, return it without reading the file. Otherwise, read the file.
+        The new hash is cached only if the file did not change while it was read, and if the file's
         last change is older than `_FRESH_NS`.
 
         Raises:
@@ -192,7 +193,8 @@ class Hashes:
     def is_same(self, path: str, status: os.stat_result) -> bool:
         """Return whether `status` has the inode, size and mtime that the cache has for the file.
 
-        ctime is not compared, because a move changes a file's ctime.
+        If the cache does not list the file, return False. ctime is not compared, because a move
+        changes a file's ctime.
         """
         known = self._known.get(path)
         return known is not None and known[0][:3] == _key(status)[:3]
@@ -206,15 +208,16 @@ class Hashes:
 def scan_store(tree: Tree, hashes: Hashes, limit_bytes: int) -> tuple[CaseChecker, Manifest]:
     """Search a store for all files and folders to copy to hosts, and hash the changed files.
 
-    Some paths are not copied: secrets, special files, unsafe or clashing names, and files that
-    cannot be read. The manifest lists these paths with the reasons; one entry stands for all
-    secrets. Ignored files, and files that disappear during the search, are left out. The search
-    removes temporary files of killed writers (`Tree.remove_leftover`).
+    Some paths are not copied: secrets, special files, unsafe names, names that differ from another
+    name only by case, and files that cannot be read. `Manifest.skipped` lists these paths with the
+    reasons; one item stands for all secrets. Ignored files, and files that disappear during the
+    search, are left out. The search removes temporary files of killed writers
+    (`Tree.remove_leftover`).
 
     Args:
         tree: The store.
-        hashes: Known hashes. This function adds new hashes, and removes the hashes of all paths
-            that are not in the manifest.
+        hashes: Cache of hashes from earlier searches. This function adds new hashes, and removes
+            all paths that the manifest does not list in `entries`.
         limit_bytes: Maximum total size of the files.
 
     Returns:

@@ -186,8 +186,8 @@ def update_mirror(mirror: Mirror, send_request: SendRequest, fresh: bool = False
 def _apply_manifest(mirror: Mirror, want: Manifest, send_request: SendRequest) -> list[str]:
     """Make the mirror equal to `want`; fetch only files whose content the mirror does not have.
 
-    First hash the mirror's files (`_scan_files`), make missing folders, and copy files whose
-    content is elsewhere in the mirror. Then remove the files and folders that `want` does not list.
+    First remove useless files and hash the others (`_scan_files`), make missing folders, and copy
+    files whose content is elsewhere in the mirror. Then remove what `want` does not list.
     Also remove a file at the path of a wanted folder, and a folder at the path of a wanted file.
     Make the folders for which a file was in the way. Last, record the folders, and fetch the
     remaining files.
@@ -243,8 +243,9 @@ def _copy_known_content(
 def _scan_files(mirror: Mirror, wanted: Collection[str]) -> dict[str, ManifestEntry]:
     """List and hash the useful files of a mirror, and remove all other files.
 
-    A file is useful if its path is in `wanted`. A file with a known hash is also useful, because a
-    wanted file may have the same content.
+    A file is useful if its path is in `wanted`, or if `mirror.hashes` lists its path. In the second
+    case, a wanted file may have the same content, for example after a rename. Files that cannot be
+    read, and special files such as links, are also removed. All folders stay.
 
     Returns:
         The remaining files and folders by path, outer folders first.
@@ -375,9 +376,10 @@ class StoreUpdater:
 
         Unsafe paths are skipped. First remove the paths that other hosts removed. Then remove what
         is in the way of a changed file or folder; if that fails, skip the change. Then make
-        folders, and fetch the files whose hash is new. The user gets a note for each file that
-        cannot be fetched or moved to its path. If a file changes while it is fetched, there is no
-        note: a later call fetches the file again.
+        folders, and fetch the files that have another hash than in the mirror. The user gets a note
+        for each file that cannot be fetched or moved to its path. If a file changes while it is
+        fetched, there is no note: a later call fetches the file again. Other errors, such as a full
+        disk, reach the caller.
         """
         changes = self._send_request(ListChanges(self._number))
         for path in changes.removed:

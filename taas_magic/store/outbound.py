@@ -240,7 +240,7 @@ class _ChangeSender:
         self._send_queued()
 
     def send_large(self) -> None:
-        """Send the next piece of the first file in `large`.
+        """Send the next piece of the first file in `large`, which must not be empty.
 
         After the last piece, remove the file from `large`. Remove the file earlier in these cases:
 
@@ -297,11 +297,11 @@ class _ChangeSender:
                 offset += len(data)
 
     def _queue_change(self, path: str) -> None:
-        """Queue the change at `path` for the next message.
+        """Queue the change at `path` for the next message; add a large file to `large` instead.
 
         If nothing is at `path` now, queue a removal. If a folder has replaced a file, or a file has
         replaced a folder, first send the removal of the replaced entry. Do not queue a folder that
-        the store already has.
+        the store already has, or a file that has not changed.
 
         Raises:
             UnsafeError: The path may not be sent, or the entry is neither a file nor a folder.
@@ -328,9 +328,10 @@ class _ChangeSender:
     def _queue_removal(self, path: str) -> None:
         """Queue the removal of a file, or of a folder with its contents, from the store.
 
-        Queue only paths that the store is known to have. Also remove these paths from the cache of
-        the mirror's hashes, and from the receipt. If the store has a folder at the path, also stop
-        sending the large files in this folder.
+        Queue only paths that the mirror's cache of hashes lists, because the store has no other
+        paths of this mirror. Remove the queued paths from this cache. Also remove `path` and the
+        queued paths from the receipt. If the store has a folder at `path`, also stop sending the
+        large files in this folder.
         """
         hashes = self._mirror.hashes
         self._receipt_builder.record_removed(path)
@@ -469,14 +470,16 @@ class MirrorSender:
             self._note(f"rank 0's writes are no longer copied to the project store: {error}")
 
     def _schedule_checks(self, paths: Iterable[str], everything: bool) -> None:
-        """Schedule a check of each path in `paths` whose changes this host sends.
+        """For each path in `paths`, schedule a check whether something at the path has changed.
 
-        The check is due after `SEND_DELAY_S` seconds, or later if the path was sent recently. A
-        check that is already scheduled keeps its time.
+        Skip paths that this host does not send (`_sends_path`). The check is due after
+        `SEND_DELAY_S` seconds. If the path was sent recently, the check is due `QUIET_S` seconds
+        after the sending, if this is later. A check that is already scheduled keeps its time.
 
         Args:
-            everything: Whether to also check all other paths at which the mirror differs from the
-                store.
+            paths: Paths relative to the mirror.
+            everything: Whether to schedule checks also for all other paths at which the mirror may
+                differ from the store.
         """
         now = time.monotonic()
         self._quiet_until = {p: until for p, until in self._quiet_until.items() if until > now}

@@ -140,6 +140,9 @@ class RunFileRecord:
         If inode, size and modification time are as recorded, the file counts as unchanged. If the
         size differs, or if no hash was recorded, the file counts as changed. In all other cases,
         the file's hash decides.
+
+        Raises:
+            OSError: The file must be read for its hash, and cannot be read.
         """
         known = self._known.get(path)
         if known is None or known.key is None:
@@ -173,6 +176,8 @@ class RunFileRecord:
 
     def record_written(self, store: str, paths: Iterable[str]) -> None:
         """Record the files that rank 0 wrote on a host that shares the store.
+
+        Skip paths at which no regular file is, and files for which any step raises OSError.
 
         Args:
             paths: Paths relative to the store.

@@ -69,8 +69,8 @@ class Receipt:
     def with_event(self, event: StoreReceipt) -> "Receipt":
         """Return a copy of this receipt with the receipt of one more host added.
 
-        A path that any host lists as written is not missing. The new receipt is complete only if
-        both are.
+        A path that any host lists as written is not missing. The result is complete only if this
+        receipt and the host's receipt are both complete.
         """
         kept_out = {path: set(ranks) for path, ranks in self.kept_out.items()}
         for file in event.kept_out:
@@ -109,7 +109,11 @@ class ReceiptBuilder:
         self._protection = ""
 
     def record(self, rank: int, message: StoreMessage) -> None:
-        """Record a rank's message about a write to the store, or about the store's protection."""
+        """Record a rank's message about a write to the store, or about the store's protection.
+
+        If the message says that the rank has moved its own version of a path away, remove the
+        rank's write of this path from the record.
+        """
         with self._lock:
             if isinstance(message, StoreWriteReported) and message.is_moved:
                 self._reported.pop((rank, message.path), None)

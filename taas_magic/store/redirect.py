@@ -134,8 +134,9 @@ class StoreView:
     def path_to_read(self, store_path: str) -> str | None:
         """Return the path to read instead of `store_path`; None to read `store_path` itself.
 
-        In a rehearsal, a path that replaces `store_path` comes first. If `store_path` does not
-        exist, return the path of the rank's own version, if there is one.
+        If several versions of the file exist, use the first of them in this order: the path that
+        replaces `store_path` (only in a rehearsal), `store_path` itself, the rank's own version. If
+        no version exists, return None.
         """
         return self.replacement_path(store_path) or (
             None if os.path.exists(store_path) else self.own_path(store_path)
@@ -161,13 +162,16 @@ class StoreView:
     ) -> str | None:
         """Return the path that a file call must use instead of `path`; None for `path` itself.
 
-        A path in the rank's scratch folder counts as the corresponding path in the store. The
-        result is None in these cases: the path is any other path outside the store; the path is in
-        a folder that every rank may write; or this thread is already inside a redirected call.
+        A path in the rank's scratch folder counts as the corresponding path in the store. In the
+        following cases, the result is None, and `map_path` is not called:
+
+        - The path is any other path outside the store, or is a descriptor.
+        - The path is in a folder that every rank may write.
+        - This thread is already inside a redirected call.
 
         Args:
             map_path: Method that maps a path in the store to the path to use, such as
-                `path_to_write`.
+                `path_to_write`. Its errors reach the caller.
             folder: Descriptor of the folder at which a relative path starts (`dir_fd`).
             follow: Whether the call follows a symbolic link, if the last part of the path is one,
                 as `open` does and `os.remove` does not.
@@ -208,8 +212,9 @@ class StoreView:
     def record_write(self, store_path: str) -> None:
         """Report a path that the rank wrote, or would have written without redirection.
 
-        Each path is reported only once. Forked children of the rank report nothing, because the
-        channel for reports may have been in use during the fork.
+        Each path is reported only once. Paths in a folder `__pycache__` are not reported. Forked
+        children of the rank report nothing, because the channel for reports may have been in use
+        during the fork.
         """
         known = store_path in self._noted or "/__pycache__/" in store_path
         if not known and os.getpid() == self._pid:
@@ -305,7 +310,8 @@ class DiscardingView(StoreView):
                 has no own version of the file yet.
 
         Raises:
-            PermissionError: The file is a shard of a checkpoint, or is too large to be copied.
+            PermissionError: The file is a shard of a checkpoint. Or the file must be copied, and is
+                larger than `COPY_LIMIT_BYTES`.
             FileNotFoundError: The parent folder does not exist.
         """
         if store_path.endswith(_SHARDS):
@@ -327,8 +333,9 @@ class DiscardingView(StoreView):
     def path_to_change(self, store_path: str, *, folder: bool = False) -> str:
         """Return the path of the rank's own version of `store_path`, or of an empty placeholder.
 
-        The user's call, such as `os.chmod` or `os.remove`, then acts on the returned path. The file
-        in the store stays as it is. A placeholder is a new file or folder that no later call sees.
+        Also report the change as a write. The user's call, such as `os.chmod` or `os.remove`, then
+        acts on the returned path. The file in the store stays as it is. A placeholder is a new file
+        or folder that no later call sees.
         """
         self.record_write(store_path)
         is_folder = folder or os.path.isdir(self.common_path(store_path))
@@ -339,6 +346,9 @@ class DiscardingView(StoreView):
 
         Also report the move as a write. If `store_path` is no regular file, return the path of an
         empty placeholder instead of a copy.
+
+        Raises:
+            PermissionError: The file must be copied, and is larger than `COPY_LIMIT_BYTES`.
         """
         path = self.path_to_change(store_path)
         if os.path.isfile(self.common_path(store_path)) and path != self.own_path(store_path):
@@ -486,7 +496,10 @@ class RehearsalView(DiscardingView):
             }
 
     def outside(self) -> dict[str, int]:
-        """Return the size in bytes of each file that this rank wrote outside the store, by path."""
+        """Return the size in bytes of each file that this rank wrote outside the store, by path.
+
+        Files that no longer exist are left out.
+        """
         with self.without_redirection():
             return {
                 path: os.path.getsize(path)
@@ -576,10 +589,10 @@ def install(view: StoreView) -> None:
 def _writing_calls(view: StoreView) -> dict[str, _Call]:
     """Return replacements for the functions of `os` that change files, by name.
 
-    If a function makes a file or folder, its replacement uses `view.path_to_write`. If a function
-    removes or changes a file or folder, its replacement uses `view.path_to_change`. If a function
-    moves or links, its replacement redirects both paths. A caller must pass the original function
-    as the first argument of each replacement.
+    If a function makes a file or folder, or changes the content of a file, its replacement uses
+    `view.path_to_write`. If a function removes a file or folder, or changes its attributes, the
+    replacement uses `view.path_to_change`. If a function moves or links, its replacement redirects
+    both paths. A caller must pass the original function as the first argument of each replacement.
     """
     makes = partial(_write, view, view.path_to_write)
     removes = partial(_write, view, view.path_to_change)
@@ -772,6 +785,8 @@ def _call_on_existing(
 def library_write_path(view: StoreView, map_path: Callable[[str], str | None], path: Path) -> Path:
     """Return the path that a library must write instead of `path`, or `path` itself.
 
+    In a rehearsal, also record the path if it is outside the store.
+
     Args:
         map_path: Method that maps a path in the store to the path to write, such as
             `StoreView.path_to_write`.
@@ -883,12 +898,14 @@ def _move(view: StoreView, across: _Call, real: _Call, src: Path, dst: Path, **k
 
     There are three special cases:
 
-    - Another rank has already moved the file away: do nothing.
+    - The source is redirected, but this rank sees no file there, for example because another rank
+      has already moved the file away: move nothing, and raise no error.
     - The file would be moved from a shared folder of the store to the scratch folder: copy the file
       instead, so that the store keeps the file.
-    - A redirected path is on another file system: call `across(source, target)` instead of `real`.
+    - `real` fails because a redirected path is on another file system: call `across(source,
+      target)`.
 
-    After a move, call `view.record_move`.
+    After a move (not after a copy), call `view.record_move`.
 
     Args:
         across: Function that moves or copies between file systems, such as `shutil.move`.
@@ -1034,8 +1051,9 @@ def _redirect_torch_reader(view: DiscardingView) -> None:
 def _redirect_profiler(view: StoreView) -> None:
     """Redirect the trace files of torch.profiler.
 
-    torch's C++ code writes these files, and reports no error if a write is refused. So this
-    function replaces `profile.export_chrome_trace`, which gets the redirected path.
+    This function replaces the method `torch.autograd.profiler.profile.export_chrome_trace`. The new
+    method calls the original method with the redirected path. Otherwise, torch's C++ code would
+    write to the original path, and would report no error if the system refuses the write.
     """
     import torch
 
@@ -1130,10 +1148,11 @@ def _redirect_torch_maps(view: StoreView) -> None:
 
 
 def _map_privately(view: StoreView) -> None:
-    """Make numpy map a file of the store privately if the mode allows writing (numpy's default).
+    """Make `numpy.memmap` map a file of the store privately for the mode `r+`, numpy's default.
 
     With a private map, the file need not be copied, and only this rank sees the rank's changes. If
-    the rank has its own version of the file, map this version as usual. Without numpy, do nothing.
+    the rank has its own version of the file, numpy maps this version as usual. Other modes stay as
+    they are. Without numpy, do nothing.
     """
     if importlib.util.find_spec("numpy") is None:  # torch works without numpy
         return

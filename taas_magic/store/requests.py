@@ -201,7 +201,7 @@ def part_lists(entries: Iterable[ManifestEntry], sizer: MessageSizer) -> Iterato
     """Divide files into parts, and yield lists of parts; each list is for one `ReadFiles`.
 
     The parts have the order of `entries`; an empty file has one empty part. A list has at most
-    `sizer.size` bytes of content, and at most `MAX_PARTS` parts.
+    `MAX_PARTS` parts, and at most as many bytes as `sizer.size` says when the list is begun.
     """
     parts: list[Part] = []
     room = sizer.size

@@ -127,10 +127,10 @@ class StoreServer:
         return answer
 
     def close(self) -> None:
-        """Refuse further requests, and wait until a running search of the store has ended.
+        """Refuse further requests, and wait until the server's threads have ended.
 
-        Then discard incomplete files, remove the marker file, save the hashes, and close the
-        store's descriptor.
+        The threads search the store and force files to the disk. Then discard incomplete files,
+        remove the marker file, save the hashes, and close the store's descriptor.
         """
         self._is_closed = True
         self._searcher.shutdown()
@@ -156,11 +156,16 @@ class StoreServer:
         return self._token.name
 
     def _current_manifest(self, host_rank: int, request: ListFiles) -> Manifest | None:
-        """Return the manifest of the store; None while the store is being searched.
+        """Return the manifest of the store; None while a thread searches the store.
 
-        The first call starts a search in a thread. A request with `fresh` starts another search, if
-        none is running. If rank 0 has written a file of the user in this run, the manifest lists
-        rank 0's version at the file's path.
+        The first call starts a search in a thread. If `request.fresh` is true and no search is
+        running, the call starts another search. This method never waits for a search: while a
+        search is running, it returns None, and the host must ask again. Otherwise, it returns the
+        result of the last search.
+
+        If rank 0 writes the user's file `a.txt`, the store keeps both versions: the user's as
+        `a.txt`, rank 0's as `a.txt.from-host`. The manifest has only one entry for both: it has the
+        path `a.txt` and describes rank 0's version.
 
         Hosts may read the files that the newest returned manifest lists, and the files that a host
         has sent in this run.
@@ -181,10 +186,11 @@ class StoreServer:
         return manifest
 
     def _with_run_versions(self, manifest: Manifest) -> Manifest:
-        """Return `manifest` with rank 0's version of a file in place of the user's version.
+        """Return `manifest` with rank 0's versions of files in place of the user's versions.
 
-        If rank 0 writes the user's file `a.txt`, the store keeps rank 0's version as
-        `a.txt.from-host`. The result lists this version as `a.txt`.
+        If rank 0 writes the user's file `a.txt`, the store keeps both versions: the user's as
+        `a.txt`, rank 0's as `a.txt.from-host`. The result has no entry `a.txt.from-host`; its entry
+        `a.txt` describes rank 0's version. All other entries stay as they are.
         """
         if not self._kept_beside:
             return manifest
@@ -203,7 +209,8 @@ class StoreServer:
         """Read `size` bytes at `offset` of a file that was listed or changed in this run.
 
         Returns:
-            The bytes; None if the file cannot be read or was never listed.
+            The bytes, fewer than `size` at the end of the file. None if the file cannot be read, or
+            was neither listed nor changed in this run.
         """
         changed = path in self._changes and self._changes[path].entry is not None
         if offset < 0 or size < 0 or not (changed or path in self._listed):
@@ -272,7 +279,9 @@ class StoreServer:
         - The path is unsafe (`why_unsafe`).
         - The host does not run rank 0, and the path is outside the shared folders.
         - `IgnoreRules.why_not_accepted` refuses the path.
-        - The path differs from a known path only by case.
+        - The path differs only by case from another path that the store has.
+
+        If no reason applies, add the path to the set of paths with which later paths are compared.
         """
         if why := why_unsafe(path):
             raise UnsafeError(path, why)
@@ -486,6 +495,8 @@ class StoreServer:
 
     def _remove(self, host_rank: int, path: str) -> None:
         """Remove a file or an empty folder for a host. A file of the user is not removed.
+
+        A folder that is not empty stays, without an error.
 
         If rank 0 has written the user's file `a.txt` in this run, the store has rank 0's version as
         `a.txt.from-host`. In this case, remove only rank 0's version. Discard the files that this

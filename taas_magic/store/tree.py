@@ -132,7 +132,10 @@ def _folded(path: str) -> str:
 
 
 class UnsafeError(OSError):
-    """Error for a path that is unsafe or names no regular file."""
+    """Error for a path that must not be used, for example because no regular file is there.
+
+    The attribute `why` has the reason as text.
+    """
 
     def __init__(self, path: str, why: str) -> None:
         super().__init__(errno.EPERM, why, path)
@@ -257,6 +260,9 @@ class Tree:
 
         Returns:
             True if nothing is at the path now; False if a folder there is not empty and stays.
+
+        Raises:
+            OSError: A file is at the path, and cannot be removed.
         """
         status, (folder, name) = self.status(path), split_path(path)
         if status is None:
