@@ -752,8 +752,9 @@ def prefill_text(run_counts: RunCounts) -> str:
 def _loader_facts(loader: LoaderCounts, units: int | None, has_ended: bool) -> list[Fact]:
     """Return the facts about one loader, with the same arguments as in `loader_lines`.
 
-    The facts are: batches, and units if their number differs; rates; buffers, for an active run;
-    and the time that ranks waited. The limit of `--units` follows the number that it limits.
+    The facts are: the number of batches, and the number of units if it differs; rates; buffers, for
+    an active run; and the time that ranks waited. The limit of `--units` follows the number of
+    units, or of batches if both numbers are equal.
     """
     batches, bound = int(loader.rank_total("batches")), f" of {units:,}" if units else ""
     facts = [("batches", f"{batches:,}{bound}")]
@@ -806,7 +807,8 @@ def _number(value: float) -> str:
 def receipt_lines(receipt: Receipt | None) -> list[Fact]:
     """Return facts about a run's writes to the project store; [] if `receipt` is None.
 
-    Leave out facts without content. The facts are, in this order:
+    Leave out facts without content. Each fact lists at most `MAX_FILES` items, and the number of
+    further items. The facts are, in this order:
 
     - The files that rank 0 wrote, with their sizes; "nothing" if only other ranks wrote files.
     - The kept-out files of other ranks at whose paths the store has a file.
@@ -873,7 +875,10 @@ def _kept_out_texts(files: Mapping[str, Sequence[int]]) -> list[str]:
 
 
 def hang_lines(rows: Sequence[RankStack], now: float) -> list[str]:
-    """Return the text about a run that hangs: a title, and a table of the ranks.
+    """Return the lines about a run that hangs: a title, and a table of the ranks.
+
+    Ranks that are at the same line of code and wait for the same event share one line (`_groups`).
+    The table has at most `MAX_GROUPS` such lines.
 
     Args:
         rows: The stacks of the ranks.
@@ -949,7 +954,8 @@ _RANKS_HEAD = (
 def ranks_text(found: RunStacks, state: RunState) -> str:
     """Return the output of `%taas ranks`: a table with the process and progress of each rank.
 
-    The last lines are about processes that did not answer.
+    The last lines are about processes that did not answer. If there is nothing to show, return "no
+    rank runs".
     """
     rows = [
         _cells(row.rank, (row.host, row.pid), _usage_of(row), state)

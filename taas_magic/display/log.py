@@ -129,9 +129,10 @@ class LineMerger:
         Each rank has a queue of waiting lines. While any queue is empty, remove nothing, because
         that rank may soon print a line that equals a waiting line. Otherwise, a line is unlikely to
         be printed again if all its copies are at the front of their queues. Choose such a line; of
-        several, choose the line of the lowest rank, because rank 0 usually prints most. Remove its
-        copies, or, if it has none, also lines that follow (`_release_first`). Repeat this until a
-        queue is empty, or until there is no such line.
+        several, choose the line of the lowest rank, because rank 0 usually prints most. Remove the
+        line with all its copies. If it has no copy, also remove the next lines of its rank up to
+        the first line with a copy (`_release_first`). Repeat this until a queue is empty, or until
+        there is no such line.
         """
         shown: list[ShownLine] = []
         while len(self._waiting) == self._world_size:
@@ -330,7 +331,8 @@ class LogText:
     def clear(self) -> None:
         """Start again with an empty cell of `limit_bytes`, because the cell's output was cleared.
 
-        Also remove the summary of the lines beyond the limit.
+        Also remove the summary of the lines beyond the limit. Lines that wait for equal lines, text
+        that `pop_text` has not returned yet, and the numbers of dropped lines stay.
         """
         self._budget = LogBudget(
             lambda: 0.0,

@@ -87,7 +87,10 @@ class Replay:
 
     @property
     def state(self) -> RunState:
-        """The run's state after all events read so far, including the events that `read` stored."""
+        """The run's state after all events that `read` has processed so far.
+
+        Reading this property first applies the events that `read` has stored without decoding.
+        """
         self._apply_pending()
         return self._state
 
@@ -98,7 +101,8 @@ class Replay:
         is faster: printed lines, numbers of lines that a host dropped, counts of loaders, the
         resource use of ranks, and rank 0's newest progress. A progress bar in rank 0's printed
         lines counts as progress. Ignore lines that are not valid events. If the plan has
-        `log_ranks`, also ignore lines printed by ranks that are not in `log_ranks`.
+        `log_ranks`, also ignore lines printed by ranks that are not in `log_ranks`; only rank 0's
+        progress bar always counts.
 
         Args:
             chunk: The lines; the last line must be complete.
@@ -165,12 +169,14 @@ class _CountsBuffer:
 
     The event kinds are `data`, `fetched` and `usage`; their senders are ranks, fetchers and hosts.
     A count is a sum since its sender started, and `usage` is a momentary value. So the newest event
-    of a sender replaces all earlier events of the sender. The buffer has three parts, in the order
-    of the journal:
+    of a sender replaces all earlier events of the same kind of the sender. The buffer has three
+    parts, in the order of the journal:
 
-    - The first `most` events. They contain the counts at the start of the ranks.
-    - The middle part: for each sender, only its newest event of this time.
-    - At least the last `most` events. The current rates are computed from these events.
+    - The first part has the first `most` events, with the counts at the start of the ranks.
+    - The middle part has, for each sender and kind, only the newest of the events that left the
+      last part.
+    - The last part has the events after that: at least `most`, if there are so many. The current
+      rates are computed from these events.
 
     Args:
         most: Number of events in the first part, and minimum number of events in the last part.
@@ -185,10 +191,11 @@ class _CountsBuffer:
         self._n_last = 0
 
     def add(self, lines: list[bytes]) -> None:
-        """Add the next events, each as a line of the journal, to the first or the last part.
+        """Add the next events, each as a line of the journal.
 
-        Move the oldest events of the last part to the middle part, as long as at least `most`
-        events stay in the last part.
+        Fill the first part until it has `most` events. Add all further events to the last part, as
+        one group. Then move the oldest groups of the last part to the middle part, until a further
+        move would leave fewer than `most` events in the last part.
         """
         if (room := self._most - len(self._first)) > 0:
             self._first += lines[:room]
@@ -203,7 +210,10 @@ class _CountsBuffer:
             self._sum_counts(old)
 
     def pop_events(self) -> list[bytes]:
-        """Remove and return all events, in the order of the journal."""
+        """Remove and return all events, in the order of the journal.
+
+        The buffer is then empty: later events fill the first part again.
+        """
         taken = [*self._first, *self._sums.values(), *(it for lines in self._last for it in lines)]
         self._first, self._sums, self._n_last = [], {}, 0
         self._last.clear()
@@ -273,11 +283,12 @@ class _PastOutput:
         self._tail_bytes = self._left_out_bytes = 0
 
     def add(self, raw: bytes, may_have_errors: bool) -> None:
-        """Add the next lines of the journal that contain printed output of ranks.
+        """Add the next lines of the journal that contain printed output of ranks, as one block.
 
-        Keep the first `END_LINES` lines, and a tail with at least the last `TAIL_BYTES` bytes. When
-        lines leave the tail, count their bytes as left out. If a line that leaves the tail may
-        contain an error, keep the line, unless `ERRORS[1]` such lines are kept already.
+        Add the block to the tail. Of the first `END_LINES` lines of the log, also store a copy.
+        Then remove the oldest blocks from the tail, until a further removal would leave fewer than
+        `TAIL_BYTES` bytes. Count the bytes of removed blocks as left out. Of a removed block, keep
+        all lines that may contain an error, unless `ERRORS[1]` or more such lines are kept already.
 
         Args:
             raw: The lines, not decoded.
@@ -361,7 +372,8 @@ class _PastOutput:
     def _leave_out(self, block: _PrintedBlock) -> None:
         """Count a block of lines as left out, but keep its lines that may contain an error.
 
-        Keep no more such lines if `ERRORS[1]` lines are kept already.
+        If `ERRORS[1]` or more such lines of earlier blocks are kept already, keep no line of this
+        block. Otherwise, keep all such lines of this block, even if they exceed this number.
         """
         self._tail_bytes -= len(block.raw)
         self._left_out_bytes += len(block.raw)

@@ -88,17 +88,17 @@ class Engine(ABC):
         return
 
     def shells(self, stop: threading.Event) -> Mapping[str, AbstractContextManager[Shell]]:
-        """Return a shell for each host of the pool, by which a kernel runs commands on the host.
+        """Return a context manager for each host of the pool that connects to the host.
 
-        A host needs no run for this.
+        Its value is a shell, by which a kernel can run commands on the host without a run.
 
         Args:
             stop: Event that the caller sets to cancel connecting.
 
         Returns:
-            A context manager for each host, by the host's name. At the start of its block, it
-            connects to the host and yields the shell. The result is empty if the engine's hosts do
-            not exist before they are requested.
+            The context managers by the host's name. The start of a `with` block connects to the
+            host; the end closes the connection. The result is empty if the engine's hosts do not
+            exist before they are requested.
         """
         return {}
 

@@ -503,7 +503,8 @@ def find_system(name: str) -> BatchSystem | None:
 def output_tail(folder: Path, job_id: str) -> str:
     """Return the last lines of a batch job's newest output file, and the file's path.
 
-    Return "" if `folder` has no output file of the job.
+    The names of the job's output files contain the job's number. Empty files are ignored. Return ""
+    if `folder` has no other output file of the job.
     """
     number = job_id.partition(".")[0]
     named = re.compile(rf"(?<!\d){re.escape(number)}(?!\d)")
@@ -561,7 +562,7 @@ class Vehicles:
         """Return one line for the user about each requested worker whose agent is not ready.
 
         Query the batch system for this, but at most every `QUERY_GAP_S` seconds. In between, return
-        the lines of the last query.
+        the lines of the last query. This call and later calls do not query the jobs of `agents`.
 
         Args:
             requested: Names of all requested Dask workers.

@@ -185,6 +185,8 @@ class SshEngine(HostsEngine):
     async def return_host(self, host: str, end: Callable[[], None]) -> None:
         """Call `end` in a thread, wait until it returns, and mark the host as free.
 
+        If `end` raises an exception, also mark the host as free, and raise the exception.
+
         Args:
             host: Name of the host in taas.toml.
             end: Function that ends all processes of the pool on the host. It may block.

@@ -342,7 +342,10 @@ def advice_for_run(run_counts: RunCounts) -> str:
 
 
 def advice_for_loader(load: LoaderUse) -> str:
-    """Return what limited a loader and which flag would help; "" if ranks hardly waited."""
+    """Return what limited a loader and which flag would help; "" if ranks hardly waited.
+
+    Also return "" if the run has fetchers, but no counts of their workers have arrived.
+    """
     if load.waited <= TOLERABLE_WAIT_FRACTION or (load.fetchers and not load.workers):
         return ""
     who = "the rank" if load.ranks == 1 else "ranks"

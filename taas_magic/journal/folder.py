@@ -240,7 +240,9 @@ class RunFolder:
 
     @contextlib.contextmanager
     def discard_on_error(self) -> Iterator[None]:
-        """Run a `with` block that writes to the folder; remove the folder if the block fails.
+        """Run a `with` block that writes to the folder; remove the folder if a write fails.
+
+        A write has failed if the block raises OSError. After any other exception, the folder stays.
 
         Raises:
             PoolError: The block raised OSError.
@@ -409,10 +411,11 @@ class JournalWriter:
         self._thread.start()
 
     def append(self, event: Event) -> bytes:
-        """Queue an event for the journal, and return the event as a line of JSON, without waiting.
+        """Queue an event for the journal, without waiting; return the event as JSON.
 
-        A bulk event (`_BULK`) is left out if the journal has reached `limit_bytes`, or if more than
-        `WAITING_BYTES` wait to be written. The first time, call `on_incomplete`.
+        Do not queue a bulk event (`_BULK`) if the journal has reached `limit_bytes`, or if more
+        than `WAITING_BYTES` wait to be written. If this is the first event that the journal lacks,
+        also call `on_incomplete`. The result is the same if the event is left out.
         """
         encoded = messages.encode(event)
         line = encoded + b"\n"
@@ -596,6 +599,8 @@ def _folders() -> list[RunFolder]:
 
 def prune(keep_runs: int, keep_bytes: int) -> None:
     """Remove the folders of the oldest ended runs, if there are too many or they are too large.
+
+    The folder of an ended run is removed if it is beyond at least one of the two limits.
 
     The folder of a run that may be active is kept, and so is a folder that a process has locked by
     `lock_against_pruning`. A folder without a readable plan is removed if it is older than

@@ -1,7 +1,7 @@
 """Metrics, the numbers that ranks log by `taas.log`: their curves, tables and plots.
 
-The pool's process appends each point to `metrics.csv`, and `read` returns this file as a table. The
-other functions read and write no files.
+The pool's process appends each point to `metrics.csv`, and `read_metrics` returns this file as a
+table. The other functions read and write no files.
 """
 
 import base64
@@ -266,10 +266,10 @@ def draw_metric(tables: Mapping[str, Any], metric: str | None) -> "Figure":
     """Draw the same metric of several runs over the steps, one line for each run's rank 0.
 
     Values beyond `_DRAWN_LIMIT` are drawn at this limit, because matplotlib cannot draw the range
-    of all floating-point numbers.
+    of all floating-point numbers. NaN and infinity are left out.
 
     Args:
-        tables: The tables from `read`, by the name of the run.
+        tables: The tables from `read_metrics`, by the name of the run.
         metric: The metric to draw; None for the first metric that all runs have.
 
     Raises:
