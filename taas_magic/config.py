@@ -109,8 +109,8 @@ class DataConfig(
         buffer_bytes: Size of the prefetch buffer of one fetcher, for all loaders of the fetcher.
         rank_buffer_bytes: Size of the memory for batches that a rank has received but not yet
             used.
-        fetch_s: While a rank waits for batches: seconds without a response or a sign of life of any
-            fetcher after which the run fails.
+        fetch_s: Seconds that a rank waits for a response or a sign of life of any fetcher of a
+            loader. If none arrives in this time, the run fails.
     """
 
     buffer_bytes: _Size = 1024**3

@@ -210,9 +210,9 @@ def load_results(
     """Load the results of a `ResultPickler`, and connect them to the notebook's namespace.
 
     In `namespace`, this function sets the cell's variables that the rank sent with the results. It
-    skips a variable if the notebook itself has set a variable of this name, or if the notebook has
-    no such variable and the name is the name of a builtin. If the value of a skipped variable
-    differs from the notebook's value, a note says so.
+    skips a variable if the notebook itself has set a variable of this name. It also skips a name of
+    a builtin that the notebook has not set. If the value of a skipped variable differs from the
+    notebook's value, a note says so.
     There is no note if the rank sent the variable with the value of the cell's last expression, or
     of the call.
 

@@ -268,8 +268,8 @@ class ValuePickler(cloudpickle.Pickler):
         at_receiver: Names of functions and classes that the receiver has in its namespace, by id.
             The pickle contains only the names of these objects.
         is_digest: Whether the pickle is only for a digest. If so, a class inside of an added value
-            is pickled as an id. Reason: if an attribute of a class changes, instances of the class
-            count as unchanged.
+            is pickled as an id. So a change of a class's attributes does not change the digests of
+            the class's instances.
         updated: Ids of the classes whose attributes the receiver must set again, if the receiver
             has these classes already.
         pending_values: Values of the variables that are being added, by name. If an added function

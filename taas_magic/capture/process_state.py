@@ -143,9 +143,9 @@ class _Logger(NamedTuple):
     """Settings of a logger. If a library made the logger, ranks set only the level.
 
     Attributes:
-        is_own: True for the root logger, and for a logger that a cell has probably made. This is
-            probable if the logger's name begins with `__main__`, or if the first part of the name
-            (before the first dot) is not the name of an imported package.
+        is_own: True for the root logger, and for a logger that a cell has probably made. For such a
+            logger, the part of the name before the first dot is `__main__`, or is not the name of
+            an imported module.
         handlers: Stream name, level and pickled formatter of each handler that can be copied.
     """
 
@@ -181,8 +181,8 @@ def lost_loggers(collected: State) -> list[str]:
     """Return notes on loggers whose messages below WARNING appear in the notebook, not in ranks.
 
     The notebook's logger has a handler that shows such messages, but the handler cannot be copied.
-    Skip loggers of libraries. Also skip a logger if another of its handlers is copied, or if the
-    logger propagates to the root logger and a handler of the root logger is copied.
+    Skip loggers of libraries. Also skip a logger if ranks get another handler that shows its
+    messages: a copied handler of this logger or, if the logger propagates, of the root logger.
 
     Args:
         collected: The process state that `collect` returned.

@@ -348,8 +348,9 @@ class RankVariables:
         """Return whether to tell the user that the notebook's value differs from the ranks' value.
 
         The result is False for a module, for an object that `--out` returned, and for a simple
-        value that equals the value in the ranks. For any other value, this method records that the
-        user was told, so that a later call with the same value returns False.
+        value that equals the value in the ranks. For any other value, the result is True, except if
+        the last call for this name had the same value. For this comparison, the method records the
+        value's digest or id.
         """
         if _is_module(value) or self._returned.get(name) == id(value):
             return False

@@ -501,9 +501,10 @@ class MirrorSender:
     def _paths_to_check(self, paths: set[str]) -> list[str]:
         """Return all paths to check because of changes at `paths`, outer folders first.
 
-        The result includes the parent folders of each path, because new parent folders must be sent
-        first. If the store has a folder at a changed path, the result includes all paths that the
-        store has below this folder, because the mirror may have another folder there now.
+        The result has `paths` and their parent folders, because new parent folders must be sent
+        first. If the store has a folder at a path in `paths`, the result also has all paths that
+        the store has below this folder. Reason: the mirror may have another folder there now.
+        Parent folders that this host does not send are left out.
         """
         hashes = self._mirror.hashes
         named = {path for path in paths if hashes.has_hash(path, FOLDER)}

@@ -111,8 +111,8 @@ class ReceiptBuilder:
     def record(self, rank: int, message: StoreMessage) -> None:
         """Record a rank's message about a write to the store, or about the store's protection.
 
-        If the message says that the rank has moved its own version of a path away, remove the
-        rank's write of this path from the record.
+        If the rank has moved its own version of a path away (`message.is_moved`), remove the rank's
+        write of this path from the record.
         """
         with self._lock:
             if isinstance(message, StoreWriteReported) and message.is_moved:

@@ -391,10 +391,10 @@ class StoreServer:
     ) -> None:
         """Write one piece of a file to its temporary file, or make a folder.
 
-        With the first piece of a file, check that the path may be made, discard an incomplete file
-        of this host at the path, and make missing parent folders. With each piece of a `.pth` file,
-        check the content. With the last piece, verify the size and hash of the file. If a write
-        fails, or the file is damaged, discard the file.
+        With the first piece of a file, check that the path may be made. If this host has sent
+        another file to the path before and not completed it, discard that file. Then make missing
+        parent folders. With each piece of a `.pth` file, check the content. With the last piece,
+        verify the size and hash of the file. If a write fails, or the file is damaged, discard it.
 
         For a folder, make the folder, and record it as a change for the other hosts.
 
@@ -455,9 +455,9 @@ class StoreServer:
             flushed: Result of forcing the file to the disk; awaited here.
 
         Raises:
-            UnsafeError: The file was moved beside the user's file. Or the file was discarded,
-                because it is an executable program, or a `.pth` file that is no checkpoint, or
-                because the user has made or changed both `a.txt` and `a.txt.from-host`.
+            UnsafeError: The file was moved beside the user's file. Or the file was discarded for
+                one of these reasons: it is an executable program; it is a `.pth` file that is no
+                checkpoint; the user has made or changed both `a.txt` and `a.txt.from-host`.
         """
         try:
             flushed.result()
