@@ -168,9 +168,9 @@ class Job(JobState):
     def add_done_callback(self, function: Callable[["Job"], object]) -> None:
         """Call `function` with this job when the job ends, or now if the job has already ended.
 
-        A thread of the farm calls `function`. If the job has already ended, the calling thread
-        calls it before this method returns. If `function` raises an exception, the exception is
-        only logged.
+        The thread that ends the job calls `function`: a thread of the farm, or the thread that
+        cancels the job. If the job has already ended, this method itself calls `function`, and then
+        returns. If `function` raises an exception, the exception is only logged.
         """
         self.outcome.add_done_callback(lambda outcome: function(self))
 
@@ -178,8 +178,8 @@ class Job(JobState):
         """Cancel the job, unless the job has ended.
 
         The job counts as cancelled at once, and its stored arguments are removed. If the job is
-        running, its node sends SIGINT to its process, and kills the process if it has not ended 5 s
-        later (`node.GRACE_S`).
+        running, its node then sends SIGINT to the job's process. If the job still runs 5 s later
+        (`node.GRACE_S`), the node kills the process. This method does not wait for the process.
 
         Returns:
             True if this call cancelled the job; False if the job had already ended.
@@ -302,7 +302,7 @@ class Farm:
             kwargs: Keyword arguments, the same for all jobs.
 
         Returns:
-            The jobs, in the order of the iterables' elements.
+            The jobs, in the order of the iterables' elements. Empty if an iterable is empty.
 
         Raises:
             CaptureError: An object cannot be pickled. The message says where the object is, such as
@@ -317,7 +317,9 @@ class Farm:
     def as_completed(self, jobs: Iterable[Job] | None = None) -> Iterator[Job]:
         """Yield each job when it has ended: returned, failed or cancelled.
 
-        If the user interrupts the iteration, all `jobs` that have not ended are cancelled.
+        Jobs that have already ended come first, then the other jobs as they end. Each job comes
+        once. The jobs to wait for are fixed when the iteration starts. If the user interrupts the
+        iteration, all `jobs` that have not ended are cancelled.
 
         Args:
             jobs: The jobs to wait for; default is all jobs of the farm that have not ended.
@@ -410,7 +412,7 @@ class Farm:
         Pickle all arguments, and capture the function. If the arguments of several jobs use the
         same notebook variables and modules, capture the function once for these jobs. Store the
         large parts in the farm's process. Then send all jobs in one message. If the farm has ended
-        meanwhile, end all jobs with an error.
+        meanwhile, end all jobs with an error. If `calls` is empty, send nothing, and return [].
 
         If an exception or an interrupt ends this method, cancel all of these jobs and remove their
         stored parts.
@@ -418,8 +420,8 @@ class Farm:
         Raises:
             CaptureError: The function or an argument cannot be pickled.
             PoolError: The farm accepts no more jobs.
-            UsageError: The function has a parameter `retries` or `fresh`, and this option was
-                given.
+            UsageError: `function` is not callable, or it has a parameter `retries` or `fresh`, and
+                the option of this name was given.
         """
         if self._why_over:
             raise PoolError(f"{self.name} accepts no jobs: {self._why_over}; create another farm")
@@ -665,10 +667,11 @@ class Farm:
     def _on_message(self, pair: tuple[float, dict[str, Any]]) -> None:
         """Handle a message from a node or the farm's process. Runs in the Dask client's thread.
 
-        Pass an outcome or a failure of a job to the thread of `_end_jobs`, and do nothing else.
-        Ignore updates of unknown jobs. Append a job's output to `output.log` in the job's folder,
-        and apply each change of a job or node to the state that the table shows. If the farm gives
-        up starting nodes and no node is ready, pass this message to the thread of `_end_jobs`, too.
+        If the message is an outcome or a failure of a job, only pass it to the thread of
+        `_end_jobs`. If it is about an unknown job, ignore it. For any other message, append the
+        job's output to `output.log` in the job's folder, and apply the change of the job or node to
+        the state that the table shows. If the message says that the farm gives up starting nodes,
+        and no node is ready, pass it to the thread of `_end_jobs`, too.
         """
         message: FarmUpdate = msgspec.convert(pair[1], FarmUpdate)
         if isinstance(message, JobOutcome) or (
@@ -740,7 +743,10 @@ class _StoredParts:
             return self._known[mark]
 
     def release_parts(self, parts: Collection[Part]) -> None:
-        """Release the parts of an ended job; remove stored parts that no other job needs."""
+        """Release the parts of an ended job; remove stored parts that no other job needs.
+
+        Only request the removal, and do not wait for it. Ignore parts that were not stored.
+        """
         with self._lock:
             for name in parts:
                 if isinstance(name, str):

@@ -62,8 +62,9 @@ def job_main(process_state: JobProcessState, control: Connection, output: Connec
     the settings.
 
     A job makes the process unusable in five cases: the job failed, is `fresh`, took longer than
-    `SHORT_S`, changed the process (for example its environment, see `_state`), or tried to write to
-    the project store. After such a job, kill descendants that have left the session.
+    `SHORT_S`, changed the process (for example its environment, see `_process_state`), or tried to
+    write to the project store. After such a job, send the outcome, kill descendants that have left
+    the session, and return.
 
     A job may fork a child that runs past the end of the function. This child ends without sending
     an outcome.
@@ -208,8 +209,9 @@ def _pickle_result_of(assignment: JobAssignment) -> pickling.Pickled:
     """Call the job's function, and return its result as a pickle.
 
     The result may contain functions of `__main__`. In the notebook, such a function uses the
-    notebook's variables. If it reads a variable that the job has set, the pickle also contains the
-    job's value. The function uses this value if the notebook has no such variable.
+    notebook's variables. If the function reads a variable that the job has set, the pickle also
+    contains the job's value. The function uses the job's value only if the notebook has no variable
+    of this name.
     """
     result, namespace, names = _make_call(assignment)
     pickler = pickling.ValuePickler(namespace, "notebook")

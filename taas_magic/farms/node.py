@@ -410,7 +410,8 @@ class Slot:
         """Cancel the slot's job.
 
         Send SIGINT to the job's process, and SIGKILL if the job still runs `GRACE_S` later. If the
-        process is still starting, the job will not run.
+        process is still starting, the job will not run. A second call for the same job does
+        nothing.
         """
         if not self._is_cancelled:
             self._is_cancelled = True
@@ -422,9 +423,9 @@ class Slot:
     def close(self) -> None:
         """End the slot's process and its children, and remove its scratch folder. Blocks.
 
-        Close the pipe to the process, which makes it end. If it does not end within `_END_S`, kill
-        it. Then kill all processes that remain in its session. If the slot has no process, do
-        nothing.
+        Close the pipe to the process, so that the process ends. If it does not end within `_END_S`,
+        kill it. Then kill all processes that remain in its POSIX session. If the slot has no
+        process, do nothing.
         """
         process, self._process = self._process, None
         if process is None:
@@ -467,7 +468,8 @@ class Slot:
     async def _wait(self, lines: "_OutputBuffer", report: ReportOutput) -> JobOutcome:
         """Pass the job's state and output to `report` until the job ends; return its outcome.
 
-        Report the state "running" once, unless the job ends at once.
+        Report the state "running" once, unless the job ends at once. If the result is large, its
+        parts still follow in the pipe, and the caller reads them.
 
         Args:
             lines: Buffer for the output, which passes it to `report`.
@@ -496,7 +498,8 @@ class Slot:
         """Wait until the job process has sent something or has ended, at most `_FLUSH_S`.
 
         Returns:
-            Those of the process's pipes that have data, and its sentinel if it has ended.
+            The pipes of the process that have data, and its sentinel if it has ended; an empty set
+            if nothing happened in `_FLUSH_S`.
         """
         loop, may_read = asyncio.get_running_loop(), asyncio.Event()
         timer = loop.call_later(_FLUSH_S, may_read.set)

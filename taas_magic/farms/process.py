@@ -191,7 +191,7 @@ class _NodeRun:
 
 
 class NodeManager(SchedulerPlugin):
-    """Dask scheduler plugin that starts and ends nodes, so that the farm has as many as it needs.
+    """Dask scheduler plugin that starts and ends nodes, so that the farm has as many as jobs need.
 
     The states of nodes change only on the scheduler's event loop. Calls that wait for a pool run in
     threads.
@@ -262,8 +262,8 @@ class NodeManager(SchedulerPlugin):
     async def _end_unneeded_nodes(self, count: int) -> None:
         """End up to `count` nodes that run no job, so that their pools can use the hosts.
 
-        End nodes that have not joined yet first, then idle nodes. Remove an ended idle node from
-        Dask's scheduler, so that it gets no job meanwhile.
+        First end nodes that have not joined yet, then idle nodes. Also remove an idle node from
+        Dask's scheduler, so that Dask gives no job to this node before it ends.
         """
         ready, workers = self._active_nodes(["ready"]), self._scheduler.workers
         addresses = {
@@ -440,7 +440,8 @@ class NodeManager(SchedulerPlugin):
     def add_worker(self, scheduler: Scheduler, worker: str) -> None:
         """Record and report that a node accepts jobs. Called by Dask when the node has joined.
 
-        Also set the counts of failed starts to 0: the farm's count, and the count of the pool.
+        Also set the counts of failed starts to 0: the farm's count, and the count of the pool. If
+        the farm has ended the node meanwhile, report nothing.
         """
         name = self._name_by_address[worker] = str(scheduler.workers[worker].name)
         node = self._nodes[name]

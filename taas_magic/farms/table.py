@@ -38,8 +38,8 @@ class JobState:
         runs: Whether a node runs the job. Not updated when the job has ended.
         took_s: Seconds that the function took; 0 until the function has returned.
         outcome: Future of the result or the exception. If several threads set it, the first wins.
-        ended: None until the job ends. Then the final value of `state`, or "" if `state` was not
-            read since the end. This cache makes a table of many jobs fast.
+        ended: Cache of the final `state`, which makes a table of many jobs fast. None until the job
+            ends; "" from the end until `state` is read; then the final state.
     """
 
     name: str
@@ -91,7 +91,8 @@ class FarmState:
         most: Maximum number of nodes.
         slots: Number of jobs that the smallest node runs at a time.
         jobs: The state of each job, by the job's name.
-        nodes: The state of each node, by the node's name: all its messages merged into one.
+        nodes: The state of each node, by the node's name: a `NodeUpdate` with the node's newest
+            state, and with its host.
         is_closed: Whether the farm is closed.
         changes: Number of changes so far. If it has grown, the farm shows its table again.
     """
@@ -114,8 +115,8 @@ class FarmState:
     def apply_message(self, update: NodeUpdate | JobUpdate) -> None:
         """Apply a message from a node or from the farm's process to this state.
 
-        For a job, record its node and host, whether it runs, and its last line of output. Ignore
-        messages about jobs that have ended or are unknown.
+        For a job, record its node and host, whether it runs, and its last line of output. A message
+        about a job that has ended or is unknown only adds 1 to `changes`.
         """
         self.changes += 1
         if isinstance(update, NodeUpdate):
@@ -142,7 +143,7 @@ class FarmState:
 
     @property
     def ready(self) -> list[NodeUpdate]:
-        """The last state of each node that accepts jobs."""
+        """The nodes that accept jobs, each as a `NodeUpdate` with its newest state."""
         return [node for node in list(self.nodes.values()) if node.state == "ready"]
 
     def eta_s(self) -> float | None:
@@ -164,9 +165,10 @@ class FarmState:
         return sum(took) / len(took) * left / max(1, len(self.ready) * self.slots)
 
     def _apply_node_update(self, update: NodeUpdate) -> None:
-        """Apply a change of a node's state. Ignore an earlier state that arrives late.
+        """Apply a change of a node's state.
 
-        If the node is lost or has left, mark its running jobs as queued again.
+        If a message arrives late and reports an earlier state, take over only its host. If the node
+        is lost or has left, mark its running jobs as queued again.
         """
         node = self.nodes.setdefault(update.node, update)
         node.host = update.host or node.host

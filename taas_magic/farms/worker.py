@@ -85,7 +85,8 @@ class _JobEndPlugin(WorkerPlugin):
     def transition(self, key: Any, start: str, finish: str, **kwargs: Any) -> None:
         """If a job has returned, send the outcome to the kernel. Interrupt a cancelled job.
 
-        Dask calls this method when the state of a job's task changes.
+        If the task ends in another way, drop the stored outcome. Dask calls this method when the
+        state of a job's task changes.
 
         Args:
             key: Name of the job.
@@ -103,7 +104,8 @@ async def run_job(call: JobCall, parts: list[Part]) -> None:
 
     Fetch the parts that are stored in the farm's process, run the job in a slot, and send its state
     and output to the kernel. Store its outcome in `NodeWorker.results`. When the task has ended,
-    `_JobEndPlugin` sends this outcome to the kernel.
+    `_JobEndPlugin` sends this outcome to the kernel. If the job was cancelled before this call, do
+    not run the job.
 
     Args:
         parts: The payload, then the job's pickled arguments and the buffers of this pickle.

@@ -44,10 +44,10 @@ _FORKED = (TaskType.CLIENT_APP, TaskType.SERVER_APP)
 
 
 def needed_modules(payload: Path, modules: Iterable[str]) -> list[str]:
-    """Return the modules that Flower's apps will probably import, in alphabetical order.
+    """Return those of `modules` that Flower's apps will probably import, in alphabetical order.
 
-    These are the modules whose names appear in the run's payload. Omit modules of Python's standard
-    library and of taas-magic, and submodules whose names begin with `_`.
+    The apps probably import a module whose name appears in the run's payload. Omit modules of
+    Python's standard library and of taas-magic, and submodules whose names begin with `_`.
 
     Args:
         payload: Path of the run's payload file.

@@ -33,7 +33,8 @@ def federation(
 ) -> "Federation":
     """Return a federation: hosts of a pool that train a model together by Flower.
 
-    This function starts nothing. `Federation.run` starts the training.
+    This function starts nothing, and checks only the types of the arguments. `Federation.run`
+    checks the arguments against taas.toml, and starts the training.
 
     Args:
         pool: Name of the pool whose hosts take part.

@@ -49,7 +49,10 @@ def __getattr__(name: str) -> Any:
     """Return the module attribute `server_app` or `client_app`.
 
     Python calls this function (PEP 562) when Flower looks for one of the apps. The first call loads
-    both apps.
+    both apps. The returned ServerApp saves its result (`_with_saved_result`).
+
+    Raises:
+        AttributeError: `name` is a different name.
     """
     if name == "client_app":
         return _load_apps()[1]
@@ -60,7 +63,10 @@ def __getattr__(name: str) -> Any:
 
 @functools.cache
 def _load_apps() -> tuple[Any, Any]:
-    """Return the notebook's ServerApp and ClientApp, loaded from the payload of the run."""
+    """Return the notebook's ServerApp and ClientApp, loaded from the payload of the run.
+
+    Further calls return the same objects.
+    """
     from taas_magic.capture.work import FunctionWork
     from taas_magic.host.cell_main import PAYLOAD, load
 

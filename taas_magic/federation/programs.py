@@ -167,7 +167,7 @@ def _wait_for_key(tcp_store: TCPStore, key: str) -> str:
 class _HostPrograms:
     """Flower's programs on this host. The end of a `with` block ends the programs.
 
-    They get SIGTERM, and SIGKILL `END_S` later.
+    At this end, all programs get SIGTERM. Programs that still run `END_S` later get SIGKILL.
 
     Args:
         folder: A temporary folder for keys and certificates, which only this user can read.
@@ -230,8 +230,9 @@ class _HostPrograms:
             The address on which the SuperLink listens, as "host:port".
 
         Raises:
-            RuntimeError: The SuperLink ended, did not listen in time, or accepts clients without a
-                key.
+            RuntimeError: The SuperLink ended at each start, did not listen in time, or accepts
+                clients without a key.
+            httpx.HTTPError: The SuperLink does not answer.
         """
         settings = self._settings
         mine, key = certificate.make_server_certificate(
@@ -318,8 +319,8 @@ class _HostPrograms:
     def _watch(self) -> None:
         """Check repeatedly that Flower's programs run, until `run_server_app` returns.
 
-        This method runs in a thread. If a program has ended, this method kills the SuperLink, so
-        that `run_server_app` stops waiting and raises an error.
+        This method runs in a thread. If a program has ended, this method stores the error, kills
+        the SuperLink, and returns. Then `run_server_app` stops waiting and raises the error.
         """
         while not self._is_over.wait(CHECK_S):
             try:

@@ -14,8 +14,8 @@ _encoder = msgspec.json.Encoder(enc_hook=repr)
 def encode(message: Struct) -> bytes:
     """Encode a message as one line of JSON, without a line end.
 
-    If JSON has no type for a value, the line has the `repr` of the value. Characters that UTF-8
-    cannot encode, as in some file names, are escaped (`escaped`).
+    If JSON has no type for a value, the line has the `repr` of the value. If UTF-8 cannot encode a
+    character, as in some file names, the function `escaped` first replaces such characters.
     """
     try:
         return _encoder.encode(message)
@@ -26,8 +26,8 @@ def encode(message: Struct) -> bytes:
 def escaped(value: Any) -> Any:
     r"""Return a copy of a value in which all strings, at any depth, can be encoded as UTF-8.
 
-    Each lone surrogate in a string is replaced by six ASCII characters, such as `\udce9`. Tuples
-    are replaced by lists.
+    Each lone surrogate in a string is replaced by six ASCII characters, such as `\udce9`. The keys
+    of dicts are changed, too. Tuples are replaced by lists. Other values stay as they are.
     """
     if isinstance(value, str):
         return value if value.isascii() else value.encode("utf-8", "backslashreplace").decode()

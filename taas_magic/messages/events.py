@@ -175,7 +175,7 @@ class RankCounts(Struct, kw_only=True):
         batches: Batches that the cell received.
         waited_s: Seconds that the cell waited for batches.
         retried: Requests that the rank sent again because a fetcher was lost.
-        first_s: Seconds of `waited_s` that the cell waited for the first batch.
+        first_s: Seconds that the cell waited for the first batch; a part of `waited_s`.
         span_s: Seconds that the cell spent in loops over the loader, waiting or working.
         receive_s: Seconds that the rank spent receiving batches, measured for one batch in 16.
         receive_cpu_s: CPU seconds that the rank spent in the time `receive_s`.
@@ -237,8 +237,8 @@ class Address(NamedTuple):
         port: TCP port; 0 if the server listens on a Unix socket only.
         unix: Name of the server's Unix socket in the abstract namespace. The handshake needs this
             name even over TCP.
-        machine: `service.machine_id()` of the fetcher's host. A client on the same machine uses the
-            Unix socket.
+        machine: Identifier of the fetcher's machine (`service.machine_id`). A client on the same
+            machine uses the Unix socket.
     """
 
     fetcher: int
@@ -258,8 +258,8 @@ class LoaderAddresses(Struct, kw_only=True, frozen=True):
     Attributes:
         fetchers: Number of fetchers that serve the loader.
         workers: Number of workers of all these fetchers together.
-        addresses: Known addresses, by number of the fetcher among the loader's fetchers
-            (`FetcherPlan.index`). In a message of a fetcher, only the fetcher's own address.
+        addresses: Addresses of fetchers, by number of the fetcher among the loader's fetchers
+            (`FetcherPlan.index`). A message of a fetcher contains only the address of this fetcher.
         failed: In a message about one fetcher: the reason why the fetcher has ended or could not
             start; "" if it has not failed.
         starting: Number of fetchers that have neither an address nor a failure yet.
@@ -638,8 +638,9 @@ class CellNames(RankEvent, tag="names", kw_only=True):
     """Event of a rank: the variables that a session's cell has assigned or deleted.
 
     Attributes:
-        plain: Digests (`simple_digest`) of those assigned variables whose values are simple, by
-            name. With a digest, the kernel can compare the value with its own.
+        plain: For each assigned variable with a simple value: the digest of the value
+            (`simple_digest`), by the variable's name. By this digest, the kernel can compare the
+            value with the notebook's value of the same variable.
         fetched: Numbers of the session's cells whose fetchers this rank still needs. The kernel
             ends fetchers that no rank needs.
     """

@@ -98,8 +98,9 @@ class WaitForHosts(Request[StartResponse]):
 class ForwardEvents(Request[None]):
     """Request of a kernel to the pool's process: accept events of a run's fetchers.
 
-    The kernel sends this request only if the fetchers and the ranks run in different pools. The
-    receiver owns the ranks.
+    The kernel receives the events of its run's fetchers, which may run in another pool. By this
+    request, the kernel passes the events on to the process of the ranks' pool. This process
+    publishes them as events of the run.
     """
 
     run_id: str
@@ -124,8 +125,8 @@ class SessionState(Struct, kw_only=True):
         error: Reason why the kernel cannot take the session over; "" on success.
         cells: Number of cells that the session has begun.
         fetchers: Number of fetchers that the session's cells have started.
-        cell: Run id of the running cell. Without a running cell: run id of the last cell that has
-            lost its kernel since the last takeover, or "" if no cell has.
+        cell: Run id of the running cell. If no cell is running: run id of the newest cell that has
+            lost its kernel since the last takeover; "" if there is no such cell either.
     """
 
     error: str = ""
@@ -178,7 +179,8 @@ class HostStatus(Struct, kw_only=True):
     """Status of a host, for `%taas pools`.
 
     Attributes:
-        protection: Value of `store.guard.StoreProtection`, such as "Landlock".
+        protection: Mechanism by which the host protects the project store, such as "Landlock" (a
+            value of `store.guard.StoreProtection`).
         allocated_s: Seconds since the host was allocated.
         runs: Ids of the runs on the host.
         idle_s: Seconds for which the host has been without a run; None if a run is on it now.
@@ -342,6 +344,7 @@ class HostFacts(Struct, frozen=True):
 
         Call this method as soon as the facts arrive, because it compares `clock` with this
         machine's clock. It assumes that the probe read `clock` halfway between its start and now.
+        If `clock` is 0, `ahead_s` becomes 0.
 
         Args:
             host: Name of the host.
@@ -382,7 +385,8 @@ class HostHello(Struct, kw_only=True):
     Attributes:
         host: Name of the host for the user.
         address: Address at which other hosts reach the ranks and fetchers of this host.
-        protection: Value of `store.guard.StoreProtection`, such as "Landlock".
+        protection: Mechanism by which the host protects the project store, such as "Landlock" (a
+            value of `store.guard.StoreProtection`).
     """
 
     host: str

@@ -71,7 +71,7 @@ def cleaned(value: _T) -> _T:
 
     Strings also lose line breaks and colours, with two exceptions: fields in `_BLOCKS` keep both,
     and fields in `_COLOURED` keep colours. In a `Display`, only plain text is changed, and it keeps
-    both. Terminals do not show the other media types.
+    line breaks and colours. Terminals do not show the other media types.
     """
     return _cleaned(value, _harmless_word)  # type: ignore[no-any-return]
 

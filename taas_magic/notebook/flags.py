@@ -203,7 +203,7 @@ def parse_hang_s(text: str) -> float:
 
 
 def parse_out(text: str) -> tuple[str, ...]:
-    """Parse the value of `--out`, such as `a,b@last,c@all`, into its names.
+    """Split the value of `--out`, such as `a,b@last,c@all`, into its parts, such as `b@last`.
 
     Raises:
         ValueError: A name is not valid, or two names stand for the same variable.

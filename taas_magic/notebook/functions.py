@@ -81,8 +81,10 @@ def run(
         UsageError: An option has an impossible value, or `function` is not callable. Or a given
             option has the same name as a parameter of the function.
         CaptureError: The function or an argument cannot be pickled for the ranks.
-        ResultError: The returned value could not be pickled.
-        PoolError: The pool could not be started.
+        ResultError: The run succeeded, but the function's value or a variable of `out` could not be
+            returned.
+        PoolError: The pool could not be started, or the run was lost.
+        StoreError: The project store is not usable, or another run writes to it.
         RunError: The function raised an exception on a rank.
         KeyboardInterrupt: The user interrupted the run.
     """
@@ -238,7 +240,7 @@ def _execute(asked: Flags, work: Work, shell: InteractiveShell, settings: Config
 def _shell() -> InteractiveShell:
     """Return the current IPython shell. In a script, create a shell for the module `__main__`.
 
-    The created shell has no input history. It stays in `_of_script`.
+    The created shell has no input history. `_of_script` refers to it, and further calls return it.
 
     Raises:
         UsageError: This process is a rank.

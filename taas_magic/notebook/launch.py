@@ -364,8 +364,8 @@ def run_to_end(
     - If a session has no ranks yet, start them.
     - Start the run, and follow it until it has ended or is detached.
 
-    Do not end the fetchers of a detached run. Do not end those of a session's cell that has
-    started, because the session ends them later.
+    Do not end the fetchers of a detached run. If a cell of a session has started, do not end its
+    fetchers either, because the session ends them later.
 
     While the ranks start, remove the folders of the oldest runs if all run folders together exceed
     a limit in `[runs]` of taas.toml. After cells of a session, do this at most every `PRUNE_S`
@@ -754,8 +754,9 @@ def out_problem(
     ends. In a session, the variables in `known` are added, and the variables that the notebook's
     functions set, because earlier cells may have sent these functions.
 
-    Also return None if nobody can predict the variables. Either this code may set any variable, for
-    example by `exec`. Or the ranks of the session have functions or classes of earlier cells.
+    Also return None if the variables cannot be predicted. This is so if the work may set any
+    variable, for example by `exec`. It is also so if the ranks of the session have functions or
+    classes of earlier cells.
 
     Args:
         flags: Flags of the cell or function.

@@ -290,9 +290,10 @@ The percent sign is optional, because of IPython's automagic and `%%bash` cells.
 def load(shell: "InteractiveShell") -> None:
     """Register the magics, `#pragma taas` and Tab completion in a shell; warm the local pool.
 
-    If the shell has the extension already, do nothing. Store a function by which `unload` undoes
-    all this. Make `import taas` import taas-magic, and print a message if a different package named
-    `taas` was imported before. Warm the pool in a thread, unless the environment has `TAAS_WARM=0`.
+    If the shell has the extension already, do nothing. Make `import taas` import taas-magic, and
+    print a message if a different package named `taas` was imported before. Store a function by
+    which `unload` undoes all this. Then warm the pool in a thread, unless the environment has
+    `TAAS_WARM=0`; `unload` does not undo the warm-up.
     """
     if shell in _loaded:
         return

@@ -73,9 +73,9 @@ def named(name: str, config: Config) -> Pool:
 def wait_for_pool(pool: Pool, interrupts: Interrupts, hosts: int = 1) -> PoolConnection:
     """Wait until a pool has `hosts` hosts, and return the connection to the pool.
 
-    If the hosts are available, return at once and print nothing. Otherwise, print whether other
-    versions of taas-magic use the pool. Then start the pool's process if needed, request the hosts,
-    and print the progress below the cell.
+    If the hosts are available, return at once and print nothing. Otherwise, first print a line for
+    each running process of the pool that uses other versions of Python, torch or taas-magic. Then
+    start the pool's process if needed, request the hosts, and print the progress below the cell.
 
     Raises:
         ConnectionEnded: The pool's process ended before it got the hosts.

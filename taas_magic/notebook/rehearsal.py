@@ -218,9 +218,9 @@ def _run_here(
 def flags_here(flags: Flags, loaders: int) -> Flags:
     """Return the flags of the rehearsed run: the cell's flags, changed for the local pool.
 
-    The run has at most `MAX_RANKS` ranks, without GPUs. From `--out` and `--logs`, remove the
-    numbers of ranks that the run lacks. An environment variable tells the ranks how many batches
-    they get.
+    The run has at most `MAX_RANKS` ranks, without GPUs. If `--out` requests a variable from a rank
+    that this run lacks, leave the variable out. Leave such ranks out of `--logs`, too. An
+    environment variable tells the ranks how many batches they get.
 
     If the cell uses registered loaders, one fetcher prepares all batches before the ranks start,
     because a fetcher and ranks that work at the same time would slow each other down.

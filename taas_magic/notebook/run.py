@@ -289,6 +289,8 @@ class RunFetchers:
     def forward_events(self, connection: PoolConnection, run_id: str = "") -> None:
         """Start a thread that sends the fetchers' further events to the process of the ranks' pool.
 
+        The thread also sends queued events. From now on, `listen` gets no more events.
+
         Args:
             connection: Connection to the process of the ranks' pool.
             run_id: Id of the run whose journal gets the events; "" for the run of these fetchers.

@@ -196,19 +196,25 @@ class Run:
 
     @property
     def missing(self) -> dict[str, str]:
-        """Names of `--out` that were not returned, each with the reason."""
+        """Names of `--out` that were not returned, each with the reason.
+
+        Empty while the run is active. The first access after the run's end loads all values.
+        """
         return {name: why for name, why in self._results().missing.items() if name != VALUE}
 
     @property
     def result(self) -> Any:
-        """Value of the cell's last expression on rank 0.
+        """Value of the cell's last expression on rank 0; None while the run is active.
 
-        None if the value could not be pickled, or if it is larger than 1 MB. In these cases, a
-        warning gives the reason. Variables of `--out` may be larger.
+        Reading this property does not wait for the end of the run. The value is also None if rank 0
+        sent no value, for example because the cell failed on this rank. If rank 0 could not send
+        the value, or the notebook could not load it, the value is None, and a warning gives the
+        reason: rank 0 could not pickle the value, it is larger than 1 MB, it is a pickle from an
+        untrusted pool, or loading it raised an error. Variables of `--out` may be larger than 1 MB.
 
         For a run of `taas.run`, this is the value that the function returned on rank 0. With
-        `gather=True`, this is the first value in `results`, or None if `results` is empty; there is
-        no warning.
+        `gather=True`, this is the first value in `results`. If the value is missing, this is None
+        without a warning, because `taas.run` has already raised an error.
         """
         if VALUES in self.plan.out:
             return self.results[0] if self.results else None
@@ -221,7 +227,8 @@ class Run:
     def results(self) -> list[Any]:
         """Values that the function of `taas.run` returned on all ranks, in the order of the ranks.
 
-        Without `gather=True`, the list is empty.
+        The list is empty without `gather=True`, while the run is active, and if the value of any
+        rank did not come back.
         """
         found: list[Any] = self._results().values.get(VALUE, []) if VALUES in self.plan.out else []
         return found

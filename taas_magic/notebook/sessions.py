@@ -149,8 +149,9 @@ class Session:
     def has_ended(self) -> bool:
         """Whether the session has ended in this kernel: its ranks were started and are gone.
 
-        A session that another kernel has taken over has also ended in this kernel. If the pool's
-        process has ended, the ranks are gone, too; then also end the session's fetchers.
+        Also True if another kernel has taken the session over. If the connection to the pool's
+        process has ended, this kernel counts the ranks as gone. In this case, reading this property
+        also records the session's end, and starts a thread that ends the session's fetchers.
         """
         connection = self._connection
         if self._ended is None and connection is not None and connection.has_ended:
@@ -178,7 +179,11 @@ class Session:
         return self._notes[-1] if self._notes else "it was ended"
 
     def lost_names(self) -> str:
-        """Return the names of the variables that are lost with the ended ranks, as text."""
+        """Return the names of the variables that are lost with the ended ranks, as text.
+
+        Leave out names that begin with `_`. If too many names are left, list only some. Return
+        "none" if no name is left.
+        """
         names = sorted(name for name in self.names.owned if not name.startswith("_"))
         return listed(names, _MAX_LISTED) or "none"
 
@@ -336,9 +341,8 @@ class Session:
             connection: Connection to the process of the ranks' pool.
 
         Returns:
-            Run id of the running cell. If no cell is running, run id of the newest cell that
-            continued after its kernel was gone; "" if there is no such cell, or if an earlier
-            takeover has already returned it.
+            Run id of the running cell. If no cell is running, run id of the newest cell that has
+            lost its kernel since the last takeover; "" if there is no such cell either.
 
         Raises:
             PoolError: The session has ended or is not detached, or the pool does not respond.
@@ -414,9 +418,10 @@ class Session:
     def end_cell(self, captured: Payload, *, counts: bool = True) -> None:
         """Record which names the ranks have after a cell; end fetchers that no rank needs any more.
 
-        Record the names that the kernel sent for the cell only if all ranks have loaded them. Then
-        record the names that the cell changed on the ranks; rank 0's reports override those of
-        other ranks. End fetchers only if all ranks have reported which fetchers they use.
+        If all ranks have loaded the variables that the kernel sent for the cell, record their
+        names. Then record the names that the cell changed on the ranks; reports of rank 0 override
+        reports of other ranks. End fetchers only if all ranks have reported which fetchers they
+        need.
 
         Args:
             captured: The objects that the cell sent to the ranks.

@@ -247,7 +247,11 @@ class PoolConnection:
 
     @property
     def has_ended(self) -> bool:
-        """Whether this connection has ended, for example because the pool's process has ended."""
+        """Whether this connection has ended, for example because the pool's process has ended.
+
+        Reading this property also checks whether the process is alive. If the process has ended,
+        mark the connection as ended, and store the reason in `why`.
+        """
         if not self.why and not self.process.is_alive():
             self._mark_ended(self._ending or self._how_process_ended())
         return bool(self.why)
@@ -268,7 +272,10 @@ class PoolConnection:
             raise ConnectionEnded(self.why)
 
     def register(self) -> bool:
-        """Ask the pool's process to accept this kernel; return False if it has begun to end."""
+        """Ask the pool's process to accept this kernel; return whether the process accepts it.
+
+        A process that has begun to end accepts no kernel.
+        """
         return self.call(RegisterKernel(self.id))
 
     def wait_for_hosts(
@@ -308,7 +315,8 @@ class PoolConnection:
         """Start a run's ranks, and pass the run's events to `on_event`.
 
         Args:
-            on_event: Called with every event of the run, in the thread of the Dask client.
+            on_event: Called with every event of the run, in the thread of the Dask client. It may
+                be called before this method returns. After a failed start, it is no longer called.
             fetcher_events: Events that the run's fetchers have already sent to this kernel. From
                 these events, the ranks learn the addresses of the fetchers.
 
@@ -316,7 +324,7 @@ class PoolConnection:
             The names of the hosts on which the ranks start.
 
         Raises:
-            PoolError: The hosts are not available.
+            PoolError: The hosts are not available, or the start failed for another reason.
             StoreError: Another run writes to the project store.
         """
         from taas_magic.host.spec import LaunchRanks
@@ -377,7 +385,8 @@ class PoolConnection:
             The session's state, such as the number of its cells and the running cell.
 
         Raises:
-            PoolError: The session has ended, is ending, or is not detached.
+            PoolError: The session has ended, is ending, or is not detached. Or the pool's process
+                does not respond.
         """
         self._listeners[run_id] = on_event
         error = "the pool's process did not answer"
@@ -392,7 +401,10 @@ class PoolConnection:
         return state
 
     def raise_if_failed(self, answer: StartResponse) -> None:
-        """Raise PoolError if a response of the pool's process has an error message."""
+        """Raise PoolError if the field `error` of a response of the pool's process is set.
+
+        This method does not check the field `store_error`.
+        """
         if answer.error:
             raise PoolError(f'pool "{self.config.name}": {answer.error}')
 
@@ -424,6 +436,8 @@ class PoolConnection:
     def end_process(self) -> None:
         """Make the pool's process end its runs, its hosts and itself; wait until it has ended.
 
+        If the connection has ended, or ends before the process responds, return without an error.
+
         Raises:
             PoolError: The process sends no beats, or does not end within `END_S`.
         """
@@ -433,7 +447,11 @@ class PoolConnection:
             self.process.wait_for_end(END_S)
 
     def close_when_unused(self) -> None:
-        """Close the connection as soon as no run of this kernel uses it."""
+        """Close the connection as soon as no run of this kernel uses it.
+
+        If a run uses the connection now, return at once. The end of the last such run then closes
+        the connection (`stop_events`).
+        """
         self._closes_when_unused = True
         if not self._listeners:
             self.close()
@@ -685,6 +703,8 @@ class Pool:
 
     def connect_if_running(self) -> PoolConnection | None:
         """Connect to the pool's process if one is running; return None otherwise.
+
+        If a process runs but does not respond (it is stopped or hangs), kill it, and return None.
 
         Raises:
             PoolError: The process has other versions of Python, torch or taas-magic than this

@@ -435,14 +435,17 @@ class Controller(SchedulerPlugin):
 
         Refuse this if the session has ended or is ending, if it is not detached, or if the
         requesting kernel has disconnected. For a session that is not detached, the message says how
-        to detach it. If another kernel owned the session, this other kernel receives `Detached`,
-        and the session's fetchers send their events to the session instead of that kernel.
+        to detach it.
+
+        If a different kernel owns the session until now, this previous owner receives `Detached`.
+        The session's fetchers then send their events to the session's run, and no longer to the
+        previous owner. A running cell keeps its owner.
 
         Returns:
-            The session's state. Its field `cell` names the running cell. If no cell is running,
-            `cell` names the newest cell that continued after its kernel was gone, unless an earlier
-            takeover has already returned this cell. If the takeover is refused, only the field
-            `error` is set.
+            The session's state. Its field `cell` has the run id of the running cell. If no cell is
+            running, `cell` has the run id of the newest cell that lost its kernel since the last
+            takeover. If there is no such cell either, `cell` is "". If the takeover is refused,
+            only the field `error` is set.
         """
         run = self._runs.get(request.run_id)
         if not isinstance(run, PoolRun):
@@ -651,7 +654,11 @@ class Controller(SchedulerPlugin):
         return await share.start()
 
     async def forward_events(self, request: ForwardEvents) -> None:
-        """Pass fetchers' events, which the kernel has received from another pool, to their run."""
+        """Pass events of fetchers to the run that uses these fetchers.
+
+        The kernel has received the events from the fetchers' pool, which may be another pool. If
+        the run has ended, ignore the events.
+        """
         run = self._runs.get(request.run_id)
         if isinstance(run, PoolRun):
             await run.publish_fetcher_events(request.events)
@@ -668,7 +675,10 @@ class Controller(SchedulerPlugin):
             await run.halt(request.how)
 
     async def answer_input(self, request: AnswerInput) -> None:
-        """Pass the line that the user has typed to the rank that requested input."""
+        """Pass the line that the user has typed to the rank that requested input.
+
+        If the run has ended, or the rank no longer waits for this line, do nothing.
+        """
         if isinstance(run := self._runs.get(request.run_id), PoolRun):
             await run.answer_input(request)
 

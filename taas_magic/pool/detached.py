@@ -42,7 +42,8 @@ async def take_over_fetchers(
     Args:
         folder: Folder of the other pool, with its `pool.json`.
         share_id: Id by which the other pool identifies the run's fetchers.
-        relay: Called with the earlier start and end events, and then with each further event.
+        relay: Called once with the earlier start and end events, and with each further event. This
+            call waits for the first of these calls of `relay`.
         tasks: Runs `relay` in the background for each further event.
 
     Raises:

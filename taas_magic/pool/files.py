@@ -159,6 +159,8 @@ class FileServer:
     def _read(self, asked: ReadFiles) -> list[bytes | None]:
         """Return the requested parts of files of the run folder.
 
+        If a file ends before the end of the requested part, the returned part is shorter.
+
         Raises:
             ProtocolError: The host may not read a file, because `_list` does not return it. Or an
                 offset or size is negative.

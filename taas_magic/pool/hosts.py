@@ -374,6 +374,8 @@ class PoolHosts(SchedulerPlugin):
     async def drop(self, address: str, why: str) -> None:
         """Remove a lost or failed host for the reason `why`. The engine then ends the host.
 
+        If the pool has no host at `address`, do nothing.
+
         Args:
             address: Dask's address of the host's agent.
         """
@@ -473,7 +475,7 @@ class PoolHosts(SchedulerPlugin):
                 await asyncio.wait_for(change(len(self.all())), ASK_AGAIN_S)
 
     def _publish_lines(self, lines: list[str]) -> None:
-        """Send `lines` about requested hosts to all kernels, unless they were already sent last."""
+        """Send `lines` about requested hosts to all kernels; skip lines equal to the last ones."""
         if lines != self.awaited:
             self.awaited = lines
             self._scheduler.log_event(POOL_BEAT, lines)

@@ -631,7 +631,8 @@ class PoolFetchers(Share):
     def allow_restart(self) -> None:
         """Allow one restart for the next cell of the session.
 
-        If all fetchers ended earlier, start them again now.
+        If all fetchers have ended unexpectedly before, a background task starts them again now. If
+        `halt` was called, do nothing.
         """
         if not self.is_halted:
             self._publish_all(*self._restarts.allow_one_restart())
@@ -878,8 +879,8 @@ class PoolRun(Share):
     ) -> list[PoolHost]:
         """Return hosts for the run; for a cell in a session, the hosts of the session.
 
-        Otherwise, wait until the pool has `count` hosts. In both cases, check that the hosts have
-        the modules and versions that the run needs.
+        For any other run, wait until the pool has `count` hosts. In both cases, check that the
+        hosts have the modules and versions that the run needs.
 
         Raises:
             PoolError: The hosts are not available, a host lacks something, `halt` was called, or
@@ -932,7 +933,8 @@ class PoolRun(Share):
         """Publish events of the run's fetchers, and send new fetchers' addresses to all hosts.
 
         Also record which fetchers run, and their addresses. Remove the addresses from the published
-        events. Ignore a start or end event that arrives a second time.
+        start and end events. Ignore a start or end event that arrives a second time. Publish all
+        other events unchanged.
 
         The fetchers of a session's cell remain for later cells. So a cell in a session only passes
         `events` to the session's `publish_fetcher_events`, which publishes them as events of the
@@ -1036,9 +1038,9 @@ class PoolRun(Share):
 
         Recorded facts are: how the host's ranks of the current attempt ended; whether the host has
         cleaned up; whether a rank waits for the user's input; whether a client of debugpy is
-        attached to a rank; and whether a federation has started. A rank that has failed no longer
-        waits for the user. A detached run refuses requests for input. If the event says that the
-        host can run no ranks, drop the host.
+        attached to a rank; and whether a federation has started. The end of ranks of an earlier
+        attempt is not recorded. A rank that has failed no longer waits for the user. A detached run
+        refuses requests for input. If the event says that the host can run no ranks, drop the host.
         """
         self.publish(event)
         if isinstance(event, RanksEnded) and event.cause == "host":
