@@ -280,7 +280,10 @@ class AgentWorker(ClosedWorker):
 
         Raises:
             PoolError: The request is for a next attempt, but the run has ended on this host. Or the
-                request is for a cell, but the cell's session has ended, or runs another cell.
+                request is for a cell, but the cell's session has ended, or runs another cell. Or
+                TMPDIR is not writable.
+            OSError: This is the run's first host, but the run's `master_addr` is not an address of
+                this host.
         """
         spec, run_id = request.spec, request.spec.share_id
         if request.is_next_attempt:
@@ -329,7 +332,10 @@ class AgentWorker(ClosedWorker):
         return lambda first, *about: HostCell(first, session, *about)
 
     async def forward_command(self, command: PoolCommand) -> None:
-        """Pass a command to the share with the command's run id, if this share still runs."""
+        """Pass a command to the share with the command's run id.
+
+        If this share does not run any more, do nothing.
+        """
         if share := self._shares.get(command.run_id):
             share.handle_command(command)
 

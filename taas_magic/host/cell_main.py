@@ -32,10 +32,10 @@ _is_loaded = False
 
 
 def definitions(tree: ast.Module) -> ast.Module:
-    """Return the statements of a cell that a child started by spawn or forkserver must run.
+    """Return the statements of a cell that a child process must run to have the cell's names.
 
     If the cell's top level has an `if` that tests `__name__`, return all statements. Otherwise,
-    return only imports, functions, classes and constants.
+    return only the imports, functions, classes and constants at the cell's top level.
     """
     for statement in tree.body:
         if isinstance(statement, ast.If) and any(
@@ -69,7 +69,7 @@ def load(path: Path, namespace: dict[str, Any]) -> "Work":
 
     First registers the notebook's source code, which tracebacks show. If the work of the run is a
     cell, also runs the cell's `definitions` after the names are loaded. If the work is a function,
-    does not call the function.
+    does not call the function. Exceptions of the cell's code reach the caller.
 
     Args:
         path: Path of the payload.

@@ -120,8 +120,8 @@ def _payloads_in(run_dir: Path) -> Callable[[str], bytes]:
 def _load_pickled_loader(served: ServedLoader) -> bytes:
     """Prepare this process, a new data server of a run; return the pickled loader that it serves.
 
-    Apply the project's modules and the notebook's process state from the run's payload.
-    `served.folder` is the run folder.
+    From the run's payload, make the project's modules importable, and apply the notebook's process
+    state. `served.folder` is the run folder.
     """
     loaded = payload.read(RunFolder(Path(served.folder)).payload)
     return _apply_settings_and_load([loaded.load_settings()], served)

@@ -75,6 +75,9 @@ class Fetcher:
 
         Args:
             control: Pipe to and from the agent.
+
+        Raises:
+            BrokenPipeError: The agent had ended when this method sent a message.
         """
         number = self._spec.plan.number
         started = FetcherStarted(number=number, pid=os.getpid(), cores=probe.cores())
@@ -171,7 +174,8 @@ def _apply_settings(setting: ProcessSpec, number: int) -> None:
 
     First replaces the environment, the current folder and `sys.path`. If the run has a rule for the
     project store, makes the store read-only for this process, except the folders of
-    `--shared-writes`. Last, applies the project's modules and the notebook's process state.
+    `--shared-writes`. Last, makes the project's modules importable, and applies the notebook's
+    process state.
 
     Call this function before any thread starts.
 

@@ -178,9 +178,10 @@ class RunFolderCopy:
 
 
 def _shares_run_folder(run: RunSpec) -> bool:
-    """Return whether the run folder has the same path here as on the notebook's machine.
+    """Return whether this host has the notebook's run folder, at the same path.
 
-    Return False if the plan in this folder cannot be read, or belongs to another run.
+    Read the plan in the folder at this path. Return False if the plan cannot be read, or belongs to
+    another run.
     """
     try:
         return run.folder.plan().run_id == run.plan.run_id
@@ -191,8 +192,8 @@ def _shares_run_folder(run: RunSpec) -> bool:
 class StoreCopy:
     """The copy of the project store (mirror) on a host that does not share the store.
 
-    The constructor copies the store to the mirror. After `start_copying`, background threads copy
-    changes between the mirror and the store.
+    The constructor copies the store to the mirror, and sends a note about files that were not
+    copied. After `start_copying`, background threads copy changes between the mirror and the store.
 
     Args:
         note: Function that sends a note to the user.
@@ -363,9 +364,9 @@ class HostFiles:
         self._session: HostFiles | None = None
 
     def share_mirror(self, session: "HostFiles") -> None:
-        """Make this share, which is a cell of a session, use the session's mirror.
+        """Make `copy_in` use the mirror of a session, instead of reserving another mirror.
 
-        Call this method before `copy_in`.
+        Call this method before `copy_in`, and only for the files of a cell of the session.
 
         Args:
             session: The files of the session on this host.
@@ -375,23 +376,26 @@ class HostFiles:
     def copy_in(self, is_wanted: Callable[[], bool]) -> LocalShare | None:
         """Copy the share's files to this host, and start the record of files that the share writes.
 
-        If the host shares the notebook's run folder, that folder is not copied. If the host does
-        not share the project store, this method reserves a mirror, or uses the session's mirror,
-        and copies the store to the mirror. From then on, background threads copy changes between
-        the mirror and the store. For a session, no changes are copied, because each cell of the
-        session copies its own changes.
+        If this host does not share the notebook's run folder, this method first copies that folder.
+        Then, if this host does not share the project store, this method copies the store to a
+        mirror. The mirror is newly reserved, unless `share_mirror` was called. From then on,
+        background threads copy changes between the mirror and the store. For a session, no changes
+        are copied, because each cell of the session copies its own changes.
 
         The record of written files becomes the receipt. Fetchers, sessions, and runs that only read
         the store have no receipt.
 
         Args:
-            is_wanted: Function that returns False when the share must end. The transfer then stops.
+            is_wanted: Function that returns False when the share must end. It can only stop the
+                copy of the run folder. The copy of the project store does not call this function.
 
         Returns:
-            The share with this host's paths; None if the transfer was stopped.
+            The share with this host's paths. None if the copy of the run folder was stopped. If
+            this host shares the run folder, the result is never None.
 
         Raises:
-            PoolError: The pool's process does not respond.
+            PoolError: The pool's process does not respond, or a file of the run folder was
+                truncated during the copy.
             StoreError: The store cannot be copied to this host.
         """
         spec = self._spec

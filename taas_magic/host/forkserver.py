@@ -113,9 +113,10 @@ imported."""
 def start_forkserver(modules: Sequence[str]) -> None:
     """Start the forkserver, without waiting for its imports. `warm_up` waits for the imports.
 
-    First writes the imports file, and sets environment variables that tell the forkserver what to
-    import. Then starts multiprocessing's resource tracker and the forkserver, and stores the
-    forkserver's process in `_server`.
+    First creates the imports file, in which the forkserver will write the name of the module that
+    it is importing. Also sets environment variables for the forkserver, such as the list of modules
+    and the path of the imports file. Then starts multiprocessing's resource tracker and the
+    forkserver, and stores the forkserver's process in `_server`.
 
     Call this function in the main thread. When the thread that started the forkserver ends, the
     system kills the forkserver (prctl(2)).
@@ -288,7 +289,7 @@ class _StandIn:
         return _known_exitcode(self._started) not in (None, 0)
 
     def fork_process(self, fds: Sequence[int]) -> tuple[int, int]:
-        """Make this stand-in fork a process, and return the descriptors of pipes to this process.
+        """Make this stand-in fork a process; return descriptors of two pipes to the new process.
 
         During the import of `DEFERRED_MODULES`, multiprocessing calls this method instead of its
         own function `forkserver.connect_to_new_process`.
@@ -367,7 +368,8 @@ def _import_deferred_once() -> None:
     file, or has ended.
 
     Does nothing if the modules were imported before. If the forkserver has ended, or the disk is
-    full, returns without an exception. Runs in a thread, and holds the lock `_importing`.
+    full, returns without an exception, and a later call tries again. Runs in a thread, and holds
+    the lock `_importing`.
     """
     global _has_deferred
     with _importing:
@@ -426,11 +428,12 @@ def wait_while_stopped() -> None:
 
 
 def caused_ends(codes: Collection[int | None]) -> bool:
-    """Return whether the forkserver has ended, and so has caused the ends of some processes.
+    """Return whether processes have ended because the forkserver has ended.
 
-    The system may show an ended forkserver as running for a moment. So if a process has exit code
-    `_LOST_EXIT_CODE`, wait up to `_END_VISIBLE_S` seconds until the system shows the forkserver's
-    end. A stand-in that has failed counts as the end of the forkserver.
+    The result is True whenever the forkserver has ended or a stand-in has failed, because the
+    system then kills their children. The system may show an ended forkserver as running for a
+    moment. So if a process has exit code `_LOST_EXIT_CODE`, wait up to `_END_VISIBLE_S` seconds
+    until the system shows the forkserver's end.
 
     Args:
         codes: Exit codes of the processes; None for a process that still runs.

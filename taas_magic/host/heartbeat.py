@@ -52,15 +52,16 @@ def send_heartbeats(
     The thread sends a heartbeat every `RANK_BEAT_S` seconds. A heartbeat has the main thread's
     stack, the progress of collectives, the use of the GPU, and whether a client of debugpy is
     attached. With each heartbeat, the thread also sends the counts of received batches, and the
-    metrics logged since the last heartbeat. The thread never waits for the GPU. At the end of the
-    block, counts and metrics are sent once more.
+    metrics logged since the last heartbeat. At the end of the block, counts and metrics are sent
+    once more. Neither the thread nor the end of the block waits for the GPU.
 
-    If the agent requests a stack report, the thread sends this report instead of the heartbeat: the
-    stacks of all threads and the pending collectives. The thread then also sends a note if the cell
-    has set a rendezvous address at which all ranks wait (`_why_ranks_wait`).
+    If the agent requests a stack report, the thread sends this report instead of the heartbeat. The
+    report has the stacks of all threads and the pending collectives. The thread then also sends a
+    note if the cell has set a rendezvous address at which all ranks wait (`_why_ranks_wait`).
 
-    During the block, metrics of `taas.log` are collected for the heartbeats. Unless the environment
-    variable TAAS_METRICS is "0", this includes scalars that the program gives to other libraries.
+    During the block, scalars of `taas.log` are collected for the heartbeats. So are the scalars
+    that the program gives to TensorBoard, unless the environment variable TAAS_METRICS is "0".
+    After the block, `taas.log` does nothing.
 
     Args:
         link: Connection to the agent.

@@ -158,7 +158,11 @@ class HostShare(ABC):
         return self._local
 
     def run(self) -> None:
-        """Run the share to its end, clean up, then send `HostEnded` with the result to the pool."""
+        """Run the share to its end, clean up, then send the event `HostEnded` to the pool.
+
+        The event has the final state and the failures of the share. For fetchers, the state is
+        always SUCCEEDED, because the end of each fetcher is reported separately.
+        """
         try:
             self._run()
         finally:
@@ -169,8 +173,8 @@ class HostShare(ABC):
     def _run(self) -> None:
         """Copy files to this host, run the share's processes, clean up, and send files back.
 
-        If the share must end while files are copied to this host, no processes start. If an error
-        occurs before the cleanup, this method passes the error to `_fail`.
+        If the share must end while the run folder is copied to this host, no processes start. If an
+        error occurs before the cleanup, this method passes the error to `_fail`.
 
         The cleanup takes the steps of `_end_steps`, kills processes that remain, and removes the
         share's private folder. If one step fails, a note tells the user, and the other steps still
@@ -513,9 +517,9 @@ class HostRun(HostShare):
     def start_next_attempt(self, spec: ShareSpec) -> int:
         """Make the share's thread clean up the current attempt, and then start the next attempt.
 
-        Wait until the cleanup is done, for at most `CLEAN_UP_S` seconds. On the run's first host,
-        first bind the port of a new rendezvous. Do not call this method in the share's own thread,
-        which does the cleanup.
+        On the run's first host, first bind the port of a new rendezvous. Then wait until the
+        cleanup is done, for at most `CLEAN_UP_S` seconds. Return also if the cleanup fails or takes
+        longer. Do not call this method in the share's own thread, which does the cleanup.
 
         Returns:
             The port of the attempt's key-value store on the run's first host; 0 on other hosts.
@@ -553,7 +557,7 @@ class HostRun(HostShare):
         Called in the thread of the agent's event loop. For `Halt` and `EndRun`, this method only
         records the command and wakes the share's thread, which interrupts, kills or ends the ranks.
         The other commands write a fetcher's address to the run folder, pass the user's line to a
-        rank, or pause and resume the clocks of `--timeout` and `--hang`.
+        rank of this host, or pause and resume the clocks of `--timeout` and `--hang`.
         """
         super().handle_command(command)
         match command:
@@ -731,8 +735,9 @@ def prefill_minimums(prefill: Prefill | None) -> tuple[int, int]:
     """Convert `--prefill` to the minimum amount of data that fetchers prepare before ranks start.
 
     Returns:
-        A minimum number of batches, and a minimum number of bytes. At least one of them is 0, which
-        means no minimum. For `--prefill all`, the number of batches is larger than in any dataset.
+        A minimum number of batches, and a minimum number of bytes; 0 means no minimum. At least one
+        number is 0. Without `--prefill`, both are 0. For `--prefill all`, the number of batches is
+        larger than in any dataset.
     """
     if prefill is None:
         return 0, 0

@@ -197,8 +197,9 @@ class CellAttempt(_AttemptOfSession):
     def _interrupt(self, since: float) -> None:
         """Send SIGINT, once, to the ranks that run the cell. Store the time of the first interrupt.
 
-        Every `CUT_AFTER_S` seconds after the interrupt, also ask the ranks that still run the cell
-        to cut their connections to other ranks (`CUT_CONNECTIONS`).
+        If `CUT_AFTER_S` seconds have passed since the interrupt, also ask the ranks that still run
+        the cell to cut their connections to other ranks (`CUT_CONNECTIONS`). Ask at most once every
+        `CUT_AFTER_S` seconds, even if this method is called more often.
 
         Args:
             since: Time of the interrupt, in seconds of the monotonic clock.
@@ -214,7 +215,8 @@ class CellAttempt(_AttemptOfSession):
     def _end_ranks(self, grace_s: float) -> None:
         """Interrupt the ranks that still run the cell. Kill ranks that do not end the cell in time.
 
-        Until the time limit, records the ends of ranks, and repeats `_interrupt`. Ranks that were
+        Waits until no rank runs the cell any more, at most until the time limit. During the wait,
+        repeats `_interrupt`, and records which processes of ranks have ended. Ranks that were
         killed before are not killed again.
 
         Args:
@@ -293,7 +295,8 @@ class HostSession(HostRun):
         Until `end_cell`, the cell's `HostCell` checks the ranks, and the session does not.
 
         Raises:
-            PoolError: The session has ended or is ending, or another cell uses the ranks.
+            PoolError: The ranks have not started in time, the session has ended or is ending, or
+                another cell uses the ranks.
         """
         self._started.wait(START_S)
         with self._cell_lock:
@@ -396,7 +399,8 @@ class HostCell(HostRun):
         *about: The other arguments of `HostShare`, in the same order.
 
     Raises:
-        PoolError: The session has ended or is ending, or it runs another cell.
+        PoolError: The session's ranks have not started in time, the session has ended or is ending,
+            or it runs another cell.
     """
 
     def __init__(self, spec: ShareSpec, session: HostSession, *about: Any) -> None:

@@ -98,9 +98,9 @@ class _ScalarHooks:
 
         - If the last step's other scalars were passed, or this batch is the first of an epoch, pass
           the late scalars, too.
-        - Otherwise, if Lightning's loggers will get the scalars of the next step, mark the late
-          scalars as seen. Otherwise, they would be passed together with the next step's scalars.
-        - Otherwise, do nothing.
+        - If not, and Lightning's loggers will get the scalars of the next step, only mark the late
+          scalars as seen. So they are not passed together with the next step's scalars.
+        - In all other cases, do nothing.
         """
         is_logged = self._is_logged_step or batch_idx == 0
         if is_logged or _is_due(trainer, trainer.global_step + 1):

@@ -53,12 +53,15 @@ def send_outcome(
 ) -> bool:
     """Send the cell's results or failure to the agent; return whether the cell succeeded.
 
+    A cell that ends by `sys.exit(0)` counts as successful.
+
     After success, sends notes about changes, then the results. After a failure, sends the failure,
     then the results, then `RankErrorSent`. If the cell could not be compiled, sends no results.
     After `sys.exit(0)` outside a session, sends `RankCalledExit` before the notes and the results.
 
     A child that the cell forked sends nothing, but prints its failure. If SIGINT interrupts the
-    writing of the results, returns False; results that were already written are kept.
+    writing of the results, returns False and sends nothing more. Results that were already written
+    are kept.
 
     Args:
         shell: Shell that ran the cell.

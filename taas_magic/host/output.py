@@ -904,7 +904,7 @@ class PipeReader:
         self._flush_stream(stream)
 
     def _send_lines(self, rank: int, ends_line: bool) -> None:
-        """Send a rank's pending lines, before a display of the rank is passed on.
+        """Send a rank's pending lines, so that the notebook shows them above its next display.
 
         Args:
             ends_line: Whether to send an unfinished line as a whole line. An unfinished progress

@@ -175,10 +175,18 @@ def _work_and_wait(
 ) -> bool:
     """Run the work, or the cells of a session; then wait for the program's other threads.
 
-    Sends heartbeats meanwhile. With `--profile`, profiles the work. If a child process that the
-    work forked reaches the end of the work, the child flushes its output and exits. After
-    successful work, sends the last batch counts and metrics, and then `RankFinished`; in a session,
-    `Prompt.serve` does so.
+    Sends heartbeats during the work and the wait. With `--profile`, profiles the work.
+
+    The steps after successful work have this order:
+
+    1. Send the batch counts, wait until the GPU has computed the metrics, and send the metrics.
+    2. Send `RankFinished`.
+    3. Wait for the other threads, which may still use loaders.
+    4. Send the batch counts and metrics once more, without waiting for the GPU.
+
+    After failed work, do only steps 3 and 4. In a session, `Prompt.serve` does steps 1 and 2. If a
+    child process that the work forked reaches the end of the work, the child skips all steps: it
+    flushes its output and exits.
 
     Returns:
         Whether the work succeeded; True for a session.

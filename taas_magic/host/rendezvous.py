@@ -165,7 +165,8 @@ def connect(environ: Mapping[str, str], timeout_s: float) -> Any:
 def await_all_ending(environ: Mapping[str, str], limit_s: float) -> None:
     """Report to the other ranks that this rank is ending, and wait until all ranks are ending.
 
-    Uses a counter in the ranks' key-value store. If the store's process has ended, return at once.
+    Uses a counter in the ranks' key-value store. If the store's process has ended, or the time is
+    over, return without an error.
 
     Args:
         environ: torchrun's environment variables of this rank.

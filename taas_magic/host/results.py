@@ -488,8 +488,9 @@ def _gather(value: Any, keeps: bool) -> Any:
             of each of them, which saves memory.
 
     Returns:
-        The value with whole tensors. In place of a model, the result has the model's full
-        state_dict on rank 0, and an empty dict on other ranks.
+        The value with whole tensors. Elements that are not sharded stay unchanged. In place of a
+        sharded model, the result has the model's full state_dict on rank 0, and an empty dict on
+        other ranks.
     """
     import torch
 

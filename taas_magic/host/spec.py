@@ -382,10 +382,11 @@ class LocalShare(Struct, frozen=True):
     def rank_environ(self, host_address: HostAddress) -> dict[str, str]:
         """Return the environment of this host's ranks, without torchrun's variables.
 
-        The result has the share's environment. It has defaults for variables that the share does
-        not set, such as OMP_NUM_THREADS and the network interfaces of gloo and NCCL. Further
-        variables contain the run's id and the host's name. If ranks use a server on the notebook's
-        machine, another variable contains the server's address (`ShareSpec.reach`).
+        The result has the variables of the share's environment. In addition, it has defaults for
+        variables that the share does not set, such as OMP_NUM_THREADS and the network interfaces of
+        gloo and NCCL. Further variables contain the run's id and the host's name. If ranks use a
+        server on the notebook's machine, another variable contains the server's address
+        (`ShareSpec.reach`).
         """
         spec, host = self.spec, self.spec.host_plan
         assert host is not None

@@ -354,8 +354,8 @@ class StackMonitor:
     def rows(self, found: Iterable[tuple[RankState, StackSample]]) -> list[RankStack]:
         """Return one stack report for each rank.
 
-        A report also has the seconds since the rank's last progress, and the rank's use of CPUs and
-        GPU. It also has the fraction of its time that the rank spends in collectives.
+        In addition to the stacks, a report has the seconds since the rank's last progress, the
+        rank's use of CPUs and GPU, and the fraction of time that the rank spends in collectives.
 
         Args:
             found: State and stacks of each rank, as returned by `collect`.

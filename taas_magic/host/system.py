@@ -210,7 +210,7 @@ def _send_signal(process: psutil.Process, number: int) -> bool:
 def wait_or_kill(process: "subprocess.Popen[bytes]", limit_s: float) -> bool:
     """Wait until a child process has ended. If it still runs after `limit_s` seconds, kill it.
 
-    Return False if the process was killed.
+    Return True if the process has ended without the kill; otherwise False.
     """
     try:
         process.wait(limit_s)

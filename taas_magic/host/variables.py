@@ -126,8 +126,9 @@ def measure_memory() -> Any:
 def _described(value: Any) -> Variable:
     """Return the description of a value: a tensor or array, a model, or any other value.
 
-    For a model, element types and devices are those of its parameters. Of other values, only
-    containers and strings have a shape, which is their length.
+    For a model, the shape is the number of parameter tensors, and element types and devices are
+    those of the parameters. For a list, tuple, dict, set or string, the shape is the length. Any
+    other value has no shape.
     """
     kind = type(value).__name__
     if hasattr(value, "dtype") and hasattr(value, "shape"):  # a tensor or an array

@@ -240,7 +240,8 @@ def decide_verdict(
 ) -> Verdict | None:
     """Decide whether the run is over on this host; return None while it continues.
 
-    The first rule that applies decides:
+    The first rule that applies decides. After an interrupt, rules 3 to 6 are not checked; after a
+    failure, rules 4 to 6 are not checked.
 
     1. If all ranks have succeeded, the run has succeeded.
     2. If the user has interrupted the run, the run ends when no rank runs the cell any more, or
@@ -318,7 +319,8 @@ def failed_ranks(ranks: Collection[RankState], cause: str) -> list[RankState]:
       that left by `sys.exit(0)`, before the failed ranks.
     - Within each of these groups, the rank that failed first comes first.
     - If the cause is "stopped", the result also has the suspended ranks.
-    - If the cause is "timeout", the result has all ranks that have not succeeded, by rank number.
+    - If the cause is "timeout", none of these rules applies. The result has all ranks that have not
+      succeeded, by rank number.
 
     Args:
         cause: Why the run has ended on this host (`Verdict.cause`).

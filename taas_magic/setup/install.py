@@ -95,9 +95,10 @@ def packages_needed(
 ) -> dict[str, RequiredPackage]:
     """Return the packages that a host needs to run taas-magic, by canonical name.
 
-    The result has the dependencies of taas-magic, and their dependencies in turn, except packages
-    in `NOT_INSTALLED`. The allowed versions of a package meet the requirements of all packages that
-    need it. A package in `EXACT_VERSION` must have this machine's version.
+    The result has the dependencies of taas-magic, and their dependencies in turn. Packages in
+    `NOT_INSTALLED`, and packages that only these need, are left out. The allowed versions of a
+    package meet the requirements of all packages that need it. A package in `EXACT_VERSION` must
+    have this machine's version.
 
     Environment markers are evaluated for this Python, because the host's Python has the same minor
     version.
@@ -169,7 +170,7 @@ class PackageFolder:
     Attributes:
         name: Name of the folder. The name identifies the content. So if the host has a folder of
             this name, nothing is installed.
-        pins: Requirements for pip; empty if pip cannot provide the packages.
+        pins: Requirements for pip, such as `zict==3.0.0`; empty if pip cannot provide the packages.
         bundle: Function that returns the packages as a zip file.
     """
 
@@ -204,15 +205,18 @@ def install_package(
 ) -> None:
     """Install a package folder on a host: by the host's own pip, or else by sending the files.
 
-    Files are sent as a zip file. A folder without `pins` is always sent. The last zip file stays in
-    memory, because the next host often needs the same file.
+    If `package_folder.pins` is not empty, the host's pip first tries to install these requirements.
+    If pip fails, or `pins` is empty, this function sends the files as a zip file, and the host
+    unpacks it. An error of pip is ignored. The last zip file stays in memory, because the next host
+    often needs the same file.
 
     Args:
         python: The host's Python; None for `python3`.
         cache: Path of taas-magic's cache folder on the host.
 
     Raises:
-        PoolError: The folder could not be installed.
+        PoolError: The zip file cannot be made, because this machine's packages may not work on the
+            host or cannot be found. Or the file could not be sent or unpacked.
     """
     folder = posixpath.join(cache, "site", package_folder.name)
     if package_folder.pins:
@@ -287,8 +291,8 @@ def bundle_for(packages: Sequence[RequiredPackage], facts: HostFacts) -> bytes:
 def why_incompatible(facts: HostFacts) -> str:
     """Return why packages of this machine may not work on a host; "" if they should work.
 
-    Packages should work if both machines have the same kind of processor, and the host's glibc is
-    the same or newer.
+    Packages should work if the processors and the C libraries fit. Both machines need the same kind
+    of processor. Either the host's glibc is the same or newer, or both machines have no glibc.
     """
     machine, glibc = platform.machine(), probe.glibc()
     if facts.machine != machine:

@@ -188,14 +188,14 @@ def connect(
 ) -> Connection:
     """Connect to a host, through its jump hosts if it has any. Blocks.
 
-    At most `_MAX_HANDSHAKES` threads connect to the same address at a time. Check the host's key
-    against the known_hosts files, then offer the user's keys. After an error, close everything that
-    this call has opened.
+    First wait while `_MAX_HANDSHAKES` other threads connect to the same address. Then open the
+    connection, check the host's key against the known_hosts files, and offer the user's keys. After
+    an error, close everything that this call has opened.
 
     Args:
         stop: Event that the caller sets to cancel; the call then raises within about 0.1 s.
-        timeout_s: Maximum seconds until the connection is open; None for
-            `target.connect_timeout_s`.
+        timeout_s: Maximum seconds until the connection is open, including the wait for other
+            threads; None for `target.connect_timeout_s`.
         silence_s: Seconds without an answer from the host after which the open connection is
             closed.
 
