@@ -272,8 +272,8 @@ class Route:
         """Wait until this route has the address of at least one fetcher, up to `start_s` seconds.
 
         If the route has the addresses of all fetchers, return at once. If it has only some, do not
-        wait either. But if the latest call that read the addresses was at least 0.25 s ago, first
-        read the current addresses, because more fetchers may have started.
+        wait either, but first read the current addresses: more fetchers may have started. A call
+        less than 0.25 s after the latest reading does not read them again.
 
         Raises:
             RunLost: No fetcher has started in time, or all fetchers have ended.

@@ -49,9 +49,10 @@ Above this number, every second snapshot is dropped, and the interval between sn
 """
 
 _HASHED_ITEMS = 64
-"""Number of batches whose responses have the hash of item 0, after a cursor has skipped items.
+"""Number of batches after skipped items of a stream whose responses have the hash of item 0.
 
-By this hash, a rank notices if the second reading of a stream gave different data.
+A worker skips items when it reads a stream a second time. By the hash, a rank notices if the second
+reading gave different data.
 """
 
 _LAST_INTS_ITEM = 2
@@ -239,9 +240,12 @@ class BatchSource:
         """Return an epoch's description; for a map-style loader, run the sampler to find the order.
 
         For an iterable-style loader, run no user code. The description then has the number of
-        streams. If an earlier epoch has shown that the dataset counts its epochs in an attribute,
-        and the dataset has no `set_epoch`, the description also has the attribute's name. But it
-        does not have the name if a local DataLoader would copy the dataset for each epoch.
+        streams. It also has the name of the attribute in which the dataset counts its epochs, if
+        all of these hold:
+
+        - An earlier epoch has shown that there is such an attribute.
+        - The dataset has no `set_epoch`.
+        - A local DataLoader would use the same dataset object in every epoch (`keeps_dataset`).
 
         Raises:
             UserCodeFailed: The sampler raised an exception.
@@ -377,7 +381,9 @@ class BatchSource:
     def _run_user_code(self, work: Callable[..., Any], *arguments: Any) -> Any:
         """Call `work`, which runs user code, and return its result.
 
-        During the call, torch's `get_worker_info()` returns the information about this worker.
+        During the call, torch's `get_worker_info()` returns the information about this worker. For
+        an iterable-style loader, `_advance` replaces it by the information for the stream. After
+        the call, the old value is restored.
 
         Raises:
             NoBatch: `work` raised NoBatch.
@@ -441,9 +447,14 @@ class BatchSource:
         discard the batches in between, and ignore their errors. If the cursor thereby discards item
         0, record the hash of this item (`first_hash`).
 
-        Make a new cursor if the stream has none in this epoch, if the cursor is past the batch, or
-        if a saved state of the dataset is nearer to the batch. When a new cursor is made, the
-        stream's cursors of other epochs are dropped, except the most recently used one.
+        Make a new cursor in each of these cases:
+
+        - The stream has no cursor in this epoch.
+        - The cursor is past the batch.
+        - A saved state of the dataset is nearer to the batch.
+
+        When a new cursor is made, the stream's cursors of other epochs are dropped, except the most
+        recently used one.
 
         Raises:
             NoBatch: The stream has ended before the batch.
@@ -578,8 +589,8 @@ class Cursor:
         info: Value of `get_worker_info()` for the dataset; None if the loader has no workers.
         snapshots: Saved states of the dataset; this cursor adds to them.
         counter: Name of the attribute in which the dataset counts its epochs; "" if there is none,
-            or if the stream has not ended yet. The attribute is an int that is larger by one at the
-            end of the stream than at its beginning, and that reading item 1 does not change.
+            or if the stream has not ended yet. The attribute is an int. At the stream's end, it is
+            larger by one than at the stream's beginning. Reading item 1 does not change it.
         first_hash: Hash of item 0, if the cursor skipped this item; else 0.
         hash_until: First item whose response does not have `first_hash`. The responses for earlier
             items have it, so that a rank notices if a second reading gave different data.
@@ -673,8 +684,8 @@ class Snapshots:
     def save_if_due(self, dataset: Any, item: int) -> None:
         """Save the dataset's state, if it has a `state_dict` and a snapshot is due.
 
-        If there are then more than `_MOST_SNAPSHOTS` states, double the interval between snapshots,
-        and keep only the first state and the states at multiples of the new interval.
+        If there are then more than `_MOST_SNAPSHOTS` states, double the interval between snapshots.
+        Of the saved states, keep only the first one and those at multiples of the new interval.
 
         Args:
             item: Index of the next item; a snapshot is due at multiples of the current interval.
@@ -745,7 +756,7 @@ class UserCodeFailed(Exception):
 
 @dataclass(frozen=True)
 class UserErrorReport:
-    """Description of an exception of the user's code, sent to a rank, which raises it again.
+    """Description of an exception of the user's code, from which a rank raises the exception again.
 
     Attributes:
         kind: Type of the exception; RuntimeError if the type cannot be sent.
@@ -793,11 +804,12 @@ class UserErrorReport:
     def _exception(self) -> Exception:
         """Return the exception that `reraise` raises, with the original traceback in its message.
 
-        The exception is a RuntimeError if the user's exception would end the process (`sys.exit`)
-        or the loop (`StopIteration`), or if its type's constructor does not accept a message.
-        Otherwise, it has the original type. An exception group also contains new exceptions in
-        place of its parts. Some types do not keep the message that they are given. For such a type,
-        a note of the exception contains the traceback (from Python 3.11 on).
+        The exception is a RuntimeError in two cases. First, the user's exception would end the
+        process (`sys.exit`) or the loop (`StopIteration`). Second, the constructor of its type does
+        not accept a message. Otherwise, the exception has the original type. An exception group
+        also contains new exceptions in place of its parts. Some types do not keep the message that
+        they are given. For such a type, a note of the exception contains the traceback (from Python
+        3.11 on).
         """
         text = f"Caught {self.kind.__name__} {self.where}.\nOriginal {self.text}"
         if not issubclass(self.kind, Exception):

@@ -99,7 +99,7 @@ class EpochOrders:
         """Return whether the sampler and generator have the same state before every epoch.
 
         If so, the order of an epoch can be found without running the sampler for earlier epochs.
-        Return False as long as the state after epoch 0 is not known.
+        Return False until the state after epoch 0 has been recorded.
         """
         return self._starts.get(1) == self._starts[0]
 

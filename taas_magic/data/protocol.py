@@ -93,9 +93,7 @@ class LoaderRequest(Struct, frozen=True, order=True, array_like=True, gc=False):
     """Request about a loader. After a failure, the client sends the request to another fetcher.
 
     Attributes:
-        kind: OPEN requests an epoch's description, GET a batch, PEEK a batch's units, SAMPLE an
-            item of the dataset, ORDER the indices of one batch or of all batches. STATE gets or
-            sets the dataset's own state.
+        kind: What the rank requests (see `RequestKind`).
         slot: Number of the batch in the epoch's order.
         detail: GET: the indices of the batch's samples; empty to use the worker's own order.
             SAMPLE: the index. ORDER: empty for the indices of one batch, else of all batches.

@@ -449,9 +449,9 @@ class PrefetchBuffer:
     ) -> LoaderRequest | None:
         """Return the queued request that a worker prepares next; None if the worker has none.
 
-        If the buffer is full, this method first drops responses for which no connection waits. For
+        If the buffer is full, this method first drops responses for which no connection waits. Of
         an iterable-style loader, it drops only batches that no rank can need any more
-        (`_first_needed`), because a worker would restart a stream to prepare them again. If the
+        (`_first_needed`): to prepare a dropped batch again, a worker would restart a stream. If the
         buffer is still full, choose only a request whose response a connection must send next; all
         other requests wait. The chosen request leaves its queue and counts as being prepared. A GET
         request is also recorded for preparing ahead (`record_requested`).

@@ -301,10 +301,15 @@ class RankConnection:
     def _lend(self, prepared: PreparedResponse) -> tuple[SharedBody | None, int]:
         """Let the rank read a batch in shared memory, if possible.
 
-        Lending is possible if the rank is on this host, the batch is not small, the rank stays
-        below its limit (`_LENT_BYTES`), and no other rank receives the batch. With two receivers, a
-        rank that modifies the memory would change the other rank's batch. The batch is in `lent`
-        until the rank releases it.
+        Lending is possible if all of these hold:
+
+        - The rank is on this host.
+        - A worker has prepared the batch, and the batch is not small (`_LENT_FROM_BYTES`).
+        - With this batch, the rank stays below its limit (`_LENT_BYTES`).
+        - No other rank receives the batch. Otherwise, a rank that modifies the memory would change
+          the batch of the other rank.
+
+        A lent batch is in `lent` until the rank releases it.
 
         Returns:
             The position of the batch in shared memory, or None if the batch must be sent; and the

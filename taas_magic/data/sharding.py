@@ -283,7 +283,10 @@ class StaticSchedule:
         return (step * self._world_size + self._rank) % self._batches
 
     def row_units(self, step: int) -> int:
-        """Return the total units of all ranks' batches in a step."""
+        """Return the total units of all ranks' batches in a step.
+
+        Each batch is one unit, so the result is the number of ranks that get a batch in the step.
+        """
         if self._part.uneven == "keep":
             return min(self._batches - step * self._world_size, self._world_size)
         return self._world_size

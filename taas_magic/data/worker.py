@@ -371,13 +371,16 @@ class Worker:
             return _failed(UserCodeFailed(error, where))
 
     def _answer(self, source: BatchSource, request: LoaderRequest) -> "_ResponseParts":
-        """Return the response to a request (`LoaderRequest` explains the kinds of requests).
+        """Return the response to a request (`RequestKind` explains the kinds of requests).
 
-        The response is a batch (GET), an epoch's description (OPEN), an item of the dataset
-        (SAMPLE), the indices of the samples in one batch or in all batches (ORDER), or a saved
-        state of the dataset (STATE). If a STATE request itself contains a state, the stream resumes
-        from this state, and the response is None. With `--units`, this method prepares the epoch's
-        first batch to answer OPEN, because the description says whether this batch has hints.
+        The response is a batch (GET), an epoch's description (OPEN), or an item of the dataset
+        (SAMPLE). For ORDER, it is the indices of the samples in one batch or in all batches. For
+        STATE, it is a saved state of the dataset.
+
+        If a STATE request itself contains a state, the stream resumes from this state, and the
+        response is None. With `--units`, this method prepares the epoch's first batch to answer
+        OPEN, because the description says whether this batch has hints. If preparing this batch
+        fails, the description says that it has none.
 
         Raises:
             NoBatch: The requested slot has no batch.

@@ -182,10 +182,10 @@ def other_failures_text(
         failures: All failures of the run, including the first failure.
 
     Returns:
-        Two values. The first is one line with the number of ranks that failed because of the first
-        failure, and the number of ranks that failed for other reasons. The second is a list with
-        one line for each cause; beyond `MAX_OTHERS` causes, the last line has the number of causes
-        left out. Both values are empty if nothing else failed, or if `--timeout` has ended the run.
+        Two values. The first is one line with two numbers: of the ranks that failed because of the
+        first failure, and of the ranks that failed for other reasons. The second is a list with one
+        line for each cause; beyond `MAX_OTHERS` causes, the last line has the number of causes left
+        out. Both values are empty if nothing else failed, or if `--timeout` has ended the run.
     """
     if first is not None and first.how == "timeout":
         return "", []
@@ -316,9 +316,9 @@ def cause_of(failure: Failure | None, notebook: Mapping[str, object]) -> BaseExc
     """Create an exception of the type that a rank raised, as the cause of the notebook's exception.
 
     The exception has the message as its only argument. It has no further attributes, because the
-    type's own `__new__` and `__init__` are not called. Return None if the kernel does not have the
-    type, if the type is no subclass of Exception, or if Python cannot create the exception from a
-    message.
+    type's own `__new__` and `__init__` are not called. Return None if there is no failure with a
+    type, if the kernel does not have the type, or if the type is no subclass of Exception. Also
+    return None if Python cannot create the exception from a message.
 
     Args:
         failure: The failure that came first.

@@ -151,9 +151,9 @@ class LineMerger:
         """Remove a rank's first waiting line from the queues, and return the lines to show.
 
         If the line has copies in the queues, remove it for all ranks of its group. If the line has
-        no copy, also remove the rank's next lines, up to the first line with a copy, because one
-        call for many lines is several times as fast. After the removal, the first lines of all
-        ranks may be equal. If so, also remove and return this line.
+        no copy, also remove the rank's next lines, up to the first line with a copy: one call for
+        many lines is faster than many calls. After the removal, the first lines of all ranks may be
+        equal. If so, also remove and return this line.
 
         Args:
             rank: A rank that has a waiting line.
@@ -371,7 +371,7 @@ class LogText:
         """Add a line that no rank printed, such as a note.
 
         First add all waiting lines of ranks. If the cell is full, add the line to the summary, both
-        as a line and as an error, so that the summary shows the line even if many lines follow.
+        as a line and as an error. So the summary shows the line even if many lines follow.
         """
         self.flush()
         if self.summary is None:

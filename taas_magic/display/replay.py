@@ -402,6 +402,9 @@ class _PastOutput:
 def _printed_lines(lines: Iterable[bytes], from_end: bool = False) -> list[tuple[bytes, Lines]]:
     """Return the first or last `END_LINES` printed lines, as events of the journal.
 
+    Each event has one or more printed lines of one rank. Lines of the journal that are not valid
+    events are skipped.
+
     Args:
         lines: Lines of the journal. For the last printed lines, pass the lines in reverse order.
         from_end: Whether `lines` are in reverse order.

@@ -253,8 +253,8 @@ class _SshHost(Host):
     async def start(self) -> None:
         """Start an agent on a free host of the pool; return when the host can start ranks.
 
-        If the start on a host fails, log the failure, end what runs on this host, mark it as free,
-        and try the next free host.
+        If the start on a host fails, log the failure, and end what runs on this host. Then mark the
+        host as free, and try another free host, until no host is left to try.
 
         Raises:
             PoolError: The start on each free host failed, all hosts are in use, or `end` was

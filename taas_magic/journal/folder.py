@@ -357,9 +357,10 @@ class DiskReserve:
     def reserve(self, size_bytes: int) -> bool:
         """Return whether the caller may write `size_bytes` more; if so, count them as written.
 
-        To avoid a system call for each write, grant space to the calls in portions of at most
-        `GRANT_BYTES` or, if one write is larger, `size_bytes`. Measure the free space of the disk
-        only when a portion is used up.
+        Usually, a call takes the space from a portion that an earlier call has set aside. If this
+        portion is too small, measure the free space of the disk, and set aside a new portion. So
+        most writes need no system call. A portion has at most `GRANT_BYTES`, unless one write is
+        larger.
         """
         if size_bytes > self._granted_bytes:
             free = self._space()[0] - self._kept_bytes
@@ -533,9 +534,9 @@ LOST_WHY = "the process that owned the run is gone"
 def summary(folder: RunFolder) -> RunSummary:
     """Return the state and times of a run, from its journal and from the locks on its files.
 
-    If the journal has no end of the run, the state is STARTING or RUNNING while the process that
-    owns the run is alive (`has_live_owner`), else LOST. Usually, this function reads only the start
-    and the end of the journal.
+    If the journal has no end of the run, the state depends on the process that owns the run
+    (`has_live_owner`). While this process is alive, the state is STARTING or RUNNING; else it is
+    LOST. Usually, this function reads only the start and the end of the journal.
 
     Raises:
         OSError: The folder has no plan.

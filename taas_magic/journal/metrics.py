@@ -59,8 +59,8 @@ class Curve:
     def add(self, value: float, step: int = 0) -> None:
         """Add the next value, which the rank logged at `step`.
 
-        If the value is the first one after a restart, first remove all points that begin at this
-        step or later, because the new attempt repeats these steps.
+        The first value after a restart removes all points that begin at its step or later, because
+        the new attempt repeats these steps.
 
         When `_width` values have arrived since the last point, add their mean as a new point. If
         the curve then has `CURVE_POINTS` points, replace each two neighbouring points by their
