@@ -125,7 +125,11 @@ class FetcherLink:
     def send(self, messages: Sequence[tuple[protocol.FromRank, bytes]]) -> None:
         """Send messages with their bodies to the fetcher.
 
-        First, tell the fetcher which spans of its shared memory this rank no longer reads.
+        Wait until the operating system has accepted all data; there is no time limit. Before the
+        messages, tell the fetcher which spans of its shared memory this rank no longer reads.
+
+        Raises:
+            OSError: The connection failed.
         """
         parts = [protocol.encode_header(message, len(body)) + body for message, body in messages]
         if gone := self.borrowed.pop_released():
@@ -137,9 +141,12 @@ class FetcherLink:
             self._socket.settimeout(ALIVE_S)
 
     def send_unsent(self) -> None:
-        """Send the requests in `unsent`, and move them to `pending`.
+        """Move the requests in `unsent` to `pending`, and send them.
 
         Consecutive requests that differ only in the slot share a message.
+
+        Raises:
+            OSError: The connection failed. The requests are in `pending`.
         """
         requests, self.unsent = self.unsent, []
         self.pending += requests

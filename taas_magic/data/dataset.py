@@ -774,7 +774,8 @@ class UserErrorReport:
     def of(cls, error: BaseException, where: str) -> "UserErrorReport":
         """Return the description of a caught exception.
 
-        The text leaves out the traceback's first frames, which belong to this package.
+        The text leaves out the traceback's first frames, which belong to this package, unless there
+        are no other frames. For an exception group, also describe each of its exceptions (`parts`).
         """
         # Python 3.10 has no exception groups (PEP 654).
         is_group = any(base.__name__ == "BaseExceptionGroup" for base in type(error).__mro__)

@@ -149,7 +149,11 @@ def _tensor_row(buffer: int, tensor: torch.Tensor) -> TensorRow:
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor is fully described by its values, dtype, shape and strides."""
+    """Return whether a tensor is fully described by its values, dtype, shape and strides.
+
+    This is true only for a strided CPU tensor without a gradient flag or Python attributes. The
+    tensor must not be nested or quantized, and not be a conjugate or negative view.
+    """
     return (
         tensor.layout is torch.strided
         and not tensor.is_nested

@@ -181,6 +181,10 @@ class EpochIterator(Iterator[Any]):
         """Return the next batch, and record the wait for it in the profile, if there is a profiler.
 
         In a rehearsal, end the pass after `pass_batches` batches.
+
+        Raises:
+            StopIteration: The pass has ended or was closed.
+            Exception: See `_next_batch`.
         """
         if self._yielded == self._loader.feed.pass_batches:
             self.close()
@@ -467,7 +471,7 @@ class EpochRequests:
         self._kept: dict[int, SlotResponse] = {}
 
     def steps(self) -> Iterator[Step]:
-        """Yield this rank's steps until the end of the epoch."""
+        """Yield this rank's steps until the end of the epoch; wait for the batch of each step."""
         for step in itertools.count(self._first):
             received = self._receive_step(step)
             if received is None:

@@ -24,7 +24,7 @@ def find_generators(value: object) -> Iterator[str]:
     """Yield the paths of the random generators in an object, such as `transform.noise.rng`.
 
     Search attributes, lists and tuples, up to `_MAX_OBJECTS` objects and `_MAX_DEPTH` nested
-    attributes.
+    attributes. Do not search the attributes of classes, modules and tensors.
     """
     numpy: Any = sys.modules.get("numpy")
     of_numpy = (numpy.random.Generator, numpy.random.RandomState) if numpy else ()

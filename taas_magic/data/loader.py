@@ -797,7 +797,9 @@ class RemoteStream(RemoteDataset, IterableDataset[Any]):
 def _warning_of_changes(path: str, dataset: Any, method: Any) -> Any:
     """Wrap a method of a dataset, to warn if a call changes attributes of the dataset.
 
-    `dataset` is this rank's copy, so the fetchers do not see the change.
+    `dataset` is this rank's copy, so the fetchers do not see the change. The warning comes after
+    the call, and names the first attribute that has got another object. A change inside an object
+    is not noticed.
 
     Args:
         path: Name of the dataset in the warning.

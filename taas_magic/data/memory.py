@@ -97,7 +97,10 @@ class ArenaMapping:
         self._close = weakref.finalize(self, os.close, descriptor)
 
     def mapped(self, end: int) -> memoryview:
-        """Return the arena's memory, at least up to offset `end`; map the file again if needed."""
+        """Return the arena's memory, at least up to offset `end`; map the file again if needed.
+
+        If `end` is larger than `used_bytes`, also set `used_bytes` to `end`.
+        """
         if end > self.used_bytes:
             self.used_bytes = end
             if end > len(self._whole):

@@ -493,10 +493,11 @@ class PrefetchBuffer:
         return None
 
     def put(self, request: LoaderRequest, prepared: PreparedResponse) -> KeysView[Hashable]:
-        """Store a prepared response and its units; return the connections that wait for it.
+        """Store a prepared response; return the connections that wait for it.
 
-        If no connection waits, `make_room` may drop the response later. If memory is short, drop
-        batches that were kept after sending (`_limit_sent`).
+        The request no longer counts as being prepared. If it is a GET without given indices, also
+        record the units of the batch. If memory is short, drop batches that were kept after sending
+        (`_limit_sent`). If no connection waits for the response, `make_room` may drop it later.
         """
         entry = self._entries[request]
         self._doing -= 1
@@ -673,7 +674,8 @@ class PrefetchBuffer:
     ) -> LoaderRequest | None:
         """Return a queued request for `worker` whose response a connection must send next.
 
-        For streams, prefer the earliest request for which the worker need not restart the stream.
+        Return None if there is no such request. For streams, prefer the earliest request for which
+        the worker need not restart the stream.
         """
         due = []
         for request in self._due.values():
@@ -951,7 +953,11 @@ class Scheduler:
         self._replace_worker(msgspec.msgpack.decode(data, type=protocol.WorkerChange))
 
     def _receive_replies(self, one: WorkerHandle) -> None:
-        """Store the replies of worker `one`; if the worker has ended, close the socket to it."""
+        """Store the replies of worker `one`; if the worker has ended, close the socket to it.
+
+        Do nothing if this socket is closed already. The worker is replaced later, when the parent
+        process reports its end (`_on_worker_ended`).
+        """
         if one.is_gone:
             return  # the worker's parent has reported the end in the same step
         try:

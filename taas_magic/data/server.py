@@ -204,7 +204,8 @@ class RankConnection:
         """Send the first entry of `out`, or several small entries; return the number of bytes sent.
 
         Each call that sends over TLS makes a record of its own. So a small entry is joined with the
-        next entries, up to `_TLS_JOIN_BYTES`.
+        next entries, up to `_TLS_JOIN_BYTES`. A large entry is sent in several records, until the
+        socket would block. If nothing was sent, raise the error of the socket that would block.
         """
         part = memoryview(self.out[0][0])
         if len(part) < _TLS_JOIN_BYTES and len(self.out) > 1:
@@ -224,7 +225,10 @@ class RankConnection:
         return sent
 
     def _remove_sent(self, size: int) -> None:
-        """Remove `size` sent bytes from the output queue; release responses that are sent fully."""
+        """Remove `size` sent bytes from the output queue; release responses that are sent fully.
+
+        If an entry is sent only in part, its rest stays in the queue, without a file descriptor.
+        """
         self.out_bytes -= size
         out = self.out
         while out and size >= len(out[0][0]):
@@ -728,7 +732,8 @@ class Server:
         """Queue the response to the oldest pending request; return False if there is none yet.
 
         If the rank needs only the batch's units, queue a message with the units. If the response is
-        a batch, count the batch as sent.
+        a batch, count the batch as sent. If the response is not ready, the buffer records that this
+        connection must send it next.
         """
         request, only_count = connection.pending[0]
         loader = connection.loader

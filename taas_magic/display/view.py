@@ -448,7 +448,7 @@ class View:
         self._head_is_stale = True
 
     def tick(self, now: float) -> None:
-        """Write log text, and update the status header, if they are due at the time `now`."""
+        """Write log text, and update the status header, each if it is due at the time `now`."""
         self._log.add_due_lines(now)
         if self._write_due() <= now:
             self._write(now)

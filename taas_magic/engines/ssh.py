@@ -289,7 +289,10 @@ class _SshHost(Host):
         raise PoolError("\n".join([*failures.values(), *self._engine.notes()]))
 
     async def end(self) -> None:
-        """Cancel a running `start`, end what runs on the host, and close the SSH connection."""
+        """End what runs on the host, close the SSH connection, and mark the host as free.
+
+        If `start` still runs, first cancel `start`, and wait for its end.
+        """
         self._stop.set()
         if not self.start_task.done():
             if self.connection is not None:

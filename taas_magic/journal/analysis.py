@@ -355,8 +355,9 @@ def advice_for_loader(load: LoaderUse) -> str:
 def _cause_and_remedy(load: LoaderUse) -> str:
     """Return what limited a loader that ranks waited for, and which flag would help.
 
-    The possible causes are, in the order of the checks: the first batch; no fetchers; the delivery
-    of batches; too few or uneven streams; slow storage; CPU time.
+    The first of these causes that applies decides: most of the wait was for the first batch; the
+    run has no fetchers; batches are delivered slowly; there are too few or uneven streams; storage
+    is slow; the preparation takes CPU time.
     """
     if load.waited_later <= TOLERABLE_WAIT_FRACTION or load.waited_first > load.waited / 2:
         earlier = f"--prefill {load.ranks} would start the ranks when their first batches are ready"

@@ -466,6 +466,9 @@ class JournalWriter:
         """Append a line to the journal; before the first line, open and lock the journal's file.
 
         If the last write may have left an incomplete line, write a newline first.
+
+        Raises:
+            OSError: The file cannot be opened or written. A part of the line may be written.
         """
         if self._descriptor is None:
             flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC

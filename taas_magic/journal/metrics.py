@@ -136,7 +136,11 @@ def number(point: MetricPoint) -> float:
 
 
 def sparkline(points: Sequence[float]) -> str:
-    """Return a curve as at most 24 block characters; a space stands for NaN or infinity."""
+    """Return a curve as at most 24 block characters; a space stands for NaN or infinity.
+
+    If there are more points, each character stands for the mean of consecutive points. The heights
+    of the blocks reach from the smallest to the largest of the shown values.
+    """
     shown = [_mean(part) for part in _split_evenly(points, _SPARK_CHARS)]
     low, high = _range(shown)
     top = len(_BLOCKS) - 1

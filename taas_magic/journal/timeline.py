@@ -321,7 +321,10 @@ class Timeline:
         return text
 
     def __repr__(self) -> str:
-        """Return a table of the times in ms, a line for each rank and step, and the summary."""
+        """Return a table of the times in ms, the summary, and the path of the merged trace.
+
+        The table has a line for each rank and step.
+        """
         lines = ["step  rank      load   compute  communicate      wait  (ms)"]
         for one in self.steps:
             load, compute, communicate, wait = (seconds * 1e3 for seconds in one[2:])
