@@ -250,9 +250,9 @@ def _fields(listener: DebugpyListener) -> dict[str, Any]:
 def _start_debugpy() -> int:
     """Make debugpy listen at a free port of the loopback address, and return the port.
 
-    While debugpy is imported and begins to listen, set the environment variable `_NO_WARNING`. Also
-    configure debugpy for this process only. Otherwise, child processes, such as workers of a
-    DataLoader, would wait for a client of their own.
+    While debugpy is imported and begins to listen, set the environment variable `_NO_WARNING`,
+    which suppresses a warning of debugpy. Configure debugpy for this process only. Otherwise, child
+    processes, such as workers of a DataLoader, would wait for a client of their own.
 
     debugpy's hook ignores `breakpoint()` while no client is attached. So if `breakpoint()` called
     taas-magic's hook before, store that hook in `_own_hook`, and make `breakpoint()` call

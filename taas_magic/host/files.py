@@ -469,7 +469,8 @@ class HostFiles:
 
         On the notebook's machine, environment and import path are the kernel's. On other hosts,
         they are the agent's, with the notebook's changes. If this host has a mirror, paths in the
-        project store become paths in the mirror, and variables tell ranks both paths.
+        project store become paths in the mirror, and environment variables tell ranks the paths of
+        both folders.
         """
         origin, store, cwd = spec.run.origin, spec.plan.store, spec.run.origin.cwd
         environ, sys_path = dict(origin.environ), origin.sys_path

@@ -103,7 +103,7 @@ class StepProfiler:
             self._end_profile()
 
     def _start_profile(self) -> None:
-        """Start torch's profiler, which warms up, records the steps, and then calls `_write`.
+        """Start torch's profiler. It warms up, records the steps, and then writes the trace.
 
         If the program already runs a profiler of its own, end the profile instead. In both cases,
         set the reason that `close` gives if there is no trace. Also suppress a warning of torch
