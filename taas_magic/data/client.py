@@ -99,7 +99,10 @@ class Route:
 
     @property
     def workers(self) -> int:
-        """Number of workers of all fetchers together; waits until the first fetcher has started."""
+        """Number of workers of all fetchers together.
+
+        Reading this property waits until the first fetcher has started.
+        """
         self._await_fetchers()
         return self._found.workers
 
@@ -405,7 +408,10 @@ class Client:
 
     @property
     def workers(self) -> int:
-        """Number of workers of all fetchers of the loader together."""
+        """Number of workers of all fetchers of the loader together.
+
+        Reading this property waits until the first fetcher has started.
+        """
         return self._route.workers
 
     @property

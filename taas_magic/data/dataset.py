@@ -563,7 +563,10 @@ def _with_own_memory(loader: Any) -> Any:
 
 
 def _collate(samples: Any) -> Any:
-    """Call `default_collate` as outside a worker, so that the batch is not put in /dev/shm."""
+    """Call `default_collate` so that it allocates the batch in normal memory, not in /dev/shm.
+
+    During the call, `get_worker_info()` returns None, as in a process that is not a worker.
+    """
     before, torch_worker._worker_info = torch_worker._worker_info, None
     try:
         return default_collate(samples)

@@ -503,8 +503,8 @@ def find_system(name: str) -> BatchSystem | None:
 def output_tail(folder: Path, job_id: str) -> str:
     """Return the last lines of a batch job's newest output file, and the file's path.
 
-    The names of the job's output files contain the job's number. Empty files are ignored. Return ""
-    if `folder` has no other output file of the job.
+    The names of the job's output files contain the job's number. Return "" if `folder` has no such
+    file, or only empty ones.
     """
     number = job_id.partition(".")[0]
     named = re.compile(rf"(?<!\d){re.escape(number)}(?!\d)")

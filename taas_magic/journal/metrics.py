@@ -28,7 +28,7 @@ CURVE_POINTS = 200
 """Largest number of points of a curve in the status header."""
 
 _DRAWN_LIMIT = 1e300
-"""Largest absolute value that `draw` passes to matplotlib."""
+"""Largest absolute value that `draw_metric` passes to matplotlib."""
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _SPARK_CHARS = 24
