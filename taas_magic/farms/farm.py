@@ -212,7 +212,7 @@ class Farm:
 
     Attributes:
         folder: The folder with the farm's log and the folders of its jobs.
-        state: The state of the farm and its jobs, which the notebook shows as a table.
+        state: The state of the farm and its jobs. The notebook shows this state as a table.
     """
 
     def __init__(self, settings: FarmSettings, config: Config, shell: Any) -> None:
@@ -345,7 +345,7 @@ class Farm:
         self._on_solution.append(listener)
 
     def status(self) -> FarmState:
-        """Return the state of the farm, which the notebook shows as a table."""
+        """Return the state of the farm. A notebook shows the returned object as a table."""
         return self.state
 
     def cancel(self, jobs: Iterable[Job]) -> None:
@@ -469,7 +469,10 @@ class Farm:
     def _send_jobs(
         self, jobs: list[Job], calls: list[JobCall], parts: list[list[Part]], retries: int
     ) -> None:
-        """Submit all jobs to Dask in one message, because a message for each job would be slow."""
+        """Submit all jobs to Dask in one message, because a message for each job would be slow.
+
+        Record the job, the Dask future and the parts of each job in `_jobs`.
+        """
         from taas_magic.farms.worker import run_job
 
         names = [job.name for job in jobs]
@@ -694,7 +697,7 @@ class Farm:
 
 
 class _StoredParts:
-    """Registry of large parts of jobs' arguments and payloads, which the farm's process stores.
+    """Registry of the parts of arguments and payloads that the farm's process stores for jobs.
 
     The farm's process stores equal parts of several jobs once. When no job needs a part any more,
     the part is removed. Any thread may call the methods.
@@ -781,7 +784,10 @@ class _PackedCall:
 def _pack_arguments(work: FunctionWork, namespace: dict[str, Any]) -> _PackedCall:
     """Pickle a call's arguments without copying the memory of arrays and tensors.
 
-    Also collect the notebook variables and the modules that the arguments use.
+    Also collect the names of notebook variables and modules that the arguments use.
+
+    Raises:
+        CaptureError: An argument cannot be pickled.
     """
     pickler = pickling.ValuePickler(namespace, "jobs")
     for name, value in work.arguments():
@@ -812,9 +818,9 @@ def farm(
 ) -> Farm:
     """Start a farm of jobs on the hosts of one or several pools.
 
-    This function returns when the farm's process has started, which takes about a second. The
+    This function returns when the farm's process has started. The start takes about a second. The
     notebook shows a table of the farm's nodes and jobs. Nodes start when jobs need them. Jobs can
-    read the project store; what they write there is discarded.
+    read the project store; their writes to the project store are discarded.
 
     Args:
         pool: Name of the pool, or names of several pools.

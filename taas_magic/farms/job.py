@@ -226,6 +226,7 @@ def _make_call(assignment: JobAssignment) -> tuple[Any, dict[str, Any], list[str
     First give the random generators of Python, torch and numpy new seeds, because all job processes
     inherit the same generators from the forkserver. Then load the payload: install its modules, and
     load the captured objects into `__main__`. Unpickle the arguments there, and call the function.
+    An environment variable names the payload's file, so that spawned child processes can load it.
 
     Returns:
         The function's result, the namespace of `__main__`, and the names in this namespace that the

@@ -63,7 +63,7 @@ class SharedBytes:
 
 
 class FarmSettings(Struct, frozen=True):
-    """The settings of a farm, which the kernel sends to the farm's process.
+    """The settings of a farm. The kernel sends them to the farm's process.
 
     Attributes:
         name: Name of the farm.
@@ -101,7 +101,7 @@ class FarmAddress(Struct, frozen=True):
 
 
 class NodeSettings(Struct, frozen=True):
-    """The settings of a node, which the farm's process passes to the rank that starts the node.
+    """The settings of a node. The farm's process passes them to the rank that starts the node.
 
     Attributes:
         name: Name of the node, as "node-3".
@@ -157,7 +157,7 @@ class JobProcessState(Struct, frozen=True):
 
 
 class NodeProcessState(Struct, frozen=True):
-    """The settings of a node's process, which its parent (a rank) writes to its standard input.
+    """The settings of a node's process. A rank starts the process, and writes them to its stdin.
 
     Attributes:
         settings: Settings of the node, including its private key. Job processes do not get them.

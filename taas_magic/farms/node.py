@@ -472,7 +472,7 @@ class Slot:
         parts still follow in the pipe, and the caller reads them.
 
         Args:
-            lines: Buffer for the output, which passes it to `report`.
+            lines: Buffer that passes the output to `report`.
 
         Raises:
             EOFError: The job's process has ended without an outcome.

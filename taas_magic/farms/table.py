@@ -79,7 +79,7 @@ class JobState:
 
 @dataclass
 class FarmState:
-    """The state of a farm, its nodes and its jobs, which the notebook shows as a table.
+    """The state of a farm, its nodes and its jobs. The notebook shows this state as a table.
 
     One thread may change the state while a second thread reads it. So readers iterate over copies
     of the dicts.

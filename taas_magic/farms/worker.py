@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 class NodeWorker(ClosedWorker):
-    """The Dask worker of a node, which runs jobs in the node's slots and fetches large arguments.
+    """The Dask worker of a node. It runs jobs in the node's slots, and fetches large arguments.
 
     Attributes:
         slots: The node's slots, in which the jobs run.

@@ -3,6 +3,6 @@
 federation.py  `taas.federation`: a run with one rank on each host (kernel)
 rank.py        the function that this run calls on its ranks
 programs.py    start and end Flower's programs on a rank's host
-flower.py      our code in those programs: a SuperLink that requires a key, and the two apps
+flower.py      our code in Flower's programs: a SuperLink that requires a key, and the two apps
 executor.py    Flower's SuperExec, which starts apps as forks
 """

@@ -44,7 +44,7 @@ _FORKED = (TaskType.CLIENT_APP, TaskType.SERVER_APP)
 
 
 def needed_modules(payload: Path, modules: Iterable[str]) -> list[str]:
-    """Return those of `modules` that Flower's apps will probably import, in alphabetical order.
+    """Choose the modules that Flower's apps will probably import; return them sorted by name.
 
     The apps probably import a module whose name appears in the run's payload. Omit modules of
     Python's standard library and of taas-magic, and submodules whose names begin with `_`.

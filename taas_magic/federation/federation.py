@@ -165,7 +165,7 @@ def _check_values(*values: Mapping[str, Any]) -> None:
 
 
 def _magics() -> TaasMagics:
-    """Return the object with taas-magic's magics, which the notebook has loaded.
+    """Return the object that holds the magics of the notebook's extension taas-magic.
 
     Raises:
         UsageError: There is no notebook, or it has not loaded the extension.

@@ -27,7 +27,7 @@ RESULT = "TAAS_FEDERATION_RESULT"
 
 @dataclass(frozen=True)
 class FederationSettings:
-    """The settings of a federation, which taas-magic sends to all its hosts.
+    """The settings of a federation. taas-magic sends them to all hosts of the federation.
 
     Attributes:
         certificate: The federation's own CA certificate, as PEM. It signs the SuperLink's

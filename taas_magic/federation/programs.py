@@ -170,7 +170,7 @@ class _HostPrograms:
     At this end, all programs get SIGTERM. Programs that still run `END_S` later get SIGKILL.
 
     Args:
-        folder: A temporary folder for keys and certificates, which only this user can read.
+        folder: A temporary folder for keys and certificates. Only this user can read it.
         settings: The settings of the federation.
     """
 

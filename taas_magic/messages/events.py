@@ -321,7 +321,7 @@ class MetricPoint(NamedTuple):
 
 
 class Event(Struct, tag_field="kind", kw_only=True):
-    """Base class of the events of a run, which are the records of the run's journal.
+    """Base class of the events of a run. The records of a run's journal are events.
 
     Attributes:
         time: Time at which the pool's process received the event, in seconds since 1970.

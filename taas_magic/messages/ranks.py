@@ -43,7 +43,7 @@ class RankTakesInterrupts(RankMessage, tag="up"):
 
 
 class RankBeat(RankMessage, tag="beat", kw_only=True):
-    """Heartbeat of a rank, which the rank sends periodically to show that it is alive.
+    """Heartbeat that a rank sends periodically to show that it is alive.
 
     Attributes:
         stack: The innermost frames of the main thread, with the innermost frame last.

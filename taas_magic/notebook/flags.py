@@ -323,8 +323,9 @@ class Flag:
     def add_to(self, parser: MagicArgumentParser, spelling: Spelling) -> None:
         """Add the flag, with its help text and its `read` function, to an argparse parser.
 
-        Without a `metavar`, the flag takes no value. A flag in `REPEATED` collects its values in a
-        list. The help text ends with the first of the flag's examples.
+        Without a `metavar`, the flag takes no value. With `if_alone`, the value may be missing. A
+        flag in `REPEATED` collects its values in a list. The help text ends with the first of the
+        flag's examples.
         """
         example = f" Example: {self.name} {self.examples[0]}" if self.examples else ""
         settings: dict[str, Any] = {"help": (self.help + example).replace("%", "%%")}
@@ -683,7 +684,7 @@ def _check_prefill(prefill: Prefill, flags: Flags, memory: DataConfig, spelling:
     Args:
         prefill: The amount of `--prefill`.
         flags: All flags of the cell.
-        memory: Settings of `[data]` in taas.toml, which contain the size of a prefetch buffer.
+        memory: The table `[data]` of taas.toml, with the size of a prefetch buffer.
         spelling: Form in which the error message names the options.
     """
     name, cpus, units = (spelling.spell(flag) for flag in ("--prefill", "--cpus", "--units"))

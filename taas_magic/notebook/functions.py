@@ -204,7 +204,8 @@ def _split_words(words: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
     """Split the words after `python -m taas_magic run` into flags and script.
 
     The words before the script's path are flags, and the words after it are the script's arguments.
-    If the path is the first word, the flags follow it up to `--`, and then the arguments.
+    But if the path is the first word, the words up to `--` are flags, and the words after `--` are
+    the script's arguments. Without `--`, all further words are flags.
 
     Returns:
         The flags of `%%taas`; and a list of the script's path and the script's own arguments.

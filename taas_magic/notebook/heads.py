@@ -27,7 +27,7 @@ def close_view(run: Run, view: View, state: RunState, title: str) -> None:
     Args:
         run: The run.
         view: View of the run.
-        state: State of the run, which the view shows.
+        state: The state of the run that the view shows.
         title: First word of the final status header, in place of a word such as RUNNING.
     """
     state.final_title = title

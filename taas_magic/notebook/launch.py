@@ -326,8 +326,9 @@ def _notes_to_show(notes: Sequence[str], differences: Sequence[str]) -> tuple[st
 def _cell_syntax_error(error: SyntaxError, cell: CellWork) -> CellSyntaxError:
     """Convert a SyntaxError of the compiled code to a CellSyntaxError of the notebook's cell.
 
-    Count line numbers, also those in the message, from the top of the cell, which includes its
-    `%%taas` line or comments. The new error's text shows the label and the line of the cell.
+    In the new error, all line numbers count from the top of the cell, also in the message. So the
+    `%%taas` line or the taas comments count, too. The new error's text shows the label of the cell
+    and the line with the error.
     """
     # Examples: "expected an indented block after 'if' statement on line 1", "(detected at line 1)"
     error.msg = re.sub(

@@ -332,7 +332,7 @@ _loaded: dict["InteractiveShell", Callable[[], None]] = {}
 
 
 class _WarmUp:
-    """The warm-up of the local pool, which `%load_ext` starts.
+    """A warm-up of the local pool. `%load_ext` starts the warm-up.
 
     The warm-up runs in a thread, because its imports would delay `%load_ext`.
     """
@@ -465,11 +465,12 @@ def _attach(words: Sequence[str], settings: Config) -> str:
     a session; show the session's running cell instead. The shown run becomes `last_run`.
 
     Returns:
-        The text to show after the run has ended, or after the session has been taken over.
+        "" after the run has ended. After a takeover, a text with the session's ranks and variables.
 
     Raises:
         UsageError: The session is in this kernel already or has ended, or there is no such run.
         RunError: In a terminal, the run did not succeed.
+        KeyboardInterrupt: The user interrupted the view. The run continues.
     """
     from IPython.core.getipython import get_ipython
 
@@ -678,7 +679,10 @@ def _sessions(words: Sequence[str], settings: Config) -> str:
 
 
 def _vars(words: Sequence[str], settings: Config) -> str:
-    """Ask the ranks of a session for their variables, and return a table of them."""
+    """Ask the ranks of a session for their variables, and return a table of the variables.
+
+    Without a name, choose the only running session. If the ranks have no variables, say so.
+    """
     from msgspec import convert
 
     from taas_magic.display.variables import variable_rows
@@ -694,7 +698,8 @@ def _vars(words: Sequence[str], settings: Config) -> str:
 def _end(words: Sequence[str], settings: Config) -> str:
     """End a session for `%taas end`, and wait until its ranks have ended.
 
-    If the session is a detached session of another kernel, take it over first.
+    Without a name, end the only session of this kernel. If the session is a detached session of
+    another kernel, take it over first.
     """
     from taas_magic.notebook import pools, sessions
     from taas_magic.notebook.run import Interrupts

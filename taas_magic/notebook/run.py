@@ -151,7 +151,7 @@ class Interrupts:
 
 
 class BackgroundCall(Generic[T]):
-    """A function call in a separate thread, which starts when the object is created.
+    """A function call in a separate thread. The call starts when the object is created.
 
     If the user stops waiting for the result, the call continues in its thread.
 
@@ -323,7 +323,10 @@ class RunFetchers:
         self._close(is_detached=True)
 
     def end(self) -> list[Event]:
-        """End the fetchers. Call when no rank of their session needs them any more.
+        """End the fetchers. Call when no rank of their session needs them any more. Blocks.
+
+        Wait for the response of the fetchers' pool. If its process has ended, the fetchers have
+        ended, too.
 
         Returns:
             A `FetcherEnded` event for each fetcher.

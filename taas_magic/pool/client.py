@@ -294,6 +294,10 @@ class PoolConnection:
         Returns:
             The response. Its field `error` is set if the hosts are not available, or if the wait
             was cancelled.
+
+        Raises:
+            ConnectionEnded: The connection has ended.
+            PoolError: The process sends no beats.
         """
 
         def halt_if_over() -> None:

@@ -158,7 +158,8 @@ class Kernels:
     def why_not_started(self, error: Exception) -> str:
         """Return the message for a kernel whose wait for hosts, or whose start of a run, failed.
 
-        The message is the text of `error`. If a kernel has ended the pool, it says this instead.
+        The message is the text of `error`. But if the pool is ending, the message says that a
+        kernel has ended the pool.
         """
         return _WHY_ENDED if self.is_ending else str(error)
 
@@ -505,7 +506,7 @@ class Controller(SchedulerPlugin):
         """End the fetchers of `run` if no kernel owns them, because no kernel will end them.
 
         For a detached run, call the function that `_take_over_fetchers` returned, and ignore its
-        errors. For a session, kill those of its fetchers that have lost their kernel.
+        errors. For a session, kill each of its fetchers that has lost its kernel.
         """
         if end_fetchers := self._fetchers_of.pop(run.run_id, None):
             with contextlib.suppress(PoolError, OSError):  # the fetchers ended with their pool
@@ -701,7 +702,8 @@ class Controller(SchedulerPlugin):
 
         The function passes each request to the run that the request names, and returns the encoded
         response. For security, the function takes the name of the sending host from the
-        authenticated connection, not from the request. It counts refused requests.
+        authenticated connection, not from the request. If a request is refused, the function counts
+        it, and raises ProtocolError.
         """
 
         async def handle(comm: GateComm, request: bytes) -> bytes:
@@ -748,8 +750,9 @@ class Controller(SchedulerPlugin):
     def remove_client(self, scheduler: Scheduler, client: str) -> None:
         """End the runs of a kernel that has left or died, and cancel its waits. Called by Dask.
 
-        Detached runs continue. Detached sessions, with their cells and fetchers, continue too. For
+        Detached runs continue. Detached sessions, with their cells and fetchers, continue, too. For
         each other run of the kernel, publish a note that the kernel is gone, and interrupt the run.
+        Kill the other fetchers of the kernel.
         """
         for run in self._runs.values():
             if run.owner == client and (session := self._detached_session_of(run)) is not None:

@@ -197,7 +197,7 @@ def check_message(peer: Peer, message: Any) -> None:
 
 
 class Gate(Listener):
-    """Dask listener on the pool's port, which authenticates each connection.
+    """Dask listener that authenticates each connection to the pool's port.
 
     Args:
         admit: Coroutine function that serves one authenticated connection until it ends.

@@ -222,7 +222,7 @@ class PoolHosts(SchedulerPlugin):
 
         Args:
             on_wait: Receives the message. If None, all kernels that wait for hosts receive the
-                message, and at the end an empty list, which removes it.
+                message. At the end, they receive an empty list, so that they remove the message.
         """
 
         def report_wait() -> None:
@@ -503,8 +503,9 @@ class PoolHosts(SchedulerPlugin):
     def _on_beat(self, worker: str, beat: float, starting: bytes = b"") -> None:
         """Record the time of a host's beat, and send an acknowledgement. Called by Dask.
 
-        If the host cannot start ranks yet, also store its progress report. Ignore a beat of an
-        unknown host, and an invalid report, and count both as refused.
+        If the host cannot start ranks yet, also store its progress report. If the report is
+        invalid, count it as refused, and record only the beat. Ignore a beat of an unknown host,
+        and count it as refused.
 
         Args:
             beat: Mark of the beat, which the acknowledgement repeats.

@@ -173,8 +173,8 @@ def decide_outcome(hosts: Collection[ShareHost], now: float) -> AttemptOutcome |
     - Other failures caused all reported failures, and no host has reported the original failure.
       The attempt ends when each host without a report has sent a beat at least `LATE_REPORT_S`
       after the first report of a failure. A host's messages arrive in order. So if this host had
-      the original failure, its report would have arrived before this beat. A host without beats is
-      soon dropped, which counts as a report.
+      the original failure, its report would have arrived before this beat. The pool soon drops a
+      host without beats, and the loss counts as the host's report.
 
     If hosts have reported only interrupts, the attempt waits for all hosts: each of them was
     interrupted and will report.
@@ -326,7 +326,7 @@ class Share(ABC):
         """Accept and publish an event from a host; return False if the host may not send the event.
 
         Before publishing, set the event's time and host name. Also record the time of the host's
-        last message.
+        last message. If the host may not send the event, change nothing.
 
         Args:
             address: Dask's address of the host's agent.
@@ -1153,8 +1153,8 @@ class PoolRun(Share):
         attempt, and let the clock of `--timeout` run. `hosts` replace the hosts of the previous
         attempt. The first host starts its ranks before all other hosts, because it creates the
         ranks' rendezvous. If the first host fails to start its ranks, the other hosts start none.
-        Of these other hosts, those that ran the previous attempt must still clean up; the others
-        count as ended.
+        Then a host that ran the previous attempt must still clean up, and any further host counts
+        as ended.
         """
         self._open_requests.clear()
         self._debugged.clear()
