@@ -171,7 +171,7 @@ class FarmScheduler(Scheduler):
 
 @dataclass
 class _NodeRun:
-    """The record of a node and its run in a pool. It remains when the node has ended.
+    """The record of a node and its run in a pool. The record remains when the node has ended.
 
     Attributes:
         state: "coming" at first; "ready" when the node accepts jobs. At the end, "left" if the farm

@@ -357,7 +357,7 @@ class Detached(Event, tag="detached", kw_only=True):
 
 
 class Restart(Event, tag="restart", kw_only=True):
-    """Event of the pool's process: it starts all ranks of the run again, in a new attempt.
+    """Event of the pool's process: all ranks of the run start again, in a new attempt.
 
     Attributes:
         failure: The failure that caused the restart; None if no host reported one.

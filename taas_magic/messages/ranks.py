@@ -32,7 +32,7 @@ from taas_magic.messages.events import (
 
 
 class RankMessage(Struct, tag_field="kind", kw_only=True):
-    """Base class of a rank's messages to its agent. The agent does not forward them."""
+    """Base class of a rank's messages to its agent. The agent does not forward these messages."""
 
 
 class RankTakesInterrupts(RankMessage, tag="up"):

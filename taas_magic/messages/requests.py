@@ -152,7 +152,7 @@ class TakeOverFetchers(Request[list[AnyEvent] | None]):
     """Request of one pool's process to another: make the sender the owner of a run's fetchers.
 
     The sender owns the run, and the receiver runs the fetchers. The response has the events of the
-    fetchers' starts and ends so far. It is None if the receiver does not run the fetchers.
+    fetchers' starts and ends so far, or is None if the receiver does not run the fetchers.
 
     Attributes:
         owner: Id of the sender's Dask client. If this client disconnects, the fetchers end.

@@ -213,8 +213,8 @@ class Run:
         untrusted pool, or loading it raised an error. Variables of `--out` may be larger than 1 MB.
 
         For a run of `taas.run`, this is the value that the function returned on rank 0. With
-        `gather=True`, this is the first value in `results`. If the value is missing, this is None
-        without a warning, because `taas.run` has already raised an error.
+        `gather=True`, this is the first value in `results`. If the run has ended without such a
+        value, this is None without a warning, because `taas.run` has already raised an error.
         """
         if VALUES in self.plan.out:
             return self.results[0] if self.results else None

@@ -546,7 +546,10 @@ class Session:
             )
 
     def wait_for_end(self, timeout_s: float) -> bool:
-        """Wait up to `timeout_s` seconds for the end of the ranks; return whether it has come."""
+        """Wait up to `timeout_s` seconds for the session's end; return whether it has ended.
+
+        The session has ended if its ranks have ended, or if another kernel has taken it over.
+        """
         return self._end_event.wait(timeout_s)
 
     def _on_run_event(self, event: Event) -> None:

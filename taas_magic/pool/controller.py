@@ -628,7 +628,10 @@ class Controller(SchedulerPlugin):
         return StartResponse(hosts=hosts)
 
     async def allow_restarts(self, request: AllowRestarts) -> None:
-        """Allow a session's fetchers in this pool to restart once for the session's next cell."""
+        """Allow a session's fetchers in this pool to restart once for the session's next cell.
+
+        If all fetchers of an earlier cell have already ended unexpectedly, they start again now.
+        """
         for fetchers in self._fetchers_of_session(request.session):
             fetchers.allow_restart()
 
