@@ -1,10 +1,20 @@
-"""Call a function as soon as other code imports a certain module."""
+"""Use modules that other code imports: get an imported module, or be called after its import."""
 
+import importlib
 import sys
 from collections.abc import Callable, Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
+from typing import Any
+
+
+def module_if_imported(name: str) -> Any:
+    """Return a module if this process has imported it, else None.
+
+    If another thread is importing the module, wait until its import is complete.
+    """
+    return importlib.import_module(name) if name in sys.modules else None
 
 
 def when_imported(name: str, then: Callable[[], None]) -> None:

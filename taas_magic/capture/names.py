@@ -445,6 +445,9 @@ _SETS_ANY_NAME = {"exec", "globals", "locals", "push", "user_ns", "__main__"}
 _SETS_ANY_NAME |= {"run_cell_magic", "run_line_magic"}
 """Names, also in strings, with which code can set variables that it does not name."""
 
+_FIND_MODULES = {"modules", "import_module", "__import__"}
+"""Names with which code can get the module `__main__` by a string."""
+
 _MAX_LISTED = 12
 
 
@@ -498,7 +501,7 @@ def _unknown_result_message(
     else:
         shown = sorted(each for each in has if not each.startswith("_"))
         possible = f"it has: {listed(shown, _MAX_LISTED) or 'none'}"
-    why = f"the {what} sets no such variable of the notebook"
+    why = f"the {what} does not set this variable"
     if is_in_notebook:
         why = f"the {what} neither sets nor uses it, so no rank has it"
     return f"--out {name}: {why}; {possible}"
@@ -510,9 +513,18 @@ def _has_star_import(source: str) -> bool:
 
 
 def may_set_any_name(code: CodeType) -> bool:
-    """Return whether code may set variables that it does not name, for example by `exec`."""
-    used = ({*each.co_names, *each.co_consts} for each in _all_codes(code))
-    return any(not _SETS_ANY_NAME.isdisjoint(names) for names in used)
+    """Return whether code may set variables that it does not name, for example by `exec`.
+
+    The string "__main__" counts only in code that can find a module by its name, because most
+    scripts contain `if __name__ == "__main__":`.
+    """
+    for each in _all_codes(code):
+        names, texts = {*each.co_names}, {*each.co_consts}
+        if names.isdisjoint(_FIND_MODULES):
+            texts.discard("__main__")
+        if not _SETS_ANY_NAME.isdisjoint(names | texts):
+            return True
+    return False
 
 
 def _set_by_global(code: CodeType) -> set[str]:

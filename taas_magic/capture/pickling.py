@@ -56,6 +56,7 @@ from taas_magic.capture.reducers import (
     torch_reducers,
 )
 from taas_magic.errors import CaptureError
+from taas_magic.late_imports import module_if_imported
 from taas_magic.messages import to_json
 from taas_magic.shared_files import replace_atomically
 
@@ -457,8 +458,8 @@ class ValuePickler(cloudpickle.Pickler):
         }
         if (kind := getattr(sys.modules.get("zarr.storage"), "DirectoryStore", None)) is not None:
             rules[kind] = reduce_directory_store
-        if "numpy" in sys.modules:
-            rules[sys.modules["numpy"].ndarray] = reduce_array
+        if (numpy := module_if_imported("numpy")) is not None:
+            rules[numpy.ndarray] = reduce_array
         if "torch" in sys.modules:
             rules |= torch_reducers(self._storages)
         if "IPython" in sys.modules:

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 from taas_magic.capture import pickling
 from taas_magic.capture.reducers import stream_name, target_device
 from taas_magic.errors import CaptureError
+from taas_magic.late_imports import module_if_imported
 
 State = dict[str, Any]
 
@@ -297,7 +298,7 @@ def _collect_torch() -> dict[str, Any]:
     precision that torch cannot tell counts as the default. The result is empty if this process has
     not imported torch.
     """
-    torch = _module_if_imported("torch")
+    torch = module_if_imported("torch")
     if torch is None:
         return {}
     seed = torch.initial_seed()
@@ -351,7 +352,7 @@ def _collect_numpy() -> dict[str, Any]:
 
     The result is empty if this process has not imported numpy.
     """
-    numpy = _module_if_imported("numpy")
+    numpy = module_if_imported("numpy")
     if numpy is None:
         return {}
     prints, errors = numpy.get_printoptions(), numpy.geterr()
@@ -374,7 +375,7 @@ def _collect_matplotlib() -> bytes:
     The settings in `_RC_OF_THE_PROCESS` are left out. Returns b"" if this process has not imported
     matplotlib.
     """
-    matplotlib = _module_if_imported("matplotlib")
+    matplotlib = module_if_imported("matplotlib")
     if matplotlib is None:
         return b""
     own, defaults = matplotlib.rcParams, matplotlib.rcParamsDefault
@@ -460,14 +461,6 @@ def _inline_backend() -> Any:
     module = sys.modules.get("matplotlib_inline.config")
     is_used = module is not None and module.InlineBackend.initialized()
     return module.InlineBackend.instance() if module is not None and is_used else None
-
-
-def _module_if_imported(name: str) -> Any:
-    """Return a module if this process has imported it, else None.
-
-    If another thread is importing the module, wait until its import is complete.
-    """
-    return importlib.import_module(name) if name in sys.modules else None
 
 
 class _SettingKind(NamedTuple):

@@ -58,8 +58,8 @@ last_run: Run | None = None
 """The run that this kernel has started or shown by `%taas attach` last; None before any run."""
 
 NO_LOADER = (
-    "no effect, because the cell uses no registered loader; write taas.register(loader) in an "
-    "earlier cell"
+    "no effect, because the cell or function uses no registered loader; write "
+    "taas.register(loader) in an earlier cell"
 )
 
 NO_LOADER_SENT = (

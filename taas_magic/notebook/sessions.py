@@ -56,6 +56,9 @@ END_S = 40.0
 DEATH_SEEN_S = 15.0
 """Maximum seconds to wait, after a rank's death, for the report that its session has ended."""
 
+ENDED_BY_COMMAND = "a command such as `%taas end` or `%taas down` ended it"
+"""Reason for the end of a session that ended without a failure or a note."""
+
 FIXED = {
     **{"gpus": "--gpus", "pool": "--pool", "env": "--env", "store": "--store"},
     **{"store_writes": "--store-writes", "shared_writes": "--shared-writes"},
@@ -176,7 +179,7 @@ class Session:
             return "another kernel or a terminal has taken it over"
         if ended is not None and ended.why:
             return ended.why
-        return self._notes[-1] if self._notes else "it was ended"
+        return self._notes[-1] if self._notes else ENDED_BY_COMMAND
 
     def lost_names(self) -> str:
         """Return the names of the variables that are lost with the ended ranks, as text.
@@ -771,7 +774,7 @@ def ended_text(name: str) -> str:
         if flags is not None and flags.session == name and flags.detach:
             if run.is_active:
                 return ""
-            why = run.error or "it was ended"
+            why = run.error or ENDED_BY_COMMAND
             return (
                 f'detached session "{name}" has ended: {why}. Start it again: {_start_line(flags)}'
             )

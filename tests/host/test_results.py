@@ -43,7 +43,8 @@ def test_a_name_that_the_cell_cannot_set_is_refused_before_the_start(
     notebook: Notebook, out: str, said: str
 ) -> None:
     notebook.define("unused = 1")
-    outcome = notebook.run("history = [1]", f"--out {out}")
+    # the text "__main__" also occurs in code that can set any name
+    outcome = notebook.run('if __name__ == "__main__":\n    history = [1]', f"--out {out}")
     assert outcome.run is None
     assert isinstance(outcome.error, UsageError)
     assert said in outcome.shown and "\n" not in outcome.shown

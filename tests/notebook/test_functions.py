@@ -95,7 +95,7 @@ def test_a_name_that_nothing_sets_is_refused(notebook: Notebook) -> None:
     notebook.define("import taas\nlr = 0.1\ndef train(): return lr")
     with pytest.raises(
         UsageError,
-        match=r"^--out rate: the function sets no such variable of the notebook; it has:",
+        match=r"^--out rate: the function does not set this variable; it has:",
     ):
         notebook.define("taas.run(train, gpus=1, out='rate')")
 

@@ -1,13 +1,14 @@
-"""Tests of `when_imported`, which calls a function after the first import of a module."""
+"""Tests of functions about modules that other code imports."""
 
 import importlib
 import importlib.util
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 
-from taas_magic.late_imports import when_imported
+from taas_magic.late_imports import module_if_imported, when_imported
 
 
 @pytest.fixture
@@ -60,3 +61,22 @@ def test_the_hook_leaves_a_missing_module_missing(module: str) -> None:
     with pytest.raises(ModuleNotFoundError):
         importlib.import_module("hooked.missing")
     importlib.import_module(module)
+
+
+def test_an_imported_module_is_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A module is in `sys.modules` while another thread still imports it."""
+    code = "import threading\nbegun = threading.Event()\nwait = threading.Event()\n"
+    (tmp_path / "with_events.py").write_text(code)
+    (tmp_path / "slow_module.py").write_text(
+        "import with_events\nwith_events.begun.set()\nwith_events.wait.wait(60)\nvalue = 7\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    events = importlib.import_module("with_events")
+    assert module_if_imported("slow_module") is None
+    importing = threading.Thread(target=importlib.import_module, args=["slow_module"])
+    importing.start()
+    assert events.begun.wait(60)
+    threading.Timer(0.2, events.wait.set).start()
+    assert module_if_imported("slow_module").value == 7
+    importing.join()
+    del sys.modules["slow_module"], sys.modules["with_events"]
