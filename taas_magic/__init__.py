@@ -1,8 +1,8 @@
 """Run a notebook cell as N torch.distributed ranks: `%load_ext taas_magic`, `%%taas --gpus N`.
 
-`import taas_magic` loads neither torch nor Dask, nor any module that needs Python's `random`.
-During this import, the notebook's folder comes first on the import path. So a file random.py in
-the notebook's folder would replace Python's own module.
+`import taas_magic` does not load torch or Dask. It also loads no module that needs Python's
+`random`. Reason: during this import, the notebook's folder comes first on the import path. If that
+folder has a file random.py, Python would load this file instead of its own module `random`.
 """
 
 from typing import TYPE_CHECKING

@@ -87,10 +87,12 @@ def get_worker_info() -> Any:
     For code written for DataSphere's old package `taas`, whose function never returned None.
 
     Returns:
-        An object with `id`, `num_workers` and `seed`. In the replacement, `seed` is torch's initial
-        seed. In a rank, `id` is the rank and `num_workers` is the world size. In any other process,
-        `id` is 0 and `num_workers` is 1, for example in a fetcher that runs a registered loader
-        with `num_workers=0`. Such a fetcher reads all data, and the ranks share its batches.
+        An object with `id`, `num_workers` and `seed`. The replacement has these values:
+
+        - `seed` is torch's initial seed.
+        - In a rank, `id` is the rank and `num_workers` is the world size.
+        - In any other process, `id` is 0 and `num_workers` is 1, so that the dataset reads all
+          data. An example is a fetcher that runs a registered loader with `num_workers=0`.
     """
     import torch
     from torch.utils.data import get_worker_info
@@ -136,13 +138,15 @@ _IMPORT_PATHS = {
 def __getattr__(name: str) -> Any:
     """Return the public object of `taas` that has this name; import its module on first use.
 
-    Python calls this function for a name that is not yet an attribute of this module. `last_run`
-    is the run that this kernel started or attached last, or None. `device_type` is "cuda" or "cpu".
-    Both are computed at each access. Any other object becomes an attribute of this module at its
-    first use, so that loops can call `log` and `step` quickly.
+    Python calls this function for a name that is not yet an attribute of this module:
 
-    Importing `taas` does not import the modules of these objects. During the import of `taas`, the
-    notebook's folder comes before the standard library on the import path. If this folder has a
+    - `last_run` is the run that this kernel started or attached last, or None. `device_type` is
+      "cuda" or "cpu". This function computes these two values at each access.
+    - Any other object becomes an attribute of this module at its first use, so that loops can call
+      `log` and `step` quickly.
+
+    `import taas` itself does not import the modules of these objects. Reason: during this import,
+    the notebook's folder comes before the standard library on the import path. If this folder has a
     `random.py`, a module that needs Python's own `random` could not be imported.
 
     Raises:

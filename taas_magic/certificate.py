@@ -55,14 +55,17 @@ class Authority:
         self.certificate, self._key = make_self_signed(name)
 
     def issue(self, name: str, identity: str, for_server: bool = False) -> tuple[str, str]:
-        """Make a client's certificate, signed by this issuer, and its private key, both as PEM.
+        """Make a new private key for a client, and a certificate for this key; return both as PEM.
 
-        The holder cannot sign other certificates.
+        This issuer signs the certificate. The client cannot sign other certificates.
+
+        Returns:
+            The certificate, and the private key.
 
         Args:
-            name: Common name of the holder.
-            identity: URI that identifies the holder.
-            for_server: Whether the holder may also use the certificate as a server.
+            name: Common name of the client.
+            identity: URI that identifies the client.
+            for_server: Whether the client may also use the certificate as a server.
         """
         names = x509.SubjectAlternativeName([x509.UniformResourceIdentifier(identity)])
         limits = x509.BasicConstraints(ca=False, path_length=None)

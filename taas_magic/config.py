@@ -161,11 +161,11 @@ class RunsConfig(Struct, frozen=True, rename={"keep_bytes": "keep_size"}):
 
 
 class Config(Struct, frozen=True):
-    """All settings, with one attribute for each table of the file.
+    """All settings, with one attribute for each table of taas.toml.
 
     Attributes:
-        pools: Pools by name; `local` always exists.
-        source: The file that was read; None if there is none.
+        pools: Pools by name; the pool `local` always exists.
+        source: Path of the taas.toml from which the settings come; None if there is no taas.toml.
     """
 
     store: StoreConfig = StoreConfig()
@@ -244,8 +244,11 @@ def working_folder() -> Path:
 def find_config(folder: Path) -> Path | None:
     """Return the path of the taas.toml for a notebook in `folder`, or None if there is none.
 
-    Search `folder` and its parent folders, up to the home folder or the root folder. Then search
-    the folder `taas` in the user's folder for settings (`$XDG_CONFIG_HOME` or `~/.config`).
+    The first taas.toml in these folders counts, in this order:
+
+    - `folder` and its parent folders, up to the home folder. If `folder` is outside the home
+      folder, up to the root folder.
+    - the folder `taas` in `$XDG_CONFIG_HOME`, by default `~/.config/taas`
     """
     home, folder = Path(os.path.expanduser("~")).resolve(), folder.resolve()
     above = [folder, *folder.parents]
@@ -261,8 +264,8 @@ def load_config(folder: Path) -> Config:
     If `find_config` finds no taas.toml, return the defaults.
 
     Raises:
-        UsageError: The file cannot be read, is not TOML, has an unknown key or a wrong value, or
-            can be written by other users.
+        UsageError: The file cannot be read, is not TOML, or has an unknown key or a wrong value. Or
+            users other than this user and root can write or replace the file.
     """
     path = find_config(folder)
     if path is None:
@@ -277,10 +280,11 @@ def load_config(folder: Path) -> Config:
 
 
 def _read_own(path: Path) -> str:
-    """Return the text of a taas.toml that only the user and root can write.
+    """Return the text of a taas.toml, if only this user and root can write or replace the file.
 
-    The file may name programs to start, so a file that another user can write is not trusted. Check
-    the file, its folder and, for a symbolic link, also the folder of the target.
+    The file may name programs to start. So this function checks who can write the file and the
+    folder of the file. If the file is a symbolic link, this function checks the target of the link,
+    the folder of the link, and the folder of the target.
 
     Raises:
         UsageError: Another user can write the file, or replace it in its folder.
@@ -301,12 +305,15 @@ def _read_own(path: Path) -> str:
 
 
 def _why_untrusted(path: Path, status: os.stat_result) -> tuple[str, str]:
-    """Return who else can change a file or folder, and a command that prevents this.
+    """Return who can change a file or folder, other than this user and root.
 
-    Check the owner first, then the write access of everybody and of the group. Return two empty
-    texts if only the current user and root can change the file or folder. Ignore write access of
-    the user's private group. If a folder has the sticky bit, check only the folder's owner, because
+    Check the owner first. Then check whether everybody or the group may write, except for the
+    user's private group. If a folder has the sticky bit, check only the folder's owner, because
     other users cannot replace files in such a folder.
+
+    Returns:
+        Two texts: who can change the file or folder, and a shell command that prevents this. Both
+        texts are empty if only this user and root can change the file or folder.
     """
     user, quoted = os.geteuid(), shlex.quote(str(path))
     if status.st_uid not in (user, 0):
@@ -442,10 +449,13 @@ def _pool(name: str, table: object, source: Path) -> PoolConfig:
     engine `local`.
 
     Raises:
-        UsageError: The name is not allowed, or a key or value is wrong. Or a value does not fit the
-            engine: `ssh` needs `hosts`, other engines refuse `hosts`, and the pool `local` needs
-            the engine `local`. Or the table contains a table other than `options`. This happens if
-            the user writes `[pools.g2.8]` without quotes, so the message shows the quotes.
+        UsageError: One of these problems:
+
+            - The name is not allowed, or a key or value is wrong.
+            - A value does not fit the engine: `ssh` needs `hosts`, other engines refuse `hosts`,
+              and the pool `local` needs the engine `local`.
+            - The table contains a table other than `options`. This happens if the user writes
+              `[pools.g2.8]` without quotes, so the message shows the quotes.
     """
     where = f'{source}: [pools."{name}"]'
     if not re.fullmatch(r"[A-Za-z][\w.-]*", name):

@@ -1,4 +1,7 @@
-"""Use modules that other code imports: get an imported module, or be called after its import."""
+"""Use a module only if other code imports it: get the module, or call a function after the import.
+
+The functions in this file do not start the import of such a module themselves.
+"""
 
 import importlib
 import sys
@@ -36,8 +39,8 @@ class _Finder(MetaPathFinder):
     This finder must come first in `sys.meta_path`. The later finders find the module's spec. This
     finder then changes the spec's loader, so that the loader calls the function after the import.
 
-    This finder stays in `sys.meta_path` until the module is imported. A mere search for the module
-    does not remove this finder: libraries may only check whether the module is installed.
+    This finder stays in `sys.meta_path` until the module is imported. If a library only searches
+    for the module, for example to check whether the module is installed, this finder stays, too.
 
     Args:
         name: Name of the module.

@@ -46,7 +46,7 @@ PROOF_S = 5.0
 """Seconds after which a fetcher closes a connection whose peer has not shown the run's key."""
 
 NODE_JOIN_S = 120.0
-"""Maximum seconds from the time at which a node can run jobs until it connects to the farm."""
+"""Maximum seconds for a node that is ready for jobs to connect to the farm."""
 
 LEAST_FETCH_S = 4 * ALIVE_S
 """Minimum value of the setting `fetch_s` in seconds.

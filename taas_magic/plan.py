@@ -1,8 +1,9 @@
 """Make the plan of a run from a cell's flags and the capacity of hosts, in pure functions.
 
 A plan decides everything about a run before any host is allocated. If the pool has too few hosts
-for `--cpus`, loaders share fetchers, and then fetchers share hosts. The batches that a rank gets do
-not depend on the number of fetchers and hosts (docs/data.md).
+for `--cpus`, the loaders of the run share fetchers. If the hosts are still too few, several
+fetchers run on one host. The batches that a rank gets do not depend on the number of fetchers and
+hosts (docs/data.md).
 """
 
 import itertools
@@ -257,7 +258,8 @@ class Plan(RunOptions, frozen=True, kw_only=True):
     """Plan of a run.
 
     Attributes:
-        hosts: Ranks of each host, in the order of `host_rank`. `data` has the hosts for fetchers.
+        hosts: Plan of the ranks on each host, in the order of `host_rank`. Hosts that run only
+            fetchers are not in this list, but in `data`.
         hang_s: Seconds without progress after which the status header shows where the ranks are; 0
             for never.
         store: Rule for access to the project store; None for no restrictions.
@@ -449,7 +451,10 @@ def _check_fits(
 def _host_plans(world_size: int, n_hosts: int, cores: int) -> tuple[HostPlan, ...]:
     """Divide ranks over hosts; the first hosts may have one rank more than the others.
 
-    Each rank gets an equal part of its host's cores as its number of threads, but at least one.
+    The threads of a rank are the host's cores divided by the ranks on the host, but at least one.
+
+    Args:
+        cores: Number of cores of each host.
     """
     base, larger = divmod(world_size, n_hosts)
     plans: list[HostPlan] = []

@@ -35,7 +35,7 @@ _TRIAL_BYTES = 1 << 20
 
 _CGROUPS = "/sys/fs/cgroup"
 _ABANDONED_AFTER_S = 24 * 3600
-"""Age in seconds above which an unfinished installation is removed, because it was interrupted."""
+"""Age in seconds above which an unfinished installation counts as interrupted and is removed."""
 
 _PIP_ERROR_CHARS = 2000
 """Maximum number of characters, from the end of pip's output, that an error text contains."""
@@ -120,8 +120,8 @@ def cores() -> int:
 def _cgroup_folders() -> list[str]:
     """Return the folders of this process's cgroup and of all parent cgroups, for cgroup v1 or v2.
 
-    Read the cgroups from /proc/self/cgroup. In v1, only cgroups of the controller `cpu` count. The
-    top folder is always included.
+    Read the cgroups from /proc/self/cgroup. For v1, return only cgroups of the controller `cpu`.
+    The result also has the folder in which all these cgroups are (`/sys/fs/cgroup` for v2).
     """
     found = []
     for line in _read("/proc/self/cgroup").splitlines():
@@ -241,9 +241,10 @@ def free_bytes(folder: str) -> int:
 
 
 def sites(cache: str) -> list[str]:
-    """Return the names of the folders of packages that taas-magic has installed in the cache.
+    """Return the names of the folders that `install` has filled with packages in the cache.
 
-    If the cache cannot be read, return an empty list.
+    The result lacks folders of installations that are not finished. If the cache cannot be read,
+    the result is empty.
 
     Args:
         cache: Path of the cache folder.
@@ -257,9 +258,9 @@ def sites(cache: str) -> list[str]:
 def count_gpus() -> int:
     """Count the CUDA devices that a process on this host would see, without using CUDA.
 
-    Count the entries of `CUDA_VISIBLE_DEVICES` if it is set, without empty entries and `-1`. Else
-    count the NVIDIA devices in `/dev`. Do not ask torch: torch could create a CUDA context in this
-    process, and then CUDA would not work in forks of the process.
+    If `CUDA_VISIBLE_DEVICES` is set, count its entries, without empty entries and `-1`. Otherwise,
+    count the NVIDIA devices in `/dev`. This function does not call torch, because torch could
+    create a CUDA context in this process. Then CUDA would not work in forks of this process.
     """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
@@ -323,17 +324,22 @@ def install(
 ) -> str:
     """Create a folder of packages with pip or from a zip file; return an error text, or "".
 
-    If the folder exists already, install nothing. Otherwise, first remove temporary folders that
-    are older than a day. The new folder is filled under a temporary name and then renamed, so a
-    folder with the final name is always complete. If several hosts share a home folder and install
-    the same packages at once, all use the folder of the first one that finishes.
+    If the folder exists already, only remove the zip file. Otherwise, do these steps:
+
+    - Remove the temporary folders of other installations, if these folders are older than a day.
+    - Fill a folder with a temporary name.
+    - Rename this folder to the final name. So a folder with the final name is always complete.
+
+    If several hosts share a home folder, they may install the same packages at once. Then all of
+    them use the folder of the host that finishes first.
 
     Args:
         folder: The folder to create; its name identifies the content.
         pins: Requirements for pip, such as `zict==3.0.0`.
         options: Options of pip.
         limit_s: Maximum seconds for pip.
-        bundle: Path of a zip file to use instead of pip; removed at the end.
+        bundle: Path of a zip file to use instead of pip; "" to use pip. This function removes the
+            zip file at the end.
         sha256: The SHA-256 that the zip file must have.
     """
     parent, error = os.path.dirname(folder), ""
@@ -359,7 +365,14 @@ def install(
 
 
 def _publish(aside: str, folder: str) -> None:
-    """Rename a complete folder to its final name, unless a folder with this name exists."""
+    """Rename a complete folder to its final name.
+
+    If another host has already made a folder with the final name, leave both folders as they are.
+
+    Args:
+        aside: Path of the complete folder.
+        folder: Path with the final name.
+    """
     try:
         os.rename(aside, folder)
     except OSError:

@@ -41,7 +41,8 @@ _SMALL_ATTRIBUTE_BYTES = 64 << 10
 _NAME_BYTES = 100
 """Maximum length of a loader's name in bytes of UTF-8.
 
-Names of files contain the loader's name in hexadecimal.
+Reason: the names of some files contain the loader's name in hexadecimal, and file systems limit the
+length of a file's name.
 """
 
 _Loader = TypeVar("_Loader")
@@ -55,8 +56,8 @@ class RegisteredLoader:
         name: Name of the loader in runs; "" if the loader has no name yet.
         get_loader: Function that returns the loader, or None if the loader no longer exists.
         seed: Seed of the loader's random numbers; None for the run's seed.
-        uneven: Rule if the number of batches does not divide by the number of ranks: `pad`, `drop`
-            or `keep`.
+        uneven: Rule for a number of batches that is no multiple of the number of ranks: `pad`,
+            `drop` or `keep`, as in `register`.
         is_named: Whether the user gave the name. Otherwise, the loader is named after its variable.
         start: Pickled state that the loader's sampler and generator had at the registration; None
             for their current state.
@@ -129,9 +130,9 @@ def register(
             loader's variable.
         seed: Seed of the order of samples and of the dataset's random numbers; None for torch's
             seed in the notebook when the cell starts.
-        uneven: Rule if the number of batches does not divide by the number of ranks: `pad` repeats
-            the first batches, `drop` drops the last batches, `keep` gives some ranks one batch
-            less.
+        uneven: Rule for a number of batches that is no multiple of the number of ranks: `pad`
+            repeats the first batches, `drop` drops the last batches, `keep` gives some ranks one
+            batch less.
 
     Returns:
         The loader, so that `loader = taas.register(DataLoader(...))` works.
@@ -405,15 +406,18 @@ def _refuse_a_loaded_state(name: str, loader: Any) -> None:
 
 
 def _name_by_variables() -> None:
-    """Update the names and the list of registered loaders from the notebook's variables.
+    """Update the registrations and the names of loaders from the notebook's variables.
 
-    Loaders that the user has named keep their names, and stay registered.
+    A loader that the user has named keeps its name and its registration.
 
-    First, remove loaders that no longer exist. If the variable of a loader now holds another
-    registered loader, and no other variable refers to the old loader, remove the old loader.
+    First, remove the registrations of these loaders:
 
-    Then name each loader after its variable, even if the loader was named after another variable
-    before. Skip a name that another loader has.
+    - a loader that no longer exists
+    - a loader whose variable now holds another registered loader, if no other variable holds the
+      old loader
+
+    Then name each loader after its variable. A loader that was named after another variable before
+    gets the new name. If another loader has the name already, the loader's name does not change.
     """
     variables = _variables()
     for key, entry in list(_registered.items()):

@@ -99,7 +99,7 @@ def replace_atomically(path: Path) -> Iterator[IO[bytes]]:
 
 
 def boot_id() -> str:
-    """Return a random id that this machine has until its next boot; "" if there is none."""
+    """Return the random id that the system chose at this boot; "" if the system has no such id."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
