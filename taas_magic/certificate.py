@@ -59,13 +59,13 @@ class Authority:
 
         This issuer signs the certificate. The client cannot sign other certificates.
 
-        Returns:
-            The certificate, and the private key.
-
         Args:
             name: Common name of the client.
             identity: URI that identifies the client.
             for_server: Whether the client may also use the certificate as a server.
+
+        Returns:
+            The certificate, and the private key.
         """
         names = x509.SubjectAlternativeName([x509.UniformResourceIdentifier(identity)])
         limits = x509.BasicConstraints(ca=False, path_length=None)

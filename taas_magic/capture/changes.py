@@ -1,8 +1,8 @@
 """Find the notebook's values that a cell has changed in rank 0.
 
-Such a change does not reach the notebook, so each run gives the user at most one note with the
-changed names. Values are not compared if the comparison would cost too much or would run the user's
-code.
+Such a change does not reach the notebook. So if a run has changed values, the user gets one note
+with their names. A value is not compared if the comparison would cost too much or would run the
+user's code.
 """
 
 import functools
@@ -41,7 +41,7 @@ _BY_PICKLE |= {"types", "argparse", "numpy"}
 """Packages whose objects are compared by their ordinary pickles."""
 
 _MAX_LISTED = 10
-"""Maximum number of names of one kind in the note about changed values."""
+"""Maximum numbers of classes, of parts of loaders, and of other values in a note about changes."""
 
 
 State = tuple[Any, ...]
@@ -59,12 +59,14 @@ class ChangeDetector:
         values: The notebook's values by name, small values first.
         out: Variables listed in `--out`. Their new values return to the notebook, so they are not
             compared. But classes are compared, because the notebook keeps its own class.
-        stores: Names that the cell, or a captured function, sets or deletes. For such a name, the
-            old object is compared, not the object that the cell assigns to the name. An old object
-            that allows no weak reference, such as a list, is not compared.
-        updates: Names in `stores` whose new value the cell computes from the old value
-            (`total += 1`), or that a captured function sets. If the old value is plain data or an
-            array, the old value is compared with the new value.
+        stores: Names that the cell, or a captured function, sets or deletes. After the cell, such a
+            name may refer to a new object. The detector ignores the new object, and checks whether
+            the cell changed the old object in place. If the old object allows no weak reference
+            (for example, a list), the detector does not check the name.
+        updates: Those names in `stores` that a captured function sets, or whose new value the cell
+            computes from the old value (`total += 1`). If the old value of such a name is an array
+            or tensor, a number, a string, bytes, None or a built-in container, the rule of `stores`
+            does not apply: the detector compares the old value with the new value of the name.
         parts: Name of the registered loader for each variable whose value is a part of the loader,
             such as the loader's dataset. For these variables, the note has another text.
     """
@@ -120,11 +122,16 @@ class ChangeDetector:
     def _changed(self, namespace: Mapping[str, Any]) -> list[str]:
         """Return the names whose values have changed since the constructor was called.
 
-        For a name in `stores`, compare the old object, because the cell assigns another object to
-        the name. Skip the name if the old object no longer exists. For any other name, and for
-        plain data and arrays in `updates`, compare the value in `namespace`. Skip names that
-        `namespace` lacks. Also skip a name if digesting its value fails or would exceed the cost
-        limit.
+        The constructor holds a weak reference to the old object of some names (`_held`), because
+        the cell assigns another object to these names. For such a name, digest the old object. For
+        any other name, digest the value in `namespace`. A name has changed if the new digest
+        differs from the constructor's digest.
+
+        Leave out a name in these cases:
+
+        - The old object no longer exists.
+        - `namespace` does not have the name.
+        - Digesting fails, or would exceed the cost limit.
         """
         found = []
         budget = _Budget()
@@ -196,7 +203,7 @@ def _digest_of_content(value: Any, known: Collection[int], budget: _Budget) -> b
     Args:
         known: Ids of objects that `--out` returns to the notebook. The digest does not depend on
             the content of these objects.
-        budget: Cost that is left for digesting. The cost of this value is subtracted.
+        budget: Cost that may still be spent. This function subtracts the cost of this value.
     """
     digest = _Digest(budget)
     try:

@@ -82,15 +82,19 @@ def make_capture_error(
     """Return the error for a variable whose value cannot be sent.
 
     Search the value for the innermost part that cannot be sent (`find_culprit`). The message has
-    the path to this part, the part's class, and advice for this class and destination. If there is
-    no advice for the class, the message has general advice and pickle's error. For a widget, the
-    message only suggests `.value`.
+    the path to this part, the class of the part, the destination, and advice. The advice depends on
+    the class and on the destination. If there is no advice for the class, the message has general
+    advice and pickle's error. If the part is a widget, the message has only the path to the
+    widget's `.value`.
 
     Args:
+        name: Name of the variable.
+        value: Value of the variable.
         probe: Function that pickles a value on trial, and raises if the value cannot be sent.
         error: The exception that pickling the variable raised.
-        note: Reason why the variable is captured, for messages about `ranks` and `jobs`; may be
-            empty.
+        note: Reason why the variable is captured; may be empty. The message has the reason only if
+            `to` is `ranks` or `jobs`.
+        to: Destination to which the value was to be sent.
     """
     path, offender = find_culprit(name, value, probe)
     kind = type_name(offender)
@@ -299,10 +303,13 @@ def _is_compiled(value: Any) -> bool:
 
 
 def _advice_for_class(names: list[str], advice: Advice) -> str | None:
-    """Return the advice for the first class name with an ending in `advice`; None if there is none.
+    """Return the advice for an object by the names of its classes; None if there is no advice.
+
+    A text applies to a class name that has one of the text's endings. The first name to which a
+    text applies decides.
 
     Args:
-        names: Names of an object's class and of its base classes, in the order of the MRO.
+        names: Names of the object's class and of its base classes, in the order of the MRO.
         advice: Texts, each with the endings of class names to which the text applies.
     """
     known = itertools.product(names, advice.items())
@@ -385,9 +392,10 @@ A registered loader must not contain such a dataset: fetchers already divide the
 
 
 def is_process_bound(kind: type) -> bool:
-    """Return whether instances of a class are useful only in the process that made them.
+    """Return whether instances of a class work correctly only in the process that made them.
 
-    This includes classes that select one rank's part of the data, such as DistributedSampler.
+    Also return True for a class that selects one rank's part of the data, such as
+    DistributedSampler.
     """
     return _is_one_of(kind, _PROCESS_BOUND_CLASSES) or _is_one_of(kind, _SHARD_SELECTORS)
 

@@ -33,7 +33,7 @@ class RankNamespace:
     kept: frozenset[str] = frozenset()
 
     def is_set_by_cell(self, name: str) -> bool:
-        """Return whether the cell has set `name`."""
+        """Return whether the cell has set a variable `name`; False for names such as `__doc__`."""
         return name in self.names and name not in self.kept and not name.startswith("__")
 
 
@@ -92,8 +92,9 @@ class ResultPickler(ValuePickler):
     def reducer_override(self, obj: Any) -> Any:
         """Reduce an object of a result. Called by pickle.
 
-        A function or sentinel that came unchanged from the notebook becomes a reference to the
-        notebook's variable (`_kept_name`).
+        Some objects came from the notebook, and the cell cannot have changed them (`_kept_name`).
+        An example is a function of the notebook. For such an object, the pickle contains the name
+        of the notebook's variable, and a copy for kernels that lack the variable.
         """
         name = self._kept_name(obj)
         if name is None:
@@ -209,12 +210,17 @@ def load_results(
 ) -> LoadedResults:
     """Load the results of a `ResultPickler`, and connect them to the notebook's namespace.
 
-    In `namespace`, this function sets the cell's variables that the rank sent with the results. It
-    skips a variable if the notebook itself has set a variable of this name. It also skips a name of
-    a builtin that the notebook has not set. If the value of a skipped variable differs from the
-    notebook's value, a note says so.
-    There is no note if the rank sent the variable with the value of the cell's last expression, or
-    of the call.
+    The rank sends the results together with variables of the cell that the results use. This
+    function sets these variables in `namespace`, except in two cases:
+
+    - The notebook has a variable of this name, and its value does not come from an earlier call of
+      this function.
+    - The name is the name of a builtin, and the notebook has no variable of this name.
+
+    In these cases, `namespace` stays as it is. If the rank's value differs from the notebook's
+    value, the result of this function contains a note about the variable. Exception: there is no
+    note if the rank sent the variable because the value of the cell's last expression, or of the
+    call, uses the variable.
 
     Args:
         buffers: Out-of-band buffers of the pickle: the memory of arrays and tensors.
@@ -244,9 +250,13 @@ def load_results(
 
 
 def _is_same(here: Any, there: Any) -> bool:
-    """Return whether two values are equal; for functions, whether their code is equal.
+    """Return whether a value of the notebook equals a value of a rank.
 
-    Values that `==` cannot compare, such as tensors, count as different.
+    - Values of different types count as different, even `1` and `1.0`.
+    - Two functions are equal if their instructions, names and constants are equal. Line numbers,
+      defaults and closures are not compared.
+    - Other values are compared by `==`. If this comparison raises an error, or has no single truth
+      value (as for tensors), the values count as different.
 
     Args:
         here: Value of the notebook's variable.

@@ -247,9 +247,10 @@ def is_shipped(name: str) -> bool:
 
 
 def find_outdated(modules: Mapping[str, ModuleSource]) -> list[str]:
-    """Return the names of the modules that this process (a rank) has imported in another version.
+    """Return the names of the modules whose imported source differs from the newest source.
 
-    Only modules count that were imported from source that the notebook sent.
+    Call this function in a rank. Only modules that the rank imported from source that the notebook
+    sent are checked.
 
     Args:
         modules: The newest sources of the project's modules, by name.
@@ -517,9 +518,10 @@ def needed_modules(
     the modules in `referred`. Leave out the project's own modules, the standard library, and
     modules that every rank has.
 
-    An import in `if`, `while` or `match`, or in a `try` with handlers, may be skipped, so it does
-    not count. If the cell or a text in `texts` imports a module only in such a place, the module
-    does not count in `referred`, either.
+    An import is optional if it is in `if`, `while` or `match`, or in a `try` with handlers. The
+    result does not contain a module only because of an optional import. This has an effect on
+    `referred`: if the cell or a text in `texts` has only optional imports of a module, the module
+    in `referred` is left out.
 
     Args:
         cell: Python source of the cell.

@@ -64,10 +64,15 @@ class CodeUse:
 def code_use(code: CodeType) -> CodeUse:
     """Find the names and modules that the bytecode instructions of `code` use.
 
-    Also search the code of functions and classes that `code` defines. Code of classes, lambdas and
-    comprehensions counts as running at once (`now`). Code of functions counts as running `later`.
-    If a class body sets a name before it reads the name, the name does not count as read. Also find
-    names in the text of IPython's magics and shell commands. The result is cached.
+    The result also has the names in the code of functions and classes that `code` defines:
+
+    - Names that class bodies, lambdas and comprehensions read are in `now`, because their code may
+      run when `code` runs. If a class body sets a name before it reads the name, the name does not
+      count as read.
+    - Names that functions read are in `later`.
+
+    The result also has names in the text of IPython's magics and shell commands. The result is
+    cached.
     """
     now: set[str] = set()
     later: set[str] = set()
@@ -443,7 +448,10 @@ def assigned_names(source: str) -> set[str]:
 
 _SETS_ANY_NAME = {"exec", "globals", "locals", "push", "user_ns", "__main__"}
 _SETS_ANY_NAME |= {"run_cell_magic", "run_line_magic"}
-"""Names, also in strings, with which code can set variables that it does not name."""
+"""Names of functions and objects by which code can set variables whose names it does not contain.
+
+An example is `exec`. These names also count if they are in a string.
+"""
 
 _FIND_MODULES = {"modules", "import_module", "__import__"}
 """Names with which code can get the module `__main__` by a string."""
@@ -513,10 +521,11 @@ def _has_star_import(source: str) -> bool:
 
 
 def may_set_any_name(code: CodeType) -> bool:
-    """Return whether code may set variables that it does not name, for example by `exec`.
+    """Return whether code may set variables whose names it does not contain, for example by `exec`.
 
-    The string "__main__" counts only in code that can find a module by its name, because most
-    scripts contain `if __name__ == "__main__":`.
+    Return True if the code, or the code nested in it, has a name or string in `_SETS_ANY_NAME`.
+    Exception: the string "__main__" counts only if the same code can find a module by a string
+    (`_FIND_MODULES`). Otherwise, the usual line `if __name__ == "__main__":` would count.
     """
     for each in _all_codes(code):
         names, texts = {*each.co_names}, {*each.co_consts}

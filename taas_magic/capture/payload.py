@@ -134,7 +134,11 @@ class _NotebookPickler:
                 self.modules.append(self._namespace[name])
 
     def pickle_call(self, work: FunctionWork) -> None:
-        """Pickle a call's function and arguments, after the variables that these values need."""
+        """Pickle the function and the arguments of a call, and store their records in `call`.
+
+        First pickle the notebook's variables that the function and the arguments need. If a value
+        cannot be sent, pass the error to `report_problem`; `call` then stays as it is.
+        """
         parts = [(function_name(work.function), work.function), *work.arguments()]
         try:
             self.call = self._add(parts, THE_CALL)
@@ -264,8 +268,8 @@ class PayloadDescription(Struct, frozen=True, kw_only=True):
         submodules: Installed modules that the cell uses as attributes of a package, such as
             `xml.dom`.
         stores: Names that the work, or a captured function, sets or deletes.
-        updates: Names in `stores` whose new value the cell computes from the old value
-            (`total += 1`), or that a captured function sets.
+        updates: Those names in `stores` that a captured function sets, or whose new value the cell
+            computes from the old value (`total += 1`).
         parts: Name of the registered loader for each captured variable whose value is a part of the
             loader, such as the loader's dataset.
     """
@@ -324,20 +328,23 @@ class Payload(PayloadDescription, frozen=True, kw_only=True):
 
 @dataclass(frozen=True)
 class FetcherSettings:
-    """The parts of a payload that a process needs to run registered loaders.
+    """The project's modules and the process state, which a process needs to run registered loaders.
 
     Attributes:
-        state: The notebook's process state; empty if a session's ranks have it already.
+        modules: Sources of the project's modules, by name.
+        state: The notebook's process state. In a session, the state is empty if the ranks have this
+            state from an earlier cell.
     """
 
     modules: Mapping[str, ModuleSource]
     state: process_state.State
 
     def apply(self) -> None:
-        """Install the project's modules and apply the process state in this process, a fetcher's.
+        """Make the project's modules importable in this process, and apply the process state.
 
-        Do not apply torch's default device. With this device, the dataset would create tensors on
-        the GPU, which fails in the forked processes of a fetcher.
+        Call this method in a fetcher or a data server. The method does not apply torch's default
+        device. With this device, the dataset would create tensors on the GPU, which fails in forked
+        processes.
         """
         install_modules(self.modules)
         process_state.apply_filters(self.state)
@@ -350,7 +357,7 @@ class LoadedPayload(PayloadDescription, frozen=True, kw_only=True):
     archive: Archive
 
     def load_settings(self) -> FetcherSettings:
-        """Make the project's modules importable; return them with the notebook's process state."""
+        """Make the project's modules importable; return the modules and the process state."""
         install_modules(self.modules)
         state = next(load_each(self.archive.stream(), self.archive.buffers, {}))
         return FetcherSettings(self.modules, state)
@@ -358,11 +365,16 @@ class LoadedPayload(PayloadDescription, frozen=True, kw_only=True):
     def load_into(self, namespace: dict[str, Any]) -> Work:
         """Set the captured variables in `namespace`, apply the process state, and return the work.
 
-        This method first makes the project's modules importable, applies the warning filters, and
-        imports the submodules that the cell uses. Then it loads the variables, and a call's
-        function and arguments. Last, it applies the process state. Call this method once per
-        payload, immediately before the work runs, because the process state may seed torch. The
-        rank may change the values in place: the payload's file stays the same.
+        Do these steps in this order:
+
+        - Make the project's modules importable, and apply the warning filters.
+        - Import the submodules that the cell uses.
+        - Load the variables, then the function and arguments of a call.
+        - Apply the rest of the process state.
+
+        Call this method once per payload, immediately before the work runs, because the process
+        state may seed torch. The rank may change the values in place: the payload's file stays the
+        same.
 
         Args:
             namespace: The rank's namespace; must be `sys.modules["__main__"].__dict__`.
@@ -498,9 +510,9 @@ def capture(
 
 
 def _used_by(work: Work) -> UsedNames:
-    """Return the names that a cell's text uses; empty for a call.
+    """Return the notebook names that the text of a cell uses; no names for a call.
 
-    Pickling the function of a call finds the names that the function uses.
+    For a call, the pickler finds the names later, when it pickles the function.
     """
     if not isinstance(work, CellWork):
         return UsedNames(frozenset())
@@ -538,7 +550,11 @@ def _notes(
     namespace: Mapping[str, Any],
     state: process_state.State,
 ) -> tuple[str, ...]:
-    """Return notes for the user: which replaced functions and log handlers the ranks do not get."""
+    """Return notes for the user about functions and log handlers that the ranks do not get.
+
+    These are functions that the notebook has put into modules or classes (`notes_on_patches`), and
+    log handlers that cannot be copied (`lost_loggers`).
+    """
     pickler = gathering.pickler
     replaced = notes_on_patches(
         [*gathering.modules, *(sys.modules.get(name) for name in used.imports)],
@@ -559,9 +575,10 @@ def write(payload: Payload, path: Path) -> None:
 
 
 def write_settings(payload: Payload, path: Path) -> None:
-    """Write a payload file for fetchers: with the project's modules and the process state.
+    """Write a payload file for fetchers.
 
-    The file has no captured variables, and no texts of cells that defined captured functions.
+    The file has the project's modules and the process state. It has no values of captured
+    variables, and no texts of cells that defined captured functions.
     """
     pickler = ValuePickler({})
     pickler.add(payload.state)

@@ -102,7 +102,7 @@ class Archive:
     buffers: Sequence[memoryview]
 
     def pickle(self) -> bytes:
-        """Return a copy of the pickle. An archive of plain data has a table instead of a pickle."""
+        """Return a copy of the pickle or, from an archive of plain data, of the encoded table."""
         return bytes(memoryview(self.mapped)[self.pickle_at : self.pickle_at + self.pickle_bytes])
 
     def stream(self) -> mmap.mmap:
@@ -137,8 +137,8 @@ def write_archive(path: Path, pickled: Pickled, meta: Struct | None = None) -> N
 def read_archive(path: Path) -> Archive:
     """Map an archive into memory.
 
-    The archive stays readable if the file is removed. The caller may change the mapped memory,
-    because the file stays the same.
+    The archive stays readable if the file is removed. The memory is a private copy (copy on write):
+    if the caller changes this memory, the file stays the same.
 
     Raises:
         CaptureError: The file is no archive, or is cut short.
@@ -404,8 +404,9 @@ class ValuePickler(cloudpickle.Pickler):
     def reducer_override(self, obj: Any) -> Any:
         """Reduce an object by the rules of this pickler; called by pickle.
 
-        If the destination is the ranks, a remote loader replaces a registered loader. The rule of
-        each class is searched only once.
+        If the destination is the ranks, and the object is a registered loader, the pickle contains
+        a description of the loader. From this description, a rank makes a remote loader. The rule
+        for each class is cached.
 
         Returns:
             The reduced object; NotImplemented if pickle's own rules apply.
@@ -477,7 +478,7 @@ class ValuePickler(cloudpickle.Pickler):
         - In a result, a class that came from the notebook is reduced to its id, with a copy for
           kernels that do not have the class.
         - For a digest, a class inside of the added value is reduced to its id. `_add_needs_of`
-          records the names that its methods read.
+          records the names that the methods of the class read.
         - Any other class is reduced by value.
 
         In the last three cases, `needs` gets the class's name if the namespace has the class under
@@ -500,9 +501,11 @@ class ValuePickler(cloudpickle.Pickler):
         return reduce_by_value(cls, reduced, is_update=id(cls) in self.updated)
 
     def _add_needs_of(self, cls: type) -> None:
-        """Add the names that a class's methods read to `needs`, without adding the class.
+        """Record the names that the methods of a class read: add these names to `needs`.
 
-        Do nothing if the class itself is in `needs`: its variable is then pickled on its own.
+        The class itself is not added to the pickle: this method pickles the class with another
+        pickler, only to find the names. If `needs` has the name of the class, do nothing. Reason:
+        the variable with the class is then pickled on its own, which finds the same names.
         """
         if _qualname(cls).partition(".")[0] not in self.needs:
             pickler = ValuePickler(self._namespace, self._to)
@@ -592,8 +595,8 @@ class ValuePickler(cloudpickle.Pickler):
         """Return a reducer that calls `handler`, except for importable objects.
 
         An importable object is pickled by its name, and the reducer adds the object's module to
-        `modules`. Before the reducer passes any other object to `handler`, it adds the object's
-        name to `needs` if the namespace has the object under its own name.
+        `modules`. For any other object, the reducer first calls `_need_by_name`, so that `needs`
+        gets the object's name. Then the reducer calls `handler`.
         """
 
         def reduce(definition: Any) -> Any:
@@ -615,9 +618,11 @@ class ValuePickler(cloudpickle.Pickler):
     def _need_by_name(self, definition: Any) -> None:
         """Add the name of a function or class to `needs`, so that the receiver defines this name.
 
-        Do nothing if the namespace does not have this function or class under this name. Reason:
-        the receiver may pickle the function, or an instance of the class, for example in a result.
-        Then pickle looks up the function or class by its name.
+        The receiver needs the name if it pickles the function, or an instance of the class, for
+        example in a result. Then pickle looks up the function or class by its name.
+
+        Do nothing if the namespace does not have this function or class under this name. For
+        `fetchers`, the namespace of this process's `__main__` counts.
         """
         name, namespace = _qualname(definition).partition(".")[0], self._namespace
         if self._to == "fetchers":
@@ -650,7 +655,10 @@ def _import_submodule_of(cls: type) -> None:
 _CONSTANTS = (type, FunctionType, ModuleType, Enum, logging.Logger, PurePath)
 _MUTABLE = (dict, list, set, bytearray, deque, array.array)
 _MUTABLE_NAMES = frozenset({"ndarray", "Generator", "RandomState"})
-"""Names of mutable types of numpy and torch; the names work even before numpy is imported."""
+"""Names of mutable types of numpy and torch.
+
+A comparison by name does not need the types, so numpy and torch need not be imported.
+"""
 
 
 def must_stay_shared(value: Any) -> bool:

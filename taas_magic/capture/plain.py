@@ -328,8 +328,11 @@ def _is_mutable(value: Any) -> bool:
 def _is_dense(tensor: "torch.Tensor") -> bool:
     """Return whether storage, dtype, shape and strides describe a tensor completely.
 
-    Also return False for a tensor on a device other than CPU and CUDA, and for a tensor with
-    attributes or hooks that the user has added.
+    The result is False in these cases:
+
+    - The tensor is sparse, quantized or nested, or is a conjugate or negative view.
+    - The tensor is on a device other than CPU and CUDA.
+    - The user has added attributes or hooks to the tensor.
     """
     import torch
 
@@ -360,7 +363,11 @@ def _flatten_items(values: dict[Any, Any]) -> list[Any]:
 _FACTORIES: dict[str, Any] = {
     kind.__name__: kind for kind in (bool, dict, float, int, list, set, str, tuple)
 }
-"""Types that a defaultdict may have as `default_factory` to count as plain data, by name."""
+"""Types that are allowed as the `default_factory` of a defaultdict, by name.
+
+A `default_factory` of None is allowed, too. With any other `default_factory`, a defaultdict is not
+plain data.
+"""
 
 
 def _parts_of_defaultdict(value: defaultdict[Any, Any]) -> list[Any]:

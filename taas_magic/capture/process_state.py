@@ -144,9 +144,9 @@ class _Logger(NamedTuple):
     """Settings of a logger. If a library made the logger, ranks set only the level.
 
     Attributes:
-        is_own: True for the root logger, and for a logger that a cell has probably made. For such a
-            logger, the part of the name before the first dot is `__main__`, or is not the name of
-            an imported module.
+        is_own: True for the root logger, and for a logger that a cell has probably made. A cell has
+            probably made a logger in two cases: the part of the logger's name before the first dot
+            is `__main__`, or no imported module has this part as its name.
         handlers: Stream name, level and pickled formatter of each handler that can be copied.
     """
 
@@ -182,8 +182,11 @@ def lost_loggers(collected: State) -> list[str]:
     """Return notes on loggers whose messages below WARNING appear in the notebook, not in ranks.
 
     The notebook's logger has a handler that shows such messages, but the handler cannot be copied.
-    Skip loggers of libraries. Also skip a logger if ranks get another handler that shows its
-    messages: a copied handler of this logger or, if the logger propagates, of the root logger.
+    There is no note in two cases:
+
+    - A library made the logger.
+    - Ranks get another handler that shows the messages of the logger. This is a copied handler of
+      the logger itself or, if the logger propagates its messages, of the root logger.
 
     Args:
         collected: The process state that `collect` returned.
@@ -230,9 +233,13 @@ def _handler_state(handler: logging.Handler) -> tuple[str, int, bytes] | None:
 def _apply_loggers(found: Mapping[str, Any]) -> None:
     """Give this process's loggers the levels, handlers and `propagate` of the notebook's loggers.
 
-    Also call `logging.disable`. Add handlers only to a logger that has no handlers. For a library's
-    logger, set only the level. Skip a library's logger if this process has not imported the
-    library: the library sets up its logger during the import, and would overwrite the level.
+    Also call `logging.disable`. The rules for one logger are:
+
+    - A logger that a library made gets only the level. If this process has no logger of this name,
+      the logger is skipped. Reason: the library sets up its logger during the import, and would
+      overwrite the level.
+    - Any other logger gets all settings. But if the logger already has handlers in this process, no
+      handlers are added.
 
     Args:
         found: The result of `_collect_loggers` in the kernel.
@@ -294,9 +301,10 @@ def _collect_start_method() -> str:
 def _collect_torch() -> dict[str, Any]:
     """Return each setting of torch that differs from torch's default, by name.
 
-    If the user has probably set a seed (`_SEED_LIMIT`), the result also has the seed. A matmul
-    precision that torch cannot tell counts as the default. The result is empty if this process has
-    not imported torch.
+    If the user has probably set a seed (`_SEED_LIMIT`), the result also has the seed. If the
+    notebook has set torch's newer option for the precision of matrix products, torch refuses to
+    return the older option. The result then lacks the older option. The result is empty if this
+    process has not imported torch.
     """
     torch = module_if_imported("torch")
     if torch is None:
@@ -397,8 +405,8 @@ def _collect_ipython() -> dict[str, Any]:
 
     - "interactivity": the shell's `ast_node_interactivity`.
     - "traceback": the mode of `%xmode`.
-    - "figures": the settings of `%config InlineBackend`; left out if a value in its
-      `print_figure_kwargs` is not plain.
+    - "figures": a dict of the settings of `%config InlineBackend`. It lacks each setting whose
+      value cannot be sent as plain data (`_is_plain`).
     - "inline": True if IPython displays figures. The notebook's first use of `matplotlib.pyplot`
       turns this on.
 
@@ -433,9 +441,11 @@ def _is_plain(value: object) -> bool:
 def _apply_ipython(found: Mapping[str, Any]) -> None:
     """Make this rank display expressions, tracebacks and figures as the notebook does.
 
-    If the notebook displays figures and this process has imported `matplotlib.figure`, also make
-    IPython display figures here. Reason: the cell may use a figure of the notebook without
-    `matplotlib.pyplot`. Does nothing in a process without a shell, such as a fetcher.
+    Usually, IPython begins to display figures when a cell imports `matplotlib.pyplot`. But a cell
+    may show a figure of the notebook without this import. So if the notebook displays figures, and
+    this rank has imported `matplotlib.figure`, this function makes IPython display figures at once.
+
+    In a process without an IPython shell, such as a fetcher, this function does nothing.
     """
     if (shell := _shell()) is None:
         return

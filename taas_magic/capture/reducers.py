@@ -81,8 +81,8 @@ _SET_BY_ENUM = frozenset({"_value_", "_name_", "__objclass__", "_sort_order_"})
 def _make_class(class_id: str, make: Callable[..., type], args: tuple[Any, ...]) -> type:
     """Return the class with this id; if this process does not have the class, make it.
 
-    Making a class that exists already would give its objects a second class, and would call
-    `__init_subclass__` of the base class a second time.
+    A class that this process has must not be made again: objects would then have two different
+    classes of the same name, and `__init_subclass__` of the base class would run a second time.
 
     Args:
         make: Function of cloudpickle that makes a class without attributes.
@@ -102,8 +102,13 @@ def _fill_class(
     An Enum that this process had before stays unchanged, because its members cannot be set again.
 
     Args:
-        saved: Id of the class, cloudpickle's function that sets the attributes, the attributes,
-            whether this is an update, and the attributes of an Enum's members by name.
+        saved: Five items:
+
+            - id of the class
+            - cloudpickle's function that sets the attributes of a class
+            - the attributes, as this function expects them
+            - whether the sender asks for an update
+            - for an Enum, the attributes of each member, by name of the member
     """
     class_id, fill, state, is_update, members = saved
     if cls not in _ids:
@@ -238,7 +243,14 @@ descriptor is loaded, the constructor of its type makes these attributes anew.
 
 
 def reduce_descriptor(kind: type, descriptor: Any) -> Reduced:
-    """Reduce a descriptor without the attributes in `ATTRIBUTES_MADE_BY_CONSTRUCTOR`."""
+    """Reduce a descriptor, without the attributes that its constructor makes anew at loading.
+
+    These attributes cannot be pickled (`ATTRIBUTES_MADE_BY_CONSTRUCTOR`). An example of a
+    descriptor is a `functools.cached_property`.
+
+    Args:
+        kind: Key of the descriptor in `ATTRIBUTES_MADE_BY_CONSTRUCTOR`: its class or base class.
+    """
     state = {
         name: v
         for name, v in vars(descriptor).items()
@@ -334,10 +346,14 @@ def _current_namespace() -> dict[str, Any]:
 def notebooks_own(name: str, fallback: Copy | None = None) -> Any:
     """Return the variable `name` of the namespace into which a pickle is loaded. Called by pickle.
 
-    A pickle contains only the name of a function, class or sentinel if the loading process has the
-    object already. This process is the kernel, which loads results, or a rank of a session, which
-    loads values of the notebook. If the namespace does not have the variable, load the copy in
-    `fallback`.
+    A pickle contains only the name of an object if the loading process should have the object
+    already. For example, the kernel loads a result that contains a function of the notebook. Or a
+    rank of a session loads a value that needs a class from an earlier cell.
+
+    Args:
+        name: Name of the variable.
+        fallback: Pickle of the object, which is loaded if the namespace does not have the variable;
+            None if there is no copy.
 
     Raises:
         CaptureError: The namespace does not have the variable, and there is no copy.
@@ -351,9 +367,9 @@ def notebooks_own(name: str, fallback: Copy | None = None) -> Any:
 
 
 def stream_name(file: Any) -> str | None:
-    """Return "stdout" or "stderr" if `file` is this stream of the process, else None.
+    """Return "stdout" if `file` is the stdout of this process, "stderr" for its stderr, else None.
 
-    The stream may be Python's, or the kernel's replacement in a notebook.
+    In a notebook, the objects by which ipykernel replaces these two streams count, too.
     """
     for stream in ("stdout", "stderr"):
         if file in (getattr(sys, stream), getattr(sys, f"__{stream}__")):
@@ -484,8 +500,8 @@ def target_device(device: str) -> str:
 def _rebuild_generator(device: str, state: "torch.Tensor") -> "torch.Generator":
     """Make a random generator on this process's device, and set the pickled state.
 
-    If the pickled generator was on another type of device, leave the new state as it is: the
-    pickled state does not fit.
+    If the pickled generator was on another type of device, its state does not fit. Then the new
+    generator keeps torch's initial state.
     """
     import torch
 
@@ -547,8 +563,9 @@ def _reduce_torch_name(value: Any) -> Reduced:
 def _reduce_script(script: Any) -> Reduced:
     """Reduce a module or function of `torch.jit` to the bytes that `torch.jit.save` writes.
 
-    Also save the type of the device of its first parameter or buffer, or "cpu" if there is none. A
-    process loads the module or function on a device of this type (`target_device`).
+    Also save a type of device, such as "cuda": the type of the device of the module's first
+    parameter or, without parameters, of its first buffer. If the object has neither, save "cpu".
+    From this type, the loading process chooses the device (`target_device`).
     """
     import torch
 
@@ -562,7 +579,15 @@ def _reduce_script(script: Any) -> Reduced:
 
 
 def _rebuild_script(data: bytes, device: str) -> Any:
-    """Load a module or function of `torch.jit`. Torch loads a function as a module to call."""
+    """Load a module or function of `torch.jit`.
+
+    For a function, the result is a module whose call runs the function, because torch loads
+    functions in this form.
+
+    Args:
+        data: Bytes that `torch.jit.save` wrote.
+        device: Type of the original object's device, "cpu" or "cuda" (`target_device`).
+    """
     import torch
 
     with warnings.catch_warnings():

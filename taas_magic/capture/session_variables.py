@@ -436,15 +436,16 @@ def _shared_ids(
 ) -> dict[str, set[int]]:
     """Return the ids of the objects in each candidate that other variables may also contain.
 
-    A candidate's pickle also contains the objects of the classes and functions that the candidate
-    needs, such as its own class. If such a class or function is a candidate itself, its objects are
-    left out of the entries of all candidates that need it. Otherwise, all instances of a class
-    would have to be sent together. This is not necessary: in the ranks, all instances have the same
-    class, even if they were sent for different cells.
+    Candidates with a common id are sent together. The pickle of a candidate also contains the
+    objects of the classes and functions that the candidate needs, such as its own class. If such a
+    class or function is itself a candidate, the ids of its objects do not count for the candidates
+    that need it. Otherwise, all instances of a class would have to be sent together. This is not
+    necessary: in the ranks, all instances have the same class, even if they were sent for different
+    cells.
 
     Returns:
-        The ids, by the name of the candidate. For a class or function, all ids; nothing is left
-        out.
+        The ids, by the name of the candidate. For a candidate that is a class or function, all ids
+        in its pickle count.
     """
     definitions = {
         name: set(one.shared)
