@@ -41,7 +41,10 @@ _BY_PICKLE |= {"types", "argparse", "numpy"}
 """Packages whose objects are compared by their ordinary pickles."""
 
 _MAX_LISTED = 10
-"""Maximum numbers of classes, of parts of loaders, and of other values in a note about changes."""
+"""Maximum number of names in the note about changed values.
+
+The note may have this many classes, this many parts of loaders, and this many other values.
+"""
 
 
 State = tuple[Any, ...]
