@@ -31,13 +31,13 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 POINT_GAP_S = 0.9
-"""Minimum seconds between two points in `LoaderCounts.points`.
+"""Minimum seconds between the times of two items of `LoaderCounts.points`.
 
-Ranks send their counts once a second. So each rank sends its counts once between two points.
+Ranks send their counts once a second. So each rank sends its counts once between two items.
 """
 
 RATE_POINTS = 6
-"""Number of newest points from which current rates, such as batches/s, are computed."""
+"""Maximum length of `LoaderCounts.points` for current rates, such as batches/s."""
 
 
 class LoaderTotals(NamedTuple):
@@ -129,9 +129,9 @@ class LoaderCounts:
 
     @property
     def recent(self) -> LoaderTotals:
-        """The growth of the counts from the oldest to the newest point, to compute current rates.
+        """The growth of the ranks' counts from the oldest to the newest item of `points`.
 
-        Without points, all fields are 0.
+        Current rates are computed from this growth. If `points` is empty, all fields are 0.
         """
         return self.points[-1].since(self.points[0]) if self.points else LoaderTotals(0.0)
 
@@ -146,12 +146,14 @@ class LoaderCounts:
         return self.sums(max(spans, default=0.0))
 
     def apply_counts(self, rank: int, counts: RankCounts, now: float) -> None:
-        """Store the newest counts of a rank; if the last point is old enough, add a point.
+        """Store the newest counts of a rank; add the sums of all ranks' counts to `points` if due.
 
-        If there is no point yet, first add a point with zeros, at the time when the rank's loop
-        began. The last point is old enough after `POINT_GAP_S` seconds. The new point has the sums
-        of all ranks' counts. If it has more batches than the last point, copy the fetchers' counts
-        to `counts_at_last_batch`, and also to `counts_at_first_batch` if that dict is empty.
+        If `points` is empty, first add zeros, for the time when the rank's loop began. New sums are
+        due `POINT_GAP_S` seconds after the last item of `points`.
+
+        If the new sums have more batches than the last item, ranks have received batches. In this
+        case, copy `fetchers` to `counts_at_last_batch`. If `counts_at_first_batch` is empty, also
+        copy `fetchers` there.
 
         Args:
             now: Time at which the counts arrived, in seconds on the caller's clock.
@@ -167,9 +169,9 @@ class LoaderCounts:
             self.points.append(point)
 
     def restart(self, now: float) -> None:
-        """Remove all ranks' counts, because all ranks start again, and add a point with zeros.
+        """Remove all ranks' counts, because all ranks start again; add zeros to `points`.
 
-        Older points are removed only if `points` has a maximum length.
+        Older items of `points` are removed only if `points` has a maximum length.
         """
         self.ranks.clear()
         if self.points.maxlen:
@@ -181,7 +183,7 @@ class RunCounts:
     """The counts that ranks and fetchers have sent about all loaders of a run.
 
     Args:
-        keep_points: Number of newest points to keep for each loader; None keeps all.
+        keep_points: Maximum length of `LoaderCounts.points`; None for no limit.
 
     Attributes:
         loaders: The counts for each loader, by name.
@@ -202,10 +204,10 @@ class RunCounts:
     def apply(self, event: Event, now: float) -> None:
         """Update the counts by the run's next event; ignore events that do not concern loaders.
 
-        Reports of ranks and fetchers replace their earlier counts. Starts and ends of fetchers
-        update `fetchers` and `fetchers_ended`. An event of `--prefill` sets `prefilling`, and the
-        start of the ranks sets `prefilling` to None. A restart of the ranks removes the ranks'
-        counts for all loaders.
+        - The report of a rank or fetcher replaces the earlier counts of this rank or fetcher.
+        - The start or end of a fetcher changes `fetchers` and `fetchers_ended`.
+        - An event of `--prefill` sets `prefilling`; the start of the ranks sets it to None.
+        - A restart of the ranks removes the ranks' counts for all loaders.
 
         Args:
             now: Time at which the event arrived, in seconds on the caller's clock.
@@ -246,11 +248,12 @@ _LEAST_SPAN_S = 1.0
 """Minimum seconds that some rank must have spent in loops over a loader, for advice on it."""
 
 _BUSY_FRACTION = 0.7
-"""Fraction of time, and fraction of workers, from which on workers count as busy.
+"""Limit for two fractions that show how busy the workers of a loader are.
 
-If the busiest worker prepares batches for a smaller fraction of the time, the delivery of batches
-limits the loader. If a smaller fraction of the workers work in parallel, the dataset has too few
-streams, or streams with different lengths.
+- If the busiest worker prepares batches for a smaller fraction of the time, the delivery of batches
+  limits the loader.
+- If a smaller fraction of the workers work in parallel, the dataset has too few streams, or streams
+  with different lengths.
 """
 
 _CPU_BOUND_FRACTION = 0.6
@@ -319,7 +322,7 @@ class LoaderUse:
 
     @property
     def waited_later(self) -> float:
-        """Fraction of loop time that ranks waited for batches, after their first batches."""
+        """After the first batches: the fraction of the loop time that ranks waited for batches."""
         return max(0.0, self.waited - self.waited_first) / max(1e-6, 1.0 - self.waited_first)
 
     @property
@@ -329,9 +332,10 @@ class LoaderUse:
 
 
 def advice_for_run(run_counts: RunCounts) -> str:
-    """Return advice on the loader for which ranks waited longest; "" if ranks hardly waited.
+    """Return advice on the loader for which ranks waited longest; "" if no advice is needed.
 
-    Ignore a loader if no rank has spent `_LEAST_SPAN_S` seconds in loops over the loader.
+    No advice is needed if ranks waited for at most `TOLERABLE_WAIT_FRACTION` of their time in loops
+    over this loader. Ignore a loader if no rank has spent `_LEAST_SPAN_S` seconds in its loops.
     """
     waited = [loader for loader in run_counts.loaders.values() if loader.mean.time >= _LEAST_SPAN_S]
     if not waited:
@@ -342,8 +346,9 @@ def advice_for_run(run_counts: RunCounts) -> str:
 
 
 def advice_for_loader(load: LoaderUse) -> str:
-    """Return what limited a loader and which flag would help; "" if ranks hardly waited.
+    """Return what limited a loader and which flag would help; "" if no advice is needed.
 
+    No advice is needed if ranks waited for at most `TOLERABLE_WAIT_FRACTION` of their loop time.
     Also return "" if the run has fetchers, but no counts of their workers have arrived.
     """
     if load.waited <= TOLERABLE_WAIT_FRACTION or (load.fetchers and not load.workers):
@@ -355,9 +360,14 @@ def advice_for_loader(load: LoaderUse) -> str:
 def _cause_and_remedy(load: LoaderUse) -> str:
     """Return what limited a loader that ranks waited for, and which flag would help.
 
-    The first of these causes that applies decides: most of the wait was for the first batch; the
-    run has no fetchers; batches are delivered slowly; there are too few or uneven streams; storage
-    is slow; the preparation takes CPU time.
+    The result names the first of these causes that applies:
+
+    1. Most of the wait was for the first batch.
+    2. The run has no fetchers.
+    3. The workers are idle, because batches reach the ranks slowly.
+    4. The dataset has too few streams, or streams with different lengths.
+    5. The storage is slow.
+    6. The preparation takes CPU time.
     """
     if load.waited_later <= TOLERABLE_WAIT_FRACTION or load.waited_first > load.waited / 2:
         earlier = f"--prefill {load.ranks} would start the ranks when their first batches are ready"
@@ -473,7 +483,7 @@ def _times(faster: float) -> str:
 
 
 def loader_use(run_counts: RunCounts, loader: LoaderCounts) -> LoaderUse:
-    """Compute the use of one loader from the counts that ranks and fetchers have sent.
+    """Compute how busy a loader's workers were, and how long ranks waited, from the sent counts.
 
     Of the fetchers' work, this function counts only the time between the first and the last batch
     that ranks received. The cores are those of the fetchers' hosts or, in a run without fetchers,

@@ -331,8 +331,8 @@ class RunFolder:
 KEPT_FREE_BYTES = 64 << 20
 """Bytes of free disk space that logs and the journal must leave for the run's results.
 
-On a small disk, they must leave only an eighth of the disk. On an almost full disk, they must leave
-only half of the space that was free when the `DiskReserve` was created.
+They must leave less if one of these numbers is smaller: an eighth of the disk, or half of the space
+that was free when the `DiskReserve` was created.
 """
 
 GRANT_BYTES = 256 << 10
@@ -357,6 +357,8 @@ class DiskReserve:
     def reserve(self, size_bytes: int) -> bool:
         """Return whether the caller may write `size_bytes` more; if so, count them as written.
 
+        The result is False if the write would use up a part of the reserve.
+
         Usually, a call takes the space from a portion that an earlier call has set aside. If this
         portion is too small, measure the free space of the disk, and set aside a new portion. So
         most writes need no system call. A portion has at most `GRANT_BYTES`, unless one write is
@@ -371,7 +373,7 @@ class DiskReserve:
         return True
 
     def _space(self) -> tuple[int, int]:
-        """Return the free and the total bytes of the disk; huge numbers if they cannot be read."""
+        """Return the free and the total bytes of the disk; 2**62 for both if unknown."""
         try:
             found = os.statvfs(self._folder)
         except OSError:
@@ -414,9 +416,9 @@ class JournalWriter:
     def append(self, event: Event) -> bytes:
         """Queue an event for the journal, without waiting; return the event as JSON.
 
-        Do not queue a bulk event (`_BULK`) if the journal has reached `limit_bytes`, or if more
-        than `WAITING_BYTES` wait to be written. If this is the first event that the journal lacks,
-        also call `on_incomplete`. The result is the same if the event is left out.
+        A bulk event (`_BULK`) is not queued if the journal has reached `limit_bytes`, or if more
+        than `WAITING_BYTES` wait to be written. In this case, call `on_incomplete` if it was never
+        called before. The method returns the JSON in any case.
         """
         encoded = messages.encode(event)
         line = encoded + b"\n"
@@ -518,8 +520,9 @@ class RunSummary:
     Attributes:
         started: Time at which the run's hosts were ready, in seconds since 1970; before that, the
             time at which the run folder was created.
-        elapsed_s: Seconds from `started` to the run's end, or until now if the run is active. If a
-            lost run has no end, the seconds until its last event.
+        elapsed_s: Seconds from `started` to the run's end, or until now if the run is active. If
+            the run is lost without an end in the journal, the seconds until the journal's last
+            event.
         first: The failure that caused the run to fail; None if there is none.
         why: Reason for the end if no rank failed, for example that the pool's process is gone.
     """
@@ -602,13 +605,14 @@ def _folders() -> list[RunFolder]:
 
 
 def prune(keep_runs: int, keep_bytes: int) -> None:
-    """Remove the folders of the oldest ended runs, if there are too many or they are too large.
+    """Remove the folders of old runs, beyond a number of folders and beyond a total size.
 
-    The folder of an ended run is removed if it is beyond at least one of the two limits.
+    A folder is beyond a limit if the folder and all newer folders together exceed `keep_runs` or
+    `keep_bytes`. Such a folder is removed if its run has ended, and no process has locked the
+    folder by `lock_against_pruning`.
 
-    The folder of a run that may be active is kept, and so is a folder that a process has locked by
-    `lock_against_pruning`. A folder without a readable plan is removed if it is older than
-    `_YOUNG_S`. Several kernels may call this function at the same time.
+    A folder without a readable plan is removed if it is older than `_YOUNG_S` seconds, even if it
+    is within the limits. Several kernels may call this function at the same time.
 
     Args:
         keep_runs: Number of the newest run folders to keep.

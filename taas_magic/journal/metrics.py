@@ -96,8 +96,8 @@ def _mean_point(points: Sequence[tuple[int, float]]) -> tuple[int, float]:
 def _mean(values: Sequence[float]) -> float:
     """Return the mean of the finite values; NaN if there are none.
 
-    The sum of large values would be infinite, so the function adds fractions of the values. The
-    result is limited to the range of the values. Otherwise, rounding would make the curve of a
+    The sum of values such as 1e308 would be infinite, so the function adds fractions of the values.
+    The result is limited to the range of the values. Otherwise, rounding would make the curve of a
     constant uneven.
     """
     known = [value for value in values if math.isfinite(value)]
@@ -112,7 +112,11 @@ Curves = dict[str, dict[int, Curve]]
 
 
 def add_points(curves: Curves, event: Metrics) -> None:
-    """Add the values that a rank logged to the curves of this rank; create missing curves."""
+    """Add the values in a rank's event to `curves`.
+
+    Each metric has one curve for each rank. The value of a metric goes to the metric's curve for
+    the event's rank. If there is no such curve yet, create it.
+    """
     for point in event.points:
         of_metric = curves.setdefault(point.name, {})
         if (curve := of_metric.get(event.rank)) is None:
@@ -123,7 +127,8 @@ def add_points(curves: Curves, event: Metrics) -> None:
 def begin_attempt(curves: Curves, ranks: Collection[int]) -> None:
     """Prepare the curves of ranks for a new attempt, which may log values of earlier steps again.
 
-    The first value of the new attempt removes the points from its step on (`Curve.add`).
+    No point is removed now. When a rank logs its first value of a metric in the new attempt, the
+    curve removes the points from the value's step on (`Curve.add`).
     """
     for of_metric in curves.values():
         for rank in of_metric.keys() & ranks:

@@ -261,8 +261,9 @@ def length_within(spans: Sequence[Span], bounds: Span) -> float:
 def merge_traces(traces: Mapping[int, Mapping[str, Any]], offsets_us: Mapping[int, float]) -> bytes:
     """Return one trace of all ranks in Chrome's format, with a group of tracks for each rank.
 
-    Convert all times to the earliest base time. Give each process of a trace a new number, and a
-    name with the rank and the host.
+    In each trace, times count from the trace's own base time (`baseTimeNanoseconds`). In the
+    result, all times count from the earliest of these base times. Each process of a trace gets a
+    new number, and a name with the rank and the host.
 
     Args:
         traces: Traces in Chrome's format, by rank.
