@@ -61,11 +61,13 @@ class StoreProtection(str, Enum):
 
 @functools.cache
 def strongest_protection() -> StoreProtection:
-    """Return the strongest protection mechanism that works on this host, found by trials.
+    """Return the strongest protection mechanism that works on this host.
 
-    If no other mechanism works, the result is `PYTHON`. The trials start with the strongest
-    mechanism, and use a temporary folder. A trial that fails, or takes longer than
-    `_PROBE_TIMEOUT_S` seconds, is skipped. Each trial takes about 0.1 s, so the result is cached.
+    Try one mechanism after the other on a temporary folder, strongest first. The first one that
+    works is the result; if none works, the result is `PYTHON`. A trial that takes longer than
+    `_PROBE_TIMEOUT_S` seconds counts as failed. Each trial takes about 0.1 s, so the result is
+    cached.
+
     Each trial runs in a process of its own, because a process that has entered a user namespace
     cannot leave the namespace.
     """
@@ -87,10 +89,10 @@ def strongest_protection() -> StoreProtection:
 
 
 def try_protection(protection: str, folder: str) -> None:
-    """Make `folder` read-only for this process by one mechanism; exit if this has no effect.
+    """Make `folder` read-only for this process by one mechanism; exit if it can still be changed.
 
-    To test the effect, this function tries to make a folder in `folder`. `strongest_protection`
-    runs this function in a process of its own.
+    After the mechanism is in effect, try to make a folder in `folder`. If this succeeds, the
+    process exits with an error. `strongest_protection` runs this function in a process of its own.
 
     Args:
         protection: Name of the `StoreProtection` member to try.
@@ -127,17 +129,20 @@ def apply_rule(
 ) -> StoreProtection:
     """Protect the store from writes of this process, and redirect the process's file calls.
 
-    Call once in a freshly forked process, before any of the user's code runs.
+    Call once in a freshly forked process, before any of the user's code runs. For rank 0 of a real
+    run, which may write to the store, only steps 1 and 5 apply:
 
-    Make the scratch folder. Then make the store read-only, except for rank 0 of a real run. Cache
-    folders, the temporary folder, the run folder and the scratch folder stay writable. In a real
-    run, shared folders also stay writable. In a rehearsal, the rehearsal folder also stays
-    writable. If this process can no longer use the usual temporary folder, set TMPDIR to a folder
-    in the scratch folder. Also record the store for `why_refused`.
+    1. Make the scratch folder. In a rehearsal, also make the rehearsal folder.
+    2. Make the store read-only, except for the writable folders (see below).
+    3. If this process can no longer use the usual temporary folder, set TMPDIR to a folder in the
+       scratch folder.
+    4. Store the path of the store, so that `why_refused` can explain refused writes.
+    5. Replace the functions by which Python and libraries open and change files. For a write to a
+       path in the store, a replaced function writes to another path, raises an error, or only
+       reports the write (see `redirect.py`).
 
-    At the end, replace the functions by which Python and libraries open and change files. For a
-    write to a path in the store, a replaced function writes to another path, raises an error, or
-    only reports the write (see `redirect.py`).
+    The writable folders are cache folders, the temporary folder, the run folder and the scratch
+    folder; in a real run also the shared folders; in a rehearsal also the rehearsal folder.
 
     Args:
         rule: Settings of the run's store.
@@ -146,14 +151,14 @@ def apply_rule(
         scratch: Path of the scratch folder to make, outside the store. The agent or supervisor
             removes the folder after this process has ended.
         on_write: Function to call with a path in the store and a flag. The flag is False if this
-            process wrote or tried to write the path. It is True if this process moved its own
-            version of the path away.
+            process wrote or tried to write the path. The flag is True if this process wrote a file
+            to its scratch folder instead, and has moved that file away.
         writes: Whether this process is rank 0.
         rehearsal: The rehearsal folder, which is made if it is missing; None in a real run.
 
     Returns:
-        The mechanism that now protects the store. For rank 0 of a real run, which may write to the
-        store, the result is `protection`.
+        The mechanism that now protects the store. For rank 0 of a real run, the result is
+        `protection`.
     """
     scratch.mkdir(mode=0o700)
     usual = [*_cache_folders(), tempfile.gettempdir()]

@@ -1,11 +1,13 @@
 """Rules for which files are copied between hosts and the notebook.
 
-Version control, caches, secrets and the files named in `.taasignore` are copied neither to a host
-nor back. Of the files that a host sends, the store also refuses files that shells, ssh, git, Python
-or this package run, or read as settings.
+Some files are copied neither to a host nor back: version control, caches, secrets, and the files
+that `.taasignore` names.
 
-Some file systems ignore case and invisible characters in names. So the rules for secrets and for
-executed files also ignore case and invisible characters.
+Other files are copied to a host, but the store refuses them from a host: files that shells, ssh,
+git, Python or this package would run, and files that they would read as settings.
+
+Some file systems treat two names as equal if the names differ only by case or by invisible
+characters. So the rules for secrets and for executed files also ignore such differences.
 """
 
 import re
@@ -116,10 +118,13 @@ _OVERLAP_BYTES = 16
 class IgnoreRules:
     """Patterns of files that are not copied to or from hosts.
 
+    By default, version control, caches and secrets are not copied (`DEFAULTS`, `SECRETS`).
+
     Args:
-        lines: Lines of a `.taasignore`, in gitignore's syntax. A line can override a default: with
-            `!__pycache__/`, folders of this name are copied; with `!.env`, the file `.env` is
-            copied. But a general line such as `!*/` overrides no default.
+        lines: Lines of a `.taasignore`, in gitignore's syntax. A line can make an exception from
+            the default: with `!__pycache__/`, folders of this name are copied to hosts; with
+            `!.env`, the file `.env` is copied. A line for all folders, such as `!*/`, makes no such
+            exception.
     """
 
     def __init__(self, lines: Iterable[str] = ()) -> None:
@@ -141,9 +146,14 @@ class IgnoreRules:
     def why_not_accepted(self, path: str) -> str:
         """Return why the store refuses a file at `path` from a host; "" if the store accepts it.
 
-        The store refuses files that may hold keys, files that tools run by themselves, and files
-        that the default patterns or `.taasignore` ignore. Only the path is checked, not the
-        content of the file.
+        The store refuses these files:
+
+        - files that may hold keys (`is_secret`)
+        - files that tools would run or read unasked (`is_run_by_tools`)
+        - files that a pattern of `DEFAULTS` matches, even if `.taasignore` makes an exception
+        - files that `.taasignore` names
+
+        Only the path is checked, not the content of the file.
         """
         if self.is_secret(path):
             return "it may hold a secret"
@@ -155,6 +165,9 @@ class IgnoreRules:
 
     def leaves_out(self, path: str, folder: bool = False) -> bool:
         """Return whether an ignore rule for `path` or a parent folder excludes `path` from copying.
+
+        The rules are those in `DEFAULTS` and in `.taasignore`. `is_secret` checks the rules for
+        secrets.
 
         Args:
             path: Path relative to the store.
@@ -176,7 +189,9 @@ class IgnoreRules:
 
 
 def read_ignore_rules(tree: Tree) -> IgnoreRules:
-    """Return the ignore rules of a store: the defaults, and its `.taasignore` if it has one.
+    """Return the ignore rules of a store: the defaults, and the lines of its `.taasignore`.
+
+    If the store has no `.taasignore`, only the defaults apply.
 
     Raises:
         StoreError: A line of `.taasignore` is not a valid pattern.
@@ -193,7 +208,8 @@ def read_ignore_rules(tree: Tree) -> IgnoreRules:
 def is_run_by_tools(path: str) -> bool:
     """Return whether tools such as git or Python would run or read a file at `path` unasked.
 
-    The store accepts no such file from a host. `RUN_BY_TOOLS` lists the patterns.
+    The result is True if the name of the file or of a parent folder matches a pattern in
+    `RUN_BY_TOOLS`. The store accepts no such file from a host.
     """
     return _RUN_BY_TOOLS.fullmatch(normal_form(path)) is not None
 
@@ -223,10 +239,11 @@ class PathFileCheck:
 
 
 def normal_form(path: str) -> str:
-    """Return the normal form of `path`, to compare paths as a tolerant file system does.
+    """Return `path` in a form in which names are equal if some file system treats them as equal.
 
-    If any file system treats two paths as the same path, both have the same normal form. This form
-    is in lower case. It has no invisible characters, and no dots or spaces at the end of a name.
+    Some file systems ignore case, invisible characters, or dots and spaces at the end of a name. So
+    the result is in lower case, without invisible characters, and without dots and spaces at the
+    end of each name. Variants of a letter in Unicode (NFKC) become one letter.
     """
     seen = path.lower()
     if not path.isascii():
@@ -251,7 +268,10 @@ def _is_secret(path: str) -> bool:
 
 
 def _includes_any_folder(line: str) -> bool:
-    """Return whether a line of `.taasignore` re-includes all folders, as `!*/` and `!.*/` do."""
+    """Return whether a line of `.taasignore` makes an exception for all folders, as `!*/` does.
+
+    The result is also True for all hidden folders (`!.*/`).
+    """
     spec = GitIgnoreSpec.from_lines([line[1:]] if line.startswith("!") else [])
     return any(map(spec.match_file, ("folder/", ".folder/")))
 

@@ -69,7 +69,8 @@ def install(view: StoreView) -> None:
     If a module is not imported yet, replace its functions as soon as it is imported.
 
     Functions that read but never write are replaced only for a `DiscardingView`. Reason: only a
-    rank with such a view may have its own versions of the store's files, in its scratch folder.
+    rank with such a view must read files that it has written to its scratch folder instead of the
+    store.
 
     Args:
         view: Object that decides which path a call really uses.
@@ -86,8 +87,7 @@ def _replace_all(view: StoreView, calls: list[_Call]) -> None:
     """Replace the functions and classes named in `calls` by ones that redirect their paths.
 
     A name that the library does not have is skipped. A class is replaced by a subclass if possible.
-    A function of a module is also replaced in all other modules that have imported it under the
-    same name.
+    If another module has imported the function or class under the same name, replace it there, too.
 
     Args:
         calls: Items of `CALLS` for one module. The module must be imported already.

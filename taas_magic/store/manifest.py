@@ -82,16 +82,17 @@ class Manifest(Struct):
     Attributes:
         entries: Files and folders to copy; a folder comes before its contents.
         skipped: For each path that cannot be copied, the reason. Paths that an ignore rule names
-            are not listed. The paths are printable (`printable`).
+            are not listed. Bytes of a path that are not UTF-8 are escaped (`printable`).
     """
 
     entries: list[ManifestEntry]
     skipped: dict[str, str]
 
     def safe(self) -> "Manifest":
-        """Return a copy with unsafe paths moved to `skipped`, because the sender may be hostile.
+        """Return a copy in which unsafe paths are in `skipped` instead of in `entries`.
 
-        For example, a path is unsafe if it leads out of the store.
+        For example, a path is unsafe if it leads out of the store. A host calls this method for
+        each manifest that it receives, because the sender may be hostile.
         """
         unsafe = {it.path: why for it in self.entries if (why := why_unsafe(it.path))}
         return Manifest(
@@ -208,17 +209,22 @@ class Hashes:
 def scan_store(tree: Tree, hashes: Hashes, limit_bytes: int) -> tuple[CaseChecker, Manifest]:
     """Search a store for all files and folders to copy to hosts, and hash the changed files.
 
-    Some paths are not copied: secrets, special files, unsafe names, names that differ from another
-    name only by case, and files that cannot be read. `Manifest.skipped` lists these paths with the
-    reasons; one item stands for all secrets. Ignored files, and files that disappear during the
-    search, are left out. The search removes temporary files of killed writers
-    (`Tree.remove_leftover`).
+    The manifest lists the files and folders to copy in `entries`. In `skipped`, it lists the paths
+    that are not copied, with the reasons:
+
+    - secrets (one item stands for all secrets)
+    - special files
+    - unsafe names, and names that differ from another name only by case
+    - files that cannot be read
+
+    The manifest does not list ignored files, and files that disappear during the search. The search
+    removes temporary files that killed processes left in the store (`Tree.remove_leftover`).
 
     Args:
         tree: The store.
         hashes: Cache of hashes from earlier searches. This function adds new hashes, and removes
             all paths that the manifest does not list in `entries`.
-        limit_bytes: Maximum total size of the files.
+        limit_bytes: Maximum total size of the files to copy.
 
     Returns:
         The set of all paths found, for finding names that differ only by case; and the manifest.

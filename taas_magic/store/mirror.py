@@ -52,8 +52,8 @@ class Mirror:
     Attributes:
         path: Path of the copy; the ranks' working directory.
         staging: Descriptor of the folder in which arriving files are written.
-        hashes: Hashes of the files that, as last known, have the same content in the store and in
-            the copy. Also lists the folders that both have.
+        hashes: Hashes of the files that have the same content in the store and in the copy, as far
+            as this host knows. Also lists the folders that both have.
 
     Args:
         folder: Folder with the copy and its lock file.
@@ -147,12 +147,13 @@ _ASK_AGAIN_S = 0.05
 def update_mirror(mirror: Mirror, send_request: SendRequest, fresh: bool = False) -> Manifest:
     """Make the mirror equal to the store; fetch only content that the mirror does not have.
 
-    Wait while the notebook's side searches the store. If a file could not be fetched, or arrived
-    damaged, start again with a new search. At the end, save the hashes.
+    If the notebook's side is searching the store, wait for the result. If a file cannot be fetched,
+    or arrives damaged, repeat everything after a new search of the store. At the end, save the
+    mirror's hashes.
 
     Args:
-        fresh: Whether the notebook's side must search the store again. If False, it sends the
-            result of the run's last search.
+        fresh: Whether the first attempt needs a new search of the store. If False, the first
+            attempt uses the result of the run's last search.
 
     Returns:
         Manifest of the store, which now also describes the mirror.
@@ -186,11 +187,14 @@ def update_mirror(mirror: Mirror, send_request: SendRequest, fresh: bool = False
 def _apply_manifest(mirror: Mirror, want: Manifest, send_request: SendRequest) -> list[str]:
     """Make the mirror equal to `want`; fetch only files whose content the mirror does not have.
 
-    First remove useless files and hash the others (`_scan_files`), make missing folders, and copy
-    files whose content is elsewhere in the mirror. Then remove what `want` does not list.
-    Also remove a file at the path of a wanted folder, and a folder at the path of a wanted file.
-    Make the folders for which a file was in the way. Last, record the folders, and fetch the
-    remaining files.
+    1. Hash the files whose content may be wanted, and remove all other files (`_scan_files`).
+    2. Make the missing folders, except where a file is in the way.
+    3. Copy each missing or changed file whose content is elsewhere in the mirror.
+    4. Remove the files and folders that `want` does not list; a file at the path of a wanted
+       folder; and a folder at the path of a wanted file.
+    5. Make the folders for which a file was in the way.
+    6. Record all wanted folders in `mirror.hashes`.
+    7. Fetch all other missing and changed files.
 
     Returns:
         Paths of the files that could not be fetched, or arrived damaged.
@@ -218,14 +222,16 @@ def _copy_known_content(
 ) -> list[ManifestEntry]:
     """Copy files whose content is already elsewhere in the mirror, for example after a rename.
 
-    Files that the mirror already has at the wanted path, and folders, are skipped.
+    Folders are skipped, and files that the mirror already has with the wanted content at the wanted
+    path.
 
     Args:
         want: Manifest to which the mirror shall become equal.
         there: Files and folders of the mirror by path.
 
     Returns:
-        Entries of the files that must be fetched.
+        Entries of the files that must be fetched, because the mirror does not have their content,
+        or because the copy has failed.
     """
     path_by_hash = {entry.sha256: path for path, entry in there.items()}
     rest = []
@@ -241,11 +247,14 @@ def _copy_known_content(
 
 
 def _scan_files(mirror: Mirror, wanted: Collection[str]) -> dict[str, ManifestEntry]:
-    """List and hash the useful files of a mirror, and remove all other files.
+    """List and hash the files of a mirror whose content may be wanted; remove all other files.
 
-    A file is useful if its path is in `wanted`, or if `mirror.hashes` lists its path. In the second
-    case, a wanted file may have the same content, for example after a rename. Files that cannot be
-    read, and special files such as links, are also removed. All folders stay.
+    The content of a file may be wanted if the file's path is in `wanted`, or if `mirror.hashes`
+    lists this path. Example for the second case: the store's file was renamed, and the mirror still
+    has its content under the old name.
+
+    Files that cannot be read, and special files such as links, are always removed. All folders
+    stay.
 
     Returns:
         The remaining files and folders by path, outer folders first.
@@ -269,8 +278,8 @@ def _scan_files(mirror: Mirror, wanted: Collection[str]) -> dict[str, ManifestEn
 def _copy(mirror: Mirror, entry: ManifestEntry, source: str) -> bool:
     """Copy the mirror's file `source` to the path of `entry`; return whether this succeeded.
 
-    The copy is verified and moved to its path as an arrived file is. False if a step raises
-    OSError.
+    Like an arrived file, the copy is verified before it gets its path (`_install_file`). If a step
+    raises OSError, return False.
     """
     with suppress(OSError), mirror.tree.open_file(source) as file:
         incoming = IncomingFile(mirror.staging)
@@ -372,14 +381,17 @@ class StoreUpdater:
         self._thread.join()
 
     def catch_up(self) -> None:
-        """Fetch and apply all changes of other hosts since the last call.
+        """Fetch and apply all changes of other hosts since the last call. Ignore unsafe paths.
 
-        Unsafe paths are skipped. First remove the paths that other hosts removed. Then remove what
-        is in the way of a changed file or folder; if that fails, skip the change. Then make
-        folders, and fetch the files that have another hash than in the mirror. The user gets a note
-        for each file that cannot be fetched or moved to its path. If a file changes while it is
-        fetched, there is no note: a later call fetches the file again. Other errors, such as a full
-        disk, reach the caller.
+        1. Remove the paths that other hosts removed; a folder that is not empty stays.
+        2. Remove the file or the empty folder that is in the way of a changed file or folder. If a
+           folder with files is in the way, show the user a note, and ignore this change.
+        3. Make the changed folders.
+        4. Fetch the changed files, except files that the mirror already has with the same hash.
+
+        The user gets a note for each file that cannot be fetched or moved to its path. If a file
+        changes while it is fetched, there is no note: a later call fetches the file again. Other
+        errors, such as a full disk, reach the caller.
         """
         changes = self._send_request(ListChanges(self._number))
         for path in changes.removed:

@@ -86,8 +86,9 @@ class _Watch:
     def wait(self, timeout_s: float | None) -> tuple[set[str], bool]:
         """Wait until something below `root` changes, `timeout_s` passes, or `wake` is called.
 
-        If some folder cannot be watched, wait at most `BLIND_S` seconds. New folders are watched
-        from now on. If events were lost, all folders are watched again.
+        If some folder cannot be watched, wait at most `BLIND_S` seconds, after which the caller
+        must check all paths. If folders were made, watch these folders, too. If events were lost,
+        search `root` again for folders to watch.
 
         Args:
             timeout_s: Seconds to wait at most; None for no limit.
@@ -328,10 +329,12 @@ class _ChangeSender:
     def _queue_removal(self, path: str) -> None:
         """Queue the removal of a file, or of a folder with its contents, from the store.
 
-        Queue only paths that the mirror's cache of hashes lists, because the store has no other
-        paths of this mirror. Remove the queued paths from this cache. Also remove `path` and the
-        queued paths from the receipt. If the store has a folder at `path`, also stop sending the
-        large files in this folder.
+        Only paths that `mirror.hashes` lists are queued: the store has no other paths of this
+        mirror. These things also happen:
+
+        - The queued paths are removed from `mirror.hashes`.
+        - `path` and the queued paths are removed from the receipt.
+        - If the store has a folder at `path`, the large files in this folder are no longer sent.
         """
         hashes = self._mirror.hashes
         self._receipt_builder.record_removed(path)
@@ -348,10 +351,12 @@ class _ChangeSender:
     def _queue_file(self, path: str, status: os.stat_result) -> None:
         """Queue a changed small file for the next message; add a changed large file to `large`.
 
-        A small file has changed if its hash differs from the recorded hash. A large file counts as
-        changed if its inode, size or modification time differs from the record, or if the file was
-        written less than `_FRESH_NS` ago. A small file that is being written is not queued. If the
-        hash of a small file is unchanged, only record the file's new status.
+        Unchanged files are not queued. `mirror.hashes` tells whether a file has changed:
+
+        - A small file has changed if its hash differs. If the hash is equal, only record the file's
+          new status in `mirror.hashes`. A small file that is being written is not queued.
+        - A large file counts as changed if its inode, size or modification time differs, or if it
+          was written less than `_FRESH_NS` nanoseconds ago.
         """
         if status.st_size > SMALL_BYTES:
             # Shortly after a write, another write may leave the file's time stamp unchanged.
@@ -370,10 +375,13 @@ class _ChangeSender:
     def _send_queued(self) -> dict[str, str]:
         """Send the queued changes, and record which of them the store has accepted.
 
-        If nothing is queued, do nothing. An accepted file gets its new hash and an entry in the
-        receipt. A refused path is recorded with the reason; the user gets one note for each reason.
-        If the store has kept a file beside the user's file (`a.txt.from-host`), the path counts as
-        refused, but its new hash is recorded.
+        If nothing is queued, do nothing. For each change, the store accepts or refuses its path:
+
+        - For an accepted file, record the new hash in `mirror.hashes`, and the file in the receipt.
+        - For a refused path, record the reason in the receipt. The user gets one note for each
+          reason.
+        - If the store has put the file beside the user's file (`a.txt.from-host`), the path counts
+          as refused, but record the new hash.
 
         Returns:
             The reason for each refused path.
@@ -395,7 +403,11 @@ class _ChangeSender:
         return refused
 
     def _refuse(self, path: str, why: str) -> None:
-        """Record that a path was refused, and why; show the user one path for each reason."""
+        """Record that a path was refused, and why.
+
+        If this is the first path with this reason, show the user a note with the path and the
+        reason.
+        """
         self._receipt_builder.record_refused(path, why)
         if why not in self._noted_reasons:
             self._note(f"{printable(path)} was not copied to the project store: {why}")
@@ -452,10 +464,11 @@ class MirrorSender:
         self._watch.close()
 
     def _run(self) -> None:
-        """Send each change when it is due, until `finish` is called; then send the rest.
+        """Send each change when it is due, until `finish` is called; then send all other changes.
 
-        At the end, first send the rest of the large files. Then send the changes at all paths at
-        which the mirror differs from the store. On an error, show a note to the user and stop.
+        After `finish`, first send the remaining pieces of large files. Then send the changes at all
+        paths at which the mirror differs from the store. On an error, show a note to the user and
+        stop.
         """
         try:
             while not self._finishing.is_set():
@@ -472,9 +485,9 @@ class MirrorSender:
     def _schedule_checks(self, paths: Iterable[str], everything: bool) -> None:
         """For each path in `paths`, schedule a check whether something at the path has changed.
 
-        Skip paths that this host does not send (`_sends_path`). The check is due after
-        `SEND_DELAY_S` seconds. If the path was sent recently, the check is due `QUIET_S` seconds
-        after the sending, if this is later. A check that is already scheduled keeps its time.
+        Skip paths that this host does not send (`_sends_path`). The check is due `SEND_DELAY_S`
+        seconds from now, but not earlier than `QUIET_S` seconds after the path was last sent. A
+        check that is already scheduled keeps its time.
 
         Args:
             paths: Paths relative to the mirror.
@@ -514,11 +527,11 @@ class MirrorSender:
         return sorted(paths.union(above, below))
 
     def _send_due(self) -> None:
-        """Send all changes that are due, and the next piece of a large file.
+        """Send the changes at all paths whose check is due, and the next piece of a large file.
 
-        Also send changes of parent folders, and changes below a due folder. If pieces of a file are
-        still being sent, check the file again only after its last piece. After a path was sent,
-        `QUIET_S` seconds pass before the path is checked again.
+        Also send the changes of the parent folders of these paths, and the changes below these
+        paths. While pieces of a file are still to be sent, the check of this file waits. The next
+        check of a sent path is due `QUIET_S` seconds later at the earliest.
         """
         now, large = time.monotonic(), self._sender.large
         due = [path for path, at in self._due.items() if at <= now and path not in large]

@@ -52,7 +52,7 @@ _STARTS_BY_ITSELF = re.compile(
     r"|pip\.(?:conf|ini)",
     re.DOTALL,
 )
-"""Names of files, such as `makefile`, that a tool reads if the user calls it in their folder."""
+"""Names of files, such as `makefile`, that a tool reads if the tool is started in their folder."""
 
 _COLLECTED = re.compile(
     r"(?:conftest|sitecustomize|usercustomize|test_.*|.*_test)\.py[co]?|activate(?:[._].*)?"
@@ -160,8 +160,8 @@ class RunFileRecord:
     def record_file(self, path: str, status: os.stat_result, sha256: str = "") -> None:
         """Record that a run made the file `path`.
 
-        Call this before an arrived file is moved to `path`. Then a kill leaves no file of a run
-        that is not recorded.
+        Call this before an arrived file is moved to `path`. Then the record has every file of a
+        run, even if this process is killed.
         """
         self._append(_Record(path, file_key(status), sha256))
 
@@ -191,7 +191,8 @@ class RunFileRecord:
     def _append(self, record: _Record) -> None:
         """Add a record to the list in memory and to the file, while holding the lock.
 
-        A record of a removal removes the path from the list in memory.
+        If the record says that a file or folder was removed, add the record only to the file, and
+        remove the path from the list in memory.
         """
         with self._lock:
             if record.is_gone:

@@ -77,10 +77,12 @@ def _path_in_job(path: str | os.PathLike[str]) -> str | os.PathLike[str]:
 def atomic(path: str | os.PathLike[str]) -> Iterator[str]:
     """Yield a temporary path for the `with` block to write a file; then move the file to `path`.
 
-    The file is forced to the disk before it is moved, and gets the permissions of the old file. If
-    `path` is a symbolic link, the link's target is replaced. If the block fails, the old file stays
-    and the temporary file is removed. Before a StoreError, the local variables in the traceback are
-    cleared, so that the system frees the disk space.
+    The file is forced to the disk before the move. It gets the permissions of the old file at
+    `path`. If `path` is a symbolic link, the link's target is replaced. If the block fails, the old
+    file stays, and the temporary file is removed.
+
+    Before this function raises StoreError, it clears the local variables in the traceback, so that
+    the system frees the disk space of the temporary file.
 
     Raises:
         StoreError: The block or the move raised OSError, or torch's RuntimeError for a full disk.
@@ -107,13 +109,14 @@ def atomic(path: str | os.PathLike[str]) -> Iterator[str]:
 
 @contextlib.contextmanager
 def _folder_beside(destination: str) -> Iterator[str]:
-    """Remove temporary folders of killed writers beside the destination; yield a new one.
+    """Yield a new temporary folder beside the destination.
 
-    While the `with` block runs, this process holds a lock on the folder. So other processes know
-    that the folder is in use. At the end, remove the folder with all its files.
+    First remove the temporary folders in which killed writers have left unfinished versions of the
+    same file. While the `with` block runs, this process holds a lock on the new folder. So other
+    processes know that the folder is in use. At the end, remove the new folder with all its files.
 
-    torch writes the file's name into the file. So the temporary file must have the same name as the
-    destination, and needs a folder of its own.
+    Reason for a folder: torch writes the file's name into the file, so the temporary file must have
+    the same name as the destination.
 
     Raises:
         StoreError: The folder cannot be made.

@@ -111,8 +111,8 @@ class ReceiptBuilder:
     def record(self, rank: int, message: StoreMessage) -> None:
         """Record a rank's message about a write to the store, or about the store's protection.
 
-        If the rank has moved its own version of a path away (`message.is_moved`), remove the rank's
-        write of this path from the record.
+        If the rank has moved the file away that it wrote instead of the store's file
+        (`message.is_moved`), remove the rank's write of this path from the record.
         """
         with self._lock:
             if isinstance(message, StoreWriteReported) and message.is_moved:
@@ -151,10 +151,13 @@ class ReceiptBuilder:
     def build(self, searches: bool) -> StoreReceipt:
         """Return this host's receipt. Call when the host's ranks have ended.
 
-        The receipt lists rank 0's files with their sizes; files in shared folders are left out. The
-        receipt also lists the writes of other ranks that were kept out, and says whether the store
-        has a file at each of these paths. Finally, the receipt has the shared folders, the
-        protection, and the files of the mirror that the store has refused and never accepted.
+        The receipt lists:
+
+        - rank 0's files with their sizes, without files in shared folders
+        - the writes of other ranks that were kept out, and for each of these paths, whether the
+          store has a file there or rank 0 reported one
+        - the shared folders, and the mechanism that protected the store
+        - the mirror's files that the store has refused and never accepted, with the reasons
 
         Args:
             searches: Whether the host ran rank 0 and shares the store. If True, search the store:

@@ -333,9 +333,10 @@ class DiscardingView(StoreView):
     def path_to_change(self, store_path: str, *, folder: bool = False) -> str:
         """Return the path of the rank's own version of `store_path`, or of an empty placeholder.
 
-        Also report the change as a write. The user's call, such as `os.chmod` or `os.remove`, then
-        acts on the returned path. The file in the store stays as it is. A placeholder is a new file
-        or folder that no later call sees.
+        The rank has an own version if it has written the file to its scratch folder. A placeholder
+        is a new file or folder that no later call sees. The user's call, such as `os.chmod` or
+        `os.remove`, acts on the returned path, so the file in the store stays as it is. This method
+        also reports the change as a write.
         """
         self.record_write(store_path)
         is_folder = folder or os.path.isdir(self.common_path(store_path))
@@ -344,8 +345,9 @@ class DiscardingView(StoreView):
     def path_to_move(self, store_path: str) -> str:
         """Return the path of the rank's own version of `store_path`, or of a copy for this rank.
 
-        Also report the move as a write. If `store_path` is no regular file, return the path of an
-        empty placeholder instead of a copy.
+        The rank has an own version if it has written the file to its scratch folder. If there is no
+        own version, and `store_path` is no regular file, return the path of an empty placeholder.
+        This method also reports the move as a write.
 
         Raises:
             PermissionError: The file must be copied, and is larger than `COPY_LIMIT_BYTES`.
@@ -455,6 +457,10 @@ class RehearsalView(DiscardingView):
     def path_to_change(self, store_path: str, *, folder: bool = False) -> str:
         """Return the path of the rank's own version of `store_path`, or of an empty placeholder.
 
+        The rank has an own version if a file is at `redirected_path(store_path)`. A placeholder is
+        a new file or folder that no later call sees. This method also reports the change as a
+        write.
+
         Raises:
             PermissionError: With `--store-writes refuse`, this rank could not change `store_path`
                 in a real run.
@@ -469,12 +475,13 @@ class RehearsalView(DiscardingView):
         return path if os.path.lexists(path) else None
 
     def record_outside(self, path: Path, folder: int | None = None) -> None:
-        """Record a path that a call writes or changes, if it is outside the store.
+        """Record a path that a call writes or changes, if the path is outside the store.
 
-        Record no path in a folder of `ignored`, in the scratch folder, or in the rehearsal folder.
-        Also record no descriptor, and no path from inside a redirected call. A forked child of the
-        rank records paths only in its own memory, so the rank's `outside` does not return these
-        paths.
+        Ignore a descriptor, a path from inside a redirected call, and a path in a folder of
+        `ignored`, in the scratch folder or in the rehearsal folder.
+
+        A forked child of the rank records paths only in its own memory. So `outside` of the rank
+        does not return the paths of its children.
         """
         if self.is_redirecting or isinstance(path, int):
             return
@@ -551,13 +558,20 @@ def begin_run() -> None:
 def install(view: StoreView) -> None:
     """Permanently replace Python's file functions by ones that use the path from `view`. Call once.
 
-    Replace `open` and the functions of `os` that change files. Also redirect torch's file writer,
-    and the trace files of torch's profiler. Make tempfile use the replaced `unlink`. For rank 0 of
-    a real run, also make `torch.save` atomic; for any other view, redirect `torch.from_file`.
+    For every view:
 
-    Only a rank with a `DiscardingView` can have its own versions of files. So only for this view,
-    also replace calls that only read, torch's file reader, `shutil.rmtree`, locks, and numpy's
-    memory maps.
+    - Replace `open`, and the functions of `os` that change files. tempfile uses the new `unlink`.
+    - Redirect torch's file writer, and the trace files of torch's profiler.
+
+    Only for rank 0 of a real run: make `torch.save` atomic. For every other view: redirect
+    `torch.from_file`.
+
+    Only for a `DiscardingView` or `RehearsalView`, with which a rank reads files that it has
+    written to another folder instead of the store:
+
+    - Replace the functions of `os` that only read, and `shutil.rmtree`.
+    - Redirect torch's file reader, and numpy's memory maps.
+    - Make locks on files in the scratch folder show a warning.
     """
     _installed.append(view)
     for name, redirect in _writing_calls(view).items():
@@ -721,8 +735,8 @@ def _redirect_path(
 ) -> tuple[Path, int | None]:
     """Return the path and the `dir_fd` that a function of `os` must use to write `path`.
 
-    The result is `path` and `folder` if `view` does not redirect the path. In a rehearsal, also
-    record the path if it is outside the store.
+    If `view` redirects the path, the result is the new path and None. Otherwise, the result is
+    `path` and `folder`. In a rehearsal, also record the path if it is outside the store.
     """
     view.record_outside(path, folder)
     redirected = view.resolve(map_path, path, folder, follow=follow)
@@ -954,9 +968,10 @@ def _access(
 
 
 def _list(view: StoreView, join: _Call, real: _Call, path: Path = None) -> Any:
-    """List a folder: entries of the rehearsal folder, of the store, and of the scratch folder.
+    """Return the entries that this rank sees in a folder; called in place of `os.listdir`.
 
-    If the folder exists only in the store, call `real` with the caller's path.
+    These are the entries of the folder's versions in the rehearsal folder, in the store, and in the
+    scratch folder. If the folder exists only in the store, call `real` with the caller's path.
 
     Args:
         path: The folder; None for the working directory.
@@ -1113,7 +1128,12 @@ def _warn_about_locks(view: DiscardingView) -> None:
 
 
 def _is_common_file(view: StoreView, file: Any) -> bool:
-    """Return whether `file` is in the store, and this rank has no own version of the file."""
+    """Return whether `file` is a path in the store at which this rank sees the common version.
+
+    The common version is the file in the store, or the file that replaces it in a rehearsal. The
+    result is False if no common version exists, or if the rank has written its own version of the
+    file.
+    """
 
     def common_path(store_path: str) -> str | None:
         is_common = os.path.exists(view.common_path(store_path)) and not view.own_path(store_path)

@@ -58,7 +58,7 @@ class FileRoot(Enum):
     """The project store."""
 
     RUN = "run"
-    """The run folder. Its files are sent without hashes, because they do not change meanwhile."""
+    """The run folder. Its files are sent without hashes, because they do not change in a run."""
 
 
 class FileRequest(Request[_T], Generic[_T], kw_only=True):

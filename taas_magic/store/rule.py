@@ -263,7 +263,7 @@ def _refuse_overlap(store: str, path: Path) -> None:
     """Raise StoreError if the lock file at `path` belongs to a run whose store overlaps `store`.
 
     Two folders overlap if they are the same, or if one contains the other. If no process holds the
-    lock, remove the lock file.
+    lock, the run has ended: only remove the lock file.
     """
     with locked(path, wait=False) as free:
         if free:

@@ -127,10 +127,10 @@ class StoreServer:
         return answer
 
     def close(self) -> None:
-        """Refuse further requests, and wait until the server's threads have ended.
+        """Refuse further requests, wait until the server's threads have ended, and clean up.
 
-        The threads search the store and force files to the disk. Then discard incomplete files,
-        remove the marker file, save the hashes, and close the store's descriptor.
+        The threads search the store, and force files to the disk. After they have ended, discard
+        incomplete files, remove the marker file, save the hashes, and close the store's descriptor.
         """
         self._is_closed = True
         self._searcher.shutdown()
@@ -242,8 +242,8 @@ class StoreServer:
     def _apply_changes(self, host_rank: int, request: WriteFiles) -> dict[str, str]:
         """Apply a host's changes; return the reason for each refused path.
 
-        Write the pieces first, `PIECES_PER_FLUSH` at a time. Then remove the removed paths one by
-        one.
+        First write the pieces of files, `PIECES_PER_FLUSH` at a time. Then remove the paths in
+        `request.removed`, one by one.
         """
         answers: dict[str, str] = {}
         for first in range(0, len(request.pieces), PIECES_PER_FLUSH):
@@ -296,12 +296,14 @@ class StoreServer:
     def _check_new(self, path: str) -> None:
         """Raise UnsafeError if a host may not make `path` or one of its missing parent folders.
 
-        The store refuses new files and folders that tools may run unasked
-        (`may_be_run_by_tools`). In folders that the user made, the store refuses more names than
-        in folders of runs. For an `__init__` or `__main__` file, the folder that contains the
-        file's package decides, because Python can import the package from that folder.
+        The store refuses new files and folders that tools may run unasked (`may_be_run_by_tools`).
+        In a folder of the user, the store refuses more names than in a folder of runs.
 
-        A path that `[store] overwrite` names is never refused.
+        Exceptions:
+
+        - A path that `[store] overwrite` names is never refused.
+        - An `__init__` or `__main__` file is treated like a file in the folder that contains the
+          package, because Python can import the package from there.
         """
         if self._overwrite_rules.has(path):
             return
@@ -391,15 +393,17 @@ class StoreServer:
     ) -> None:
         """Write one piece of a file to its temporary file, or make a folder.
 
-        With the first piece of a file, check that the path may be made. If this host has sent
-        another file to the path before and not completed it, discard that file. Then make missing
-        parent folders. With each piece of a `.pth` file, check the content. With the last piece,
-        verify the size and hash of the file. If a write fails, or the file is damaged, discard it.
+        For a folder: check that the path may be made, make the folder and its missing parents, and
+        record it as a change for the other hosts. For a file:
 
-        For a folder, make the folder, and record it as a change for the other hosts.
+        - With the first piece, check that the path may be made. If this host has already begun to
+          send a file to the path, discard that incomplete file. Make missing parent folders.
+        - With each piece of a `.pth` file, check the content.
+        - With the last piece, verify the size and hash of the file, and add the file to `whole`.
+        - If a write fails, or the file is damaged, discard the file.
 
         Args:
-            whole: List to which the file is added if this piece completes it.
+            whole: List of the files that are complete, for `_install_file`.
 
         Raises:
             UnsafeError: The path may not be made, the host sends too many files at once, the piece
@@ -447,9 +451,10 @@ class StoreServer:
     ) -> None:
         """Move a complete file from its temporary name to its path; discard the file on failure.
 
-        The file may be executed only if `[store] overwrite` names it. Record the file as made by a
-        run, and as a change for the other hosts. If the user has a file at `path`, move the new
-        file beside the user's file (`a.txt.from-host`) instead.
+        If the file at `path` is the user's, move the new file beside the user's file
+        (`a.txt.from-host`) instead. The moved file is executable only if it was executable on the
+        host, and `[store] overwrite` names the path. Record the file as made by a run, and as a
+        change for the other hosts.
 
         Args:
             flushed: Result of forcing the file to the disk; awaited here.
@@ -494,17 +499,17 @@ class StoreServer:
             incoming.discard()
 
     def _remove(self, host_rank: int, path: str) -> None:
-        """Remove a file or an empty folder for a host. A file of the user is not removed.
+        """Remove a file or an empty folder for a host; keep a file of the user.
 
-        A folder that is not empty stays, without an error.
-
-        If rank 0 has written the user's file `a.txt` in this run, the store has rank 0's version as
-        `a.txt.from-host`. In this case, remove only rank 0's version. Discard the files that this
-        host is sending to `path` or below. The other hosts remove the path from their mirrors, even
-        if the user's file stays in the store.
+        - A folder that is not empty stays, without an error.
+        - A file of the user stays. If rank 0 has written this file in this run, rank 0's version is
+          beside the user's file (`a.txt.from-host`): remove rank 0's version. Otherwise, raise
+          UnsafeError. In both cases, the other hosts remove the path from their mirrors.
+        - Files that this host is just sending to `path` or below are discarded.
 
         Raises:
-            UnsafeError: The file is the user's, or the entry is no regular file and no folder.
+            UnsafeError: The file is the user's, and rank 0 has no version beside it. Or the entry
+                is no regular file and no folder.
         """
         status = self._tree.status(path)
         if status is not None and not stat.S_ISDIR(status.st_mode):

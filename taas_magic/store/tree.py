@@ -195,7 +195,7 @@ class Tree:
             make: Whether to make the folder and its parents if they are missing.
 
         Raises:
-            UnsafeError: The path is unsafe, or one of its parts is neither a folder nor a file.
+            UnsafeError: The path is unsafe, or one of its parts is a link or another special file.
             NotADirectoryError: One of its parts is a file.
             FileNotFoundError: A folder is missing, and `make` is False.
         """
