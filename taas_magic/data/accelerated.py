@@ -90,8 +90,9 @@ def patch_accelerate() -> None:
 
     The patched `Accelerator.prepare` wraps a registered loader; the original function would return
     the loader unchanged. The patched `skip_first_batches` receives the first batches from fetchers
-    and discards them; the original function would run the loader's sampler in the rank. Both return
-    a DataLoaderShard with `_RemoteShardMixin`. For any other loader, both call the original.
+    and discards them; the original function would run the loader's sampler in the rank. Both
+    patched functions return a DataLoaderShard with `_RemoteShardMixin`. For any other loader, each
+    patched function calls its original function.
     """
     from accelerate import accelerator, data_loader
     from accelerate.accelerator import Accelerator

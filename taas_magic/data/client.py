@@ -121,9 +121,9 @@ class Route:
         - the assigned fetcher (`sharding.assigned_worker`)
         - another fetcher, which depends on the batch, so that the batches are spread
 
-        A fetcher that has failed since the last response of any fetcher is passed over, if another
-        usable fetcher has not failed; this rule does not apply to `preferred`. If no fetcher is
-        usable, return the assigned fetcher.
+        The second and third choice prefer fetchers without a failure. Failures before the latest
+        response do not count; this may be the response of any fetcher. If no fetcher is usable,
+        return the assigned fetcher.
 
         Args:
             slot: Number of the batch in its epoch.
@@ -219,10 +219,14 @@ class Route:
     def record_failure(self, number: int, error: Exception, silent_s: float) -> None:
         """Pause a fetcher that has failed: it gets no requests for a while.
 
-        First close the idle connections to the fetcher. Each further failure of a fetcher doubles
-        the pause, up to a limit. But if the fetcher was silent for more than `ALIVE_S`, the pause
-        is a multiple of the silence. Then read the current addresses of all fetchers. If no fetcher
-        can be tried now, sleep until a pause ends, but at most 0.25 s.
+        Each further failure of the same fetcher doubles its pause, up to `_LONGEST_PAUSE_S`. But if
+        the fetcher was silent for more than `ALIVE_S`, the pause is a multiple of the silence.
+
+        This method has three further effects:
+
+        - It closes the idle connections to the fetcher.
+        - It reads the current addresses of all fetchers.
+        - If all fetchers are now paused, it sleeps until the first pause ends, but at most 0.25 s.
 
         Args:
             number: Index of the fetcher.
@@ -274,9 +278,9 @@ class Route:
     def _await_fetchers(self) -> None:
         """Wait until this route has the address of at least one fetcher, up to `start_s` seconds.
 
-        If the route has the addresses of all fetchers, return at once. If it has only some, do not
-        wait either, but first read the current addresses: more fetchers may have started. A call
-        less than 0.25 s after the latest reading does not read them again.
+        If the route already has an address, this method does not wait. But if the addresses of
+        other fetchers are missing, it reads the current addresses, because more fetchers may have
+        started. It reads them at most once in `_CHECK_AGAIN_S` seconds.
 
         Raises:
             RunLost: No fetcher has started in time, or all fetchers have ended.
@@ -313,10 +317,10 @@ class Route:
         self._await_start(self._assigned_fetcher(0, None))
 
     def _await_start(self, number: int) -> None:
-        """Wait until fetcher `number` has started; return early if it is not expected to start.
+        """Wait until fetcher `number` has started, no fetcher is starting, or a deadline passes.
 
-        Return without this fetcher if no fetcher is starting any more, or at a deadline. All calls
-        have the same deadline: `start_s` seconds after the first call for a missing fetcher.
+        All calls have the same deadline. It is `start_s` seconds after the first call for a fetcher
+        that had not started.
 
         Raises:
             RunLost: All fetchers have ended or could not start.
@@ -428,8 +432,8 @@ class Client:
 
         Args:
             has_own_sampler: Whether the sampler is of a type that is not torch's. Such a sampler is
-                perhaps unseeded, so that fetchers have different orders. Therefore first wait for
-                the fetcher from which all ranks request the description.
+                perhaps unseeded, so that fetchers have different orders. If True, this method
+                therefore first waits for the fetcher from which all ranks request the description.
 
         Raises:
             RunLost: No fetcher responds.
@@ -605,10 +609,10 @@ class Client:
     def _queue_request(self, request: LoaderRequest) -> None:
         """Choose a fetcher for a request, and queue the request on the connection to the fetcher.
 
-        For the order of an epoch, prefer the fetcher that described the epoch. Connect to the
-        chosen fetcher if there is no connection yet. If that fails, record the failure and choose a
-        fetcher again. Last, record in `_where` which fetcher has the request. `_flush` sends the
-        queued requests.
+        For an ORDER request, prefer the fetcher that described the epoch. If there is no connection
+        to the chosen fetcher yet, make one. If connecting fails, record the failure and choose a
+        fetcher again. The attribute `_where` records which fetcher has the request. This method
+        does not send the request; `_flush` sends it later.
 
         Raises:
             RunLost: No fetcher can be reached.
@@ -721,10 +725,10 @@ class Client:
     ) -> None:
         """Store the response to `request`, or send a further request for the same batch.
 
-        After a response to OPEN, first record which fetcher has described the epoch. A further
-        request is necessary if the worker prepared the batch in an order that is not the epoch's
-        order (`_follow_up_request`). When the batch of the epoch's order has arrived, store this
-        batch as the response to the original request.
+        A further request is necessary if the worker's order is not the epoch's order, because the
+        batch is then wrong (`_follow_up_request`). When the right batch arrives, store it as the
+        response to the original request. If `request` is OPEN, also record which fetcher has
+        described the epoch.
         """
         number = self._where.pop(request)
         if request.kind is RequestKind.OPEN:
@@ -754,8 +758,8 @@ class Client:
 
         Args:
             request: The request that `response` answers.
-            first: The first of the three requests. This is `request` itself if `request` is not the
-                second or third request.
+            first: The first of the three requests; `request` itself, unless `request` is the second
+                or third request.
 
         Returns:
             The second or third request. None if `response` is the final response to `first`: its
@@ -783,8 +787,8 @@ class Client:
 
         Raises:
             RunLost: No fetcher responds.
-            OSError: `error` itself, and nothing else is done, if it comes from a signal handler in
-                the user's cell and not from the connection.
+            OSError: This is `error`, which a signal handler in the user's cell raised. In this
+                case, the connection has not failed, and stays open.
         """
         if is_raised_by_cell(error):
             raise error

@@ -106,9 +106,10 @@ class FetcherLink:
         self.borrowed = BorrowedSpans(self._socket.close)
         self._inbox = Inbox(self._socket, ProtocolState(Role.RANK), silence_limit_s)
         self.close = weakref.finalize(self, self.borrowed.close)
-        """Close the connection as soon as this process reads no shared memory of the fetcher.
+        """Function that closes the connection when this process reads no span of the fetcher.
 
-        Until then the fetcher does not reuse that memory.
+        While the connection is open, the fetcher does not reuse the spans that this process reads.
+        So if such spans are left, the function postpones closing until they are no longer in use.
         """
         try:
             if self._is_tls:
@@ -353,9 +354,9 @@ class Inbox:
     def _receive_chunk(self, blocks: ReceiveBlocks) -> None:
         """Receive data into the chunk, once; wait at most `ALIVE_S` seconds for the data.
 
-        This call may receive less than a frame. If a frame has begun, it may also return without
-        new data. So the caller calls this method in a loop. With TLS, one call instead receives the
-        complete rest of the current message's body, if the message itself has been read.
+        One call may receive only a part of a frame, or no data if the rest of a frame is late. So
+        the caller calls this method in a loop. Exception: with TLS, if the current frame's message
+        has arrived, one call waits for the whole body of this frame and receives the body.
 
         If the chunk has too little space left, first replace the chunk, and copy the unread data to
         the new chunk.
@@ -389,13 +390,13 @@ class Inbox:
     def _receive_limit(self) -> int:
         """Return the offset in the chunk at which the next system call stops receiving.
 
-        Frames often have equal sizes. So assume that each frame has the size of the latest frame,
-        and stop at the end of the last frame that fits completely. Otherwise, the chunk would also
-        receive the beginning of a further frame, and this beginning would have to be copied to the
-        next chunk.
+        Frames often have equal sizes. So assume that each frame has the size of the latest frame.
+        The result is the end of the last frame that fits into the chunk completely. If the call
+        received more, this would be the beginning of a further frame, and this beginning would have
+        to be copied to the next chunk.
 
-        The result is the end of the chunk if no frame has arrived yet, or if data up to the
-        computed offset has arrived already.
+        Exceptions: if no frame has arrived yet, or if the data up to that offset has arrived
+        already, the result is the end of the chunk.
         """
         begin = self._start - (self._now.header_bytes if self._now else 0)
         size = self._latest_bytes

@@ -49,10 +49,11 @@ Above this number, every second snapshot is dropped, and the interval between sn
 """
 
 _HASHED_ITEMS = 64
-"""Number of batches after skipped items of a stream whose responses have the hash of item 0.
+"""Number of batches for which a worker sends the hash of item 0 after it has skipped items.
 
-A worker skips items when it reads a stream a second time. By the hash, a rank notices if the second
-reading gave different data.
+A worker skips items when it reads a stream a second time. The responses for the next batches have
+the hash of the stream's item 0. By this hash, a rank notices if the second reading gave different
+data.
 """
 
 _LAST_INTS_ITEM = 2
@@ -280,9 +281,9 @@ class BatchSource:
             slot: Slot of the batch that was prepared last.
 
         Returns:
-            The hash, for the first `_HASHED_ITEMS` batches after the skipped items. 0 for later
-            batches, if no items were skipped, or if the worker began at a saved state instead of
-            item 0.
+            The hash, for the first `_HASHED_ITEMS` batches after the skipped items; 0 for later
+            batches. Also 0 if item 0 was not among the skipped items, for example because the
+            worker began at a saved state.
         """
         assert self.streams is not None
         item, stream = divmod(slot, self.streams)
@@ -382,8 +383,8 @@ class BatchSource:
         """Call `work`, which runs user code, and return its result.
 
         During the call, torch's `get_worker_info()` returns the information about this worker. For
-        an iterable-style loader, `_advance` replaces it by the information for the stream. After
-        the call, the old value is restored.
+        an iterable-style loader, `_advance` makes it return the stream's information instead.
+        After the call, `get_worker_info()` returns the same value as before the call.
 
         Raises:
             NoBatch: `work` raised NoBatch.
@@ -453,8 +454,8 @@ class BatchSource:
         - The cursor is past the batch.
         - A saved state of the dataset is nearer to the batch.
 
-        When a new cursor is made, the stream's cursors of other epochs are dropped, except the most
-        recently used one.
+        A new cursor replaces the stream's cursor in this epoch. Of the stream's cursors in other
+        epochs, only the most recently used one stays.
 
         Raises:
             NoBatch: The stream has ended before the batch.
@@ -489,7 +490,8 @@ class BatchSource:
     def _advance(self, cursor: "Cursor") -> Any:
         """Seed the random generators for the next batch of a stream, and return the batch.
 
-        First make `get_worker_info()` return the value for this stream; `_run_user_code` resets it.
+        First make `get_worker_info()` return the value for this stream. `_run_user_code`, which
+        calls this method, later restores the old value.
         """
         assert self.streams is not None
         slot = cursor.item * self.streams + cursor.stream
@@ -551,11 +553,11 @@ def keeps_dataset(loader: Any) -> bool:
 
 
 def _with_own_memory(loader: Any) -> Any:
-    """Replace a loader's `default_collate`, so that it does not allocate batches in /dev/shm.
+    """Set `collate_fn` to `_collate` if it is torch's `default_collate`; return the loader.
 
-    In a worker (`get_worker_info()` is not None), torch's `default_collate` allocates batches in
-    /dev/shm. In a container, /dev/shm may have only 64 MB, and our workers do not need it: they
-    copy batches into their arena.
+    In a worker (`get_worker_info()` is not None), `default_collate` allocates batches in /dev/shm,
+    which in a container may have only 64 MB. `_collate` allocates them in normal memory. This is
+    sufficient, because our workers then copy the batches into their arena.
     """
     if loader.collate_fn is default_collate:
         loader.collate_fn = _collate
@@ -592,11 +594,11 @@ class Cursor:
         info: Value of `get_worker_info()` for the dataset; None if the loader has no workers.
         snapshots: Saved states of the dataset; this cursor adds to them.
         counter: Name of the attribute in which the dataset counts its epochs; "" if there is none,
-            or if the stream has not ended yet. The attribute is an int. At the stream's end, it is
-            larger by one than at the stream's beginning. Reading item 1 does not change it.
+            or if the stream has not ended yet. An attribute counts epochs if its value is an int
+            that grows by one from the stream's beginning to its end, but not by reading item 1.
         first_hash: Hash of item 0, if the cursor skipped this item; else 0.
-        hash_until: First item whose response does not have `first_hash`. The responses for earlier
-            items have it, so that a rank notices if a second reading gave different data.
+        hash_until: Index of the first item whose response does not have `first_hash`. A rank uses
+            the hash in earlier responses to notice if a second reading gave different data.
     """
 
     loader: Any
@@ -808,12 +810,14 @@ class UserErrorReport:
     def _exception(self) -> Exception:
         """Return the exception that `reraise` raises, with the original traceback in its message.
 
-        The exception is a RuntimeError in two cases. First, the user's exception would end the
-        process (`sys.exit`) or the loop (`StopIteration`). Second, the constructor of its type does
-        not accept a message. Otherwise, the exception has the original type. An exception group
-        also contains new exceptions in place of its parts. Some types do not keep the message that
-        they are given. For such a type, a note of the exception contains the traceback (from Python
-        3.11 on).
+        The result has the type of the user's exception, except in two cases. The result is a
+        RuntimeError if the user's exception would end the process (`sys.exit`) or the loop
+        (`StopIteration`). The result is also a RuntimeError if the type's constructor does not
+        accept a message.
+
+        If the user's exception is an exception group, the result is a group of exceptions that are
+        made in the same way from `parts`. If the type drops the message that its constructor gets,
+        the traceback is added by `add_note` (from Python 3.11 on).
         """
         text = f"Caught {self.kind.__name__} {self.where}.\nOriginal {self.text}"
         if not issubclass(self.kind, Exception):

@@ -213,10 +213,13 @@ def _reduce(tensor: torch.Tensor) -> Any:
 def _reduce_array(array: Any) -> Any:
     """Return the function call that rebuilds a numpy array with its strides.
 
-    This is a reducer for pickle's `dispatch_table`. Usually, the result is a call of
+    This is a reducer for pickle's `dispatch_table`. For an array with gaps, the result is a call of
     `_strided_array` with a dense copy of the array, because numpy's own reducer would lose the
-    strides. If the array is dense or empty, has Python objects, or has too large gaps, return the
-    result of numpy's own reducer.
+    strides.
+
+    Return the result of numpy's own reducer if the array is dense or empty, or has Python objects.
+    Do the same if the gaps are too large (`_MOST_SPREAD`, `_SPREAD_FROM_BYTES`); the strides are
+    then lost.
     """
     low, high = _span(array.shape, array.strides)
     is_far = high - low > max(_MOST_SPREAD * array.nbytes, _SPREAD_FROM_BYTES)
@@ -427,11 +430,12 @@ def _range_length(shape: Sequence[int], stride: Sequence[int]) -> int:
 
 
 def _overlapping(extents: Iterable[_MemoryRange]) -> list[list[_MemoryRange]]:
-    """Group tensors that overlap in memory.
+    """Return groups of tensors that overlap in memory.
 
     Two tensors are in the same group if they overlap, or if a chain of overlapping tensors connects
-    them. A tensor without overlap is a group of its own. The groups are in the order of their first
-    tensors in the batch, and not of addresses, so that equal batches have equal fingerprints.
+    them. A tensor without overlap is a group of its own. The groups are sorted by the smallest
+    tensor number in each group. Sorted by address, they could differ between equal batches, which
+    must have equal fingerprints.
     """
     groups: list[list[_MemoryRange]] = []
     end = 0
@@ -450,10 +454,12 @@ def _choose_spans(
 ) -> tuple[list[TensorRow], list[memoryview]]:
     """Choose the spans of memory to send, and compute each tensor's offset in its span.
 
-    Tensors whose memory overlaps share a span. The start of a shared span is aligned to the widest
-    element size. If a span would have too many gaps, each tensor in the span gets a dense span of
-    its own; a tensor that is not dense is copied for this. The receiver restores the tensor's old
-    strides, unless these would need much more memory than the copy. An empty tensor gets no span.
+    - A dense tensor that overlaps no other tensor gets a span of its own.
+    - Tensors whose memory overlaps share a span, if the span has at most `_THIN` times their total
+      size. The start of a shared span is aligned to the widest element size.
+    - Any other tensor is copied to a dense span of its own, unless it is dense already. The
+      receiver restores the tensor's old strides, if their gaps are not too large (`_MOST_SPREAD`).
+    - An empty tensor gets no span.
 
     Args:
         first_buffer: Index of the first span among the body's buffers.
@@ -501,7 +507,7 @@ def decode(body: memoryview, head_bytes: int) -> Any:
 
     The tensors and arrays of the batch are views of the memory of `body`, and keep this memory
     alive. Only one kind of tensor is a copy: its strides have gaps, but its values were sent
-    without gaps. The decoded tables of contents are cached, except large ones.
+    without gaps. Decoded tables of contents of up to `_CACHED_HEAD_BYTES` bytes are cached.
 
     This function unpickles data of the body. So the body must come from a peer that has proved that
     it knows the run's key.

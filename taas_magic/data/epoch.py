@@ -124,10 +124,10 @@ class Step(NamedTuple):
 
 
 def _with_sampled_times(source: Iterator[Step], counts: RankCounts) -> Iterator[Step]:
-    """Yield the steps of `source`; of every 16th step, add its times to `counts`.
+    """Yield the steps of `source`, and measure the time to receive every 16th step.
 
-    These are the wall time and CPU time to receive the step: steps 2, 18, 34, … The time of step 1
-    includes the start of the fetchers, so this step is not measured.
+    The wall time and the CPU time of steps 2, 18, 34, … are added to `counts`. Step 1 is not
+    measured, because its time includes the start of the fetchers.
     """
     wall_s = cpu_s = 0.0
     # Skip the first batch, whose time includes the start of the fetchers.
@@ -275,13 +275,16 @@ class EpochIterator(Iterator[Any]):
     def _begin(self) -> Iterator[Step]:
         """Begin the pass: request the epoch's description, and return an iterator over the steps.
 
-        Make all ranks use the same order. For a map-style loader, check that a loaded state has
-        this order. Then send loaded states of streams to the workers.
+        In between, this method does the following:
 
-        Rank 0 warns if the dataset counts its epochs, because the counter cannot advance. In the
-        loader's first pass, rank 0 also warns if `worker_init_fn` gives the dataset a random
-        generator of its own, which is not seeded. Last, add a line for the pass to the ledger, and
-        compute how many units `--units` leaves for the pass.
+        1. Make all ranks use the same order.
+        2. For a map-style loader with a loaded state, check that the state has this order.
+        3. Send the states of streams that `load_state_dict` received to the workers.
+        4. In rank 0, warn if the dataset counts its epochs, because the counter cannot advance.
+        5. In rank 0 and the loader's first pass, warn if `worker_init_fn` gives the dataset a
+           random generator of its own, because this generator is not seeded.
+        6. Add a line for the pass to the ledger.
+        7. Compute how many units `--units` leaves for the pass.
 
         Raises:
             ValueError: The epoch's order is not the one that the loaded state requires.
@@ -353,7 +356,8 @@ class EpochIterator(Iterator[Any]):
 
         - If `order` is the hash of the stream's first batch, compare it with the first hash that
           this pass received for that batch. A difference means that a worker has read the stream
-          again and got other data. If `slot` itself is a later batch, return after this comparison.
+          again and got other data. If `slot` is not the slot of that first batch, make no further
+          comparison.
         - If `slot` is 0, compare `order` with the hash that a loaded state requires, if any. In any
           case, store `order` in this iterator's attribute `order`, for states that are saved later.
         - In a run without fetchers and with several ranks, each rank reads the whole stream. So
@@ -391,11 +395,14 @@ class EpochIterator(Iterator[Any]):
     def _count_batch(self, step: Step) -> Any:
         """Count a received batch in the loader's counts and the ledger, and return the batch.
 
-        If the batch would exceed `--units`, count nothing, and close the pass instead. After the
-        first large batch (`_THREAD_FROM_BYTES`), start a thread that receives all later batches. If
-        the loader pins memory, copy the batch to pinned memory, unless the thread has done so. Set
-        `after` to the position after the batch. Every `_MEASURE_EVERY` batches, also measure the
-        memory for batches.
+        If the step would exceed `--units`, count nothing, and close the pass instead. Otherwise:
+
+        - Set `after` to the position after the batch.
+        - After the first batch of at least `_THREAD_FROM_BYTES`, start a thread that receives all
+          later batches.
+        - If the loader pins memory, copy the batch to pinned memory, unless that thread has copied
+          the batch already.
+        - Every `_MEASURE_EVERY` batches, measure the memory that holds batches.
 
         Raises:
             StopIteration: With this step's batches, the ranks together would exceed `--units`.
@@ -484,9 +491,10 @@ class EpochRequests:
         """Return this rank's batch of a step; None at the end of the epoch.
 
         First, request batches of later steps, if enough steps have passed since the last request.
-        If the schedule does not know the step's slot yet, receive responses for other slots until
-        the slot is known. Record their units in the schedule, and pass their hashes to `compare`.
-        Keep the received batches that this rank needs later.
+        While the schedule does not know the step's slot, receive the responses for further slots.
+        For each of these responses, record the units in the schedule, and pass the hash to
+        `compare`. If a response has a batch, keep the batch, because this rank probably needs it in
+        a later step.
 
         Raises:
             ProtocolError: The fetchers announced the batch, but do not have it.
@@ -517,13 +525,14 @@ class EpochRequests:
         return received
 
     def _request_ahead(self, step: int) -> None:
-        """Request the batches of the next steps, up to about `window_bytes` and `_MOST_STEPS`.
+        """Request the batches of the next steps, and compute after which step to request again.
 
-        The largest batch so far gives an estimate of the size. Request at least `_least` steps,
-        even if their batches exceed `window_bytes`; with fewer steps, some workers would be idle.
-        The next call is due when the rank has received the batches of a quarter of these steps. If
-        the schedule needs the units of each batch, also append the requests to `_unrecorded`;
-        `_receive_step` reads their units in the order of this queue.
+        The number of steps is limited by `window_bytes` and `_MOST_STEPS`. Each batch is assumed to
+        be as large as the largest batch so far. But request at least `_least` steps; with fewer
+        steps, some workers would be idle. The next call is due a quarter of these steps later.
+
+        If the schedule needs the units of all batches, append the requests to the queue
+        `_unrecorded`. `_receive_step` receives the responses in the order of this queue.
         """
         ahead = self._least
         if self._largest_bytes:
@@ -564,7 +573,8 @@ class ReceiveThread(Iterator[Step]):
     def stop(self) -> None:
         """Tell the thread to end, without waiting for its end.
 
-        Discard the steps in the queue, so that the thread can queue its last entry and end.
+        Discard the steps in the queue. Otherwise the thread could wait forever for a free place in
+        the queue.
         """
         self._client.must_end = True
         with suppress(queue.Empty):
@@ -572,11 +582,11 @@ class ReceiveThread(Iterator[Step]):
                 self._queue.get_nowait()
 
     def _run(self) -> None:
-        """Receive steps until the epoch's end, `stop` or an exception (the thread's function).
+        """Run the thread: receive steps until the epoch ends, `stop` is called or an error occurs.
 
         Queue each step for the rank; wait while the queue is full. If `pins`, first copy the batch
-        to pinned memory. At the end, close the client, and queue the exception that `__next__` then
-        raises: the exception that occurred, else StopIteration.
+        to pinned memory. At the end, close the client, and queue an exception, which `__next__`
+        raises in the rank. This is the exception that occurred here, or else StopIteration.
         """
         end: BaseException = StopIteration()
         try:

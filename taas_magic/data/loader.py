@@ -121,7 +121,10 @@ class KeyValueStore(Protocol):
     """Key-value store that all ranks of an attempt share, to agree on the order of batches."""
 
     def store_first(self, key: str, value: bytes) -> bytes:
-        """Store `value` if no rank has stored a value for `key`; return the value of `key` then."""
+        """Store `value`, unless a rank has already stored a value for `key`; return `key`'s value.
+
+        So all ranks get the value that the first rank has stored.
+        """
 
     def publish(self, key: str, value: bytes, replaced: str) -> None:
         """Store `value` under `key` for the other ranks; remove the value of key `replaced`."""
@@ -385,9 +388,9 @@ class RemoteLoader(DataLoader[Any]):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Make the next iterator resume at the position in `state`.
 
-        In the loader's counts, set `spent` and `resumed` to the state's units, and `units` to 0.
-        From now on, `state_dict` ignores an unfinished pass of this loader, and the counts include
-        the time of this pass only after its end.
+        Also change the loader's counts: `spent` and `resumed` become the spent units in `state`,
+        `units` becomes 0. If a pass of this loader is unfinished, `state_dict` ignores this pass
+        from now on, and the counts include its time only after its end.
 
         The number of fetchers may differ from the number in the run that saved the state. If the
         order of a map-style loader's epoch has changed, the iterator raises `ValueError` at the
@@ -418,8 +421,9 @@ class RemoteLoader(DataLoader[Any]):
     def _raise_if_state_of_other(self, state: dict[str, Any]) -> None:
         """Raise a ValueError if `state` is not the state of a loader like this one.
 
-        Check, in this order: that no entry is missing; the dataset's type and length; the seed; and
-        for an iterable-style dataset, the number of workers and the batch size.
+        No entry may be missing, except the states of streams. Then these values are compared, in
+        this order: the name of the dataset's type and the dataset's length; the seed; and, for an
+        iterable-style dataset, the number of workers and the batch size.
         """
         about, mine = f'load_state_dict of loader "{self.name}"', self._identity()
         if missing := [name for name in ("place", "order", *mine) if name not in state]:
@@ -798,8 +802,8 @@ def _warning_of_changes(path: str, dataset: Any, method: Any) -> Any:
     """Wrap a method of a dataset, to warn if a call changes attributes of the dataset.
 
     `dataset` is this rank's copy, so the fetchers do not see the change. The warning comes after
-    the call, and names the first attribute that has got another object. A change inside an object
-    is not noticed.
+    the call, and names the first attribute that is new or refers to another object than before. A
+    change inside an object is not noticed, nor is the removal of an attribute.
 
     Args:
         path: Name of the dataset in the warning.

@@ -166,10 +166,10 @@ class PrefetchOrder:
     def record_requested(self, epoch: int, slot: int) -> None:
         """Record that a worker starts to prepare a batch because a rank has requested it.
 
-        If the batch is later than those of all earlier calls, workers continue to prepare ahead
-        from the next slot. If the batch is the first one requested from a later epoch, drop the
-        records of earlier epochs. From the first call on, workers no longer prepare batches for
-        `--prefill`.
+        If the batch is later than the batches of all earlier calls, workers continue to prepare
+        ahead from the next slot. If the batch is the first one from a later epoch, drop the
+        descriptions of earlier epochs and the ends of streams in these epochs. From the first call
+        on, workers no longer prepare batches for `--prefill`.
         """
         self._has_rank_requests = True
         if epoch > self._epoch:
@@ -212,8 +212,8 @@ class PrefetchOrder:
           The other workers get None until the description is recorded.
         - Of the epoch after `epoch`, yield only the first `_NEXT_EPOCH_BATCHES` batches, or as many
           as `--prefill` needs. Later epochs follow only if `--prefill` needs more.
-        - The iterator ends if an epoch cannot be described, at the `--units` limit, or if the
-          worker has no batch in a later epoch.
+        - The iterator ends at the `--units` limit. It also ends at an epoch that cannot be
+          described, and at an epoch after `epoch` in which the worker has no batch.
         """
         left = self._part.units
         for ahead in itertools.count():
@@ -272,10 +272,10 @@ class _RequestState:
 
     Attributes:
         waiting: The connections that wait for the response, in order (a dict used as a set).
-        queued: Identification of the queue that contains the request, as a pair; None if the
-            request is in no queue. The first value is the number of the worker that must answer
-            the request. It is None if any worker can, and LATER if the loader's kind must be known
-            first. The second value is a connection, or `_ALL`.
+        queued: The queue that contains the request, as a pair of keys in `PrefetchBuffer._queues`;
+            None if the request is in no queue. The first key is the number of the worker that must
+            answer the request; None for any worker, LATER while the loader's kind is not known. The
+            second key is a connection, or `_ALL`.
         prepared: The response; None until a worker has prepared it.
     """
 
@@ -399,11 +399,13 @@ class PrefetchBuffer:
     def pop_ready(self, who: Hashable, request: LoaderRequest) -> PreparedResponse | None:
         """Return a prepared response for connection `who`; the caller must release the response.
 
-        If no other connection waits for this response, remove the response from the buffer, unless
-        it stays until the epoch is over (`_is_kept`). If another rank may still need the removed
-        batch, keep it separately (`_keep_sent`). If the response is not ready, return None, and
-        record that `who` can send nothing before this response. Workers then prepare it even if the
-        buffer is full.
+        If the response is not ready, return None, and record that `who` must send it next. Workers
+        then prepare the response even if the buffer is full.
+
+        If the response is ready, it stays in the buffer while other connections wait for it, or if
+        its batch is needed until the epoch is over (`_is_kept`). In all other cases, remove the
+        response from the buffer. If another rank may still request the removed batch, keep the
+        batch separately (`_keep_sent`).
         """
         entry = self._entries.get(request)
         if entry is None or entry.prepared is None:
@@ -449,12 +451,13 @@ class PrefetchBuffer:
     ) -> LoaderRequest | None:
         """Return the queued request that a worker prepares next; None if the worker has none.
 
-        If the buffer is full, this method first drops responses for which no connection waits. Of
-        an iterable-style loader, it drops only batches that no rank can need any more
-        (`_first_needed`): to prepare a dropped batch again, a worker would restart a stream. If the
-        buffer is still full, choose only a request whose response a connection must send next; all
-        other requests wait. The chosen request leaves its queue and counts as being prepared. A GET
-        request is also recorded for preparing ahead (`record_requested`).
+        The chosen request leaves its queue and counts as being prepared. If it is a GET request,
+        its slot is also recorded, for preparing ahead (`record_requested`).
+
+        If the buffer is full, first drop responses for which no connection waits. For an
+        iterable-style loader, drop only batches that no rank can need any more (`_first_needed`):
+        to prepare a dropped batch again, a worker would restart a stream. If the buffer is then
+        still full, choose only a request whose response a connection must send next.
 
         Args:
             follows: Function that returns whether the worker can prepare a batch without restarting
@@ -533,10 +536,12 @@ class PrefetchBuffer:
     def make_room(self, before: tuple[int, int] | None = None) -> None:
         """Drop responses for which no connection waits, until memory is below the limit.
 
-        If all that may be dropped are dropped, return although memory is still at the limit. The
-        responses for the last slots of the last epoch are dropped first, together with their
-        recorded units. Workers can prepare dropped batches again. Responses without a body stay,
-        and so do batches that must be kept until the epoch's end (`_is_kept`).
+        Responses of later epochs are dropped before those of earlier epochs; within an epoch, those
+        of later slots are dropped first. The recorded units of a dropped batch are dropped, too, so
+        that a worker may prepare the batch again.
+
+        These responses always stay: responses without a body, and batches that are kept until the
+        epoch's end (`_is_kept`). So memory may still be at the limit when this method returns.
 
         Args:
             before: Drop only responses before this epoch and slot; None to drop any.
@@ -571,11 +576,14 @@ class PrefetchBuffer:
         return due if self._part.has_one_rank else (due[0], 0)
 
     def _is_kept(self, request: LoaderRequest, prepared: PreparedResponse) -> bool:
-        """Return whether a batch stays in the buffer until its epoch is over (`keep_first`).
+        """Return whether a batch stays in the buffer until its epoch is over.
 
-        Only the first `keep_first` batches of an iterable-style loader stay, in epochs from
-        `oldest_epoch` on. Large batches do not stay: together they would need over a quarter of the
-        memory.
+        The batch stays if all of these hold:
+
+        - The loader is iterable-style, and the batch is one of the first `keep_first` batches of
+          its epoch (`FetcherPart.keep_first`). Slots without a batch do not count.
+        - The epoch is `oldest_epoch` or a later one.
+        - `keep_first` batches of this batch's size need at most a quarter of `budget_bytes`.
         """
         keep_first = self._part.keep_first
         return (
@@ -651,10 +659,11 @@ class PrefetchBuffer:
     ) -> LoaderRequest | None:
         """Return the next queued request that a worker may prepare; the connections take turns.
 
-        The worker's own queues come before the queues that all workers share. The connection of the
-        returned request moves to the end of the turns. If the worker would have to restart a stream
-        for the next request's batch, prefer a later request of the same epoch that needs no
-        restart.
+        The worker's own queues come before the queues that all workers share. After this call, the
+        connection of the returned request has the last turn.
+
+        If the next request is for a batch for which the worker would have to restart a stream,
+        prefer a later request of the same epoch that needs no restart (`follows`).
         """
         owners = [it for it in (worker, None) if it in self._queues]
         if not owners:
@@ -674,8 +683,13 @@ class PrefetchBuffer:
     ) -> LoaderRequest | None:
         """Return a queued request for `worker` whose response a connection must send next.
 
-        Return None if there is no such request. For streams, prefer the earliest request for which
-        the worker need not restart the stream.
+        There may be several such requests, one for each connection. For a map-style loader, return
+        the request of the connection that has waited longest. For an iterable-style loader, return
+        the request for the earliest batch for which the worker need not restart a stream
+        (`follows`). If each batch needs a restart, return the request for the earliest batch.
+
+        Returns:
+            The request; None if there is no such request.
         """
         due = []
         for request in self._due.values():
@@ -692,8 +706,9 @@ class PrefetchBuffer:
     ) -> None:
         """Put a request into one of the queues of the worker that must answer the request.
 
-        A request for a batch of a stream goes to the queue `_ALL`, which is sorted by slot. Any
-        other request goes to the queue of the connection `who`.
+        A request for a batch of a stream goes to the queue `_ALL`, which is sorted by epoch and
+        slot. Any other request goes to the queue of the connection `who`. The request's state,
+        `entry`, records the queue, so that `_unqueue` finds the request.
 
         Args:
             at_once: Whether to put the request first in the connection's queue; no effect for a
@@ -837,8 +852,9 @@ class Scheduler:
     def dispatch(self) -> None:
         """Send the next commands to every worker whose queue has room.
 
-        A command answers a request of a rank, or prepares a batch ahead if there is no such request
-        and the buffer is not full. For a batch of a stream, also record the stream's position.
+        A command answers a request of a rank. If there is no such request and the buffer is not
+        full, a command prepares a batch ahead. If the batch belongs to a stream, also record which
+        batch of the stream comes next (`_record_next_item`).
         """
         for one in self._workers.values():
             if not (room := one.room):
@@ -887,8 +903,7 @@ class Scheduler:
         Worker 0 describes epochs and computes orders. Any worker can prepare a sample, or a batch
         with given indices. All other requests go to the worker to which the slot is assigned. This
         worker depends on the loader's kind. So the result is LATER while this fetcher does not know
-        the kind. Ranks may know the kind before this fetcher, from another fetcher, and may then
-        request batches.
+        the kind. Such requests can arrive, because ranks may know the kind from another fetcher.
         """
         kind = request.kind
         if kind in (RequestKind.OPEN, RequestKind.ORDER):
@@ -1011,10 +1026,11 @@ class Scheduler:
         """Restart a worker that has ended, and queue its pending requests again.
 
         First, store the replies that the ended worker has sent. Then start the new worker, which
-        gets only one command at a time, and pass a message for the user to `note`. The first
-        pending request may be the reason why the worker ended. If `_MAX_LOST_PER_REQUEST` workers
-        have ended with the same first request, this request gets a LOST response, and the rank
-        fails.
+        gets only one command at a time. Also pass a message for the user to `note`.
+
+        The first pending request may be the reason why the worker ended. If workers have ended
+        `_MAX_LOST_PER_REQUEST` times with the same first request, do not queue this request again:
+        it gets a LOST response, and the rank that receives this response fails.
 
         Raises:
             RuntimeError: More than `_MAX_LOST_WORKERS` workers have ended.

@@ -205,7 +205,10 @@ class RankConnection:
 
         Each call that sends over TLS makes a record of its own. So a small entry is joined with the
         next entries, up to `_TLS_JOIN_BYTES`. A large entry is sent in several records, until the
-        socket would block. If nothing was sent, raise the error of the socket that would block.
+        socket would block.
+
+        Raises:
+            ssl.SSLError, BlockingIOError: The socket would block, and nothing was sent.
         """
         part = memoryview(self.out[0][0])
         if len(part) < _TLS_JOIN_BYTES and len(self.out) > 1:
@@ -502,11 +505,13 @@ class Server:
     def _begin_handshake(self, sock: socket.socket) -> None:
         """Begin the handshake with a new peer, unless another user runs the peer.
 
-        If another user runs the peer, only close the socket, and count the peer as refused.
-        Otherwise, set the socket's options, and watch the socket for input. If too many peers are
-        unauthenticated, or if few file descriptors are left, close the oldest unauthenticated
-        connection. Then queue the challenge. With TLS, the challenge follows only after the TLS
-        handshake.
+        If the peer uses the Unix socket and is run by another user, only close the socket, and
+        count the peer as refused. Otherwise:
+
+        - Set the socket's options, and watch the socket for input.
+        - If more than `_MOST_UNPROVED` peers are unauthenticated, or if few file descriptors are
+          left, close the oldest unauthenticated connection, unless it is the only one.
+        - Queue the challenge. With TLS, `_continue_handshake` queues it after the TLS handshake.
         """
         sock.setblocking(False)
         is_unix = sock.family == socket.AF_UNIX

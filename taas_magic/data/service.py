@@ -248,9 +248,9 @@ class FolderDirectory:
     def __call__(self, loader: str) -> LoaderAddresses:
         """Return the addresses of a loader's fetchers that have started.
 
-        The result also has the number of fetchers that are still starting. If no fetcher has
-        started, the result is empty. If all fetchers of the loader have failed, the result has the
-        reason for the failure of one of them instead.
+        If at least one fetcher has started, the result also has the number of fetchers that are
+        still starting. If no fetcher has started, the result has neither addresses nor this number.
+        If all fetchers of the loader have failed, the result has the reason why one of them failed.
         """
         contents = [_content(file) for file in self._files]
         entries = [_entry.decode(content) for content in contents if content is not None]

@@ -344,9 +344,11 @@ class DynamicSchedule:
         this rank probably gets the slot's batch (`_guess`), it requests the batch. Otherwise, it
         requests only the number of the batch's units (`is_own=False`).
 
-        After a resume, the first call also requests the numbers of units for the epoch's first
-        step, because the last step may repeat its batches. Stop at the end of the epoch, if it is
-        known. If each batch is one unit, also stop after the first step that exceeds `--units`.
+        After a resume, the first call also requests the units of the batches in the epoch's first
+        step, because the last step may repeat these batches.
+
+        The iterator stops at the end of the epoch, if this end is known. If each batch is one unit,
+        the iterator also stops after the first step that exceeds `--units`.
         """
         world_size = self._part.world_size
         until = until_step * world_size

@@ -225,8 +225,9 @@ class WorkerHandle:
     def _adapt_depth(self, batches: Sequence[Reply]) -> None:
         """Set the maximum length of the worker's queue from the worker's latest batches.
 
-        Small, fast batches give a long queue, so that the worker never waits for the server. Large
-        or slow batches give a short queue.
+        The largest and the slowest of these batches decide: commands for `_DEPTH_BYTES` and for
+        `_DEPTH_S` seconds of work fit into the queue. Small, fast batches give a long queue, so
+        that the worker never waits for the server. If `batches` is empty, the length stays.
         """
         if batches:
             largest = max(1, *(batch.body_bytes for batch in batches))
@@ -307,9 +308,9 @@ class Worker:
     def _reply(self, number: int, request: LoaderRequest) -> None:
         """Prepare the response to a request, write it to the arena, and queue the reply.
 
-        If the arena has no room, the response becomes an ERROR. If this method last sent replies
-        more than `_hold_back_s` ago, it sends all queued replies now. Otherwise, they are sent with
-        a later reply, or after the last command of the server's message.
+        If the arena has no room, the response becomes an ERROR. If the latest replies were sent
+        more than `_hold_back_s` seconds ago, also send all queued replies. Otherwise, a later call
+        of this method sends them, or `run` after the last command of the server's message.
         """
         began = time.perf_counter()
         kind, body, units, order = self._prepare(request)
