@@ -121,9 +121,8 @@ class Route:
         - the assigned fetcher (`sharding.assigned_worker`)
         - another fetcher, which depends on the batch, so that the batches are spread
 
-        The second and third choice prefer fetchers without a failure. Failures before the latest
-        response do not count; this may be the response of any fetcher. If no fetcher is usable,
-        return the assigned fetcher.
+        The last two choices prefer fetchers that have not failed. A failure does not count if any
+        fetcher has responded since then. If no fetcher is usable, return the assigned fetcher.
 
         Args:
             slot: Number of the batch in its epoch.
@@ -226,7 +225,8 @@ class Route:
 
         - It closes the idle connections to the fetcher.
         - It reads the current addresses of all fetchers.
-        - If all fetchers are now paused, it sleeps until the first pause ends, but at most 0.25 s.
+        - If each fetcher is then paused or has no address, it sleeps until the first pause ends,
+          but at most 0.25 s.
 
         Args:
             number: Index of the fetcher.

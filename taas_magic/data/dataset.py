@@ -490,8 +490,8 @@ class BatchSource:
     def _advance(self, cursor: "Cursor") -> Any:
         """Seed the random generators for the next batch of a stream, and return the batch.
 
-        First make `get_worker_info()` return the value for this stream. `_run_user_code`, which
-        calls this method, later restores the old value.
+        First make `get_worker_info()` return the value for this stream. `_run_user_code`, in which
+        this method runs, later restores the old value.
         """
         assert self.streams is not None
         slot = cursor.item * self.streams + cursor.stream

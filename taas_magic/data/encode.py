@@ -454,12 +454,12 @@ def _choose_spans(
 ) -> tuple[list[TensorRow], list[memoryview]]:
     """Choose the spans of memory to send, and compute each tensor's offset in its span.
 
+    - An empty tensor gets no span.
     - A dense tensor that overlaps no other tensor gets a span of its own.
     - Tensors whose memory overlaps share a span, if the span has at most `_THIN` times their total
       size. The start of a shared span is aligned to the widest element size.
     - Any other tensor is copied to a dense span of its own, unless it is dense already. The
       receiver restores the tensor's old strides, if their gaps are not too large (`_MOST_SPREAD`).
-    - An empty tensor gets no span.
 
     Args:
         first_buffer: Index of the first span among the body's buffers.
