@@ -39,9 +39,11 @@ class ResourceUsage(NamedTuple):
 def last_active(before: ResourceUsage | None, now: ResourceUsage) -> ResourceUsage:
     """Return the sample `now` if the processes have worked since the sample `before`.
 
-    Otherwise, return `before`. If `before` is None, return `now`. The processes have worked if they
-    used CPU time, read or wrote, or if a process started or ended. If the caller passes the
-    previous result as `before` each time, the result is always the latest sample that showed work.
+    Otherwise, return `before`. The processes have worked if they used CPU time, read or wrote, or
+    if a process started or ended.
+
+    Args:
+        before: The previous result of this function; None at the first call, which returns `now`.
     """
     return now if before is None or before[1:] != now[1:] else before
 
@@ -49,7 +51,8 @@ def last_active(before: ResourceUsage | None, now: ResourceUsage) -> ResourceUsa
 def usage_of(processes: Iterable[psutil.Process]) -> ResourceUsage:
     """Return a sample of the resources that `processes` have used since their start.
 
-    A process that has ended is ignored. For another user's process, only the CPU time counts.
+    Ended processes are ignored. The CPU time of another user's process counts, but its reads and
+    writes do not, because the system does not show them.
     """
     cpu_s, io_total, pids = 0.0, 0, set()
     for process in processes:

@@ -30,11 +30,14 @@ _LONGEST = 107 - len("/pymp-12345678/listener-12345678")
 def main() -> int:
     """Run the agent: start the forkserver, join the pool, and carry out the pool's calls.
 
-    Before these steps, this function makes the system kill this process when the supervisor ends.
-    It also changes the current folder to /, and sets the folder for temporary files. While it
-    imports Dask, garbage collection is disabled. The agent's settings are the first line of
-    standard input. At the end, this function sends SIGCONT to the supervisor, because a suspended
-    supervisor cannot exit.
+    Before it starts the forkserver, this function prepares the agent's process:
+
+    - If the supervisor ends, the system will kill the agent.
+    - The current folder becomes /.
+    - The folder for temporary files is the folder on the command line.
+
+    The agent's settings are the first line of standard input. At the end, even after an error, this
+    function sends SIGCONT to the supervisor, because a suspended supervisor cannot exit.
 
     Returns:
         0 when the pool has closed, the connection to the pool is lost, or the forkserver has ended.
@@ -80,11 +83,12 @@ def use_temporary_folder(folder: str) -> None:
 def _change_to_root_folder() -> None:
     """Remove the current folder from PYTHONPATH, then change the current folder to /.
 
-    The current folder may be the notebook's folder. If that folder has a file random.py or
-    torch.py, the forkserver would import the file instead of the real module.
+    The current folder may be the notebook's folder. If this folder had a file random.py or torch.py
+    and stayed in PYTHONPATH, the forkserver would import the file instead of the real module.
 
-    If this package itself is imported from the current folder, the folder stays in PYTHONPATH. All
-    entries that stay become absolute paths.
+    There is one exception: if this package itself is imported from the current folder, the folder
+    stays in PYTHONPATH. All relative paths in PYTHONPATH become absolute, because they would have
+    another meaning after the change to /.
     """
     here, ours = os.getcwd(), os.path.dirname(os.path.dirname(os.path.dirname(__file__)))
     named = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))

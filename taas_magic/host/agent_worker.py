@@ -234,9 +234,12 @@ class AgentWorker(ClosedWorker):
     async def describe_host(self, request: DescribeHost) -> HostHello:
         """Wait until this host can start ranks, and return a description of the host.
 
-        There is no time limit. If the forkserver's imports failed, this method never returns,
-        because `watch_forkserver` ends the agent. If no run is about to start, this method also
-        starts the timer of `import_deferred`, after which the forkserver imports further modules.
+        The host can start ranks when the forkserver has finished its imports. This wait has no
+        time limit. If an import failed that ranks need, this method waits until
+        `watch_forkserver` ends the agent.
+
+        If no run is about to start, this method starts the timer of `import_deferred`. After this
+        time, the forkserver imports further modules.
 
         Returns:
             The host's name, address and number of GPUs, and how it protects the project store.
@@ -269,19 +272,21 @@ class AgentWorker(ClosedWorker):
     async def start_run(self, request: StartShare) -> int:
         """Start this host's share of a run, or the next attempt of a share that runs already.
 
-        A new share runs in a new thread. If the new share starts ranks, also send the user a note
-        for each module of the pool's settings that the forkserver could not import. If the request
-        is for a next attempt, pass the request to the running share, and wait until the share
-        accepts it.
+        - A new share runs in a new thread. If the new share starts ranks, this method also sends
+          the user a note for each module of the pool's settings that the forkserver could not
+          import.
+        - If the request is for a next attempt, this method passes the request to the running share.
+          Then it waits until the share has cleaned up the current attempt
+          (`HostRun.start_next_attempt`).
 
         Returns:
             The port of the ranks' rendezvous if this is the run's first host, else 0. For a cell in
             a session, the value has no meaning.
 
         Raises:
-            PoolError: The request is for a next attempt, but the run has ended on this host. Or the
-                request is for a cell, but the cell's session has ended, or runs another cell. Or
-                TMPDIR is not writable.
+            PoolError: TMPDIR is not writable. For a next attempt: the run has ended on this host.
+                For a cell: the cell's session has ended, runs another cell, or has not started its
+                ranks in time.
             OSError: This is the run's first host, but the run's `master_addr` is not an address of
                 this host.
         """
@@ -400,8 +405,9 @@ class AgentWorker(ClosedWorker):
     async def import_deferred(self) -> None:
         """Make the forkserver import `DEFERRED_MODULES` after `DEFERRED_IDLE_S` without a run.
 
-        The seconds count from the end of a share, or from the end of `describe_host` if no run is
-        about to start. Runs until this task is cancelled.
+        Two events start the timer: the end of a share, and the end of `describe_host` if no run is
+        about to start. If a share runs when the time is over, the forkserver does not import. Runs
+        until this task is cancelled.
         """
         while True:
             await self._may_import_deferred.wait()
@@ -463,12 +469,17 @@ class AgentWorker(ClosedWorker):
 async def serve(packed_settings: bytes) -> None:
     """Join the pool, and carry out the controller's calls until the connection to the pool ends.
 
-    First make Dask use a steady clock, and determine the host's address and how the host protects
-    the project store. Then start a task that waits for the forkserver's imports. Join the pool
-    without waiting for this task, and report to the supervisor that the agent has joined.
+    The steps are:
 
-    Then start the host's lease, unless the host is the notebook's machine. Background tasks send
-    heartbeats, watch the forkserver, and start the deferred imports, until the connection ends.
+    1. Make Dask use a steady clock.
+    2. Determine the host's address, and how the host protects the project store.
+    3. Start a task that waits for the forkserver's imports.
+    4. Join the pool without waiting for this task.
+    5. Report to the supervisor that the agent has joined.
+    6. Start the host's lease, unless the host is the notebook's machine.
+
+    Until the connection ends, background tasks send heartbeats, watch the forkserver, and start
+    the deferred imports.
 
     Args:
         packed_settings: `AgentSettings` as JSON.

@@ -125,12 +125,12 @@ def _find(name: str) -> Any:
 def become_main(namespace: dict[str, Any]) -> None:
     """Turn a child's main module into a module that has the notebook's names.
 
-    The child's main module begins as a copy of this module. First, this function makes the
-    project's modules importable. This step cannot wait for the first lookup of a name, because the
-    child may unpickle objects of these modules before.
+    First, this function makes the project's modules importable. The child needs these modules
+    immediately, because it may unpickle their objects before it looks up any name.
 
-    Then this function deletes all names from `namespace` except those that begin with `__`, and
-    sets `__getattr__` to `_find`. At the first lookup, `_find` loads the notebook's names.
+    The child's main module begins as a copy of this module. So this function then deletes all names
+    from `namespace` except those that begin with `__`. Last, it sets `__getattr__` to `_find`. At
+    the first lookup of a name, `_find` loads the notebook's names.
 
     Args:
         namespace: Global variables of the child's main module.

@@ -29,10 +29,10 @@ class BreakpointHook:
 
     Args:
         namespace: Namespace of the rank's `__main__`.
-        caller: Code object of taas-magic's method that calls the work's function. By this method,
-            `find_root` finds the frame of the work's function.
-        display: Code object of the rank's display hook, which Python calls at the end of a cell's
-            last expression.
+        caller: Code object of taas-magic's method that calls the work's function. The frame that
+            this method has called is the frame of the work's function (`find_root`).
+        display: Code object of the rank's display hook. Python calls the display hook with the
+            value of a cell's last expression.
     """
 
     def __init__(self, namespace: Mapping[str, Any], caller: CodeType, display: CodeType) -> None:
@@ -107,10 +107,11 @@ class BreakpointHook:
     def is_users(self, frame: FrameType | None, root: FrameType | None) -> bool:
         """Return whether `frame` belongs to the work, or to a function that the work called.
 
-        Return False for the frames of IPython and taas-magic that run the work or display the value
-        of the cell's last expression, and for None.
+        The result is False for all other frames: frames of IPython and taas-magic that run the
+        work, and frames of the display hook, which shows the value of a cell's last expression.
 
         Args:
+            frame: The frame to check. If None, the result is False.
             root: Frame of the work's function; None if the work is a cell.
         """
         while frame is not None and frame.f_code is not self._display:
@@ -175,8 +176,8 @@ class _CellDebugger(pdb.Pdb):
         """Stop at the end of a function, like `pdb`, but not at the end of a cell's statement.
 
         There is one exception: if the debugger has not stopped yet, it stops at the end of the
-        statement. This happens if the statement is `breakpoint()` itself. At this stop, the method
-        of `pdb` would store the return value in the cell's namespace; this method does not.
+        statement. This happens if the statement is `breakpoint()` itself. At this stop, nothing is
+        stored in the cell's namespace; `pdb` itself would store the return value there.
         """
         if not self._hook.is_statement(frame):
             if not self._is_outside(frame):
@@ -250,13 +251,13 @@ def _fields(listener: DebugpyListener) -> dict[str, Any]:
 def _start_debugpy() -> int:
     """Make debugpy listen at a free port of the loopback address, and return the port.
 
-    While debugpy is imported and begins to listen, set the environment variable `_NO_WARNING`,
-    which suppresses a warning of debugpy. Configure debugpy for this process only. Otherwise, child
-    processes, such as workers of a DataLoader, would wait for a client of their own.
+    During the start of debugpy, the environment variable `_NO_WARNING` is set, which suppresses a
+    warning of debugpy. debugpy is configured for this process only. Otherwise, child processes,
+    such as workers of a DataLoader, would wait for a client of their own.
 
-    debugpy's hook ignores `breakpoint()` while no client is attached. So if `breakpoint()` called
-    taas-magic's hook before, store that hook in `_own_hook`, and make `breakpoint()` call
-    `_stop_in_debugpy_or_here`.
+    debugpy makes `breakpoint()` call a hook of debugpy, which does nothing while no client is
+    attached. So if `breakpoint()` called taas-magic's hook until now, this function replaces
+    debugpy's hook by `_stop_in_debugpy_or_here`, and stores taas-magic's hook in `_own_hook`.
 
     Raises:
         ImportError: debugpy is not installed.

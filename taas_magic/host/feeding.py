@@ -48,8 +48,8 @@ def run_feed(share: LocalShare, rank: int) -> Iterator[RankFeed | None]:
     block before the rank starts a thread or runs code of the user. The end of the block ends the
     data servers.
 
-    If the program uses registered loaders and imports accelerate, accelerate is patched for these
-    loaders.
+    If the cell uses registered loaders and imports accelerate, this function patches accelerate, so
+    that accelerate works with these loaders (`patch_accelerate`).
 
     Yields:
         The rank's access to the run's data service; None if the cell uses no registered loader.
@@ -118,20 +118,20 @@ def _payloads_in(run_dir: Path) -> Callable[[str], bytes]:
 
 
 def _load_pickled_loader(served: ServedLoader) -> bytes:
-    """Prepare this process, a new data server of a run; return the pickled loader that it serves.
+    """Prepare a run's new data server, which is this process; return its pickled loader.
 
-    From the run's payload, make the project's modules importable, and apply the notebook's process
-    state. `served.folder` is the run folder.
+    The preparation makes the project's modules importable, and applies the notebook's process
+    state. This data is in the run's payload. `served.folder` is the run folder.
     """
     loaded = payload.read(RunFolder(Path(served.folder)).payload)
     return _apply_settings_and_load([loaded.load_settings()], served)
 
 
 def _load_in_session(served: ServedLoader) -> bytes:
-    """Prepare this process, a data server of a session; return the pickled loader that it serves.
+    """Prepare a session's new data server, which is this process; return its pickled loader.
 
-    Apply the notebook's settings of each cell up to the cell with the loader. `served.folder` is
-    the folder in which `_copy_loaders` has stored the loader and these settings.
+    The preparation applies the notebook's settings of each cell up to the cell with the loader.
+    `served.folder` is the folder in which `_copy_loaders` has stored the loader and these settings.
     """
     return _apply_settings_and_load(
         pickle.loads((Path(served.folder) / _SETTINGS).read_bytes()), served
@@ -170,22 +170,24 @@ class SessionLoaders:
         self._settings: list[FetcherSettings] = []
         self._feed: RankFeed | None = None
         self._fetched: dict[int, RankFeed] = {}
-        """The feeds that receive batches from fetchers, by the number of the loaders' cell."""
+        """The feeds that receive batches from fetchers, by the number of the cell with the feed's
+        loaders."""
 
         when_imported("accelerate.accelerator", patch_accelerate)
 
     def begin_cell(self, number: int, run_dir: Path, settings: FetcherSettings) -> None:
         """Set the batch counts of all loaders to 0, and connect the loaders of the cell's payload.
 
-        Call this method before the cell's payload is unpickled. It also stores `settings` for the
-        data servers of this and later cells.
+        Call this method before the cell's payload is unpickled. In every cell, this method stores
+        `settings` for the data servers that start in this cell or later cells.
 
-        If the payload has loaders, this method copies them to the session's folder, and replaces
-        the current feed by a new `RankFeed`. If the payload has no loaders, the current feed stays.
+        If the payload has no loaders, the current feed stays. Otherwise, this method copies the
+        loaders to the session's folder, and replaces the current feed by a new `RankFeed`:
 
-        If the cell has fetchers, the new feed gets batches from them. Otherwise, it gets batches
-        from the rank's own data servers. In a session with several ranks, the feed has a
-        `LoaderAgreement`, by which the ranks agree on values such as the order of an epoch.
+        - If the cell has fetchers, the new feed gets batches from these fetchers. Otherwise, the
+          new feed gets batches from the rank's own data servers.
+        - In a session with several ranks, the new feed has a `LoaderAgreement`, by which the ranks
+          agree on values such as the order of an epoch.
 
         Args:
             number: Number of the cell in the session.

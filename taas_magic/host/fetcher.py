@@ -132,14 +132,18 @@ class Fetcher:
 def fetcher_main(spec: FetcherSpec, control: Connection) -> None:
     """Run a fetcher in this new process, until the agent sends a message or ends.
 
-    Ignores SIGINT, and starts a new POSIX session (setsid). If `spec.stacks` is a path, this
-    process from now on appends its stack to this file whenever the agent sends `link.STACK_SIGNAL`.
+    The steps are:
 
-    Then applies the run's settings, creates the server, and serves batches to ranks. While the
-    fetcher serves, a file in the run folder contains the fetcher's addresses.
+    1. Ignore SIGINT, and start a new POSIX session (setsid).
+    2. If `spec.stacks` is a path: install a handler of `link.STACK_SIGNAL`, the signal by which the
+       agent requests a stack. The handler appends this process's stack to the file `spec.stacks`.
+    3. Apply the run's settings.
+    4. Create the server, and serve batches to ranks. While the fetcher serves, a file in the run
+       folder contains the fetcher's addresses.
 
-    An exception is printed to the fetcher's log, and sent to the agent as `FetcherFailed`. If the
-    agent has ended, this function returns without a message.
+    If an exception occurs, this function prints the traceback to the fetcher's log, sends
+    `FetcherFailed` to the agent, and returns. If the agent has ended, this function returns without
+    a message.
 
     Args:
         control: Pipe by which this process sends events and `FetcherFailed` to the agent. A message
@@ -172,10 +176,12 @@ def fetcher_main(spec: FetcherSpec, control: Connection) -> None:
 def _apply_settings(setting: ProcessSpec, number: int) -> None:
     """Redirect the output to the fetcher's log file, and apply the run's settings to this process.
 
-    First replaces the environment, the current folder and `sys.path`. If the run has a rule for the
-    project store, makes the store read-only for this process, except the folders of
-    `--shared-writes`. Last, makes the project's modules importable, and applies the notebook's
-    process state.
+    The settings are applied in this order:
+
+    1. the environment, the current folder and `sys.path`, all of which are replaced
+    2. the run's rule for the project store, if any: in the store, this process can write only to
+       the folders of `--shared-writes`
+    3. the project's modules, which become importable, and the notebook's process state
 
     Call this function before any thread starts.
 

@@ -47,10 +47,12 @@ def _new_callback(package: str) -> Any:
 class _ScalarHooks:
     """Hooks of a Lightning callback that passes a Trainer's scalars to `taas.log`.
 
-    `taas.log` gets the same scalars, with the same steps, as Lightning's loggers. The hooks read
-    the scalars from `Trainer.logged_metrics`, which has the latest scalar of each name. A scalar is
-    new if it has another memory address than the scalar of this name that a hook saw before. So no
-    hook reads the value of a scalar, because a read would wait for the GPU.
+    `taas.log` gets the same scalars, with the same steps, as Lightning's loggers. The hooks find
+    the scalars in `Trainer.logged_metrics`, which has the latest scalar of each name.
+
+    Each hook handles only new scalars. A scalar is new if its memory address differs from the
+    address of the last scalar of this name that a hook has handled. The hooks compare addresses
+    instead of values, because reading a value would wait for the GPU.
 
     The hooks run on every rank, because `Trainer.logged_metrics` may start a collective.
     """
@@ -80,9 +82,12 @@ class _ScalarHooks:
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
         """Pass the scalars of a training step to `taas.log` if Lightning's loggers get them, too.
 
-        A batch that only accumulates gradients is not a step, so its scalars are not passed. After
-        the last batch of an epoch, mark scalars that are not passed as seen, so that no later hook
-        passes them.
+        Lightning's loggers get scalars only every `log_every_n_steps` steps, and when the training
+        is about to stop. A batch that only accumulates gradients is not a step, and its scalars are
+        not passed.
+
+        After the last batch of an epoch, this method discards the new scalars if it does not pass
+        them. Otherwise, the hooks that run after the epoch would pass these scalars.
         """
         self._has_stepped = trainer.global_step != self._step  # False: gradients were accumulated
         self._step = trainer.global_step
@@ -92,14 +97,14 @@ class _ScalarHooks:
             self._handle_new(trainer, self._is_logged_step)
 
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
-        """Pass or skip the scalars that were logged after the last call of `on_train_batch_end`.
+        """Pass or discard the scalars that were logged since the last `on_train_batch_end`.
 
         There are three cases:
 
-        - If the last step's other scalars were passed, or this batch is the first of an epoch, pass
-          the late scalars, too.
-        - If not, and Lightning's loggers will get the scalars of the next step, only mark the late
-          scalars as seen. So they are not passed together with the next step's scalars.
+        - Pass these scalars if `on_train_batch_end` passed the scalars of its step, or if the new
+          batch is the first of an epoch.
+        - Otherwise, discard these scalars if Lightning's loggers will get the scalars of the next
+          step. Without this, `on_train_batch_end` would pass the old scalars with the next step.
         - In all other cases, do nothing.
         """
         is_logged = self._is_logged_step or batch_idx == 0
@@ -107,16 +112,18 @@ class _ScalarHooks:
             self._handle_new(trainer, is_logged)
 
     def on_validation_start(self, trainer: Any, module: Any) -> None:
-        """Pass the scalars that the last training step logged after `on_train_batch_end`.
+        """Pass or discard the scalars that were logged since the last `on_train_batch_end`.
 
-        If the step's other scalars were not passed, only mark these scalars as seen.
+        Pass these scalars if `on_train_batch_end` passed the scalars of its step. Otherwise,
+        discard these scalars, so that no later hook passes them.
         """
         self._handle_new(trainer, self._is_logged_step)
 
     def on_validation_batch_end(self, trainer: Any, *_: Any) -> None:
-        """Mark the scalars of one batch of a validation or test as seen, without passing them.
+        """Discard the new scalars of one batch of a validation or test.
 
-        `on_validation_end` passes the scalars of the whole validation or test.
+        After this, no later hook passes them. `on_validation_end` passes the scalars of the whole
+        validation or test, which Lightning logs later.
         """
         self._handle_new(trainer, is_logged=False)
 
@@ -129,10 +136,14 @@ class _ScalarHooks:
     on_test_end = on_train_end = on_validation_end
 
     def _handle_new(self, trainer: Any, is_logged: bool) -> None:
-        """Mark all new scalars as seen, and pass them to `taas.log` if `is_logged` is True.
+        """Pass all new scalars to `taas.log` if `is_logged` is True; otherwise, discard them.
 
-        Do nothing during Lightning's sanity check. Pass no scalars if `record_tensorboard` passes
-        them. The step is the Trainer's step, counted from 0, or the value of the scalar "step".
+        In both cases, these scalars are no longer new, so no later hook passes them. If
+        `record_tensorboard` passes the scalars of this Trainer, this method always discards them.
+        During Lightning's sanity check, this method does nothing.
+
+        `taas.log` also gets a step: the number of the Trainer's current step, where the first step
+        is 0. If a new scalar has the name "step", the value of this scalar is used instead.
         """
         if trainer.sanity_checking:
             return
