@@ -267,9 +267,9 @@ class StoreCopy:
         First sends the remaining changes to the store. Then updates the mirror from the store, so
         that all ranks find the same last checkpoint. Last, starts to copy changes again.
 
-        If rank 0 ran on this host in the last attempt and runs here again, there is no update. The
-        mirror already has the newest files, and an update would remove files that the store did not
-        accept.
+        There is one exception: if rank 0 ran on this host in the last attempt and runs here again,
+        this method does not update the mirror. The mirror already has the newest files, and an
+        update would remove files that the store did not accept.
 
         Raises:
             StoreError: The store cannot be copied to this host any more.
@@ -376,14 +376,13 @@ class HostFiles:
     def copy_in(self, is_wanted: Callable[[], bool]) -> LocalShare | None:
         """Copy the share's files to this host, and start the record of files that the share writes.
 
-        If this host does not share the notebook's run folder, this method first copies that folder.
-        Then, if this host does not share the project store, this method copies the store to a
-        mirror. The mirror is newly reserved, unless `share_mirror` was called. From then on,
-        background threads copy changes between the mirror and the store. For a session, no changes
-        are copied, because each cell of the session copies its own changes.
-
-        The record of written files becomes the receipt. Fetchers, sessions, and runs that only read
-        the store have no receipt.
+        - If this host does not share the notebook's run folder, this method copies the folder.
+        - If this host does not share the project store, this method copies the store to a mirror:
+          the session's mirror if `share_mirror` was called, else a newly reserved mirror. Then it
+          starts background threads, which copy changes between the mirror and the store. For a
+          session, it starts no threads, because each cell of the session copies its own changes.
+        - The record of written files becomes the receipt. Fetchers, sessions, and runs that only
+          read the store have neither record nor receipt.
 
         Args:
             is_wanted: Function that returns False when the share must end. It can only stop the
@@ -467,10 +466,12 @@ class HostFiles:
     def _local_share(self, spec: ShareSpec) -> LocalShare:
         """Return the share `spec` with the paths, environment and import path of this host.
 
-        On the notebook's machine, environment and import path are the kernel's. On other hosts,
-        they are the agent's, with the notebook's changes. If this host has a mirror, paths in the
-        project store become paths in the mirror, and environment variables tell ranks the paths of
-        both folders.
+        - On the notebook's machine, environment and import path are the kernel's.
+        - On other hosts, the environment is the agent's, with the changes that the notebook has
+          made to its own variables. The import path is the agent's, followed by the user's entries
+          of the kernel's import path.
+        - If this host has a mirror, paths in the project store become paths in the mirror. Further
+          environment variables tell ranks the paths of the store and the mirror.
         """
         origin, store, cwd = spec.run.origin, spec.plan.store, spec.run.origin.cwd
         environ, sys_path = dict(origin.environ), origin.sys_path
@@ -486,12 +487,15 @@ class HostFiles:
     def _close_store(self) -> None:
         """Send this host's remaining files to the project store, then the receipt to the pool.
 
-        If rank 0 ran on this host, and the host has no mirror, this method searches the store for
-        further files that belong in the receipt. If this host is the notebook's machine, and has no
-        mirror, this method also calls `_record_receipt`. So later runs on other hosts may replace
-        the files in the receipt.
+        Fetchers, sessions, and runs that only read the store have no receipt. If this host has no
+        mirror, there are two more steps before the receipt is sent:
 
-        At the end, release the mirror, even after an error.
+        - If rank 0 ran on this host in any attempt, search the store for further files that belong
+          in the receipt.
+        - If this host is the notebook's machine, record that this run wrote the files in the
+          receipt (`_record_receipt`). Later runs on other hosts may then replace these files.
+
+        At the end, release the mirror, if any, even after an error.
         """
         mirror = self._store_copy
         try:

@@ -43,8 +43,8 @@ DEFERRED_MODULES = ("torch._dynamo",)
 """Modules that a forkserver does not import at its start, because this import may take a minute.
 
 A host's forkserver imports these modules when the host is idle. On a farm, a node's forkserver
-imports them after the first job that has itself imported them, because later jobs probably need
-them, too.
+imports these modules when a job has imported them in its own process, because later jobs probably
+need the same modules.
 """
 
 _PRELOAD = "TAAS_PRELOAD"
@@ -98,7 +98,7 @@ _why = "this host's forkserver has ended"
 _own_pid: int | None = None
 """Pid of the forkserver, in the forkserver itself and its forks; None in the agent.
 
-In a stand-in and its forks: the pid of the stand-in.
+Stand-ins are an exception: in a stand-in and its forks, this is the pid of the stand-in.
 """
 
 _failure = ""
@@ -113,10 +113,14 @@ imported."""
 def start_forkserver(modules: Sequence[str]) -> None:
     """Start the forkserver, without waiting for its imports. `warm_up` waits for the imports.
 
-    First creates the imports file, in which the forkserver will write the name of the module that
-    it is importing. Also sets environment variables for the forkserver, such as the list of modules
-    and the path of the imports file. Then starts multiprocessing's resource tracker and the
-    forkserver, and stores the forkserver's process in `_server`.
+    The steps are:
+
+    1. Create the imports file. The forkserver will write to this file the name of the module that
+       the forkserver is importing.
+    2. Set environment variables for the forkserver, such as the list of modules and the path of the
+       imports file.
+    3. Start multiprocessing's resource tracker and the forkserver.
+    4. Store the forkserver's process in `_server`.
 
     Call this function in the main thread. When the thread that started the forkserver ends, the
     system kills the forkserver (prctl(2)).
@@ -362,14 +366,18 @@ def start_importing_deferred() -> None:
 def _import_deferred_once() -> None:
     """Make the forkserver import `DEFERRED_MODULES`, and wait until the import is over.
 
-    First creates a stand-in, which starts all new processes until the end of the import. When the
-    stand-in is the only child of the forkserver, writes the imports file, and sends SIGUSR1 to the
-    forkserver, which starts the import. The import is over when the forkserver has emptied this
-    file, or has ended.
+    The steps are:
 
-    Does nothing if the modules were imported before. If the forkserver has ended, or the disk is
-    full, returns without an exception, and a later call tries again. Runs in a thread, and holds
-    the lock `_importing`.
+    1. Create a stand-in, which starts all new processes until the end of the import.
+    2. Wait until the stand-in is the only child of the forkserver.
+    3. Write the name of the first module to the imports file.
+    4. Send SIGUSR1 to the forkserver, whose handler imports the modules (`_import_deferred`).
+    5. Wait until the forkserver has emptied the imports file. The wait also ends if the forkserver
+       has ended or a stand-in has failed.
+
+    Does nothing if an earlier call has taken all these steps. If one of the first four steps fails,
+    for example because the disk is full, returns without an exception; a later call tries again.
+    Runs in a thread, and holds the lock `_importing`.
     """
     global _has_deferred
     with _importing:
@@ -431,9 +439,11 @@ def caused_ends(codes: Collection[int | None]) -> bool:
     """Return whether processes have ended because the forkserver has ended.
 
     The result is True whenever the forkserver has ended or a stand-in has failed, because the
-    system then kills their children. The system may show an ended forkserver as running for a
-    moment. So if a process has exit code `_LOST_EXIT_CODE`, wait up to `_END_VISIBLE_S` seconds
-    until the system shows the forkserver's end.
+    system then kills their children.
+
+    After the forkserver's end, the system may show the forkserver as running for a moment. The exit
+    code `_LOST_EXIT_CODE` is a sign of such an end. So if a process has this code, this function
+    waits up to `_END_VISIBLE_S` seconds for the end to be visible. Otherwise, it does not wait.
 
     Args:
         codes: Exit codes of the processes; None for a process that still runs.
@@ -569,8 +579,8 @@ def exitcode(process: Any) -> int | None:
 def close_process(process: Any) -> None:
     """Wait up to `_CLOSE_WAIT_S` for the end of a process; then release its `Process` object.
 
-    If the process has not ended in time, the object's descriptors stay open. In both cases, do not
-    use `process` after this call.
+    If the process has not ended in time, the `Process` object is not released, and its descriptors
+    stay open. Whether or not the process has ended, do not use `process` after this call.
     """
     with _lock:
         process.join(_CLOSE_WAIT_S)
@@ -589,15 +599,16 @@ def report_imports(control: Connection) -> None:
 def _preload() -> None:
     """Import all modules except `DEFERRED_MODULES`, and prepare the forkserver for forks.
 
-    Runs in the forkserver. First makes the system kill the forkserver when the agent ends, and
-    makes standard input empty. After the imports, installs `_import_deferred` as the handler of
-    SIGUSR1. At the end, empties the imports file, by which the agent knows that the imports are
-    over.
+    Runs in the forkserver. The steps are:
+
+    1. Make the system kill the forkserver when the agent ends.
+    2. Make standard input empty.
+    3. Import the modules. If an import fails that ranks need, print the traceback and record the
+       error in `_failure`, because Python's forkserver would ignore an ImportError silently.
+    4. Prepare the forkserver for forks, and install `_import_deferred` as the handler of SIGUSR1.
+    5. Empty the imports file. The empty file tells the agent that the imports are over.
 
     No import may create a CUDA context or a thread, because a fork can use neither.
-
-    If an import fails, prints the traceback and records the error in `_failure`, because Python's
-    forkserver would ignore an ImportError without a message.
     """
     global _own_pid, _failure
     _own_pid = os.getpid()
@@ -652,9 +663,10 @@ def _close_input() -> None:
 def _import_deferred(number: int, frame: FrameType | None) -> None:
     """Import `DEFERRED_MODULES` in the forkserver. Handler of SIGUSR1, which the agent sends.
 
-    Before each import, write the module's name to the imports file, unless the disk is full. Ignore
-    errors of an import. At the end, prepare the forkserver for forks (`_prepare_for_forks`), and
-    empty the imports file, by which the agent knows that the imports are over.
+    Before each import, write the module's name to the imports file, unless the disk is full. If an
+    import fails, skip the remaining modules, without an exception. At the end, prepare the
+    forkserver for forks (`_prepare_for_forks`), and empty the imports file. The empty file tells
+    the agent that the imports are over.
     """
     gc.disable()
     imports_file = Path(os.environ[_IMPORTS])

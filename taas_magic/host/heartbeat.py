@@ -24,7 +24,8 @@ from taas_magic.messages import GpuUsage, Metrics, Note, RankBeat, RankReport, R
 _POINTS = 2000
 """Maximum number of points in one `Metrics` event; more points are sent in several events.
 
-The pool's process responds to no other message while it handles an event.
+The number is limited because the pool's process handles one event at a time: during a long event,
+all other messages would wait.
 """
 
 _SHOWN_COLLECTIVES = 3
@@ -51,17 +52,21 @@ def send_heartbeats(
 
     The thread sends a heartbeat every `RANK_BEAT_S` seconds. A heartbeat has the main thread's
     stack, the progress of collectives, the use of the GPU, and whether a client of debugpy is
-    attached. With each heartbeat, the thread also sends the counts of received batches, and the
-    metrics logged since the last heartbeat. At the end of the block, counts and metrics are sent
-    once more. Neither the thread nor the end of the block waits for the GPU.
+    attached.
 
-    If the agent requests a stack report, the thread sends this report instead of the heartbeat. The
-    report has the stacks of all threads and the pending collectives. The thread then also sends a
-    note if the cell has set a rendezvous address at which all ranks wait (`_why_ranks_wait`).
+    If the agent requests a stack report, the thread sends this report instead of the next
+    heartbeat. The report has the stacks of all threads and the pending collectives. If the cell has
+    set a rendezvous address at which all ranks wait, a note after the report says so
+    (`_why_ranks_wait`).
 
-    During the block, scalars of `taas.log` are collected for the heartbeats. So are the scalars
-    that the program gives to TensorBoard, unless the environment variable TAAS_METRICS is "0".
-    After the block, `taas.log` does nothing.
+    After each heartbeat or report, the thread sends the counts of received batches, and the metrics
+    logged since the last time. The end of the block sends counts and metrics once more. Metrics
+    that the GPU has not computed yet are not sent, because neither the thread nor the end of the
+    block waits for the GPU.
+
+    Metrics are the scalars of `taas.log`, and the scalars that the program gives to TensorBoard. If
+    the environment variable TAAS_METRICS is "0", TensorBoard's scalars are left out. After the
+    block, `taas.log` does nothing.
 
     Args:
         link: Connection to the agent.
@@ -196,9 +201,9 @@ def collective_progress() -> tuple[list[tuple[int, int]], bool]:
 def _gpu_usage() -> GpuUsage | None:
     """Return the load of one GPU, and the memory that this process has reserved on this GPU.
 
-    If the process uses several GPUs, this is the GPU with the most reserved memory. Return None if
-    this process has not initialized CUDA. If the load cannot be read, for example because
-    nvidia-ml-py is not installed, the load is None.
+    If the process uses several GPUs, the result is about the GPU with the most reserved memory. If
+    the load cannot be read, for example because nvidia-ml-py is not installed, the load is None.
+    If this process has not initialized CUDA, the whole result is None.
     """
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return None
@@ -212,8 +217,9 @@ def _gpu_usage() -> GpuUsage | None:
 def _pending_collectives() -> list[str]:
     """Return the names of up to `_SHOWN_COLLECTIVES` pending collectives, such as "all_reduce #12".
 
-    A collective is pending if it has begun and not ended. The number is the collective's sequence
-    number in its process group.
+    A collective is pending if it has begun and not ended. The number in a name is the collective's
+    sequence number in its process group. If more collectives are pending, gloo's come before NCCL's
+    and older ones before newer ones; the others are left out.
     """
     entries = [
         it for trace in _flight_records(details=True).values() for it in trace.get("entries", [])
