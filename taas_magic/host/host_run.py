@@ -121,7 +121,8 @@ class HostShare(ABC):
     Args:
         emit: Function that sends an event to the pool's process.
         is_only_share: Function that returns whether this share is the only share on this host. If
-            so, orphaned processes that the supervisor has adopted are ended with this share.
+            the result is True at the end of this share, orphaned processes that the supervisor has
+            adopted belong to this share, and are killed.
         send_request: Function that sends a request about files to the pool's process, and returns
             the response.
 
@@ -352,13 +353,15 @@ class Attempt:
     def check(self, deadline: float | None, interrupted_at: float | None) -> None:
         """Update the ranks' states, and end the attempt on this host if the attempt is over.
 
-        If the user has interrupted the run, this method first sends SIGINT to the ranks. Then it
-        reads the last messages of ranks that have ended, and records these ends.
+        The steps are:
 
-        `decide_verdict` says whether the attempt is over: after success, a failure, an interrupt by
-        the user, or the time of `--timeout`. If the attempt has failed because the forkserver
-        ended, the verdict gets the cause "host". If the attempt continues, this method checks
-        whether the ranks make progress, and reports their use of CPUs, GPUs and memory.
+        1. If the user has interrupted the run, send SIGINT to the ranks (`_interrupt`).
+        2. Read the last messages of ranks that have ended, and record that these ranks have ended.
+        3. Call `decide_verdict`. The attempt is over after success, a failure, an interrupt by the
+           user, or the time of `--timeout`. If the attempt has failed because the forkserver ended,
+           replace the verdict by one with the cause "host".
+        4. If the attempt is over, report the verdict, and end the ranks (`_conclude`). Otherwise,
+           check whether the ranks make progress, and report their use of CPUs, GPUs and memory.
 
         All times are in seconds of the monotonic clock.
 
@@ -423,10 +426,14 @@ class Attempt:
     def _conclude(self, verdict: Verdict) -> None:
         """Record the verdict, and send it to the pool. Then end the ranks unless they succeeded.
 
-        If the verdict is FAILED, first sends one event for each failure. All events are sent before
-        the ranks are ended, so that the pool hears of the failures at once. After the verdict
-        FAILED, ranks get SIGTERM, and SIGKILL `FAILED_GRACE_S` seconds later. After INTERRUPTED,
-        ranks get SIGKILL immediately.
+        This method sends all events before it ends the ranks, so that the pool receives the
+        failures at once. First, if the verdict is FAILED, it sends a `RankFailure` for each
+        failure. Then it sends one `RanksEnded` with the verdict.
+
+        How the ranks end depends on the verdict:
+
+        - FAILED: the ranks get SIGTERM, and SIGKILL `FAILED_GRACE_S` seconds later.
+        - INTERRUPTED: the ranks get SIGKILL immediately.
         """
         failures, has_failed = self.collect_failures(verdict), verdict.state == "FAILED"
         self.ended = verdict.state, failures if has_failed else []
@@ -444,10 +451,13 @@ class Attempt:
             self._end_ranks(FAILED_GRACE_S if has_failed else 0.0)
 
     def collect_failures(self, verdict: Verdict) -> list[Failure]:
-        """Return the failures of this host's ranks, or of the host if the forkserver has ended.
+        """Return the failures of this host's ranks, in the order of `failed_ranks`.
 
-        If no rank has an error of its own, the list includes each rank that left by `sys.exit(0)`,
-        even if the attempt has succeeded on this host.
+        If the verdict's cause is "host", the result is one failure of the host instead.
+
+        A rank that left by `sys.exit(0)` counts as failed if no rank has an error that looks like
+        the cause of the failure. The result has such ranks even if the attempt has succeeded on
+        this host, because the attempt may have failed on another host.
         """
         if verdict.cause == "host":
             return [host_failure(self._host_address.host, PoolError(forkserver.why_ended()))]
@@ -479,7 +489,7 @@ class _NextAttempt:
     spec: ShareSpec
     rendezvous: Rendezvous | None
     is_clean: threading.Event = field(default_factory=threading.Event)
-    """Event that is set when this host is ready for the next attempt, or cannot prepare it."""
+    """Event that is set when this host is ready for the next attempt, or has failed to prepare."""
 
 
 class HostRun(HostShare):
@@ -517,12 +527,14 @@ class HostRun(HostShare):
     def start_next_attempt(self, spec: ShareSpec) -> int:
         """Make the share's thread clean up the current attempt, and then start the next attempt.
 
-        On the run's first host, first bind the port of a new rendezvous. Then wait until the
-        cleanup is done, for at most `CLEAN_UP_S` seconds. Return also if the cleanup fails or takes
-        longer. Do not call this method in the share's own thread, which does the cleanup.
+        On the run's first host, this method first binds the port of a new rendezvous. On all hosts,
+        it then waits at most `CLEAN_UP_S` seconds for the cleanup, but not for the ranks' start. If
+        the cleanup fails or takes longer, this method returns without an exception.
+
+        Do not call this method in the share's own thread, which does the cleanup.
 
         Returns:
-            The port of the attempt's key-value store on the run's first host; 0 on other hosts.
+            The port of the new rendezvous on the run's first host; 0 on other hosts.
         """
         own_rendezvous = _rendezvous_of(spec)
         self._next = next_attempt = _NextAttempt(spec, own_rendezvous)
@@ -636,9 +648,10 @@ class HostRun(HostShare):
     def _follow_attempt(self, attempt: Attempt) -> None:
         """Check the ranks regularly, until the next attempt is requested or the run ends.
 
-        Waits at most `POLL_S` seconds between checks. Before each check, kills the process of the
-        rendezvous if SIGSTOP has suspended this process for too long. Does not check the ranks if
-        the attempt has ended on this host, or if `_checks_ranks` returns False.
+        At most `POLL_S` seconds pass between two checks. Before each check, this method kills the
+        rendezvous's process if SIGSTOP has suspended the rendezvous's process for too long. It does
+        not check the ranks if the attempt has ended on this host, or if `_checks_ranks` returns
+        False.
         """
         while self._next is None and not self._is_over:
             connection.wait([*attempt.sentinels, self.wakeup.fileno()], POLL_S)
@@ -661,9 +674,9 @@ class HostRun(HostShare):
     def _prepare_attempt(self, next_attempt: _NextAttempt) -> None:
         """Replace the rendezvous, and prepare this host's files for the next attempt.
 
-        Before it prepares the files, resumes the clocks of `--timeout` and `--hang`, and clears the
-        set of ranks with a debugger. At the end, even after an error, sets `is_clean`, for which
-        `start_next_attempt` waits.
+        Also removes the state of the last attempt's ranks: the clocks of `--timeout` and `--hang`
+        run again if they were paused, and no rank counts as attached to debugpy. At the end, even
+        after an error, sets the event `is_clean`, for which `start_next_attempt` waits.
         """
         if self._rendezvous is not None:
             self._rendezvous.close()
@@ -679,10 +692,13 @@ class HostRun(HostShare):
     def _on_message(self, rank: int, message: Event | RankMessage | StoreMessage) -> None:
         """Record a rank's message in the rank's state, and send it to the pool if it is an event.
 
-        Called by the thread of the `PipeReader`. If a heartbeat says that a client of debugpy was
-        attached or detached, also send the event `DebuggerChanged`. A message about a file of the
-        project store is recorded for the receipt. A message about the rank itself, except a
-        heartbeat or a stack report, wakes the share's thread, which then checks the ranks.
+        Called by the thread of the `PipeReader`. Further effects depend on the type of the message:
+
+        - Heartbeat: if a client of debugpy was attached or detached since the last heartbeat, send
+          the event `DebuggerChanged` to the pool.
+        - Any other `RankMessage` except a stack report: wake the share's thread, which then checks
+          the ranks.
+        - `StoreMessage`, a message about the project store: record the message for the receipt.
         """
         if self._attempt is not None:
             self._attempt.ranks.record_message(rank, message)
@@ -791,9 +807,9 @@ class HostFetchers(HostShare):
     def _run_processes(self) -> None:
         """Start the fetchers, and forward their messages to the pool until all fetchers have ended.
 
-        While fetchers run, this method kills fetchers that SIGSTOP has suspended for too long, and
-        reports each fetcher that has ended to the pool. If a fetcher writes to the project store, a
-        note tells the user that the file is not saved.
+        While fetchers run, this method reports each fetcher that has ended to the pool, and kills
+        fetchers that SIGSTOP has suspended for too long. If a fetcher writes to the project store,
+        a note tells the user that the file is not saved; a fetcher causes at most one such note.
 
         If the share must end, this method asks all fetchers to end, and waits at most `_END_S`
         seconds. The caller kills fetchers that still run (`_end_steps`).

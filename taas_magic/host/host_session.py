@@ -71,9 +71,9 @@ class _AttemptOfSession(Attempt):
         self.killed = {} if killed is None else killed
 
     def collect_failures(self, verdict: Verdict) -> list[Failure]:
-        """Return the failures of this host's ranks, or of the host if the forkserver has ended.
+        """Return the failures of this host's ranks, as `Attempt.collect_failures` does.
 
-        If taas-magic itself killed a rank, the advice of the rank's failure says why.
+        If taas-magic itself killed a rank, the field `advice` of the rank's failure says why.
         """
         return [
             structs.replace(failure, advice=self.killed[failure.rank])
@@ -215,13 +215,13 @@ class CellAttempt(_AttemptOfSession):
     def _end_ranks(self, grace_s: float) -> None:
         """Interrupt the ranks that still run the cell. Kill ranks that do not end the cell in time.
 
-        Waits until no rank runs the cell any more, at most until the time limit. During the wait,
-        repeats `_interrupt`, and records which processes of ranks have ended. Ranks that were
-        killed before are not killed again.
+        The wait ends when no rank runs the cell any more, or `_return_limit_s()` seconds after the
+        first interrupt. If the ranks were not interrupted before, this call is the first interrupt.
+        During the wait, this method repeats `_interrupt`, and records which ranks' processes have
+        ended. Ranks that taas-magic has killed before (`killed`) are not killed again.
 
         Args:
-            grace_s: Not used. The time limit is `_return_limit_s()` seconds after the interrupt. If
-                there was no interrupt yet, the time counts from this call.
+            grace_s: Not used.
         """
         if self._interrupted_at is None:
             self._interrupted_at = time.monotonic()

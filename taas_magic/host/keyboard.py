@@ -123,5 +123,5 @@ class _UserInput(io.TextIOBase):
         raise EOFError(f"sys.stdin.read(): {_ONE_LINE}")
 
     def fileno(self) -> int:
-        """Return descriptor 0, which is open on /dev/null, also in children of the rank."""
+        """Return descriptor 0. In the rank and its children, descriptor 0 is open on /dev/null."""
         return 0

@@ -284,8 +284,9 @@ class AgentLink:
 def _wait_until_read(pipe: int) -> None:
     """Wait until the agent has read what a pipe contains now; at most `READ_S` seconds.
 
-    The agent reads the whole content of a pipe at once. So if the pipe has fewer bytes than before,
-    the agent has read them, even if other threads or children of the rank keep writing.
+    The agent reads the whole content of a pipe at once. So the wait ends when the pipe has fewer
+    bytes than at the last look: the agent has then read everything that was in the pipe. The pipe
+    need not become empty, because other threads or children of the rank may keep writing.
     """
     until, before = time.monotonic() + READ_S, _unread_bytes(pipe)
     while (unread := _unread_bytes(pipe)) and unread >= before and time.monotonic() < until:

@@ -1,8 +1,8 @@
 """Record the scalars of `taas.log` in a buffer. The rank's heartbeat thread sends the buffer.
 
-`taas.log` must not wait: it only appends to a list. The heartbeat thread converts CUDA tensors to
-numbers after the GPU has computed them. This thread must not wait for the GPU either: if a
-collective never ends, the GPU computes nothing more.
+`taas.log` must not wait, so it only appends to a list. The heartbeat thread converts CUDA tensors
+to numbers after the GPU has computed the tensors. The heartbeat thread must not wait for the GPU:
+if a collective never ends, the GPU computes nothing more, and the thread would send no heartbeats.
 """
 
 import os
@@ -115,13 +115,16 @@ class MetricBuffer:
     def _pop_computed(self) -> list[MetricPoint]:
         """Return the scalars of the current group as numbers, if the GPU has computed all of them.
 
-        Otherwise, return [], and check the same group again at the next call. A group has all
-        scalars that were in the buffer when the group began. After a group is returned, the next
-        call begins a new group.
+        A group has all scalars that were in the buffer when the group began. If the GPU has not
+        computed all of them, return [], and check the same group again at the next call. If the
+        group is returned, the next call begins a new group.
 
-        A scalar without a step gets the last step of its name plus 1. If the GPU has failed, its
-        scalars are left out. One CUDA event for each stream shows whether the GPU has computed the
-        group. An event for each scalar would make `log` slow.
+        A scalar without a step gets the last step of its name plus 1. If the GPU has failed, the
+        result lacks the scalars on the GPU.
+
+        For each group, this method records one CUDA event in each stream of the group's scalars.
+        These events show whether the GPU has computed the group. If `log` recorded an event for
+        each scalar, `log` would be slow.
         """
         with suppress(RuntimeError):  # if the GPU has failed, there is nothing to wait for
             if not self._batch:
