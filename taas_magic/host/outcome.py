@@ -53,15 +53,16 @@ def send_outcome(
 ) -> bool:
     """Send the cell's results or failure to the agent; return whether the cell succeeded.
 
-    A cell that ends by `sys.exit(0)` counts as successful.
+    A cell that ends by `sys.exit(0)` counts as successful. The order of the messages is:
 
-    After success, sends notes about changes, then the results. After a failure, sends the failure,
-    then the results, then `RankErrorSent`. If the cell could not be compiled, sends no results.
-    After `sys.exit(0)` outside a session, sends `RankCalledExit` before the notes and the results.
+    1. After a failure: the failure. After `sys.exit(0)` outside a session: `RankCalledExit`.
+    2. After success: notes about notebook objects that the cell has changed.
+    3. The results, unless the cell could not be compiled.
+    4. After a failure: `RankErrorSent`.
 
-    A child that the cell forked sends nothing, but prints its failure. If SIGINT interrupts the
-    writing of the results, returns False and sends nothing more. Results that were already written
-    are kept.
+    A child that the cell forked sends nothing, but prints its failure. If SIGINT arrives while the
+    results are written, returns False and sends nothing more. Results that were already written are
+    kept.
 
     Args:
         shell: Shell that ran the cell.
@@ -100,9 +101,9 @@ def _failure(shell: RankShell, result: ExecutionResult) -> RankRaised | None:
     this exception. If code of `%run`, `%time`, `%%capture` or `run_cell` raises an exception,
     IPython shows the exception and continues the cell.
 
-    If IPython has shown no exception, the failure is the exception that ended the cell. If this is
-    `BdbQuit`, the failure's text says that the user has quit the debugger, or that nobody can use
-    the debugger in this run.
+    If IPython has shown no exception, the failure is the exception that ended the cell. `BdbQuit`,
+    the exception with which a debugger ends the cell, gets another text: either the user has quit
+    the debugger, or this run refuses debuggers.
     """
     raised = result.error_before_exec or result.error_in_exec
     if shell.failure is not None or raised is None:

@@ -96,12 +96,13 @@ class _Row:
         self.head = bytearray()
         self.length_bytes = 0
         self.returned = False
-        """Whether the cursor is at the row's start, so that the next bytes replace the row."""
+        """Whether the cursor is at the row's start, so that the next bytes replace its text."""
         self.is_redrawn = False
         self.is_left = False
-        """Whether the cursor moved up from this row to a row that was already emitted as a line.
+        """Whether a program moved the cursor up from this row, although it was the top row.
 
-        If so, this row is a progress bar that `is_bar` does not recognize, and is not emitted.
+        The row above was already returned as a line. So this row is probably a nested progress bar
+        that `is_bar` does not recognize, and does not become a line.
         """
 
     def add_bytes(self, part: bytes, limit_bytes: int) -> None:
@@ -140,8 +141,8 @@ class _Row:
     def text(self, limit_bytes: int) -> str:
         """Return the row's text as a line of output.
 
-        If the text is longer than `limit_bytes`, it is cut, and its end shows the full length. If
-        the program printed text behind a progress bar, return this text without the bar.
+        If the text is longer than `limit_bytes`, the line is cut, and its end shows the full length
+        of the text. If the program printed text behind a progress bar, the line has only this text.
         """
         if self.length_bytes > limit_bytes:
             return f"{_decode_cut(self.head)}… [cut: {self.length_bytes} bytes]"
@@ -152,16 +153,17 @@ class _Row:
 class LineAssembler:
     """A splitter of the bytes of one rank's stdout and stderr into whole lines.
 
-    The result does not depend on how the bytes are divided into chunks.
+    The splitter emulates the rows and the cursor of a terminal. The result does not depend on how
+    the bytes are divided into chunks.
 
     - Only newlines end lines.
     - Text after a carriage return replaces the text before it, as in a terminal. A carriage return
       directly before a newline is part of the line's end.
     - If a program prints text behind an unfinished bar of tqdm, the line has only the printed text,
       without the bar.
-    - tqdm moves the cursor up between nested bars. While all rows above the cursor are unfinished
-      bars, none of them becomes a line. If a row gets text that is not an unfinished bar, this row
-      and the rows above it become lines.
+    - Between nested bars, tqdm moves the cursor up. So a row that has only an unfinished bar does
+      not become a line yet. When a row gets other text, this row and the rows above it become
+      lines.
     - Other ANSI sequences are kept. Bytes that are not UTF-8 become U+FFFD.
 
     Args:
@@ -177,7 +179,8 @@ class LineAssembler:
     def feed(self, data: bytes) -> list[str]:
         """Add the next bytes of the output. Return the lines that are now complete.
 
-        If the last bytes may be the beginning of `CURSOR_UP`, they are kept until the next call.
+        The last bytes may be an incomplete ANSI sequence that moves the cursor up (`CURSOR_UP`). If
+        so, these bytes are kept until the next call.
         """
         data = self._partial + data
         self._partial = next((end for end in _CUT_CURSOR_UP if data.endswith(end)), b"")
@@ -202,7 +205,7 @@ class LineAssembler:
         return "\n".join(rows)
 
     def flush(self) -> list[str]:
-        """Return the unfinished lines of the output as lines, and remove all rows.
+        """Return all unfinished lines, as if each ended now. Then start again with an empty row.
 
         Blank unfinished lines are left out: they are progress bars that the program has erased.
         """
@@ -212,19 +215,23 @@ class LineAssembler:
         return lines
 
     def end_line(self) -> list[str]:
-        """Return the unfinished line as a whole line, and begin a new row.
+        """Return the output's unfinished line, as if it ended now, in a list with one item.
 
-        If the unfinished line is a progress bar, keep it, and return []. Call this method before a
-        display, so that text before and after the display becomes separate lines.
+        Return [] if there is no unfinished line. Also return [] if the unfinished output is a
+        progress bar or several nested bars; these bars stay unfinished.
+
+        Call this method before the notebook shows a display. Then the text before the display and
+        the text after the display become separate lines.
         """
         is_bar = len(self._rows) > 1 or self._rows[0].ends_in_bar
         return [] if is_bar else self.flush()
 
     def _whole_lines(self, body: bytes) -> list[str]:
-        """Add whole lines, and return the lines that later output cannot change any more.
+        """Add whole lines of output. Return the lines that later output cannot change any more.
 
-        Usually, all lines are decoded at once, which is fast. In three cases, the lines are added
-        to the rows one by one: there is an unfinished row, a line exceeds the maximum length, or
+        Later output can change only progress bars. Usually there are none, so all lines are decoded
+        at once, which is fast. In three cases, each line is added separately to the rows of the
+        emulated terminal: one of these rows already has text, a line exceeds the maximum length, or
         `body` contains a carriage return or `CURSOR_UP`.
 
         Args:
@@ -242,11 +249,14 @@ class LineAssembler:
         return lines
 
     def _add_bytes(self, part: bytes) -> None:
-        """Add bytes without a newline. Each `CURSOR_UP` in the bytes moves the cursor up one row.
+        """Add bytes without a newline to the rows of the emulated terminal.
 
-        The bytes after a `CURSOR_UP` replace the text of the row to which the cursor has moved. If
-        the cursor is in the top row, it stays there. `is_left` then records that the program wanted
-        to leave the top row for a row that was already returned as a line.
+        Each `CURSOR_UP` (an ANSI sequence) in `part` moves the cursor up one row. The bytes after a
+        `CURSOR_UP` replace the text of the row to which the cursor has moved.
+
+        A `CURSOR_UP` in the top row does not move the cursor. The program then assumes that there
+        is a row above, but this row was already returned as a line. So the top row's `is_left`
+        becomes True, until the row gets further bytes.
         """
         first, *others = part.split(CURSOR_UP) if CURSOR_UP in part else [part]
         self._rows[self._at].add_bytes(first, self._limit_bytes)
@@ -259,15 +269,19 @@ class LineAssembler:
     def _move_down(self) -> list[str]:
         """Move the cursor to the row below. Remove finished rows from the top; return their lines.
 
-        If there is no row below, creates one. The next bytes replace the text of the row below.
+        If there is no row below, create one. The next bytes replace the text of the row below.
 
-        No row is finished if the top row is an unfinished progress bar, and each other row above
-        the cursor is an unfinished bar or blank. In all other cases, and if there are more than
-        `MAX_BARS` rows, the top row is finished, and the next row becomes the top row. This is
-        repeated until no row is finished, or no row is above the cursor.
+        tqdm may still move the cursor up to nested bars. So no row is finished if all of
+        these are true:
 
-        The line of a finished row with `_Row.is_left` is not returned, because the row is a
-        progress bar that `is_bar` does not recognize.
+        - The top row is an unfinished progress bar.
+        - Each other row above the cursor is an unfinished bar or blank.
+        - There are at most `MAX_BARS` rows.
+
+        Otherwise, the top row is finished and removed, and the next row becomes the top row. This
+        is repeated until no row is finished, or the cursor is in the top row. If a removed row has
+        `is_left`, it is a progress bar that `is_bar` does not recognize, and its line is not
+        returned.
         """
         self._at += 1
         if self._at == len(self._rows):
@@ -376,8 +390,11 @@ class LogBudget:
         """Select the lines that may be sent now, and drop all others.
 
         First refills the budget, and adds all lines to `tail`. `pop_dropped` later returns how many
-        lines and bytes were dropped. If all lines fit into the budget, this method only records
-        whether `tail` has the beginning of a traceback, because the next lines may belong to it.
+        lines and bytes were dropped.
+
+        If all lines fit into the budget, nothing is dropped. The method then records whether one of
+        the last lines begins a traceback, because the lines of the next call may belong to this
+        traceback.
 
         Returns:
             Two lists. The first list has the beginning of `lines`, as far as it fits into the
@@ -394,9 +411,10 @@ class LogBudget:
         return lines[:fit], self._errors(lines[fit:], sizes[fit:])
 
     def select_errors(self, lines: list[str]) -> list[str]:
-        """Refill the budget, and return the lines that look like errors and fit into the reserve.
+        """Return the lines that look like errors and fit into the reserve; drop all other lines.
 
-        All other lines are dropped and counted. The budget for lines without errors is not used.
+        First refills the reserve. The lines use only the reserve, and are not added to `tail`.
+        `pop_dropped` later returns how many lines and bytes were dropped.
         """
         self._refill()
         return self._errors(lines, [_size_bytes(line) for line in lines])
@@ -594,10 +612,11 @@ class _MessageStream:
     def _put(self, piece: bytes) -> Event | RankMessage | StoreMessage | None:
         """Add a piece of a message. If the message is now complete, decode and return it.
 
-        Return None if the message is still incomplete, or if it is invalid and not the first
-        invalid message. Return a note for the user instead of the first invalid message, and
-        instead of a message above `MESSAGE_LIMIT_BYTES`. If there are more than `MAX_INCOMPLETE`
-        incomplete messages, drop the oldest one.
+        If there are more than `MAX_INCOMPLETE` incomplete messages, drop the oldest one.
+
+        Returns:
+            The message; None while it is incomplete. If the complete message is too large or
+            invalid, the result is a note for the user or None, as for `_decode`.
         """
         head, _, part = piece.partition(b" ")
         is_last, sender = head.startswith(link.LAST), head[1:]
@@ -780,7 +799,8 @@ class PipeReader:
         """Send all output so far to the old sink; then use the new `sink` and `logs`.
 
         First reads what the pipes contain now. Sends unfinished lines as whole lines, and closes
-        the old log files. For a rank whose pipe has ended meanwhile, closes the new log file.
+        the old log files. If a rank's log pipe has already ended, also closes the rank's new log
+        file.
 
         Args:
             sink: Destination of all later output and messages.
@@ -824,9 +844,11 @@ class PipeReader:
     def _read_all(self, streams: Iterable[_LogStream | _MessageStream]) -> None:
         """Read everything that the pipes contain at the time of the call, and possibly later data.
 
-        Children of ranks may keep writing, so reading until the pipes are empty might never end.
-        Pipes without a writer stay open: a rank that has not opened its pipe yet would wait forever
-        if the read end were closed.
+        Reads each pipe at most `_PIPE_CHUNKS` times, which is enough to empty a full pipe. Reading
+        until the pipes are empty might never end, because children of ranks may keep writing.
+
+        A pipe without a writer is not closed: its rank may not have opened the pipe yet, and would
+        wait forever without a reader.
         """
         for stream in streams:
             for _ in range(_PIPE_CHUNKS):
@@ -876,9 +898,9 @@ class PipeReader:
     def _log_traceback(self, rank: int, message: RankRaised) -> None:
         """Append a rank's first traceback to the rank's log file, after all earlier output.
 
-        Does nothing if the message is marked as already logged. If the file cannot be written, a
-        note tells the user. The traceback is not sent as output, because the notebook shows it in
-        the exception that the cell raises.
+        Ignores the rank's further tracebacks, and a traceback that is marked as already logged. If
+        the file cannot be written, a note tells the user. The traceback is not sent as output,
+        because the notebook shows it in the exception that the cell raises.
         """
         stream = self._logs[rank]
         if stream.has_traceback or message.is_logged:

@@ -105,9 +105,12 @@ class StepProfiler:
     def _start_profile(self) -> None:
         """Start torch's profiler. It warms up, records the steps, and then writes the trace.
 
-        If the program already runs a profiler of its own, end the profile instead. In both cases,
-        set the reason that `close` gives if there is no trace. Also suppress a warning of torch
-        that does not apply here.
+        If the program already runs a profiler of its own, end the profile instead, because a second
+        profiler would crash the process.
+
+        Also record why there is no trace yet; `close` shows this reason to the user if there is
+        none at the end. Also suppress torch's warning about profiles of several cycles, because
+        this profile has only one cycle.
         """
         import torch
         from torch.profiler import profile, schedule

@@ -1,9 +1,9 @@
 """The prompt of a session's rank: a loop that waits for a cell and runs it.
 
-Between cells, SIGINT has no effect. During a cell, SIGINT raises KeyboardInterrupt. While the rank
-waits in C++ code for other ranks, Python cannot raise KeyboardInterrupt. The agent then sends a
-request, and the rank's heartbeat thread cuts the rank's connections to the other ranks
-(`Prompt.cut_connections`).
+Between cells, SIGINT has no effect. During a cell, SIGINT raises KeyboardInterrupt. But while the
+rank waits in C++ code for other ranks, Python cannot raise KeyboardInterrupt. Then the agent asks
+the rank's heartbeat thread to cut the rank's connections to the other ranks
+(`Prompt.cut_connections`), which ends the wait in C++ code.
 """
 
 import gc
@@ -67,7 +67,7 @@ class Prompt:
 
         Args:
             report: Function that sends batch counts and metrics to the agent. After a cell that
-                succeeded, it waits for the GPU.
+                succeeded, the function first waits until the GPU has computed the metrics.
         """
         signal.signal(signal.SIGINT, _ignore)
         while (order := _order_of(self._orders.read_line())).number:
@@ -146,9 +146,8 @@ def _ignore(number: int, frame: types.FrameType | None) -> None:
 def _shut_down_sockets() -> None:
     """Shut down all TCP connections of this process that no Python socket object owns.
 
-    C++ code of torch has opened the connections of process groups and key-value stores. The
-    function also shuts down connections that other C libraries have opened, such as a database
-    driver.
+    Among these are the connections of process groups and key-value stores, which C++ code of torch
+    has opened. Connections of other C libraries, such as a database driver, are shut down, too.
     """
     pythons = {it.fileno() for it in gc.get_objects() if issubclass(type(it), socket.socket)}
     for name in os.listdir("/proc/self/fd"):

@@ -69,13 +69,12 @@ The agent or the supervisor removes the folder.
 def prepare() -> None:
     """Import modules and create the shell in the forkserver, so that each rank inherits them.
 
-    First finds out whether horovod is installed. If numpy is loaded, this function also imports
-    `numpy.random`, which numpy imports only on first use.
-
-    Then it creates the shell, without a history. The shell runs a cell that raises an exception, so
-    that IPython imports the modules that format tracebacks. Otherwise, a failing rank would import
-    these modules while the agent already ends the other ranks. Last, this function deletes the
-    exception.
+    1. Find out whether horovod is installed.
+    2. If numpy is loaded, import `numpy.random`, which numpy itself imports only on first use.
+    3. Create the shell, without a history.
+    4. Run a cell that raises an exception. IPython then imports the modules that format tracebacks.
+       Otherwise, a failing rank would import these modules while the agent ends the other ranks.
+    5. Delete the exception.
     """
     rendezvous.has_horovod()
     if "numpy" in sys.modules:
@@ -133,14 +132,14 @@ def rank_main(spec: ProcessSpec, environ: Mapping[str, str]) -> None:
 def _set_up_rank(spec: ProcessSpec, environ: Mapping[str, str], rank: int) -> AgentLink:
     """Make this fork of the forkserver a rank that may run the user's code.
 
-    Starts a new POSIX session (setsid). Connects the process to the agent, tells the agent that the
-    rank accepts SIGINT, and redirects stdout and stderr to the agent. Until the work starts, SIGINT
-    kills the process. Makes the process write its stack to a file when it crashes or gets
-    `STACK_SIGNAL`.
-
-    Then applies the run's environment. If horovod is installed, gets horovod's environment
-    variables from the rendezvous; variables of `--env` override them. Last, protects the project
-    store from the rank's writes. If this fails, sends the failure and ends the process.
+    1. Start a new POSIX session (setsid). Until the work starts, SIGINT kills the process.
+    2. Connect to the agent, tell the agent that the rank accepts SIGINT, and redirect stdout and
+       stderr to the agent.
+    3. Make the process write its stack to a file when it crashes or gets `STACK_SIGNAL`.
+    4. Apply the run's environment. If horovod is installed, add horovod's environment variables
+       from the rendezvous; variables of `--env` override horovod's.
+    5. Enforce the rule that only rank 0 writes to the project store. If this fails, send the
+       failure and end the process.
 
     Returns:
         The rank's connection to the agent.
@@ -219,10 +218,11 @@ def _work_and_wait(
 def _apply_run_environment(spec: ProcessSpec, environ: Mapping[str, str]) -> None:
     """Reset the state inherited from the forkserver, and apply the run's environment.
 
-    Reset multiprocessing's start method, and seed the random generators of torch and numpy anew.
-    Then replace the variables in `os.environ`, and make torch and tempfile read the new variables.
-    The variables of torchrun override the run's variables, and variables of `--env` override both.
-    Last, set `attempt_folder`, the current folder, `sys.path` and `sys.argv`.
+    - Reset multiprocessing's start method, and seed the random generators of torch and numpy anew.
+    - Replace all variables in `os.environ`. The variables of torchrun override the variables of the
+      run; the variables of `--env` override both.
+    - Make torch and tempfile read the new variables.
+    - Set `attempt_folder`, the current folder, `sys.path` and `sys.argv`.
     """
     # Remove the start method that the forkserver has set, so that the cell may set one.
     multiprocessing.set_start_method(None, force=True)
@@ -252,8 +252,8 @@ def _apply_store_rule(spec: ProcessSpec, link: AgentLink, rank: int) -> None:
     to the project store. A rank other than 0 also reports which mechanism enforces the rule. If
     only Python enforces the rule, a note tells the user.
 
-    Does nothing if the share has no rule for the project store. Does nothing in a run that only
-    reads the project store, unless the run is a rehearsal.
+    Does nothing in two cases: the share has no rule for the project store, or the run only reads
+    the project store and is not a rehearsal.
 
     Call this function before any thread starts and before any code of the user runs.
     """
@@ -387,12 +387,14 @@ def _rehearsal_report() -> Rehearsed:
 def _end_program() -> None:
     """Run atexit handlers, delete the program's objects, and flush output, as at a normal exit.
 
-    A fork of the forkserver exits by `os._exit`, without cleanup. So this function runs atexit
-    handlers and `weakref.finalize` callbacks. It makes process groups of DDP models stay alive
-    (`_keep_ddp_groups`). Then it deletes the program's objects, so that Python flushes their open
-    files. It deletes modules, functions and classes after all other objects. At the end, it flushes
-    stdout and stderr. From the end of the atexit handlers until this function returns, SIGINT is
-    ignored; afterwards, SIGINT ends the process.
+    A fork of the forkserver exits by `os._exit`, without cleanup. So this function does it:
+
+    1. Run atexit handlers and `weakref.finalize` callbacks. From the end of this step until the
+       function returns, SIGINT is ignored; afterwards, SIGINT ends the process.
+    2. Make the process groups of DDP models stay alive (`_keep_ddp_groups`).
+    3. Delete the program's objects, so that Python flushes their open files. Modules, functions and
+       classes are deleted last.
+    4. Flush stdout and stderr.
 
     This function does not do these other parts of a normal exit:
 

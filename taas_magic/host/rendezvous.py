@@ -210,8 +210,8 @@ class LoaderAgreement:
     def publish(self, key: str, value: bytes, replaced: str) -> None:
         """Store `value` under `key` for the other ranks, and remove the older key `replaced`.
 
-        So a long series of values, such as the orders of all epochs, does not fill the key-value
-        store.
+        The removal keeps the key-value store small if a rank publishes a long series of values,
+        such as the orders of all epochs.
         """
         store = self._client()
         store.set(self._prefix + key, value)

@@ -287,17 +287,18 @@ class ResultWriter:
 
         Every rank must call this method, even a rank that sends nothing, because sharded values are
         gathered by a collective. If a value cannot be sent, the user gets a note; no exception is
-        raised. First writes the values that are not sharded, then gathers and writes sharded
-        values. Only rank 0 writes a gathered model. Last, writes the reasons for missing values, to
-        an archive without values.
+        raised.
+
+        1. Write the values that are not sharded.
+        2. Gather and write the sharded values. Only rank 0 writes a gathered model.
+        3. Write the reasons for missing values, to an archive without values.
 
         Args:
             namespace: Variables of the rank.
             out: Values of `--out`, such as "loss@all".
             value: Value of the work. If `out` has the name `VALUE`, this value is sent like a
-                variable. Otherwise, only rank 0 sends the value, and only if the value is not None
-                and not larger than `VALUE_LIMIT_BYTES`. The user then gets no note if the value
-                cannot be sent.
+                variable. Otherwise, only rank 0 sends the value, and the user gets no note if it
+                cannot be sent. Then None and values above `VALUE_LIMIT_BYTES` are not sent.
             failed: Whether the work failed on this rank. If so, this rank sends no notes about
                 missing values, and gathers no sharded values, because other ranks may not take part
                 in the collective.
@@ -334,10 +335,11 @@ class ResultWriter:
         return f"rank {self._rank} has no such variable; it has: {listed}{more}"
 
     def _record_missing(self, name: str, why: str) -> None:
-        """Record why a value cannot be sent. Unless the work has failed, also send the user a note.
+        """Record why a value cannot be sent. Also send the user a note, except in two cases.
 
-        Send no note about the value of a cell's last expression, because the user did not request
-        it. If the user reads it (`Run.result`), a warning gives the recorded reason.
+        Send no note if the work has failed on this rank. Send no note about the value of a cell's
+        last expression, because the user did not request this value. If the user reads
+        `Run.result`, a warning gives the recorded reason.
         """
         self._missing[name] = why
         if not self._failed and (name != VALUE or self._needs_value):
@@ -346,8 +348,8 @@ class ResultWriter:
     def _write_values(self, values: Mapping[str, Any]) -> None:
         """Group values that share objects, and write each group to an archive.
 
-        First encode each value alone, to find problems. These values are left out and recorded as
-        missing:
+        First encode each value alone, to find values that cannot be sent. Three kinds of values are
+        left out and recorded as missing:
 
         - a value that cannot be pickled
         - if the pool is not trusted, a value that is not plain data
@@ -393,8 +395,11 @@ class ResultWriter:
         """Write `values`, which share objects, to one archive.
 
         If all values are plain data, they are written as plain data. Otherwise, all of them are
-        pickled. If writing fails, all of them are recorded as missing. Notes tell the user about
-        problems of the pickler, and about a DistributedDataParallel that was replaced by its model.
+        pickled. If writing fails, all of them are recorded as missing.
+
+        A note tells the user if a DistributedDataParallel was replaced by its model. Notes also
+        tell the user about problems that the pickler has found, unless the archive has only the
+        value of a cell's last expression.
         """
         pickler = _TorchResultPickler(self._scope)
         try:
@@ -538,7 +543,10 @@ def _as_plain(values: dict[str, Any]) -> PlainWriter | None:
 
 
 def _listed(names: Iterable[str]) -> str:
-    """Return the names of results as text for the user: "--out a, b", or else "run.result"."""
+    """Return the names of results as text for the user, such as "--out a, b".
+
+    The name `VALUE` is left out. If no other name is given, return "run.result".
+    """
     listed = ", ".join(name for name in names if name != VALUE)
     return f"--out {listed}" if listed else "run.result"
 

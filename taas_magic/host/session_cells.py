@@ -70,15 +70,20 @@ class _SessionCells:
     def run(self, order: CellOrder) -> bool:
         """Run a cell, and send its results or failure; return whether the cell succeeded.
 
-        First makes the payload's modules importable, connects its registered loaders to the data
-        service, and loads its objects into the session's namespace. If modules were edited since
-        the session imported them, sends the user a note. If one of these steps fails, sends the
-        failure and returns False.
+        First prepares the cell. If one of these steps fails, sends the failure and returns False:
 
-        If this rank does not take part in the cell, the rank does not run it, and only sends the
-        results of `--out`. At the end, sends `CellNames`, and flushes the output. `CellNames` has
-        the names that the cell has assigned or deleted, and the cells whose fetchers this rank
-        still needs. A child that the cell forked skips these last steps.
+        1. Read the cell's payload. If modules were edited since the session imported them, send the
+           user a note.
+        2. Make the payload's modules importable.
+        3. Connect the payload's registered loaders to the data service.
+        4. Load the payload's objects into the session's namespace.
+
+        If this rank takes part in the cell, then runs the cell, and sends its results or failure.
+        Otherwise, only sends the results of `--out`.
+
+        At the end, sends `CellNames`, and flushes the output. `CellNames` has the names that the
+        cell has assigned or deleted, and the cells whose fetchers this rank still needs. A child
+        that the cell forked does neither.
         """
         folder, shell, link = RunFolder(Path(order.run_dir)), self._shell, self._link
         shell.shows, shell.last_value = order.shows, None
