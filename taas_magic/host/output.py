@@ -271,8 +271,8 @@ class LineAssembler:
 
         If there is no row below, create one. The next bytes replace the text of the row below.
 
-        tqdm may still move the cursor up to nested bars. So no row is finished if all of
-        these are true:
+        tqdm may still move the cursor up to nested bars. So no row is finished if all of these are
+        true:
 
         - The top row is an unfinished progress bar.
         - Each other row above the cursor is an unfinished bar or blank.

@@ -1,9 +1,9 @@
 """The prompt of a session's rank: a loop that waits for a cell and runs it.
 
 Between cells, SIGINT has no effect. During a cell, SIGINT raises KeyboardInterrupt. But while the
-rank waits in C++ code for other ranks, Python cannot raise KeyboardInterrupt. Then the agent asks
-the rank's heartbeat thread to cut the rank's connections to the other ranks
-(`Prompt.cut_connections`), which ends the wait in C++ code.
+rank waits in C++ code for other ranks, Python cannot raise KeyboardInterrupt. So after an
+interrupt, the agent asks the rank's heartbeat thread to cut the rank's connections to the other
+ranks (`Prompt.cut_connections`). This cut ends the wait in C++ code.
 """
 
 import gc

@@ -387,7 +387,7 @@ def _rehearsal_report() -> Rehearsed:
 def _end_program() -> None:
     """Run atexit handlers, delete the program's objects, and flush output, as at a normal exit.
 
-    A fork of the forkserver exits by `os._exit`, without cleanup. So this function does it:
+    A fork of the forkserver exits by `os._exit`, without cleanup. So this function cleans up:
 
     1. Run atexit handlers and `weakref.finalize` callbacks. From the end of this step until the
        function returns, SIGINT is ignored; afterwards, SIGINT ends the process.

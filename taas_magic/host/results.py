@@ -298,7 +298,8 @@ class ResultWriter:
             out: Values of `--out`, such as "loss@all".
             value: Value of the work. If `out` has the name `VALUE`, this value is sent like a
                 variable. Otherwise, only rank 0 sends the value, and the user gets no note if it
-                cannot be sent. Then None and values above `VALUE_LIMIT_BYTES` are not sent.
+                cannot be sent. In this case, None and larger values than `VALUE_LIMIT_BYTES`
+                are not sent.
             failed: Whether the work failed on this rank. If so, this rank sends no notes about
                 missing values, and gathers no sharded values, because other ranks may not take part
                 in the collective.

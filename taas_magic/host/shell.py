@@ -194,11 +194,13 @@ class RankShell(InteractiveShell):
         `__main__.__spec__` names the module `taas_magic.host.cell_main`. So spawned children use
         `cell_main` as their main module, and find the cell's definitions there.
 
-        In `__main__`, `exit`, `quit` and `open` are Python's own functions. `input`, `sys.stdin`
-        and `breakpoint()` ask the user. Also adapts tqdm.notebook and hydra when the program
-        imports them, and removes `sys.ps1`, so that Lightning does not assume an interactive
-        session. Stores the values that `__main__` has now, because `users_names` and `%who` leave
-        these values out.
+        After this call:
+
+        - In `__main__`, `exit`, `quit` and `open` are Python's own functions.
+        - `input`, `sys.stdin` and `breakpoint()` ask the user.
+        - `sys.ps1` does not exist, so that Lightning does not assume an interactive session.
+        - When the program imports tqdm.notebook or hydra, the module is adapted to ranks.
+        - `users_names` and `%who` leave out the names that `__main__` has now.
 
         Args:
             link: The rank's connection to its agent.
@@ -243,8 +245,8 @@ class RankShell(InteractiveShell):
         """Delete the user's variables (`%reset`); keep the names that `connect_to_agent` has set.
 
         IPython's method would also delete `__spec__`, which spawned children need, and would
-        replace Python's `exit`, `quit` and `open`. The names that remain no longer count as the
-        user's names (`users_names`).
+        replace Python's `exit`, `quit` and `open`. `users_names` leaves out all names that exist
+        after the reset.
         """
         super().reset(new_session, aggressive)
         start = self._at_start.items()
@@ -393,12 +395,13 @@ class RankShell(InteractiveShell):
         This package's frames are removed from the traceback. The tracebacks of SystemExit,
         SyntaxError, TaasError, RecursionError and exception groups stay in Python's format.
 
-        In two cases, the traceback also goes to the log, as Jupyter would show it: the cell
-        continues, or an earlier exception is the rank's failure. For SystemExit, only the second
-        case counts.
+        In two cases, the traceback is also written to the log, as Jupyter would show it:
 
-        Does nothing for `sys.exit(0)`. A child that the cell forked sends no message. In the
-        forkserver, only shows the exception.
+        - The cell continues after the exception. A SystemExit counts as the end of the cell.
+        - An earlier exception is the rank's failure.
+
+        For `sys.exit(0)`, do nothing. In a child that the cell forked, send no message. In the
+        forkserver, only show the exception.
         """
         value = exc_tuple[1] if exc_tuple else sys.exc_info()[1]
         if self.link is None:  # in the forkserver (`prepare`)

@@ -176,7 +176,7 @@ def users_path(
     Args:
         path: The import path.
         prefixes: Folders of the Python installation and of the virtual environment. Inside them,
-            only the folders `_PYTHONS_FOLDERS` count as Python's own, because a prefix may be /usr.
+            only the folders lib, lib64 and bin count as Python's own, because a prefix may be /usr.
     """
     folders = [os.path.join(*pair, "") for pair in product(prefixes, _PYTHONS_FOLDERS)]
     packages = ("site-packages", "dist-packages")
@@ -236,7 +236,7 @@ class RunSpec(Struct, frozen=True, omit_defaults=True):
         Args:
             engine: Engine of the ranks' pool.
             folder: Folder of the run on the notebook's machine.
-            modules: Modules that must be installed on the hosts of other engines.
+            modules: Modules that must be installed on the hosts. Ignored for the engine `local`.
             facts: Further fields of the `RunSpec`.
         """
         requires = None if engine == "local" else modules

@@ -187,7 +187,8 @@ def waits_for(sample: StackSample) -> str:
     5. The rank's heartbeat thread does not respond, because a C call holds the interpreter's lock.
     6. The thread is running; it waits for nothing.
 
-    In all other cases, the thread is in native code, or its stack is not known.
+    If no condition is true, the text says that the thread is in a C call. If the thread's stack is
+    not known, the text says that it waits for an unknown event.
     """
     if sample.state == _GONE:
         return "nothing: it has ended"
@@ -221,11 +222,12 @@ def waits_for(sample: StackSample) -> str:
 
 
 def _named_collective(function: str, pending: Sequence[str]) -> str:
-    """Return a description of a pending collective, for the user.
+    """Return a description, for the user, of the collective in which a rank waits.
 
     Args:
         function: Name of the torch.distributed function that the rank has called.
-        pending: The flight recorder's entries for pending collectives.
+        pending: The flight recorder's entries for the rank's pending collectives. Only the first
+            entry is used.
     """
     begun = next(iter(pending), "")
     if begun and begun.partition(" ")[0] != function:
@@ -292,14 +294,18 @@ class StackMonitor:
     def check(self, now: float) -> None:
         """Record which ranks make progress. If no rank makes progress for too long, report a hang.
 
-        The method does nothing in these cases: `--hang` is 0, a rank waits for the user's input,
-        another thread collects stacks, or the last check was too recent. Time in which this host
-        was stalled does not count.
+        The method does nothing if `--hang` is 0, a rank waits for the user's input, or another
+        thread collects stacks. It also does nothing if the last check was less than `SAMPLE_S`
+        seconds ago, or less than a quarter of the time of `--hang` if this is shorter. Time in
+        which this host was stalled does not count.
 
-        A thread that this method starts collects the stacks and sends the `Hang` event, so the
-        method does not block. The thread starts after `COLLECTIVE_S` seconds without progress, and
-        after the time of `--hang`, unless the hang is already reported. When a rank makes progress
-        again, the method sends a `Hang` event without ranks, which reports the end of the hang.
+        A thread that this method starts collects the stacks, and sends a `Hang` event if the rules
+        of `_report_hang` apply. So this method does not block. It starts at most two such threads
+        until a rank makes progress again: after `COLLECTIVE_S` seconds, and after the time of
+        `--hang` if the hang is not reported yet.
+
+        When a rank makes progress again after a reported hang, the method sends a `Hang` event
+        without ranks, which reports the end of the hang.
 
         Args:
             now: The agent's monotonic clock, in seconds.
@@ -330,8 +336,11 @@ class StackMonitor:
         """Collect the stacks of all ranks and their children. Blocks for some seconds.
 
         Also measure, for at least `_CPUS_LEAST_S`, how many CPUs each rank uses. Only one thread at
-        a time runs this method; others wait. CPU time that ranks use for stack reports is no
-        progress. So at the end, record each rank's CPU time as the start of the next sample.
+        a time runs this method; other threads wait.
+
+        The ranks use CPU time for the stack reports, which must not count as progress. So at the
+        end, record the CPU time that each rank has used. The next measurement of progress starts
+        from there.
         """
         with self._collecting:
             states = self._ranks.states()
@@ -378,7 +387,8 @@ class StackMonitor:
 
         The limit is the time of `--hang`. If a rank waits in a collective, the limit is at most
         `COLLECTIVE_S`. If a rank makes progress or ends while the stacks are collected, send no
-        event. The event has no stacks of threads and children.
+        event. The event says which code each rank runs, and what the rank waits for, but leaves out
+        the stacks of threads and children.
 
         Args:
             still_s: Seconds for which no rank has made progress.
@@ -398,9 +408,9 @@ class StackMonitor:
             self._emit(Hang(attempt=self._attempt, ranks=rows))
 
     def _sample(self, now: float) -> None:
-        """Record progress of each rank that wrote output or used CPU time since the last sample.
+        """Record progress of each rank that wrote output or computed since the last call.
 
-        CPU time counts only if it is at least the fraction `COMPUTING_FRACTION` of one core.
+        A rank has computed if it used at least the fraction `COMPUTING_FRACTION` of one CPU core.
 
         If no rank's own process has used enough CPU time, this method also checks the CPU time of
         the ranks' descendants. Otherwise it skips this check, which reads all processes of the
@@ -427,7 +437,7 @@ class StackMonitor:
             before: CPU seconds of each rank in the last sample, by pid. This method writes the
                 values of `used` to it.
             used: CPU seconds of each rank now, by pid.
-            least_s: CPU seconds, since the last sample, from which a rank has made progress.
+            least_s: Minimum CPU seconds that a rank must have used since the last sample.
             now: The agent's monotonic clock, in seconds.
         """
         is_any = False
@@ -507,8 +517,9 @@ def _cells(path: Path) -> Cells:
 def sample_fetcher(pid: int, path: Path) -> StackSample:
     """Collect the stacks of a fetcher and its workers.
 
-    Each of these processes that sleeps gets `STACK_SIGNAL`, and then writes its stack. In the
-    result, the `command` of a child process says what this process does, such as "worker".
+    The processes that sleep get `STACK_SIGNAL`, and then write their stacks. For any other process,
+    the result has no stack. The `command` of a child process says what the process does, such as
+    "worker".
 
     Args:
         pid: Process id of the fetcher.
@@ -612,8 +623,8 @@ def _request_stack_by_signal(pid: int, path: Path, states: Collection[str]) -> l
 def _await_stack(path: Path, begin: int) -> str:
     """Wait up to `WRITE_S` until a stack is written to a file, and return the stack's text.
 
-    The stack counts as written when two reads, one after the other, find the same text. If the time
-    is over before, return the text that was read last.
+    The stack counts as written when two reads, one after the other, find the same text. If this has
+    not happened after `WRITE_S`, return the text that was read last.
 
     Args:
         begin: Size of the file, in bytes, before the stack is written.

@@ -89,18 +89,22 @@ def _supervise(preload: str, folder: Path, lease_s: float | None, start_timeout_
     """Start an agent, and wait until it ends or SIGTERM arrives. Then end all descendants.
 
     First writes an empty line to standard error, which tells an engine that uses SSH that this
-    process has started. After the agent, starts two threads, which send SIGTERM to this process if
-    the lease ends, or if the agent gets stuck while it starts.
+    process has started. After the start of the agent, starts two threads. One thread sends SIGTERM
+    to this process when the lease ends. The other thread sends SIGTERM to this process if the agent
+    gets stuck before it has joined the pool.
 
-    At the end, this function first kills all descendants except the agent and resource trackers.
-    Then it sends SIGTERM to the agent, which has `GRACE_S` seconds to exit. Last, it kills the
-    remaining descendants.
+    The descendants end in this order:
+
+    1. Kill all descendants except the agent and resource trackers.
+    2. Send SIGTERM to the agent, and kill it if it has not exited after `GRACE_S` seconds.
+    3. Kill the remaining descendants.
 
     Args:
         preload: Modules for the forkserver to import, separated by commas.
         folder: The host's folder for temporary files.
         lease_s: Seconds without input after which the lease ends; None for no limit.
-        start_timeout_s: Seconds without any work after which the agent counts as stuck.
+        start_timeout_s: Seconds after which the agent counts as stuck if it has used no CPU time
+            and read no data.
 
     Returns:
         The agent's exit code as a shell reports it: 128 + N for signal N.
@@ -179,7 +183,8 @@ def _watch_start(
     Args:
         pid: Process id of the agent.
         folder: The host's folder, in which the agent creates a file when it has joined the pool.
-        start_timeout_s: Seconds without any work after which the agent counts as stuck.
+        start_timeout_s: Seconds after which the agent counts as stuck if it has used no CPU time
+            and read no data.
         got_settings: Event that is set when the agent has got its first line of input. The agent's
             time counts from this event.
     """
@@ -209,9 +214,9 @@ def _end_host(why: str) -> None:
 def _kill_descendants(agent: subprocess.Popen[bytes]) -> None:
     """Kill all descendants of this process except the agent and resource trackers.
 
-    Called before the agent is ended, because the agent may be suspended or slow to end, and ranks
-    must end quickly. If the lease has ended, the pool may already start the same ranks on another
-    host, and only one rank 0 may write to the project store.
+    Called before the agent is ended, because the agent may be suspended or slow to end. Ranks
+    must end quickly: after the end of the lease, the pool may already start the same ranks on
+    another host, and only one rank 0 may write to the project store.
     """
     below = psutil.Process().children(recursive=True)
     end_all([p for p in below if p.pid != agent.pid and not is_tracker(p)], grace_s=0)

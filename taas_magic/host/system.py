@@ -119,10 +119,13 @@ def spawn_command(module: str) -> list[str]:
 def entry_code(module: str) -> str:
     """Return the code, for `python -c`, that runs `module.main()`.
 
-    With `-c`, Python puts the current folder first in the import path. If the current folder is the
-    notebook's folder, a file random.py in this folder would replace Python's own module. So the
-    code removes the first entry. If PYTHONPATH contains the current folder, the code moves this
-    entry to the end, unless this package itself is imported from the current folder.
+    Before that, the code changes the import path. Otherwise, if the current folder is the
+    notebook's folder, a file random.py in this folder could replace Python's own module.
+
+    - With `-c`, Python puts the current folder first in the import path. The code removes this
+      entry.
+    - PYTHONPATH may contain the current folder, too. The code moves this entry to the end of the
+      import path, unless this package itself is imported from the current folder.
     """
     return (
         "import os, sys; sys.path[0] or sys.path.pop(0); "
@@ -139,7 +142,8 @@ def supervisor_arguments(
     Args:
         lease_s: Seconds without input on standard input after which the supervisor ends all
             processes of the host. None for no limit.
-        start_timeout_s: Seconds without any work after which a starting agent counts as stuck.
+        start_timeout_s: Seconds after which a starting agent counts as stuck if it has used no CPU
+            time and read no data.
         preload: Modules for the forkserver to import, from the pool's settings.
     """
     return [f"{lease_s or 0:g}", f"{start_timeout_s:g}", ",".join(preload)]

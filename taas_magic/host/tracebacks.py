@@ -63,10 +63,10 @@ def register_sources(sources: Mapping[str, CellSource]) -> Mapping[str, str]:
 
 
 def send_failure(link: AgentLink, failure: RankRaised) -> None:
-    """Send a rank's failure to the agent.
+    """Send a rank's failure to the agent, after a flush of stdout.
 
-    In a child that the cell forked, write the traceback to standard error instead, unless the shell
-    has already written it. Flush stdout first, because its text comes before the traceback.
+    A child that the cell forked does not send the failure. Instead, the child writes the traceback
+    to standard error, unless the shell has already written it.
     """
     with suppress(Exception):  # the user's code may have replaced stdout
         flush_output()
@@ -168,8 +168,9 @@ def format_frames(error: BaseException) -> list[str]:
 def innermost_frames(thread: int) -> list[StackFrame]:
     """Return the `_INNERMOST` innermost frames of a thread, outermost first.
 
-    If none of these frames is in a cell, the result begins with one more frame, if there is one:
-    the innermost of the thread's frames that are in a cell.
+    If none of these frames is in a cell, but an outer frame is, the result begins with the
+    innermost frame that is in a cell. So the result shows the position in the user's code, even if
+    the cell has called a deep library.
 
     Args:
         thread: Identifier of the thread.
@@ -295,9 +296,12 @@ def _torch_file(error: BaseException) -> str:
 def _missing_file_hint(error: BaseException) -> str:
     """Return a hint if a file is missing because this host has only a copy of the project store.
 
-    The exception must be a FileNotFoundError. The missing path must be in the notebook's folder on
-    the notebook's machine, or must be an absolute path outside the current folder. Otherwise,
-    return "". Also return "" if this host does not use a copy of the project store.
+    Return "" unless all of these are true:
+
+    - This host uses a copy of the project store.
+    - The exception is a FileNotFoundError.
+    - The missing path is below the notebook's folder on the notebook's machine, or is an absolute
+      path outside the current folder.
     """
     home = project_home()
     if not home or not isinstance(error, FileNotFoundError):

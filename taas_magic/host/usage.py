@@ -91,15 +91,15 @@ class UsageReporter:
                 self._emit(Usage(attempt=self._attempt, ranks=rows))
 
     def _measure(self, states: Sequence[RankState]) -> None:
-        """Measure the CPU use and memory of running ranks, and store a row for each rank.
+        """Measure the CPU use and memory of running ranks, and store a `RankUsage` for each rank.
 
         CPU use and memory include the rank's descendants. The CPU use is the mean since the last
-        call. The first call has no correct CPU use, because ranks of a session have used CPU time
-        before it. So `_report` does not send the rows of the first call.
+        call. In the first call, the CPU use is wrong, because ranks of a session have already used
+        CPU time before the attempt. So `_report` does not send the results of the first call.
 
-        A row also has the rank's line of code, GPU use and time in collectives, from its
-        heartbeats. If a rank runs no code of the user any more, its row keeps the last line of
-        code. The rows of ranks that are not in `states` do not change.
+        A `RankUsage` also has the rank's line of code, GPU use and time in collectives, from its
+        heartbeats. If a rank runs no code of the user any more, its last line of code stays. The
+        `RankUsage` of a rank that is not in `states` does not change.
 
         Args:
             states: States of the ranks whose processes run.

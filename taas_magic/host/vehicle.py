@@ -37,7 +37,8 @@ def agent_name(vehicle: object) -> str:
     """Return a new name, with a random part, for the agent that a vehicle starts.
 
     If the batch system restarts a job, the new vehicle has the old vehicle's name. The random part
-    distinguishes its agent from the old vehicle's agent, which the pool may still know.
+    distinguishes the new vehicle's agent from the old vehicle's agent, which the pool may still
+    know.
 
     Args:
         vehicle: Dask's name of the vehicle.
@@ -98,11 +99,12 @@ class Vehicle(WorkerPlugin):
     async def teardown(self, worker: Worker) -> None:
         """End the supervisor and all processes that it has started.
 
-        Dask calls this method when the worker closes. First cancel the task of `_follow`. If this
-        process is a `dask` command without a nanny, the cancelled task starts a timer that ends the
-        process after `EXIT_S` seconds. Then close the supervisor's standard input. If the
-        supervisor has not ended after `HOST_END_S` seconds, kill it. Do nothing if no supervisor
-        was started.
+        Dask calls this method when the worker closes. If no supervisor was started, do nothing.
+
+        1. Cancel the task of `_follow`. If this process is a `dask` command without a nanny, the
+           cancelled task starts a timer that ends this process after `EXIT_S` seconds.
+        2. Close the supervisor's standard input, which makes the supervisor end.
+        3. Kill the supervisor if it has not ended after `HOST_END_S` seconds.
         """
         if self._supervisor is None or self._following is None:
             return
@@ -119,8 +121,9 @@ class Vehicle(WorkerPlugin):
         """Get the agent's name and keys from the pool's process, and start the supervisor.
 
         First stops the worker's web server. If the worker has no nanny, also closes the port at
-        which other vehicles could connect to the worker. Sends the agent's settings to the
-        supervisor's standard input. Starts a task that closes the worker when the supervisor ends.
+        which other vehicles could connect to the worker. After the start, sends the agent's
+        settings to the supervisor's standard input. Last, starts a task that closes the worker when
+        the supervisor ends.
         """
         worker.http_server.stop()  # Dask's web pages have no authentication
         if not worker.nanny:
@@ -172,11 +175,12 @@ def _is_dask_command() -> bool:
 
 
 def _exit_within(seconds: float) -> None:
-    """Start a timer that ends this vehicle's process after a time.
+    """Start a timer that ends the vehicle's process, which runs this code, after a time.
 
-    Without the timer, the process might never end. If the pool's process has ended before SIGTERM
-    arrives here, Dask's event loop may wait for a heartbeat forever. The batch system does not end
-    the process either, because the shell that started the process has ended.
+    Without the timer, the vehicle's process might never end. Its event loop may wait forever for a
+    heartbeat of Dask, if the pool's process ended before the vehicle's process got SIGTERM. The
+    batch system cannot end the vehicle's process: the shell that started the vehicle has ended, and
+    without this shell the batch system does not find the vehicle.
     """
     timer = threading.Timer(seconds, os._exit, (1,))
     timer.daemon = True

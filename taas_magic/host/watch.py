@@ -62,7 +62,7 @@ Then the run ends on this host without them.
 COLLECTIVE_S = 20.0
 """Seconds without progress after which the agent sends a `Hang` event if a rank is in a collective.
 
-If the time of `--hang` is shorter, it applies. If no rank is in a collective, `--hang` applies.
+If the time of `--hang` is shorter, or no rank is in a collective, the time of `--hang` applies.
 """
 
 INTERRUPT_GRACE_S = 5.0
@@ -314,13 +314,14 @@ def is_consequence(etype: str, message: str) -> bool:
 def failed_ranks(ranks: Collection[RankState], cause: str) -> list[RankState]:
     """Return the failed ranks. The rank that most probably caused the failure comes first.
 
-    - Ranks whose error looks like a consequence of another rank's end come after all other ranks.
-    - If no rank has failed, or all failed ranks have such an error, the result also has the ranks
-      that left by `sys.exit(0)`, before the failed ranks.
-    - Within each of these groups, the rank that failed first comes first.
-    - If the cause is "stopped", the result also has the suspended ranks.
-    - If the cause is "timeout", none of these rules applies. The result has all ranks that have not
-      succeeded, by rank number.
+    If the cause is "timeout", return all ranks that have not succeeded, by rank number. For any
+    other cause, these rules apply:
+
+    - If the cause is "stopped", suspended ranks count as failed.
+    - The ranks are in the order of time in which they failed or were suspended. But ranks whose
+      error looks like a consequence of another rank's end come after all other ranks.
+    - If no rank has failed, or all errors look like such consequences, the result begins with the
+      ranks that left by `sys.exit(0)`.
 
     Args:
         cause: Why the run has ended on this host (`Verdict.cause`).
@@ -555,7 +556,7 @@ def _failure_kind(state: RankState, verdict: Verdict) -> str:
       0.
     - "signal": a signal ended the process during the work.
     - "exit": the process exited during the work.
-    - "stopped", "timeout" or "left": the process still runs, and this is the verdict's cause.
+    - "stopped" or "timeout": the process still runs, and the verdict has this cause.
     - "left": all other cases.
     """
     if state.etype:
@@ -620,11 +621,14 @@ class Ranks:
     def record_message(self, rank: int, message: Event | RankMessage | StoreMessage) -> None:
         """Record a message from a rank in the rank's state. Most messages count as progress.
 
-        For example, record the last heartbeat, the last stack report and the numbers of received
-        batches. Also record whether the rank accepts SIGINT, and whether its work succeeded or
-        failed. Also record whether the rank left by `sys.exit(0)`, or is back at its session's
-        prompt. If a rank reports several failures, the state keeps the time of the first failure,
-        and the exception and traceback of the last failure.
+        For example, the state then has:
+
+        - the last heartbeat, the last stack report and the numbers of received batches
+        - whether the rank accepts SIGINT, or is back at its session's prompt
+        - whether the rank's work succeeded or failed, or the rank left by `sys.exit(0)`
+
+        If a rank reports several failures, the state keeps the time of the first failure, and the
+        exception and traceback of the last failure.
 
         Stack reports, notes, and batch counts that have not changed do not count as progress. A
         heartbeat counts only if a collective has begun or ended since the last heartbeat.
@@ -673,8 +677,8 @@ class Ranks:
     def record_end(self, rank: int, exitcode: int, stack: Path) -> None:
         """Record the end of a rank's process. Unless the rank has succeeded, record a failure.
 
-        For the failure, also records the stack that faulthandler has written, and after SIGKILL,
-        whether memory ran out. If the rank had failed before, the time of this earlier failure
+        The failure has the stack that faulthandler has written. After SIGKILL, the failure says
+        whether memory ran out. If the rank had already reported a failure, the time of that failure
         stays.
 
         Args:

@@ -110,8 +110,9 @@ def call_probe(
 ) -> bytes:
     """Call a function of `probe` in the host's own Python; return the function's result as JSON.
 
-    The host's Python reads the source code of `probe` from its standard input. So taas-magic need
-    not be installed on the host. The program prints the result in a line that begins with `MARK`.
+    This function sends a program to the standard input of the host's Python. The program contains
+    the source code of `probe`, so taas-magic need not be installed on the host. The program prints
+    the result in a line that begins with `MARK`.
 
     Args:
         python: The interpreter on the host; None means `python3`.

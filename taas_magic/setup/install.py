@@ -1,9 +1,11 @@
 """Install the packages that an agent and its ranks need on a host.
 
-First, the host's own pip installs the packages. If pip fails, this module sends the packages of
-this environment as one zip file. If these packages may not work on the host, an error says what to
-install there. taas-magic itself is always sent. torch is never installed, because a host's torch
-must fit the host's GPUs.
+First, the host's own pip installs the packages. If pip fails, this module copies the packages from
+this machine's environment, and sends them to the host as one zip file. If this machine's packages
+may not work on the host, an error says what to install there.
+
+taas-magic itself is always sent. torch is never installed, because a host's torch must fit the
+host's GPUs.
 """
 
 import hashlib
@@ -96,9 +98,10 @@ def packages_needed(
     """Return the packages that a host needs to run taas-magic, by canonical name.
 
     The result has the dependencies of taas-magic, and their dependencies in turn. Packages in
-    `NOT_INSTALLED`, and packages that only these need, are left out. The allowed versions of a
-    package meet the requirements of all packages that need it. A package in `EXACT_VERSION` must
-    have this machine's version.
+    `NOT_INSTALLED`, such as torch, and the dependencies of these packages are left out, unless
+    another package needs them. The allowed versions of a package meet the requirements of all
+    packages that need it. A package in `EXACT_VERSION`, such as distributed, must have this
+    machine's version.
 
     Environment markers are evaluated for this Python, because the host's Python has the same minor
     version.
@@ -182,9 +185,11 @@ class PackageFolder:
 def needed_package_folders(facts: HostFacts, here: KernelVersions) -> list[PackageFolder]:
     """Return the package folders that the agent of a host needs on its PYTHONPATH.
 
-    If the host's Python lacks dependencies of taas-magic, the result has one folder for them. If
-    the host's Python has no taas-magic, or has other files of it than this machine, the result has
-    a folder for taas-magic. A folder is in the result even if it is already on the host.
+    - If the host's Python lacks dependencies of taas-magic, the result has one folder for them.
+    - If the host's taas-magic is missing, or its files differ from this machine's taas-magic, the
+      result has a folder for taas-magic.
+
+    A folder is in the result even if it is already on the host.
     """
     package_folders = []
     missing = find_missing_packages(packages_needed(), facts)
@@ -251,9 +256,9 @@ def _install(shell: Shell, python: str | None, folder: str, how: Mapping[str, ob
 def our_bundle() -> bytes:
     """Return a zip file with taas-magic: the files that this process uses, not a release.
 
-    The zip file also has taas.py, for `import taas`. A dist-info folder has the name, the version
-    and the entry points of taas-magic. Lightning finds the callback in `host/lightning.py` by these
-    entry points.
+    The zip file also has taas.py, for `import taas`, and a dist-info folder with the name, the
+    version and the entry points of taas-magic. By the entry points, Lightning finds the callback in
+    `host/lightning.py`.
     """
     root = Path(__file__).parents[2]
     files = probe.package_files(str(root / "taas_magic"))

@@ -151,8 +151,10 @@ def find_target(
     """Return the `SshTarget` of a host, as `ssh` would connect to it. Blocks.
 
     Read the settings from the output of `ssh -G`. If no `ssh` is installed, take the user and the
-    port from `host`, and OpenSSH's defaults for all other settings. If the host has jump hosts,
-    find the last jump host in the same way; the other jump hosts are on the way to it.
+    port from `host`, and OpenSSH's defaults for all other settings.
+
+    If there are jump hosts, `SshTarget.jump` describes the last jump host before `host`. This
+    description is found in the same way, and contains the jump hosts before the last one.
 
     Args:
         host: The host, such as `gpu1`, `me@gpu3:2222`, `[fe80::1]:22` or `ssh://gpu1`.
@@ -161,8 +163,8 @@ def find_target(
         stop: Event that the caller sets to cancel.
         jumps: Jump hosts on the way to `host`, as with `ssh -J`; "" for the jump hosts in the
             configuration.
-        through: Used in recursive calls to detect a circle: the hosts whose settings led to `host`
-            as a jump host.
+        through: Used in recursive calls, in which `host` is a jump host: the hosts that are reached
+            through it. By these hosts, the function detects a circle.
 
     Raises:
         UsageError: `host` has none of the forms above, the jump hosts form a circle, or there are
@@ -361,7 +363,8 @@ def _is_set(value: str) -> bool:
 def _identity_files(values: Sequence[str], tokens: Mapping[str, str]) -> tuple[str, ...]:
     """Return the paths of the identity files, with `~`, variables and tokens expanded.
 
-    The value "none" is left out. Files in `_USUAL_KEYS` are left out if they do not exist.
+    The value "none" is left out. A default key file, such as `~/.ssh/id_rsa`, is left out if the
+    file does not exist (`_USUAL_KEYS`).
     """
     found = []
     for value in filter(_is_set, values):

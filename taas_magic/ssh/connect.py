@@ -162,8 +162,8 @@ class Connection:
 
         Args:
             what: Text of the message about the failed action, such as "no port was forwarded".
-            error: The exception of the action. The message names it only if paramiko has recorded
-                no exception of the whole connection.
+            error: The exception of the action. If paramiko has recorded an exception of the whole
+                connection, the message names the recorded exception instead of `error`.
         """
         why = self.transport.get_exception() or error
         return PoolError(f"host {self.host}: {what}: {type(why).__name__}: {why}")
@@ -334,7 +334,7 @@ def _open_stream(
     """Open a byte stream to a host's sshd: directly, through a jump host, or by a ProxyCommand.
 
     If there is a jump host, first open an SSH connection to the jump host. Add callbacks to `undo`
-    that close the stream and the connection to the jump host, or that end the ProxyCommand.
+    that close or end all that this function has opened or started.
 
     Args:
         silence_s: Seconds without an answer after which an open connection is closed.
@@ -457,14 +457,14 @@ def _connect(
 def _notice_silence(sock: socket.socket, silence_s: float) -> None:
     """Make the system close a connection if the host does not answer for `silence_s` seconds.
 
-    This function sets TCP's own timeout, because paramiko's keepalive does not check for answers.
+    This function sets a time limit of TCP, because paramiko's keepalive does not check for answers.
+    It also sets these options of the connection:
 
-    By default, TCP doubles the time between its attempts to send a lost packet. So over a bad link,
-    a host could receive nothing for longer than its lease. On Linux 6.15 and newer, this function
-    limits the time between two attempts to one second.
-
-    Also make the system send a probe every `_PROBE_S` seconds if there is no traffic, and send
-    small packets without delay.
+    - Without traffic, the system sends a probe every `_PROBE_S` seconds.
+    - Small packets are sent without delay.
+    - On Linux 6.15 and newer, the system sends a lost packet again at least every second. By
+      default, TCP doubles the time between two attempts. Over a bad link, a host could then receive
+      nothing for longer than its lease.
     """
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -581,7 +581,7 @@ def open_tunnel(connection: Connection, host: str, port: int) -> int:
         """Relay a connection that a process on the host has made to a forwarded port.
 
         Called by paramiko. A new thread relays the bytes. If the tunnel of this port is closed,
-        close the connection.
+        close the process's connection, and start no thread.
         """
         # paramiko calls the same function for all forwarded ports, so look up the port
         address = connection.tunnels.get(server[1])
