@@ -98,10 +98,9 @@ def packages_needed(
     """Return the packages that a host needs to run taas-magic, by canonical name.
 
     The result has the dependencies of taas-magic, and their dependencies in turn. Packages in
-    `NOT_INSTALLED`, such as torch, and the dependencies of these packages are left out, unless
-    another package needs them. The allowed versions of a package meet the requirements of all
-    packages that need it. A package in `EXACT_VERSION`, such as distributed, must have this
-    machine's version.
+    `NOT_INSTALLED`, such as torch, are left out. A package that only left-out packages need is left
+    out, too. The allowed versions of a package meet the requirements of all packages that need it.
+    A package in `EXACT_VERSION`, such as distributed, must have this machine's version.
 
     Environment markers are evaluated for this Python, because the host's Python has the same minor
     version.
