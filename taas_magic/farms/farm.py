@@ -1,7 +1,7 @@
 """The kernel's side of a farm: submits jobs and receives their results as they become ready.
 
-A thread of the kernel stores the result of each job as soon as the job has ended. So the result
-remains if the job's node is lost later.
+As soon as a job has ended, a thread of the kernel stores the job's result in the kernel. So the
+result remains even if the job's node is lost later.
 """
 
 import asyncio
@@ -409,19 +409,24 @@ class Farm:
     ) -> list[Job]:
         """Submit one job for each item of `calls`, a pair of positional and keyword arguments.
 
-        Pickle all arguments, and capture the function. If the arguments of several jobs use the
-        same notebook variables and modules, capture the function once for these jobs. Store the
-        large parts in the farm's process. Then send all jobs in one message. If the farm has ended
-        meanwhile, end all jobs with an error. If `calls` is empty, send nothing, and return [].
+        If `calls` is empty, return []. Otherwise:
 
-        If an exception or an interrupt ends this method, cancel all of these jobs and remove their
-        stored parts.
+        - Pickle all arguments.
+        - Capture the function with the notebook objects that a job needs. Several jobs share one
+          capture if their arguments use the same notebook variables and modules.
+        - Store large arguments and captures in the farm's process. If there are several jobs, store
+          also small captures there.
+        - Send all jobs in one message.
+
+        If the farm has ended meanwhile, the returned jobs have already ended with an error. If an
+        exception or an interrupt ends this method, cancel all of these jobs and remove their stored
+        parts.
 
         Raises:
             CaptureError: The function or an argument cannot be pickled.
             PoolError: The farm accepts no more jobs.
-            UsageError: `function` is not callable, or it has a parameter `retries` or `fresh`, and
-                the option of this name was given.
+            UsageError: `function` is not callable. Or `retries` or `fresh` was given, but the
+                function has a parameter of the same name.
         """
         if self._why_over:
             raise PoolError(f"{self.name} accepts no jobs: {self._why_over}; create another farm")
@@ -471,7 +476,13 @@ class Farm:
     ) -> None:
         """Submit all jobs to Dask in one message, because a message for each job would be slow.
 
-        Record the job, the Dask future and the parts of each job in `_jobs`.
+        Record each job in `_jobs`, together with the job's Dask future and parts.
+
+        Args:
+            calls: The call of each job.
+            parts: For each job, the parts of its payload and arguments, or the names under which
+                these parts are stored.
+            retries: Number of further calls of a job if its call fails.
         """
         from taas_magic.farms.worker import run_job
 
@@ -513,11 +524,13 @@ class Farm:
             path.unlink(missing_ok=True)
 
     def _watch(self) -> None:
-        """Refresh the table, and end jobs whose end no message has reported, until the farm closes.
+        """Refresh the farm's table, and find jobs that ended without a message. Runs in a thread.
 
-        This method runs in a thread and repeats its checks every `WATCH_S`. If the farm's process
-        has ended, end all jobs with an error. Pass jobs that Dask counts as failed or cancelled to
-        the thread of `_end_jobs`. Show the table only if the state has changed.
+        Until the farm closes, repeat these checks every `WATCH_S`:
+
+        - If the farm's process has ended, end all jobs with an error.
+        - If Dask counts a job as failed or cancelled, make the thread of `_end_jobs` end this job.
+        - If the state has changed, show the table again.
         """
         shown = 0
         while not self._closed.wait(WATCH_S):
@@ -557,8 +570,9 @@ class Farm:
         """End each job when its outcome or error arrives from the farm's process or a node.
 
         This method runs in a thread until the farm is closed. It removes the Dask future and the
-        stored arguments of each ended job. If the farm's process gives up starting nodes, end all
-        jobs with an error. At the end, make the thread of `_call_listeners` end, too.
+        stored arguments of each ended job. If the farm's process gives up starting nodes, this
+        method ends all jobs with an error. When the farm is closed, this method makes the thread of
+        `_call_listeners` end.
         """
         while (message := self._ended.get()) is not None:
             if isinstance(message, NodeUpdate):
@@ -670,11 +684,13 @@ class Farm:
     def _on_message(self, pair: tuple[float, dict[str, Any]]) -> None:
         """Handle a message from a node or the farm's process. Runs in the Dask client's thread.
 
-        If the message is an outcome or a failure of a job, only pass it to the thread of
-        `_end_jobs`. If it is about an unknown job, ignore it. For any other message, append the
-        job's output to `output.log` in the job's folder, and apply the change of the job or node to
-        the state that the table shows. If the message says that the farm gives up starting nodes,
-        and no node is ready, pass it to the thread of `_end_jobs`, too.
+        - An outcome or a failure of a job: only pass the message to the thread of `_end_jobs`.
+        - Any other message about an unknown job: do nothing.
+        - Any other message about a job: append the job's new output to `output.log` in the job's
+          folder. Then apply the message to the state that the table shows.
+        - A message about a node: apply the message to the state that the table shows. If the farm
+          gives up starting nodes, and no node is ready, pass the message to the thread of
+          `_end_jobs`, too.
         """
         message: FarmUpdate = msgspec.convert(pair[1], FarmUpdate)
         if isinstance(message, JobOutcome) or (
@@ -881,14 +897,15 @@ def farm(
 def _node_limits(nodes: tuple[int, int] | int | None, hosts: int) -> tuple[int, int]:
     """Return the smallest and the largest number of nodes for the argument `nodes` of `farm`.
 
-    A number stands for both limits. None stands for 0 to `hosts`.
+    If `nodes` is a number, both limits are this number. If `nodes` is None, the limits are 0 and
+    `hosts`.
 
     Args:
         hosts: Number of all hosts of the farm's pools.
 
     Raises:
-        UsageError: `nodes` has a wrong type, the smallest number is negative or larger than the
-            largest, or the largest number is 0 or exceeds `hosts`.
+        UsageError: `nodes` has a wrong type, or the limits break the rule 0 <= smallest <= largest
+            <= `hosts`, or the largest number is 0.
     """
     match nodes:
         case None:
@@ -908,9 +925,10 @@ def _node_limits(nodes: tuple[int, int] | int | None, hosts: int) -> tuple[int, 
 
 
 def _remove_ended(folder: Path, keep: int) -> None:
-    """Remove the folders of ended farms from `folder`. Keep the folders of the newest `keep` farms.
+    """Remove old folders of ended farms from `folder`.
 
-    A farm has ended if no process holds the lock on its log.
+    Keep the newest `keep` folders of farms, and the folders of all farms that have not ended. A
+    farm has ended if no process holds the lock on the farm's log.
     """
     farms = sorted(folder.glob("farm-*"))  # oldest first, because the names contain the time
     for old in farms[: max(0, len(farms) - keep)]:

@@ -116,13 +116,15 @@ def job_main(process_state: JobProcessState, control: Connection, output: Connec
 def _apply_settings(process_state: JobProcessState, note: Callable[[str], None]) -> None:
     """Apply `process_state` to this process, and keep this process's writes out of the store.
 
-    Reset the start method of multiprocessing, and set the environment, `sys.path` and `sys.argv`.
-    Make `import taas` give `taas_magic.api`. Redirect writes to the project store into the
-    scratch folder. Then set the working directory, if this host has it, and torch's number of
-    threads.
+    - Reset the start method of multiprocessing.
+    - Set the environment, `sys.path`, `sys.argv`, and torch's number of threads.
+    - Make `import taas` return `taas_magic.api`.
+    - Redirect writes to the project store into the scratch folder.
+    - Set the working directory. If this host does not have this folder, change nothing.
 
     Args:
-        note: Called with each path of the project store to which this process tries to write.
+        note: Called with each path of the project store to which this process writes or tries to
+            write.
     """
     set_start_method(None, force=True)
     os.environ.clear()
@@ -223,10 +225,11 @@ def _pickle_result_of(assignment: JobAssignment) -> pickling.Pickled:
 def _make_call(assignment: JobAssignment) -> tuple[Any, dict[str, Any], list[str]]:
     """Call the job's function in a new `__main__` module, which contains the captured objects.
 
-    First give the random generators of Python, torch and numpy new seeds, because all job processes
-    inherit the same generators from the forkserver. Then load the payload: install its modules, and
-    load the captured objects into `__main__`. Unpickle the arguments there, and call the function.
-    An environment variable names the payload's file, so that spawned child processes can load it.
+    - Give the random generators of Python, torch and numpy new seeds, because all job processes
+      inherit the same generators from the forkserver.
+    - Load the payload: install its modules, and load the captured objects into `__main__`. An
+      environment variable names the payload's file, so that spawned child processes can load it.
+    - Unpickle the arguments in `__main__`, and call the function.
 
     Returns:
         The function's result, the namespace of `__main__`, and the names in this namespace that the

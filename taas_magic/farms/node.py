@@ -71,9 +71,10 @@ DASK_SETTINGS = {
 }
 
 LINES_BYTES = 256 << 10
-"""Maximum bytes of a job's output that the node holds in memory before it sends them.
+"""Maximum bytes of a job's output that the node holds in memory until it sends the output.
 
-If a job prints more in this time, the node drops the rest, and sends the number of dropped bytes.
+If a job prints more between two sends, the node drops the rest, and sends the number of dropped
+bytes.
 """
 
 IMPORT_REPORT_S = 2.0
@@ -91,10 +92,10 @@ def run_node(settings: NodeSettings) -> None:
 
     The process gets this rank's environment without torchrun's variables, and with a PYTHONPATH by
     which it finds taas-magic. Write the settings to the standard input of the process. Wait until
-    the process has joined the farm, and then until it ends.
+    the node has joined the farm, and then until the node ends.
 
     Usually, the host's agent ends the run by SIGINT to this rank. This function then kills the
-    process and returns. After an error, also kill the process.
+    node's process and returns. After an error, this function kills the node's process, too.
 
     Raises:
         RuntimeError: The node's process ended by itself with an exit code other than 0, or did
@@ -275,9 +276,12 @@ class Slots:
         """Run a job in a free slot, and return its outcome with the files that it saved.
 
         A slot is always free, because Dask never runs more jobs at a time than there are slots.
-        After the job, end the slot's process if it must not run a further job, and free the slot.
-        If the job has imported the forkserver's deferred modules, make the forkserver import them
-        for later jobs. Then read the saved files, and remove the node's copy of them.
+        After the job:
+
+        - If the slot's process must not run a further job, end this process. Free the slot.
+        - If the job has imported the forkserver's deferred modules, make the forkserver import
+          these modules for later jobs.
+        - Read the files that the job saved into the outcome, and remove the files from this host.
 
         Args:
             parts: Awaitable whose result is a list: the payload, then the job's pickled arguments

@@ -191,7 +191,7 @@ class _NodeRun:
 
 
 class NodeManager(SchedulerPlugin):
-    """Dask scheduler plugin that starts and ends nodes, so that the farm has as many as jobs need.
+    """Dask scheduler plugin that starts and ends nodes, as the jobs need them.
 
     The states of nodes change only on the scheduler's event loop. Calls that wait for a pool run in
     threads.
@@ -260,7 +260,7 @@ class NodeManager(SchedulerPlugin):
         return min(wanted, self._settings.most)
 
     async def _end_unneeded_nodes(self, count: int) -> None:
-        """End up to `count` nodes that run no job, so that their pools can use the hosts.
+        """End at most `count` nodes that run no job, so that their pools can use the hosts.
 
         First end nodes that have not joined yet, then idle nodes. Also remove an idle node from
         Dask's scheduler, so that Dask gives no job to this node before it ends.
@@ -284,11 +284,13 @@ class NodeManager(SchedulerPlugin):
     def _start_node(self, name: str) -> None:
         """Choose a pool for a node, wait for a host, and launch the node's run. Runs in a thread.
 
-        If the last `FAILED_STARTS` nodes did not start, do not start this node, and report it as
-        "given up". Otherwise, choose the pool with the fewest recent failures; if some pools have a
-        free host, choose among these pools. Report the node as "requested". If the pool cannot get
-        a host, or the launch fails, record the node as lost. If the farm has ended the node
-        meanwhile, do not launch it.
+        Choose the pool with the fewest failures since its last successful start. If some pools have
+        a free host, choose only among these pools. Report the node as "requested" before the wait.
+        There are three exceptions:
+
+        - If the last `FAILED_STARTS` nodes did not start, only report the node as "given up".
+        - If the farm has ended the node meanwhile, do not launch the node's run.
+        - If the pool cannot get a host, or the launch fails, record the node as lost.
         """
         node = self._nodes[name]
         with self._lock:
@@ -415,10 +417,13 @@ class NodeManager(SchedulerPlugin):
     def _record_lost_node(self, name: str, why: str) -> None:
         """Record and report that a node is lost, because it ended by itself or did not start.
 
-        If the node never accepted jobs, count a failed start, also for its pool. End the node's run
-        in a thread: `LOST_RUN_END_S` later if the node was ready, else at once. If the node is
-        already recorded as lost, only report the new reason. If the farm itself has ended the node,
-        do nothing.
+        - If the farm itself has ended the node, do nothing.
+        - If the node is already recorded as lost, only report the new reason.
+        - If the node has accepted jobs, end the node's run `LOST_RUN_END_S` later.
+        - If the node has never accepted jobs, end the node's run at once. Count a failed start for
+          the farm, and for the pool if the farm has chosen a pool.
+
+        A thread ends the run, so this method does not wait.
 
         Args:
             why: The reason, for the user.
@@ -440,8 +445,8 @@ class NodeManager(SchedulerPlugin):
     def add_worker(self, scheduler: Scheduler, worker: str) -> None:
         """Record and report that a node accepts jobs. Called by Dask when the node has joined.
 
-        Also set the counts of failed starts to 0: the farm's count, and the count of the pool. If
-        the farm has ended the node meanwhile, report nothing.
+        Set two counts of failed starts to 0: the farm's count, and the count of the node's pool. If
+        the farm has ended the node meanwhile, only record the node's address.
         """
         name = self._name_by_address[worker] = str(scheduler.workers[worker].name)
         node = self._nodes[name]
@@ -476,8 +481,8 @@ class NodeManager(SchedulerPlugin):
     def _end_run(self, name: str, wait_s: float = 0.0) -> None:
         """Cancel a node's wait for a host, and interrupt the node's run. Blocks.
 
-        Before the interrupt, stop receiving events of the run. If the node neither has a run nor
-        waits for a host, do nothing. Ignore errors, because the pool's process may have ended.
+        Before the interrupt, stop receiving events of the run. A missing wait or a missing run is
+        not an error. Ignore errors of the interrupt, because the pool's process may have ended.
 
         Args:
             wait_s: Seconds to wait first. In this time, the run may end by itself and send its last

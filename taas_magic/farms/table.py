@@ -18,9 +18,9 @@ LINE_CHARS = 100
 """Maximum number of characters of a job's last line in the table."""
 
 WHY_CHARS = 300
-"""Maximum number of characters of the reason why a node has ended, in the table.
+"""Maximum number of characters in the table for the reason why a node has ended.
 
-The reason is long because it names a log file.
+The limit is higher than `LINE_CHARS`, because the reason names a log file.
 """
 
 STATES = ("queued", "running", "done", "failed", "cancelled")
@@ -38,8 +38,9 @@ class JobState:
         runs: Whether a node runs the job. Not updated when the job has ended.
         took_s: Seconds that the function took; 0 until the function has returned.
         outcome: Future of the result or the exception. If several threads set it, the first wins.
-        ended: Cache of the final `state`, which makes a table of many jobs fast. None until the job
-            ends; "" from the end until `state` is read; then the final state.
+        ended: Cache of the final value of the property `state`, so that a table of many jobs is
+            fast. None until the job ends. "" from the job's end until the property is read for the
+            first time.
     """
 
     name: str
@@ -115,8 +116,9 @@ class FarmState:
     def apply_message(self, update: NodeUpdate | JobUpdate) -> None:
         """Apply a message from a node or from the farm's process to this state.
 
-        For a job, record its node and host, whether it runs, and its last line of output. A message
-        about a job that has ended or is unknown only adds 1 to `changes`.
+        For a message about a job, record the job's node and host, whether the job runs, and the
+        last line of its output. If the job has ended or is unknown, record nothing of this. For a
+        message about a node, see `_apply_node_update`. Every message adds 1 to `changes`.
         """
         self.changes += 1
         if isinstance(update, NodeUpdate):
@@ -137,7 +139,7 @@ class FarmState:
         return self.nodes[node].host if node in self.nodes else ""
 
     def counts(self) -> dict[str, int]:
-        """Return the number of jobs in each state, by the state's name in the order of `STATES`."""
+        """Return the number of jobs in each state. The keys are `STATES`, in this order."""
         found = Counter(job.state for job in list(self.jobs.values()))
         return {state: found[state] for state in STATES}
 
@@ -167,8 +169,8 @@ class FarmState:
     def _apply_node_update(self, update: NodeUpdate) -> None:
         """Apply a change of a node's state.
 
-        If a message arrives late and reports an earlier state, take over only its host. If the node
-        is lost or has left, mark its running jobs as queued again.
+        A message may arrive late and report an earlier state. Of such a message, store only the
+        host's name. If the node is lost or has left, mark the node's running jobs as queued again.
         """
         node = self.nodes.setdefault(update.node, update)
         node.host = update.host or node.host
@@ -204,10 +206,12 @@ def _nodes_text(state: FarmState) -> str:
 def rows(state: FarmState) -> list[tuple[str, str, str, str]]:
     """Return the rows of the table: up to `SHOWN_JOBS` nodes, then up to `SHOWN_JOBS` jobs.
 
-    The columns are name, state, host, and the last line or reason. The rows contain the newest
-    nodes, but no nodes that have left the farm; the rows of a closed farm contain no nodes. Jobs
-    are sorted by state: running, failed, cancelled, done, queued. Within a state, the newest job is
-    first. But of the queued jobs, the oldest is first, because it starts next.
+    The columns are name, state, host, and the last line or reason.
+
+    - Nodes: the newest nodes, except nodes that have left the farm. For a closed farm, no nodes.
+    - Jobs: sorted by state (running, failed, cancelled, done, queued). In each state, the newest
+      job is first. Queued jobs are an exception: the oldest queued job is first, because it starts
+      next.
     """
     there = [] if state.is_closed else list(state.nodes.values())
     nodes = [n for n in there if n.state != "left"]

@@ -85,8 +85,9 @@ class _JobEndPlugin(WorkerPlugin):
     def transition(self, key: Any, start: str, finish: str, **kwargs: Any) -> None:
         """If a job has returned, send the outcome to the kernel. Interrupt a cancelled job.
 
-        If the task ends in another way, drop the stored outcome. Dask calls this method when the
-        state of a job's task changes.
+        In all cases, remove the job's outcome from `NodeWorker.results`. If the task has not ended
+        normally, this outcome is not sent. Dask calls this method when the state of a job's task
+        changes.
 
         Args:
             key: Name of the job.

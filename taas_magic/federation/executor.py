@@ -1,4 +1,4 @@
-"""A replacement of Flower's SuperExec, which starts apps as forks of itself.
+"""A replacement of Flower's SuperExec. The replacement starts apps as forks of its own process.
 
 Flower's own SuperExec starts a new Python process for each task (one run of an app). Each new
 process imports the app's modules, and Flower cancels the task if the imports take more than 30 s.
@@ -44,10 +44,14 @@ _FORKED = (TaskType.CLIENT_APP, TaskType.SERVER_APP)
 
 
 def needed_modules(payload: Path, modules: Iterable[str]) -> list[str]:
-    """Choose the modules that Flower's apps will probably import; return them sorted by name.
+    """Return the names in `modules` of modules that Flower's apps will probably import, sorted.
 
-    The apps probably import a module whose name appears in the run's payload. Omit modules of
-    Python's standard library and of taas-magic, and submodules whose names begin with `_`.
+    An app probably imports a module if the module's name appears in the run's payload. This
+    function leaves out three kinds of modules:
+
+    - modules of Python's standard library
+    - modules of taas-magic
+    - submodules whose names begin with `_`
 
     Args:
         payload: Path of the run's payload file.
@@ -60,11 +64,15 @@ def needed_modules(payload: Path, modules: Iterable[str]) -> list[str]:
 
 
 def main() -> None:
-    """Run Flower's SuperExec, changed so that it forks for each app, until a signal ends it.
+    """Run a changed SuperExec of Flower until a signal ends this program.
 
     First import the modules that the apps will probably need. Then replace two methods of Flower's
-    executor. `launch` now starts an app as a fork of this process. `reconcile` logs which apps a
-    signal has killed. Flower's own code reads the command line.
+    executor:
+
+    - The new `launch` starts an app as a fork of this process.
+    - The new `reconcile` logs which apps were killed by a signal.
+
+    Then start Flower's own code, which reads the command line.
     """
     for name in filter(None, os.environ.get(IMPORTS, "").split(",")):
         _import(name)

@@ -85,14 +85,15 @@ class Federation:
         config: Mapping[str, Any] | None = None,
         timeout: float | None = None,
     ) -> Any:
-        """Run a ServerApp and a ClientApp of the notebook on the hosts, and wait for the end.
+        """Run a ServerApp and a ClientApp of the notebook on the hosts, and wait for the run's end.
 
         First check the arguments, and make a certificate and a key for this run. The notebook shows
         the run like the run of a cell. The run's project store is not the notebook's folder, but
         the federation's `store`, or a temporary folder that is removed after the run.
 
-        If the first host is lost, the run ends. If any other host is lost after all hosts have
-        taken part, Flower's settings, such as `min_available_nodes`, decide whether the training
+        If the first host is lost, the run ends. If any other host is lost before the ranks of all
+        hosts have started, the run ends, too. If it is lost later, the run continues without this
+        host. Flower's settings, such as `min_available_nodes`, then decide whether the training
         continues.
 
         Args:

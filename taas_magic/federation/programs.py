@@ -96,10 +96,13 @@ def run_programs(settings: FederationSettings, server_app: Any, client_app: Any)
     Each rank of a federation calls this function. First check the types of the apps, connect to the
     run's TCPStore, and publish this host's name there.
 
-    Rank 0 then runs the SuperLink, the ServerApp and a SuperNode. At the end, also after an error,
-    rank 0 sets a key in the TCPStore. Each further rank waits for the SuperLink's address in the
-    TCPStore, and starts only a SuperNode. It then checks repeatedly that its programs run, until
-    rank 0 has set the key.
+    The next steps depend on the rank:
+
+    - Rank 0 runs the SuperLink, the ServerApp and a SuperNode. When the ServerApp has ended, or
+      after an error, rank 0 sets the key `_ENDED` in the TCPStore.
+    - Each further rank waits for the SuperLink's address in the TCPStore, and starts only a
+      SuperNode. Then this rank checks repeatedly that its programs run, until rank 0 has set
+      `_ENDED`.
 
     Args:
         settings: The settings of the federation.
@@ -208,7 +211,8 @@ class _HostPrograms:
         """Check that `per_host`, if it is not empty, has settings for exactly the hosts in `names`.
 
         Raises:
-            UsageError: A host that takes part has no settings, or a named host does not take part.
+            UsageError: `per_host` has no settings for a host that takes part, or names a host that
+                does not take part.
         """
         if (expected := self._settings.per_host.keys()) and expected != set(names):
             raise UsageError(

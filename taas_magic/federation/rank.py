@@ -1,7 +1,8 @@
 """The function that a federation calls on each rank.
 
-The kernel imports this module, because it pickles the function by its name. Therefore this module
-must not import `programs`, which imports most of Flower.
+The kernel imports this module, because the kernel pickles the function as the name of a module and
+a function. The import of the module `programs` would import most of Flower into the kernel.
+Therefore only the function itself imports `programs`, when a rank calls the function.
 """
 
 from typing import Any
