@@ -283,8 +283,9 @@ class PoolConnection:
     ) -> StartResponse:
         """Ask the pool's process for `hosts` hosts, and wait until they can start ranks.
 
-        If `wait` is cancelled, or this kernel ends the pool, send `Halt` repeatedly until the
-        process responds.
+        If `wait` is cancelled, or this kernel ends the pool, this call asks the process repeatedly
+        to cancel the wait (`Halt`). One `Halt` is not enough, because a `Halt` that arrives before
+        the wait has no effect.
 
         Args:
             wait: Object by which another thread can cancel this call.
@@ -380,7 +381,7 @@ class PoolConnection:
         return answer.hosts
 
     def take_over_session(self, run_id: str, on_event: Callable[[Event], None]) -> SessionState:
-        """Make this kernel the owner of a detached session, and pass its events to `on_event`.
+        """Make this kernel the owner of a detached session, and receive the session's events.
 
         Events are passed from the start of this call. If the process refuses or does not respond,
         no further event is passed.
@@ -556,8 +557,9 @@ class PoolConnection:
         """Wait until the connection ends, then close the Dask client. Runs in a thread of its own.
 
         Meanwhile, check every `_CHECK_S` whether the process has ended or the Dask client has lost
-        its connection. If so, mark this connection as ended, with the reason. After a lost
-        connection, first wait up to `_PATIENCE_S` for the end of the process.
+        its connection. If so, mark this connection as ended, with the reason. A process closes its
+        connections before it exits. So if the connection is lost, first wait up to `_PATIENCE_S`
+        for the end of the process, which is then the reason.
         """
         while not self.has_ended and not self._ended.wait(_CHECK_S):
             if self._client.status != "running" or self._client.scheduler_comm is not self._comm:
@@ -656,8 +658,9 @@ class Pool:
 
         Args:
             on_wait: Function called at each beat of the pool's process, in the thread of the Dask
-                client, with one line for each host that is not ready. It also receives messages
-                about a process that does not answer, or that must end first.
+                client, with one line for each host that is not ready. The function also receives a
+                message if a process does not answer, or if an old process must end before a new
+                process can start.
             wait: Object whose method `cancel` cancels this call.
             has_run: Whether a run is to start on the hosts. False if the user only starts the pool
                 in advance (`%taas warm`).
@@ -740,9 +743,9 @@ class Pool:
     ) -> PoolConnection | None:
         """Connect to the pool's process, and store the connection in this object.
 
-        If a process ends normally before it accepts this kernel, try the pool's next process. If a
-        process does not respond, report this to `on_wait`, kill the process, and try the next one.
-        Try at most `_MAX_PROCESSES` processes.
+        If the process ends normally before it accepts this kernel, find or start another process.
+        If the process does not respond, report this to `on_wait`, kill the process, and find or
+        start another process. Try at most `_MAX_PROCESSES` processes.
 
         Args:
             starts: Whether to start a process if none is running.
@@ -775,8 +778,12 @@ class Pool:
 
         First wait until the process has written its address to `pool.json`. A process that has
         begun to end does not accept the kernel. In this case, wait up to `END_S` for the end of the
-        process. `on_wait` receives one message for the user if the process does not answer within
-        `REPORT_WAIT_AFTER_S`, and one message before the wait for its end.
+        process.
+
+        Args:
+            on_wait: Called with a message for the user if the process does not answer within
+                `REPORT_WAIT_AFTER_S`. Also called with a message before the wait for the end of the
+                process.
 
         Returns:
             The connection. None if the process ended without a failure before it accepted this
@@ -784,9 +791,10 @@ class Pool:
 
         Raises:
             OSError: The process runs, but does not respond.
-            PoolError: The process failed after this kernel had started it; it hung at its start and
-                was killed; it has other versions than this kernel; or it did not end within
-                `END_S`. Also if `wait` was cancelled, or if this kernel ended the pool.
+            PoolError: The process failed after this kernel had started it. Or the process hung at
+                its start, and this call killed it. Or the process has other versions than this
+                kernel, or did not end within `END_S`. Also if `wait` was cancelled, or if this
+                kernel ended the pool.
         """
         began, is_told = time.monotonic(), False
 
@@ -889,7 +897,8 @@ class Pool:
         """End the pool's runs, hosts and process, and cancel this kernel's waits for the pool.
 
         Connect to the running process, if there is one, and ask it to end. If this kernel cannot
-        connect, or the process does not end within `END_S`, kill it. Then close the connection.
+        connect to the process, or the process does not end within `END_S`, kill the process. Then
+        close the connection.
         """
         self.end_count += 1
         with self._joining:  # a thread that is starting the process now stops waiting for it

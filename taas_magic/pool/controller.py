@@ -405,11 +405,12 @@ class Controller(SchedulerPlugin):
     async def detach(self, request: Detach) -> str:
         """Detach a run and its fetchers from the kernel: they continue when the kernel ends.
 
-        If the run is a session, only record that it may continue without its kernel. The session
-        still belongs to the kernel until the kernel ends. If the run is already detached, change
-        nothing. Otherwise, first take over the run's fetchers from the kernel. Then publish
-        `Detached`, the last event that the kernel receives, and remove the owner. From now on,
-        requests of the ranks for the user's input are refused.
+        - If the run is a session, only record that it may continue without its kernel. The session
+          still belongs to the kernel until the kernel ends.
+        - If the run is already detached, do nothing.
+        - For any other run, take over the run's fetchers from the kernel. Publish `Detached`, the
+          last event that the kernel receives, and remove the owner. Then refuse the ranks' requests
+          for the user's input.
 
         Returns:
             The reason why the run cannot be detached; "" if it is detached.
@@ -435,12 +436,12 @@ class Controller(SchedulerPlugin):
         """Make the requesting kernel the owner of a detached session.
 
         Refuse this if the session has ended or is ending, if it is not detached, or if the
-        requesting kernel has disconnected. For a session that is not detached, the message says how
-        to detach it.
+        requesting kernel has disconnected. In these cases, the response has an error message. For a
+        session that is not detached, the message says how to detach it.
 
-        If a different kernel owns the session until now, this previous owner receives `Detached`.
-        The session's fetchers then send their events to the session's run, and no longer to the
-        previous owner. A running cell keeps its owner.
+        If a different kernel has owned the session until now, this previous owner receives
+        `Detached`. From now on, the events of the session's fetchers go to the session's run, and
+        no longer to the previous owner. A running cell keeps its owner.
 
         Returns:
             The session's state. Its field `cell` has the run id of the running cell. If no cell is
@@ -733,9 +734,9 @@ class Controller(SchedulerPlugin):
     async def end_pool(self, request: EndPool) -> None:
         """Cancel all waits for hosts, kill all runs, then end the pool's process.
 
-        From the start of this call, the pool accepts no kernel and no wait. The last event of a run
-        says that a kernel ended the pool, unless the run was halted for another reason. The process
-        ends 0.1 s later.
+        From the start of this call, the pool accepts no further kernel and no further wait for
+        hosts. The last event of a run says that a kernel ended the pool, unless the run was halted
+        for another reason. The process ends 0.1 s later.
         """
         self._kernels.is_ending = True
         await self._kernels.cancel_all_waits()
@@ -751,11 +752,14 @@ class Controller(SchedulerPlugin):
         self._kernels.connected.add(client)
 
     def remove_client(self, scheduler: Scheduler, client: str) -> None:
-        """End the runs of a kernel that has left or died, and cancel its waits. Called by Dask.
+        """Handle the end of a kernel's connection: the kernel has left or died. Called by Dask.
 
-        Detached runs continue. Detached sessions, with their cells and fetchers, continue, too. For
-        each other run of the kernel, publish a note that the kernel is gone, and interrupt the run.
-        Kill the other fetchers of the kernel.
+        Cancel the kernel's waits for hosts. For the runs of this kernel:
+
+        - Detached runs continue.
+        - Detached sessions continue, with their cells and fetchers.
+        - Every other run gets a note that the kernel is gone. Then its ranks are interrupted, and
+          its fetchers are killed.
         """
         for run in self._runs.values():
             if run.owner == client and (session := self._detached_session_of(run)) is not None:

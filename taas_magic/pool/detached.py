@@ -36,15 +36,15 @@ async def take_over_fetchers(
 
     Connect to the other pool's process and ask it to send the fetchers' events to this process. The
     returned function kills the fetchers and closes the connection. If the connection breaks
-    earlier, for example because this process ends, the other process ends the fetchers. After an
-    error, this call closes the connection.
+    earlier, for example because this process ends, the other process ends the fetchers. If this
+    call fails, it closes the connection.
 
     Args:
         folder: Folder of the other pool, with its `pool.json`.
         share_id: Id by which the other pool identifies the run's fetchers.
-        relay: Called once with the earlier start and end events, and with each further event. This
-            call waits for the first of these calls of `relay`.
-        tasks: Runs `relay` in the background for each further event.
+        relay: First called with the fetchers' earlier start and end events; this function waits for
+            the end of this call. Then called with each further event.
+        tasks: Runs the calls of `relay` for further events in the background.
 
     Raises:
         PoolError: The other pool's process does not respond, or the fetchers have ended.

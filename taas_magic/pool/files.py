@@ -53,10 +53,13 @@ class OwnedFiles:
     def may_write(self, name: str, is_fetchers: bool) -> bool:
         """Return whether the host may write a file of the run folder.
 
-        A host with ranks may write the logs and ledgers of its ranks. It may also write the
-        profiles of its ranks in the current attempt. It may write the current attempt's
-        results of one of its ranks only if `senders` contains this rank. A host with fetchers may
-        write only the logs of its fetchers.
+        A host with ranks may write only these files:
+
+        - logs and ledgers of the host's ranks
+        - profiles of the host's ranks in the current attempt
+        - results of the host's ranks in the current attempt, if `senders` contains the rank
+
+        A host with fetchers may write only the logs of its fetchers.
 
         Args:
             name: Path of the file, relative to the run folder.
@@ -125,8 +128,8 @@ class FileServer:
         This method waits for the disk. Any thread may call it.
 
         Raises:
-            ProtocolError: The request has another purpose, is too large, or is not allowed to the
-                host.
+            ProtocolError: The request is not a request to list, read or write files. Or it is too
+                large, or the host may not send it.
         """
         asked.check_size()
         match asked:
@@ -179,11 +182,12 @@ class FileServer:
         """Write pieces of files to the run folder.
 
         Returns:
-            An empty dict, because the response to `WriteFiles` names only refused paths.
+            The refused paths, with reasons. The dict is always empty, because this method raises an
+            exception if it refuses a path.
 
         Raises:
-            ProtocolError: The host may not write one of the files, or the request creates a folder
-                or removes a path. In both cases, no file is written.
+            ProtocolError: The host may not write one of the files. Or the request creates a folder
+                or removes a path. In all these cases, no file is written.
         """
         entries = [piece.entry for piece in asked.pieces]
         foreign = [it.path for it in entries if not owned.may_write(it.path, self._is_fetchers)]
@@ -198,8 +202,9 @@ class FileServer:
     def _write_piece(self, host_rank: int, piece: FilePiece) -> None:
         """Write a piece of a file to a temporary file. After the last piece, replace the real file.
 
-        Each host has a temporary file of its own. Before the piece is written, the temporary file
-        is cut off at the start of the piece, so that no bytes of an earlier try remain.
+        If several hosts write the same file, each host has its own temporary file. An earlier try
+        may have left bytes in the temporary file. So this method first removes all bytes from the
+        start of the piece to the end of the file.
         """
         path = self._path / piece.entry.path
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -215,7 +220,7 @@ class FileServer:
     def _answer_store_request(self, host_rank: int, asked: FileRequest[_T]) -> _T:
         """Pass a request about the project store to a `StoreServer`; return the response.
 
-        The first call creates the server. There are two cases:
+        The first call creates the server. The server's rights depend on the kind of run:
 
         - For the ranks of a run that owns the store, the host of rank 0 may write anywhere in the
           store; other hosts may write only below shared folders. The server uses the store's state

@@ -339,7 +339,7 @@ METRICS: Mapping[str, Any] = {
     "spilled_bytes": {"memory": 0, "disk": 0},
     "digests_total_since_heartbeat": {},
 }
-"""Load metrics that Dask gets for every worker, instead of metrics that the worker reports.
+"""Constants that Dask gets as the metrics of every worker, instead of the worker's own metrics.
 
 These constants have no effect, because the pool's Dask cluster runs no tasks.
 """
@@ -395,10 +395,16 @@ class PoolScheduler(Scheduler):
     ) -> None:
         """Register a host's agent, or the Dask worker of a vehicle. Called by Dask.
 
-        `check_message` has already verified the agent's name. Pass the fields in `JOINS_WITH` to
-        the `add_worker` of Dask's scheduler. For an agent, also pass the mark `AGENT`. For a
-        vehicle, also pass its nanny. Replace all other fields by constants: Dask uses these fields
-        also when the next worker joins, so a hostile worker could affect the next worker.
+        `check_message` has already verified the agent's name. The `add_worker` of Dask's scheduler
+        gets these fields:
+
+        - the fields in `JOINS_WITH`
+        - for an agent, the mark `AGENT`
+        - for a vehicle, its nanny
+        - constants in place of all other fields
+
+        The constants are necessary because Dask uses these fields also when the next worker joins.
+        So a hostile worker could affect the next worker.
 
         Raises:
             ProtocolError: A vehicle registers as an agent.

@@ -94,7 +94,7 @@ REPORT_HOST_AFTER_S = 1.5
 """Seconds without a response to a `DescribeHost` request, after which the user gets a message."""
 
 FAILED_STARTS = 3
-"""Number of failed starts of hosts after which a wait for hosts fails, too.
+"""Number of failed starts of hosts after which a wait for hosts fails.
 
 The start of a host has failed if the pool dropped the host before it could start ranks.
 """
@@ -314,7 +314,7 @@ class PoolHosts(SchedulerPlugin):
     async def call(self, address: str, request: Request[_T]) -> _T:
         """Send a request to a host's agent and return the response.
 
-        The host must respond within `CALL_S`. A host that cannot start ranks yet may take any time,
+        A host that can start ranks must respond within `CALL_S`. Any other host has no time limit,
         because it may still be importing modules.
 
         Args:
@@ -527,7 +527,8 @@ class PoolHosts(SchedulerPlugin):
 def slow_import(host: StartingHost) -> str:
     """Return a line for the user if a host has been importing a module for `SLOW_S`, else "".
 
-    The seconds are rounded down to `SLOW_S` times a power of two, so that the line changes rarely.
+    The line names the module and the seconds so far. The seconds are rounded down to `SLOW_S` times
+    a power of two, so that the line changes rarely.
     """
     if host.for_s < SLOW_S or not host.imports:
         return ""
@@ -570,9 +571,9 @@ async def request_host_facts(
     """Request facts, such as versions and modules, from all `hosts` at the same time.
 
     Returns:
-        The facts about each host, in the order of `hosts`, with the host's name and the difference
-        of its clock. If a host responds without facts, its entry has the default values of
-        `HostFacts`.
+        A `HostFacts` for each host, in the order of `hosts`. It has the host's name, and the
+        difference between the host's clock and this machine's clock. If a host responds without
+        facts, all fields of its `HostFacts` except the name have their default values.
 
     Raises:
         PoolError: A host is gone, did not respond in time, or failed to handle the request.

@@ -143,7 +143,8 @@ class PoolFolder:
         """Path of the pool's folder. The first access creates the folder.
 
         The name contains a digest of the pool's settings, the project folder, and the versions of
-        Python, torch and taas-magic. So different settings or versions have different processes.
+        Python, torch and taas-magic. So different settings or versions have different folders, and
+        therefore different processes of the pool.
         """
         mark = f"{sys.prefix}|{self._project}|{self._config}|{this_kernel()}"
         digest = hashlib.sha256(os.fsencode(mark)).hexdigest()[:_DIGEST]
@@ -187,10 +188,12 @@ class PoolFolder:
     def start_process(self) -> PoolProcess | None:
         """Start a process of the pool. If one is running or being started, return None instead.
 
-        Reap child processes that have ended. Take the lock of the pool's folder. Remove the
-        `pool.json` of a killed process, and empty the lock file: the new process writes its pid
-        there. Start the process, which inherits the lock, and send the settings to its standard
-        input. Its output goes to the log.
+        - Reap child processes that have ended.
+        - Take the lock of the pool's folder. Empty the lock file, because the new process writes
+          its pid there.
+        - Remove `pool.json`, which a killed process may have left.
+        - Start the process, which inherits the lock, and send the settings to its standard input.
+          The output of the process goes to the log.
         """
         self.reap_children()
         path = self.path / "lock"
@@ -241,10 +244,10 @@ class PoolFolder:
         return pool_address
 
     def find_other_versions(self) -> list[str]:
-        """Find running processes of this pool with other versions than this kernel.
+        """Find running processes of this pool that have other versions than this kernel.
 
-        Search processes for the same project folder that use another version of Python, torch or
-        taas-magic.
+        The versions are those of Python, torch and taas-magic. The search includes only processes
+        for this kernel's project folder.
 
         Returns:
             The versions of each found process as text, such as "Python 3.11.9, torch 2.4.0".

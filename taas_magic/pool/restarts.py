@@ -27,9 +27,10 @@ class FetcherRestarts:
     def allow_one_restart(self) -> tuple[list[Event], bool]:
         """Allow one restart of the fetchers from now on, even after earlier restarts.
 
-        If all fetchers have already ended unexpectedly, this restart begins now. Then the events to
-        publish are a note, and a copy of the last `FetcherEnded` without addresses. The copy makes
-        ranks wait for new fetchers. Otherwise, there are no events to publish.
+        If all fetchers have already ended unexpectedly, this restart begins now. In this case, two
+        events are to be published: a note, and a copy of the last `FetcherEnded` without the
+        addresses of fetchers. The copy makes ranks wait for the new fetchers. Otherwise, there are
+        no events to publish.
 
         Returns:
             Events to publish, and whether the caller must start all fetchers now.
@@ -46,13 +47,14 @@ class FetcherRestarts:
     def record_event(self, event: Event) -> tuple[list[Event], bool]:
         """Record an event of a fetcher; decide whether all fetchers start again.
 
-        All fetchers start again if `event` reports the unexpected end of the last running fetcher,
-        and a restart is allowed. Then the events to publish are a note, and a copy of `event`
-        without addresses and failures. The copy makes ranks wait for new fetchers. In all other
-        cases, the only event to publish is `event`.
+        A `FetcherStarted` means that this fetcher runs again. A `FetcherEnded` counts as an
+        unexpected end only if its field `entry` is set. If `entry` is unset, the pool's process
+        itself has ended the fetcher.
 
-        A `FetcherStarted` means that this fetcher runs again. A `FetcherEnded` without `entry`
-        means that a fetcher ended on request; such an end does not count.
+        All fetchers start again if `event` reports the unexpected end of the last running fetcher,
+        and a restart is allowed. In this case, two events are to be published: a note, and a copy
+        of `event` without addresses and failures. The copy makes ranks wait for the new fetchers.
+        In all other cases, the only event to publish is `event`.
 
         Returns:
             The events to publish, and whether the caller must start all fetchers again.

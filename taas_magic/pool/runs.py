@@ -67,8 +67,8 @@ This applies to a failure that no other failure caused.
 LATE_REPORT_S = 2.0
 """Seconds from a rank's failure within which the rank's host normally reports the failure.
 
-Before the report, the host waits until its remaining ranks have ended. It may also be busy. During
-this time, it sends beats.
+The host reports the failure only after its remaining ranks have ended. Until then, the host sends
+beats.
 """
 
 FINAL_CAUSES = frozenset({"timeout", "interrupt", "host"})
@@ -130,7 +130,7 @@ class ShareHost:
         host_rank: Number of the host among the hosts of the run's ranks, or of its fetchers.
         report: The host's report of how its ranks of the current attempt ended; None before the
             report.
-        ended: Whether the host runs none of these processes (any more): it has ended them, never
+        ended: Whether the host runs no process of the share now: it has ended its processes, never
             started them, or is gone.
         last_message_at: Monotonic time of the host's last event or request.
     """
@@ -165,19 +165,21 @@ def decide_outcome(hosts: Collection[ShareHost], now: float) -> AttemptOutcome |
     If all hosts report success, the attempt has succeeded. If a rank exits early by `sys.exit(0)`
     and other hosts' ranks still run `LEFT_GRACE_S` later, the attempt has failed.
 
+    If hosts have reported only interrupts, the attempt waits for all hosts: each of them was
+    interrupted and will report.
+
     After any other failure, the attempt ends at the latest when all hosts have reported. It ends
     earlier in two cases:
 
-    - A host has reported a failure that no other failure caused. The attempt ends
-      `FURTHER_REPORTS_S` after this report.
-    - Other failures caused all reported failures, and no host has reported the original failure.
-      The attempt ends when each host without a report has sent a beat at least `LATE_REPORT_S`
-      after the first report of a failure. A host's messages arrive in order. So if this host had
-      the original failure, its report would have arrived before this beat. The pool soon drops a
-      host without beats, and the loss counts as the host's report.
+    - A host has reported an original failure, that is, a failure that no other failure caused. The
+      attempt ends `FURTHER_REPORTS_S` after this report.
+    - Hosts have reported failures, but none of these is an original failure. The attempt ends when
+      each host without a report has sent a beat at least `LATE_REPORT_S` after the first report of
+      a failure.
 
-    If hosts have reported only interrupts, the attempt waits for all hosts: each of them was
-    interrupted and will report.
+    The second case is safe, because a host's messages arrive in order. If a host had the original
+    failure, its report would have arrived before this beat. The pool soon drops a host without
+    beats, and the loss counts as the host's report.
 
     Args:
         hosts: State of the attempt's ranks on each host.
@@ -492,7 +494,8 @@ class Share(ABC):
     ) -> int:
         """Start the ranks or fetchers on one host, and count the run as active on the host.
 
-        If `halt` is called during the start, send `Halt` to this host again after the start.
+        If `halt` is called during the start, its message has no effect on this host. So after the
+        start, send `Halt` to this host again.
 
         Args:
             is_next_attempt: Whether the host also ran the previous attempt. If True, the host first
@@ -793,7 +796,7 @@ class PoolRun(Share):
         """The start event of each fetcher that runs, by its number."""
 
         self._open_requests: dict[int, int] = {}
-        """Number of the unanswered `InputRequested` of each rank that waits for the user."""
+        """By rank: the field `number` of the rank's `InputRequested` that no user has answered."""
 
         self._debugged: set[int] = set()
         """Ranks to which a client of debugpy is attached."""
@@ -850,8 +853,8 @@ class PoolRun(Share):
         """Return this session's state for a kernel that takes the session over.
 
         The state has the number of the session's cells, the number of fetchers that the cells have
-        started, and the run id of the running cell. If no cell is running, the state has
-        `orphaned_cell` instead.
+        started, and the run id of the running cell. If no cell is running, the state has the run id
+        of the newest cell that has lost its kernel since the last takeover (`orphaned_cell`).
         """
         cell = self._cells[-1].run_id if self._cells else self.orphaned_cell
         return SessionState(cells=self._n_cells, fetchers=self._n_fetchers, cell=cell)
@@ -900,11 +903,15 @@ class PoolRun(Share):
         last attempt, let all hosts clean up, then refuse their requests about the project store. If
         a host is lost during the cleanup, the run counts as LOST.
 
-        The event lists the failures of the last attempt, and a failure for each host that was lost
-        during the cleanup. A slow host may report the original failure late. So if other failures
-        caused all failures of the last attempt, the event also lists the original failures that
-        hosts reported during the cleanup. The field `first` has the first original failure, or the
-        first failure if there is no original failure.
+        The event lists these failures:
+
+        - The failures of the last attempt.
+        - If each of these was caused by another failure: the original failures that hosts reported
+          during the cleanup. A slow host may report the original failure only then.
+        - A failure for each host that was lost during the cleanup.
+
+        The field `first` of the event has the first original failure. If there is no original
+        failure, `first` has the first failure.
         """
         outcome = await self._wait_for_outcome()
         most = self.plan.max_restarts
@@ -1036,11 +1043,17 @@ class PoolRun(Share):
     def _on_host_event(self, share_host: ShareHost, event: Event) -> None:
         """Publish an event that a host has sent, and record what the event says about the run.
 
-        Recorded facts are: how the host's ranks of the current attempt ended; whether the host has
-        cleaned up; whether a rank waits for the user's input; whether a client of debugpy is
-        attached to a rank; and whether a federation has started. The end of ranks of an earlier
-        attempt is not recorded. A rank that has failed no longer waits for the user. A detached run
-        refuses requests for input. If the event says that the host can run no ranks, drop the host.
+        The recorded facts are:
+
+        - how the host's ranks of the current attempt ended, but not how ranks of an earlier attempt
+          ended
+        - whether the host has cleaned up
+        - whether a rank waits for the user's input (a detached run refuses the request)
+        - whether a client of debugpy is attached to a rank
+        - whether a rank has failed, so that it no longer waits for the user
+        - whether a federation has started
+
+        If the event says that the host can run no ranks, drop the host.
         """
         self.publish(event)
         if isinstance(event, RanksEnded) and event.cause == "host":
@@ -1149,12 +1162,12 @@ class PoolRun(Share):
     async def _start_attempt(self, hosts: list[PoolHost]) -> None:
         """Start an attempt's ranks on `hosts`, given in the order of their ranks.
 
-        First forget requests for input, attached debuggers and a federation of the previous
-        attempt, and let the clock of `--timeout` run. `hosts` replace the hosts of the previous
-        attempt. The first host starts its ranks before all other hosts, because it creates the
-        ranks' rendezvous. If the first host fails to start its ranks, the other hosts start none.
-        Then a host that ran the previous attempt must still clean up, and any further host counts
-        as ended.
+        Forget requests for input, attached debuggers and a federation of the previous attempt. Let
+        the clock of `--timeout` run. `hosts` replace the hosts of the previous attempt.
+
+        The first host starts its ranks before all other hosts, because it creates the ranks'
+        rendezvous. If this start fails, the other hosts start no ranks. Of these other hosts, those
+        that ran the previous attempt must still clean up. All others count as ended.
         """
         self._open_requests.clear()
         self._debugged.clear()
@@ -1185,7 +1198,8 @@ class PoolRun(Share):
         """Start an attempt's ranks on one host.
 
         If the run needs a tunnel to the notebook's machine, open it first. If the tunnel or the
-        start fails, record the failure as if the host had reported it, and the host as ended.
+        start fails, record this failure as if the host had reported it. Also record that the host
+        has ended its ranks.
 
         Args:
             running: Addresses of the hosts that ran the previous attempt.
