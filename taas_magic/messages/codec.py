@@ -15,7 +15,7 @@ def encode(message: Struct) -> bytes:
     """Encode a message as one line of JSON, without a line end.
 
     If JSON has no type for a value, the line has the `repr` of the value. If UTF-8 cannot encode a
-    character, as in some file names, the function `escaped` first replaces such characters.
+    character of the message, for example in a file name, encode a copy that `escaped` returns.
     """
     try:
         return _encoder.encode(message)
@@ -71,7 +71,7 @@ def to_bytes(value: object) -> bytes:
 
 
 def from_bytes(packed: bytes, kind: type[_T]) -> _T:
-    """Decode a value that `to_bytes` encoded. The first byte shows whether it is msgpack or JSON.
+    """Decode a value that `to_bytes` encoded as msgpack or as JSON.
 
     Raises:
         ValueError: `packed` does not decode to a value of the type `kind`.

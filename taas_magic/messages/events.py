@@ -178,7 +178,8 @@ class RankCounts(Struct, kw_only=True):
         first_s: Seconds that the cell waited for the first batch; a part of `waited_s`.
         span_s: Seconds that the cell spent in loops over the loader, waiting or working.
         receive_s: Seconds that the rank spent receiving batches, measured for one batch in 16.
-        receive_cpu_s: CPU seconds that the rank spent in the time `receive_s`.
+        receive_cpu_s: CPU seconds that the rank used to receive the batches that `receive_s`
+            measures.
         held_bytes: Memory of the rank for received batches.
         resumed: If the cell has loaded a saved state of the loader: the units that all ranks had
             received before the state was saved; else 0.
@@ -334,7 +335,7 @@ class Event(Struct, tag_field="kind", kw_only=True):
 
 
 class RankEvent(Event, kw_only=True):
-    """Base class of the events of one rank. The rank's agent sets `rank`."""
+    """Base class of the events of one rank. The agent on the rank's host sets the field `rank`."""
 
     rank: int = 0
 
@@ -481,9 +482,9 @@ class RanksEnded(Event, tag="settled", kw_only=True):
 
 
 class RanksKilled(Event, tag="killed", kw_only=True):
-    """Event of an agent: it has killed ranks of a session.
+    """Event of an agent: the agent has killed ranks of a session.
 
-    After an interrupt or a failure, these ranks did not end the current cell in time.
+    The reason is that these ranks did not end their cell in time after an interrupt or a failure.
     """
 
     ranks: list[int]
@@ -526,8 +527,8 @@ class FetcherEnded(Event, tag="fetcher_ended", kw_only=True):
     Attributes:
         number: Number of the fetcher in the run.
         entry: If the fetcher ended unexpectedly or could not start: a `LoaderAddresses` for each of
-            the fetcher's loaders, with the reason in the field `failed`. Unset if the pool's
-            process ended the fetcher.
+            the fetcher's loaders, by name of the loader. Its field `failed` says why the fetcher
+            ended. Unset if the pool's process ended the fetcher.
     """
 
     number: int
@@ -544,10 +545,14 @@ class Lines(RankEvent, tag="lines", kw_only=True):
 
 
 class LinesDropped(RankEvent, tag="dropped", kw_only=True):
-    """Event of an agent: how many lines of a rank's output the agent has dropped, and their bytes.
+    """Event of an agent: the agent has not sent some lines of a rank's output to the notebook.
 
-    The rank wrote more lines than the agent may send to the notebook (`LogBudget`). The rank's log
+    The reason is that the rank wrote more than the agent may send (`LogBudget`). The rank's log
     file on disk has all lines.
+
+    Attributes:
+        lines: Number of lines that were not sent.
+        bytes: Number of bytes in these lines.
     """
 
     lines: int
@@ -616,8 +621,8 @@ class Rehearsed(RankEvent, tag="rehearsed", kw_only=True):
 
     Attributes:
         peak_bytes: Largest resident memory of the rank so far, without the rank's child processes.
-        written: Files that the cell would write to the project store in a run outside a rehearsal.
-            Each rank reports the files of all ranks.
+        written: Files that the cell would write to the project store in a run outside a rehearsal:
+            all files that any rank has written to the rehearsal's folder so far.
         outside: Files that this rank wrote outside the project store.
     """
 
@@ -629,8 +634,8 @@ class Rehearsed(RankEvent, tag="rehearsed", kw_only=True):
 class FederationStarted(RankEvent, tag="federated", kw_only=True):
     """Event of a federation's rank 0: the ranks of all hosts have started and know each other.
 
-    Before this event, a failure of any host ends the run. After it, the run continues without a
-    host that fails, unless this is the host of rank 0.
+    Before this event, a failure of any host ends the run. After this event, only a failure of rank
+    0's host ends the run. If another host fails, the run continues without the failed host.
     """
 
 

@@ -175,7 +175,8 @@ class CellOrder(Struct, kw_only=True):
         takes_part: Whether the rank runs the cell. If not, the rank only loads the variables that
             the notebook sent for the cell.
         shows: Whether the notebook shows the rank's displays.
-        out: Variables to send back, such as `losses` (of rank 0) or `losses@3` (`--out`).
+        out: Variables of `--out` to send back, such as `losses` (the variable of rank 0) or
+            `losses@3` (the variable of rank 3).
         colors: IPython's colour scheme for tracebacks.
     """
 

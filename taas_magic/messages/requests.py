@@ -96,11 +96,11 @@ class WaitForHosts(Request[StartResponse]):
 
 
 class ForwardEvents(Request[None]):
-    """Request of a kernel to the pool's process: accept events of a run's fetchers.
+    """Request of a kernel to the process of the ranks' pool: accept events of the run's fetchers.
 
-    The kernel receives the events of its run's fetchers, which may run in another pool. By this
-    request, the kernel passes the events on to the process of the ranks' pool. This process
-    publishes them as events of the run.
+    The fetchers may run in another pool than the ranks. So their events first arrive at the kernel,
+    and the kernel forwards the events by this request. The process of the ranks' pool publishes the
+    events as events of the run.
     """
 
     run_id: str
@@ -125,8 +125,9 @@ class SessionState(Struct, kw_only=True):
         error: Reason why the kernel cannot take the session over; "" on success.
         cells: Number of cells that the session has begun.
         fetchers: Number of fetchers that the session's cells have started.
-        cell: Run id of the running cell. If no cell is running: run id of the newest cell that has
-            lost its kernel since the last takeover; "" if there is no such cell either.
+        cell: Run id of the running cell. If no cell is running: run id of the newest cell whose
+            kernel disconnected before the cell ended, without cells from before the last takeover.
+            "" if there is no such cell either.
     """
 
     error: str = ""
@@ -163,10 +164,11 @@ class TakeOverFetchers(Request[list[AnyEvent] | None]):
 
 
 class AllowRestarts(Request[None]):
-    """Request of a kernel to the pool of a session's fetchers: the session runs its next cell.
+    """Request of a kernel to a pool's process: let a session's fetchers in this pool restart again.
 
-    During the next cell, the fetchers of each earlier cell may restart once. If all fetchers of an
-    earlier cell have already ended unexpectedly, they restart when this request arrives.
+    The kernel sends this request when the session begins a cell. During this cell, the fetchers of
+    each earlier cell may restart once. If all fetchers of an earlier cell have already ended
+    unexpectedly, they restart when this request arrives.
 
     Attributes:
         session: Run id of the session.
@@ -259,10 +261,10 @@ class AnswerInput(Request[None]):
 
     Attributes:
         rank: The rank that waits for the line.
-        number: Number of the rank's request (`InputRequested.number`).
+        number: Number of the rank's `InputRequested` event.
         line: The line that the user typed, without a line end; None if the user ended the input, or
-            if the request is refused.
-        is_refused: Whether the kernel refuses the request, because no user can type.
+            if `is_refused` is True.
+        is_refused: Whether the kernel tells the rank that no user can type a line.
     """
 
     run_id: str
@@ -481,9 +483,10 @@ class AgentKeys(Struct, kw_only=True):
 
 
 class GetAgentKeys(Request[AgentKeys]):
-    """Request of a vehicle to the pool's process for the name and key of the agent that it starts.
+    """Request of a vehicle to the pool's process: send a name and a key for the vehicle's agent.
 
-    A vehicle is a Dask worker of a batch system or cloud (host/vehicle.py).
+    A vehicle is a Dask worker of a batch system or cloud, and starts an agent on its host
+    (host/vehicle.py).
 
     Attributes:
         vehicle: Name of the Dask worker that is the vehicle.
@@ -539,6 +542,6 @@ async def send_request(scheduler: Any, request: Request[_T]) -> _T:
 
     Raises:
         OSError: The pool's process cannot be reached.
-        ValueError: The response has another type than the request names.
+        ValueError: The response does not have the type that belongs to the request.
     """
     return request.read_answer(await getattr(scheduler, request.op())(request=to_bytes(request)))

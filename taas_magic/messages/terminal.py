@@ -69,9 +69,12 @@ def cleaned(value: _T) -> _T:
 
     Call this function on each decoded value that people will read. Structs are changed in place.
 
-    Strings also lose line breaks and colours, with two exceptions: fields in `_BLOCKS` keep both,
-    and fields in `_COLOURED` keep colours. In a `Display`, only plain text is changed, and it keeps
-    line breaks and colours. Terminals do not show the other media types.
+    Strings also lose line breaks and colours, with three exceptions:
+
+    - Fields in `_BLOCKS` keep line breaks and colours.
+    - Fields in `_COLOURED` keep colours, but lose line breaks.
+    - In a `Display`, plain text keeps line breaks and colours. The contents of other media types
+      stay unchanged, because terminals do not show them.
     """
     return _cleaned(value, _harmless_word)  # type: ignore[no-any-return]
 

@@ -207,14 +207,18 @@ class Run:
         """Value of the cell's last expression on rank 0; None while the run is active.
 
         Reading this property does not wait for the end of the run. The value is also None if rank 0
-        sent no value, for example because the cell failed on this rank. If rank 0 could not send
-        the value, or the notebook could not load it, the value is None, and a warning gives the
-        reason: rank 0 could not pickle the value, it is larger than 1 MB, it is a pickle from an
-        untrusted pool, or loading it raised an error. Variables of `--out` may be larger than 1 MB.
+        sent no value, for example because the cell failed on this rank.
 
-        For a run of `taas.run`, this is the value that the function returned on rank 0. With
-        `gather=True`, this is the first value in `results`. If the run has ended without such a
-        value, this is None without a warning, because `taas.run` has already raised an error.
+        In four cases, the value is None, and a warning gives the reason:
+
+        - Rank 0 could not pickle the value.
+        - The value is larger than 1 MB. (A variable of `--out` may be larger.)
+        - The value is a pickle from an untrusted pool.
+        - The notebook could not load the value.
+
+        For a run of `taas.run`, the property is the value that the function returned on rank 0. If
+        rank 0's value did not come back, or with `gather=True` the value of any rank, the property
+        is None without a warning, because `taas.run` has already raised an error.
         """
         if VALUES in self.plan.out:
             return self.results[0] if self.results else None
@@ -227,8 +231,11 @@ class Run:
     def results(self) -> list[Any]:
         """Values that the function of `taas.run` returned on all ranks, in the order of the ranks.
 
-        The list is empty without `gather=True`, while the run is active, and if the value of any
-        rank did not come back.
+        The list is empty in three cases:
+
+        - The run is active.
+        - `taas.run` was called without `gather=True`.
+        - The value of at least one rank did not come back.
         """
         found: list[Any] = self._results().values.get(VALUE, []) if VALUES in self.plan.out else []
         return found
@@ -286,8 +293,10 @@ class Run:
 
         Args:
             rank: Number of the rank. None for the rank that failed first, or rank 0.
-            tail: Number of lines to return from the end. None for all lines.
-            grep: Regular expression. Only lines that contain a match are returned.
+            tail: Maximum number of lines to return: the last lines that match `grep`. None returns
+                all lines that match `grep`.
+            grep: Regular expression. Only lines that contain a match are returned. "" matches all
+                lines.
 
         Raises:
             UsageError: The run has no such rank, `tail` is negative, or `grep` is not a valid
@@ -313,7 +322,7 @@ class Run:
     def wait(self, timeout: float | None = None) -> dict[str, Any]:
         """Wait until the run has ended; return the variables of `--out`, or raise the run's error.
 
-        An interrupt ends the wait, not the run.
+        If the user interrupts, the wait ends, and the run continues.
 
         Args:
             timeout: Seconds to wait. None waits until the end.
@@ -321,9 +330,10 @@ class Run:
         Raises:
             TimeoutError: The run is still active after `timeout`.
             ResultError: The run succeeded, but not all variables of `--out` could be returned.
-            RunError: The cell failed on a rank.
-            PoolError: The run failed before a rank started. Or hosts, or the process that owned
-                the run, are gone (`RunLost`).
+            RunError: The cell failed on a rank, or the run took longer than `--timeout`
+                (`RunTimeout`).
+            PoolError: The run failed before a rank started. Or the run has lost a host, or the
+                process that owned the run (`RunLost`).
             StoreError: The project store could not be copied to a host.
             KeyboardInterrupt: The user interrupted the wait, or the run was stopped.
         """
@@ -341,16 +351,17 @@ class Run:
     def raise_failure(self) -> None:
         """Raise the error of a run that has ended. If the run has no error, do nothing.
 
-        The cause of the raised error is the rank's exception, if it is known. The messages name the
-        variables of `--out` that were returned.
+        If the kernel knows the exception type of the rank that failed first, the raised error has
+        an exception of this type as its `__cause__`. If the run was interrupted, or if variables of
+        `--out` are missing, the error's message names the variables that were returned.
 
         Raises:
             KeyboardInterrupt: The run was interrupted or stopped.
             ResultError: The run succeeded, but not all variables of `--out` could be returned.
             RunError: The cell failed on a rank, or the run took longer than `--timeout`
                 (`RunTimeout`).
-            PoolError: The run failed before a rank started. Or hosts, or the process that owned
-                the run, are gone (`RunLost`).
+            PoolError: The run failed before a rank started. Or the run has lost a host, or the
+                process that owned the run (`RunLost`).
             StoreError: The project store could not be copied to a host.
         """
         head, names = self.head, ", ".join(self.out)
@@ -375,7 +386,10 @@ class Run:
             raise ResultError(f"run {self.id} succeeded, but {what}{came}\n" + "\n".join(lines))
 
     def read_journal(self) -> None:
-        """Read the run's state from its journal from now on. The kernel has detached the run."""
+        """From now on, take the run's state from its journal instead of the kernel's view.
+
+        Call this after the kernel has detached the run, because the view gets no more events.
+        """
         self._live = None
 
     def unrecorded_end(self) -> RunEnded | None:
@@ -390,7 +404,10 @@ class Run:
         return RunEnded(state="LOST", elapsed_s=found.elapsed_s, why=found.why, time=at)
 
     def new_state(self) -> RunState:
-        """Create the state that the run has before its first event. The caller applies events."""
+        """Create the state that the run has before its first event.
+
+        The caller then updates this state by the run's events.
+        """
         began = (self.path / "plan.json").stat().st_mtime
         return RunState(self.plan, self.path, began=began)
 
@@ -524,18 +541,19 @@ def runs() -> RunList:
 
 
 def newest_first() -> Iterator[Run]:
-    """Yield all runs with a readable folder, also sessions' own runs, newest first.
+    """Yield all runs with a readable folder, newest first.
 
-    Read the folder of a run just before the run is yielded. So it is cheap to take only a few runs.
+    The runs include each session's own run, which started the session's ranks. Read the folder of a
+    run only when the caller asks for this run, so that a caller of a few runs need not wait long.
     """
     return journal.read_each_run(_open_run)
 
 
 def sessions_last() -> Iterator[Run]:
-    """Yield all runs as `newest_first` does, but sessions' own runs after all other runs.
+    """Yield all runs, newest first, but sessions' own runs after all other runs.
 
-    A session's own run is newer than the run of the session's first cell. But a user who asks for
-    the newest run means the cell's run.
+    A session's own run started the session's ranks. This run is newer than the run of the session's
+    first cell. But a user who asks for the newest run means the run of the cell.
     """
     own = []
     for run in newest_first():
@@ -549,7 +567,7 @@ def sessions_last() -> Iterator[Run]:
 def find(asked: str | None, kinds: str = "run") -> Run:
     """Find the newest run that matches `asked`.
 
-    A session's own run is found only if no other run matches.
+    Return a session's own run, which started the session's ranks, only if no other run matches.
 
     Args:
         asked: Id, beginning of an id, or name of the run. None for the newest run.
@@ -568,7 +586,9 @@ def find(asked: str | None, kinds: str = "run") -> Run:
 
 
 def find_active(asked: str | None) -> Run:
-    """Find an active run. A session's own run is found only if no other run matches.
+    """Find an active run.
+
+    Return a session's own run, which started the session's ranks, only if no other run matches.
 
     Args:
         asked: Id, beginning of an id, or name. None for the newest active run.
@@ -589,8 +609,8 @@ def find_to_attach(
 ) -> Run:
     """Find the run that `%taas attach` shows.
 
-    Without a name, choose among the runs of the project; if the project has no runs, among all
-    runs. Choose the newest active run, or the newest run if none is active.
+    Without a name, choose the newest active run of the project, or the newest run of the project if
+    no run of the project is active. If the project has no runs, choose among all runs in this way.
 
     Args:
         asked: Id, beginning of an id, or name of the run; None for a choice without a name.

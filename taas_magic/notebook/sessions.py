@@ -57,7 +57,7 @@ DEATH_SEEN_S = 15.0
 """Maximum seconds to wait, after a rank's death, for the report that its session has ended."""
 
 ENDED_BY_COMMAND = "a command such as `%taas end` or `%taas down` ended it"
-"""Reason for the end of a session that ended without a failure or a note."""
+"""Reason that `Session.why_ended` returns for the session's end if it knows no other reason."""
 
 FIXED = {
     **{"gpus": "--gpus", "pool": "--pool", "env": "--env", "store": "--store"},
@@ -165,12 +165,14 @@ class Session:
     def why_ended(self) -> str:
         """Return one line with the reason why the session has ended.
 
-        Return the first of these reasons that is known:
+        The line comes from the first item of this list that applies:
 
-        - the first failure
-        - another kernel or a terminal has taken the session over
-        - the reason that the pool's process gave
-        - the newest note
+        - If a rank or a host failed, the line describes the failure that came first.
+        - If another kernel or a terminal has taken the session over, the line says so.
+        - If the pool's process gave a reason, or the connection to this process ended, the line is
+          this reason.
+        - If the session has notes for the user, the line is the newest note.
+        - Otherwise, the line is `ENDED_BY_COMMAND`.
         """
         ended = self._ended
         if ended is not None and ended.first is not None:
@@ -222,10 +224,13 @@ class Session:
     def begin_cell(self, plan: Plan) -> Plan:
         """Prepare the session for a new cell, and return the cell's plan on the session's ranks.
 
-        The cell's plan gets the session's ranks, hosts, project store and environment variables.
-        The first cell's plan also becomes the plan of the session's own run, under a new run id and
-        without the options that concern only the cell. Before a later cell, discard the ranks'
-        reports on the last cell, and allow the session's fetchers one restart.
+        The returned plan has the session's ranks, hosts, project store and environment variables.
+        The preparation has three parts:
+
+        - For the session's first cell, make the plan of the session's own run, which starts the
+          ranks: the cell's plan with a new run id, and without options that concern only the cell.
+        - Discard the ranks' reports on the last cell.
+        - Allow the fetchers of each earlier cell one restart.
 
         Raises:
             PoolError: The session is running a cell, which another thread of the kernel started.
@@ -268,10 +273,10 @@ class Session:
     ) -> None:
         """Start the session's ranks, wait for their start, and keep the connection to their pool.
 
-        First write the folder of the session's own run: its plan, `context`, and the session's
-        flags. Hold the folder's lock during the start. With the flag `--detach`, detach this run
-        after its start. If the user ends the wait by two interrupts, the ranks that start later
-        are killed.
+        The session's own run starts the ranks. Before the start, create this run's folder, and
+        write the run's plan, `context` and the session's flags to it. Hold the folder's lock during
+        the start. If the session has the flag `--detach`, detach the run when the ranks have
+        started. If the user ends the wait by two interrupts, kill ranks that start later.
 
         Args:
             connection: Connection to the process of the ranks' pool.
@@ -336,16 +341,18 @@ class Session:
     def take_over(self, run: Run, connection: PoolConnection) -> str:
         """Take over the ranks of a detached session into this new, empty session object.
 
-        Copy the session's plan and its numbers of cells and fetchers. From now on, this object
-        receives the events of the session's own run. The names of the ranks' variables are unknown.
+        Store the session's plan, the number of its cells, and the number of its fetchers. From now
+        on, this object receives the events of the session's own run. The names of the ranks'
+        variables stay unknown until the caller asks the ranks for the names.
 
         Args:
             run: The session's own run, which started the ranks.
             connection: Connection to the process of the ranks' pool.
 
         Returns:
-            Run id of the running cell. If no cell is running, run id of the newest cell that has
-            lost its kernel since the last takeover; "" if there is no such cell either.
+            Run id of the running cell. If no cell is running, run id of the newest cell whose
+            kernel disconnected before the cell ended, without cells from before the last takeover.
+            "" if there is no such cell either.
 
         Raises:
             PoolError: The session has ended or is not detached, or the pool does not respond.
@@ -356,9 +363,9 @@ class Session:
         return state.cell
 
     def pop_output(self) -> Iterator[Lines | LinesDropped]:
-        """Remove and yield the output of the ranks' threads between the last cell and now.
+        """Remove and yield the output that threads of the ranks printed since the last cell.
 
-        If the threads printed much, only the last `_KEPT_OUTPUT` events with output are left.
+        The session keeps only the newest `_KEPT_OUTPUT` events with output, so older ones are lost.
         """
         while self._output:
             yield self._output.popleft()
@@ -392,8 +399,8 @@ class Session:
     def _allow_restarts(self) -> None:
         """Allow the fetchers of each earlier cell one restart during the cell that begins now.
 
-        Send an `AllowRestarts` request to the process of the ranks' pool, and of each fetchers'
-        pool. Background threads send the requests, so the cell need not wait for responses.
+        Send an `AllowRestarts` request to the process of each pool that runs ranks or fetchers of
+        the session. Background threads send the requests, so the cell need not wait for responses.
         """
         of_fetchers = {fetchers.connection for fetchers in self._fetchers.values()}
         for connection in {self._connection, *of_fetchers} - {None}:
@@ -407,10 +414,11 @@ class Session:
         return self._cells
 
     def record_event(self, event: Event) -> None:
-        """Record the names that a cell changed on a rank (`CellNames`).
+        """Record an event of a cell if the session needs the event.
 
-        Also record that an agent has killed ranks (`RanksKilled`). The caller passes every event of
-        a cell. Ignore events of all other types.
+        The caller passes every event of a cell. Record only events of two types: `CellNames`, with
+        the names that the cell changed on a rank; and `RanksKilled`, by which an agent reports that
+        it has killed ranks.
         """
         if isinstance(event, CellNames):
             self._loaded.add(event.rank)
@@ -421,10 +429,13 @@ class Session:
     def end_cell(self, captured: Payload, *, counts: bool = True) -> None:
         """Record which names the ranks have after a cell; end fetchers that no rank needs any more.
 
-        If all ranks have loaded the variables that the kernel sent for the cell, record their
-        names. Then record the names that the cell changed on the ranks; reports of rank 0 override
-        reports of other ranks. End fetchers only if all ranks have reported which fetchers they
-        need.
+        The steps are:
+
+        - If all ranks have loaded the variables that the kernel sent for the cell, record the names
+          of these variables.
+        - Record the names that the cell changed on the ranks. If ranks report different changes of
+          a name, the report of the rank with the lowest number counts.
+        - If all ranks have reported which fetchers they need, end the other fetchers.
 
         Args:
             captured: The objects that the cell sent to the ranks.
@@ -476,9 +487,10 @@ class Session:
                 self._ranks_of.setdefault(name, set()).add(said.rank)
 
     def missing_name_hint(self, failures: Iterable[Failure]) -> str:
-        """Return a hint if a rank lacked a variable that the session's cells assigned elsewhere.
+        """Return a hint if a rank lacked a variable that cells have assigned only on other ranks.
 
-        A cell with `--ranks 0`, or code below `if rank == 0:`, assigns variables on rank 0 only.
+        For example, a cell with `--ranks 0` assigns variables on rank 0 only. Code below
+        `if rank == 0:` does so, too.
 
         Args:
             failures: The failures of the session's last cell.
@@ -558,10 +570,15 @@ class Session:
     def _on_run_event(self, event: Event) -> None:
         """Record output, notes and the end of the session's own run.
 
-        The thread of the connection to the pool's process calls this method. If the run has ended,
-        end the session in this kernel, and its fetchers. If another kernel has taken the session
-        over (`Detached`), end the session only in this kernel; the other kernel keeps the fetchers.
-        In both cases, wake the threads that wait for the end, and stop receiving the run's events.
+        The thread of the connection to the pool's process calls this method. Two events end the
+        session in this kernel:
+
+        - `RunEnded`: the session's own run has ended. In this case, end the session's fetchers.
+        - `Detached`: another kernel or a terminal has taken the session over. In this case, leave
+          the fetchers running for the new owner.
+
+        After either event, wake the threads that wait for the session's end, and stop receiving
+        events of the session's own run.
         """
         if isinstance(event, Note):
             self._notes.append(event.text)
@@ -579,7 +596,8 @@ class Session:
 def _call_if_alive(connection: PoolConnection, request: Request[None]) -> None:
     """Send a request to a pool's process. If the process has ended or does not respond, do nothing.
 
-    A session ends with its pool's process. The session's next cell then reports this end.
+    The caller needs no error: if the process has ended, its sessions have ended, too, and the next
+    cell of the session reports this.
     """
     with suppress(PoolError):
         connection.call(request)
@@ -596,8 +614,8 @@ def for_cell(flags: Flags, *, registers: bool = True) -> Session | None:
 
     Raises:
         UsageError: A flag cannot be combined with `--session`, or needs `--session`. Or the
-            session's name is not valid. Or the session is new, and `--gpus` is missing or a
-            detached session of this project already has the name.
+            session's name is not valid. Or a new session has no `--gpus`. Or a new session has the
+            name of a running detached session of this project.
     """
     if not flags.session:
         misplaced = {"ranks": "--ranks", "send": "--send"}
@@ -630,8 +648,16 @@ def for_cell(flags: Flags, *, registers: bool = True) -> Session | None:
 def _no_session_message(name: str, known: Session | None) -> str:
     """Return the error message for the name of a session that this kernel cannot use now.
 
-    The message says which case applies: the session has ended, runs detached, was a detached
-    session, or never existed. In the last case, the message proposes a similar name.
+    The message says which of these cases applies:
+
+    - This kernel had the session, and the session has ended or another kernel has taken it over.
+    - A detached session with this name is running, but not in this kernel.
+    - A detached session with this name has ended.
+    - There was no such session. The message proposes a similar name, if this kernel has one.
+
+    Args:
+        name: Name of the session.
+        known: This kernel's last session with this name; None if this kernel had no such session.
     """
     if known is not None and known.is_started:
         return known.end_message(may_have_died=False)
