@@ -342,8 +342,8 @@ class Flag:
     def _value(self, spelling: Spelling, text: str) -> Any:
         """Parse the flag's value for argparse; raise a UsageError that says what is allowed.
 
-        If the text still has a `$name` or an `{expression}`, the error adds that the notebook does
-        not have this name.
+        IPython replaces `$name` and `{expression}` in the flags before this call, unless a name in
+        them is missing in the notebook. If the text still has one of them, the error says so.
         """
         try:
             return self.read(text)
@@ -732,9 +732,10 @@ def _parser(spelling: Spelling) -> FlagParser:
 
 
 def _parse_words(words: list[str], spelling: Spelling) -> dict[str, Any]:
-    """Parse flags into a dict from the fields of `Flags` to the values that the user gave.
+    """Parse flags, and return the given values as a dict by field of `Flags`.
 
-    The dict has only the given flags, and always the fields `env` and `shared_writes`.
+    A flag that the user did not give has no entry in the dict, with two exceptions: the fields
+    `env` and `shared_writes` are always in the dict, and are empty without their flags.
 
     Raises:
         UsageError: A flag is unknown, has a wrong value, or was given twice although it is not in

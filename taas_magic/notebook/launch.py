@@ -97,9 +97,11 @@ def execute(flags: Flags, work: Work, shell: "InteractiveShell", config: Config)
     - Block until the view shows the end of the run, or until the run is detached.
     - Store the variables of `--out`, and raise the error of a failed run.
 
-    After a cell without a session, also record the names that the cell assigned on its ranks. If a
-    later cell of the notebook fails because the notebook lacks such a name, the user gets a hint.
-    After a cell of a session, record which variables came back.
+    At the end, also if the run failed, record names for later cells:
+
+    - Without a session: the names that the work assigned on the ranks. If a later cell fails
+      because the notebook lacks such a name, the user gets a hint.
+    - In a session: the variables of `--out` that were returned.
 
     Returns:
         The run, also after the kernel has detached it.
@@ -244,7 +246,7 @@ def _run_in_session(
     """Run a cell on a session's ranks. If the session has no ranks yet, start them first.
 
     The view first shows the lines that threads of the ranks printed since the last cell. During the
-    cell, `session` receives all events, and `running_cell` has the cell's run id.
+    cell, pass all its events to `session`, and set `session.running_cell` to the cell's run id.
 
     After the cell, also after an error, record in `session` which variables the ranks have, and
     which rank failed first. If a rank lacked a variable that only other ranks have, print a hint.
@@ -357,12 +359,12 @@ def run_to_end(
 
     The steps are:
 
-    - Start the fetchers, request the ranks' hosts, and wait until both are ready. If this fails,
-      remove the run's folder.
+    - Start the fetchers. Unless the run has `--prefill`, request the ranks' hosts. Wait for the
+      fetchers and the requested hosts. If this fails, remove the run's folder.
     - Open the view.
-    - With `--prefill`, wait until the fetchers have prepared the data, and request the ranks' hosts
-      only now.
-    - If a session has no ranks yet, start them.
+    - If the run has `--prefill`, wait until the fetchers have prepared the data. Then request the
+      ranks' hosts, and wait for them.
+    - If a session has no ranks yet, start them. (If it has ranks, no step requests hosts for them.)
     - Start the run, and follow it until it has ended or is detached.
 
     Do not end the fetchers of a detached run. If a cell of a session has started, do not end its
@@ -575,9 +577,13 @@ def learn_names(session: Session, shell: "InteractiveShell", config: Config) -> 
     """Ask the ranks of a session for the names of their variables, and record these names.
 
     This is necessary after this kernel has taken a session over, because `session` then lacks the
-    names. If the names are known, do nothing. If ranks have different values for a variable, record
-    the digest of rank 0's value. Also record the kernel's present process state as the state of the
-    ranks. So later cells send this state only after it has changed.
+    names. If `session` has the names already, do nothing.
+
+    For a variable with a simple value, also record the digest of the value. If ranks have different
+    values, record the digest of rank 0's value.
+
+    Also record the kernel's present process state as the process state of the ranks. So later cells
+    send this state only after it has changed.
 
     Raises:
         PoolError: The session has ended, or is running a cell.
@@ -710,10 +716,13 @@ def with_fetchers(
 ) -> Plan:
     """Add to a run's plan the fetchers of its registered loaders, and the fetchers' pool and hosts.
 
-    Allocate no hosts. If several data pools are possible, or if the pool has too few hosts for
-    separate fetchers, add notes on this to the plan. Without registered loaders or without
-    `--cpus`, add no fetchers and remove `prefill`. Without registered loaders, also add a note that
-    lists the given flags without effect, such as `--units`.
+    Allocate no hosts. The result depends on the loaders and on the plan's `--cpus`:
+
+    - If the cell sends no registered loader, add no fetchers, and remove `prefill`. Add a note that
+      lists the given flags without effect, such as `--units`.
+    - If the plan has no `--cpus`, add no fetchers, and remove `prefill`.
+    - Otherwise, add the fetchers. If several pools are possible for the fetchers, a note says which
+      one is used. If the pool has too few hosts for separate fetchers, a note says this, too.
 
     Args:
         flags: Flags of the cell, completed by `Session.with_session_flags` for a session.
@@ -751,13 +760,16 @@ def out_problem(
 ) -> str | None:
     """Return an error message if `--out` names a variable that no rank will have, else None.
 
-    The cell's text and the captured objects show which variables the ranks will have when the work
-    ends. In a session, the variables in `known` are added, and the variables that the notebook's
-    functions set, because earlier cells may have sent these functions.
+    When the work ends, the ranks will have these variables:
 
-    Also return None if the variables cannot be predicted. This is so if the work may set any
-    variable, for example by `exec`. It is also so if the ranks of the session have functions or
-    classes of earlier cells.
+    - the variables that the kernel sends, and the variables that the work assigns
+    - in a session: the variables in `known`
+    - in a session: the global variables that functions of the notebook assign, because the ranks
+      may have these functions from earlier cells
+
+    In two cases, the variables cannot be predicted, and the result is None: the work may assign any
+    variable, for example by `exec`; or the session's ranks have functions or classes that earlier
+    cells defined.
 
     Args:
         flags: Flags of the cell or function.

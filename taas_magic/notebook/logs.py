@@ -66,10 +66,10 @@ def end_of_log(path: Path) -> str:
 
 
 def end_of_text(text: str, path: Path) -> str:
-    """Return at most `SHOWN_CHARS` characters from the end of a text, without control sequences.
+    """Return the end of a text from a log, without terminal control sequences except colours.
 
-    If the text is longer, return only the whole lines at its end. A line above them names the log
-    file, which has all lines.
+    If the text is longer than `SHOWN_CHARS` characters, return only the last whole lines that fit
+    into this limit. A line above them names the log file, which has all lines.
 
     Args:
         text: Text from a rank's log.

@@ -461,8 +461,11 @@ def _attach(words: Sequence[str], settings: Config) -> str:
     """Show a run for `%taas attach`, or take over a running session.
 
     With a name, first look for a running session of another kernel, then for a run. Without a name,
-    choose the newest active run of this project, or its newest run. In a terminal, do not take over
-    a session; show the session's running cell instead. The shown run becomes `last_run`.
+    choose the newest active run or detached session of this project, or else the project's newest
+    run. If the project has no runs, choose among the runs of all projects in the same way.
+
+    In a notebook, take over a chosen session that is running. In a terminal, show the session's
+    running cell instead. The shown run becomes `last_run`.
 
     Returns:
         "" after the run has ended. After a takeover, a text with the session's ranks and variables.
@@ -648,9 +651,11 @@ def _warm(words: Sequence[str], settings: Config) -> str:
 def _sessions(words: Sequence[str], settings: Config) -> str:
     """Return a table of sessions for `%taas sessions`, with the memory that their ranks use.
 
-    Ask the ranks of this kernel's sessions for their memory. "?" stands for the memory of a session
-    that cannot answer, because it runs a cell or ends. Detached sessions of other kernels, which
-    this kernel can take over, come last; this kernel cannot ask their ranks.
+    Ask the ranks of this kernel's sessions for their memory. If the ranks cannot answer, because
+    the session runs a cell or ends, the table has "?" instead.
+
+    The last rows are the detached sessions of other kernels, with the command that takes each one
+    over. Their memory is "?", too, because this kernel cannot ask their ranks.
     """
     from msgspec import convert
 

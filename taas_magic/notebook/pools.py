@@ -191,8 +191,8 @@ class PoolRow:
 
     Attributes:
         state: "ready", "silent", "starting", "running" or "down"; `rows` explains these words.
-        status: The hosts of the pool and their costs. Empty if this kernel has no ready connection
-            to the pool's process, or if the process does not answer.
+        status: The hosts of the pool and their GPU hours. Empty if this kernel has no ready
+            connection to the pool's process, or if the process does not answer.
     """
 
     name: str

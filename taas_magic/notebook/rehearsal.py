@@ -60,9 +60,9 @@ class RehearsalFindings:
         host_rows: Results of the check of the hosts. A pool without a running host has one result,
             with an empty host name.
         travels_bytes: Size of the pickled objects that a run sends to each host of the ranks.
-        loader_bytes: Size of the pickle that each fetcher gets of a registered loader, by the name
-            of the loader.
-        reports: The report of each rank, by number of the rank; the last entry arrived last.
+        loader_bytes: Size of each registered loader's pickle, by the name of the loader. Each
+            fetcher of the loader gets this pickle.
+        reports: The report of each rank, by number of the rank, in the order of arrival.
         state: State in which the rehearsed run ended; "" if the cell was not run.
     """
 
@@ -289,8 +289,9 @@ def _problem_rows(found: RehearsalFindings) -> list[tuple[str, str]]:
 def _host_rows(found: RehearsalFindings) -> list[tuple[str, str]]:
     """Return the report's rows about hosts.
 
-    The first row says how many of the checked hosts can run the cell. If no host can, there is no
-    such row. If a pool has no running host, a further row says that its modules were not checked.
+    If at least one of the checked hosts can run the cell, the first row has the number of hosts
+    that can. For each pool without a running host, a row says that the pool's modules were not
+    checked. Hosts that cannot run the cell have no rows here.
     """
     rows = []
     fit = [row for row in found.host_rows if row.is_fit and row.host]

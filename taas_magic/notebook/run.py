@@ -126,8 +126,8 @@ class Interrupts:
         """Run `work` in a thread, wait for it, and return its result.
 
         Args:
-            work: Function that may wait for another process. After the user has ended the wait,
-                the function continues in its thread.
+            work: Function that may wait for another process. If the user ends this call by
+                interrupts, the function continues in its thread.
             max_interrupts: Number of interrupts that end the wait. After the last of these
                 interrupts, the function still has `LEAVE_S` seconds to return.
             meanwhile: Function called in this thread every `MEANWHILE_S` seconds during the wait.
@@ -323,10 +323,10 @@ class RunFetchers:
         self._close(is_detached=True)
 
     def end(self) -> list[Event]:
-        """End the fetchers. Call when no rank of their session needs them any more. Blocks.
+        """End the fetchers, and wait until their pool's process has confirmed it.
 
-        Wait for the response of the fetchers' pool. If its process has ended, the fetchers have
-        ended, too.
+        Call this when no rank of the session needs the fetchers any more. If the pool's process has
+        ended, do not wait, because the fetchers have ended with this process.
 
         Returns:
             A `FetcherEnded` event for each fetcher.
@@ -354,8 +354,8 @@ class RunFetchers:
     def _close(self, is_detached: bool) -> None:
         """Stop receiving the fetchers' events. Unless `is_detached` is True, kill the fetchers.
 
-        A kill also ends the wait for the fetchers' hosts. In both cases, end the thread that
-        forwards events to the ranks' pool, and wait for its end.
+        Before a kill, cancel the wait for the fetchers' hosts. Finally, with or without a kill, end
+        the thread that forwards events to the ranks' pool, and wait until the thread has ended.
         """
         if not is_detached:
             self._kill()
@@ -486,7 +486,7 @@ class RunDriver:
         self.hosts: list[str] = []
         self.is_detached = False
         self.listener: Callable[[Event], None] = lambda event: None
-        """Function called with each event, in the thread that runs the cell."""
+        """Function called with each event of the run, in the thread that runs the cell."""
         self._folder = RunFolder(self.path)
         self._events: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
         self._inputs = keyboard.InputQueue()
@@ -740,11 +740,16 @@ class RunDriver:
         return [*([] if first is None else [first]), *drain_events(self._events)]
 
     def _show_events(self, view: View | SilentView, events: Iterable[Event]) -> None:
-        """Pass events to `listener`, record them in this object, and show them in the view.
+        """Handle events of the run: pass each event to the function `listener`, and show it.
 
-        Queue the ranks' requests for input. A restart of the ranks discards these requests. Record
-        a detachment and the end of the run. Do not show the end: the caller shows it after all
-        other events. Finally, let the view write output that is due.
+        The end of the run is only recorded: the caller shows the end after all other events. Some
+        other events have further effects:
+
+        - A rank's request for input is queued for the user.
+        - A restart of the ranks discards all queued requests for input.
+        - `Detached` sets `is_detached`.
+
+        Finally, let the view write output that is due.
         """
         for seen in events:
             self.listener(seen)
@@ -832,9 +837,10 @@ class RunDriver:
     def _give_up_waiting(self, connection: PoolConnection) -> None:
         """End the cell as INTERRUPTED, although the interrupted run has not ended in time.
 
-        The cell's error names the run's hosts and says when their ranks are killed: within
-        `HALT_S`, or, if the pool's process is silent, when the pool's lease has ended. The process
-        later writes the run's real end to the journal.
+        The cell's error names the run's hosts, and says when their ranks are killed at the latest:
+        `HALT_S` seconds from now. But if the pool's process sends no heartbeats, the ranks are
+        killed when the pool's lease has ended. The journal gets no end of the run from this call,
+        because the pool's process later writes the real end.
         """
         # After a restart, the run may have other hosts than in its first attempt.
         hosts = ", ".join(self.head.hosts or self.hosts)
