@@ -125,9 +125,9 @@ class SessionState(Struct, kw_only=True):
         error: Reason why the kernel cannot take the session over; "" on success.
         cells: Number of cells that the session has begun.
         fetchers: Number of fetchers that the session's cells have started.
-        cell: Run id of the running cell. If no cell is running: run id of the newest cell whose
-            kernel disconnected before the cell ended, without cells from before the last takeover.
-            "" if there is no such cell either.
+        cell: Run id of the running cell. If no cell is running: run id of the newest cell that
+            continued after its kernel was gone. "" if there is no such cell either, or if a kernel
+            has taken the session over since then.
     """
 
     error: str = ""

@@ -216,9 +216,9 @@ class Run:
         - The value is a pickle from an untrusted pool.
         - The notebook could not load the value.
 
-        For a run of `taas.run`, the property is the value that the function returned on rank 0. If
-        rank 0's value did not come back, or with `gather=True` the value of any rank, the property
-        is None without a warning, because `taas.run` has already raised an error.
+        For a run of `taas.run`, the property is the value that the function returned on rank 0.
+        With `gather=True`, this value is the first one in `results`, and None if `results` is
+        empty. There is no warning, because `taas.run` has already raised an error.
         """
         if VALUES in self.plan.out:
             return self.results[0] if self.results else None

@@ -350,9 +350,9 @@ class Session:
             connection: Connection to the process of the ranks' pool.
 
         Returns:
-            Run id of the running cell. If no cell is running, run id of the newest cell whose
-            kernel disconnected before the cell ended, without cells from before the last takeover.
-            "" if there is no such cell either.
+            Run id of the running cell. If no cell is running, run id of the newest cell that
+            continued after its kernel was gone. "" if there is no such cell either, or if a kernel
+            has taken the session over since then.
 
         Raises:
             PoolError: The session has ended or is not detached, or the pool does not respond.
