@@ -88,17 +88,18 @@ class Engine(ABC):
         return
 
     def shells(self, stop: threading.Event) -> Mapping[str, AbstractContextManager[Shell]]:
-        """Return a context manager for each host of the pool that connects to the host.
+        """Return one context manager for each host of the pool, by the host's name.
 
-        Its value is a shell, by which a kernel can run commands on the host without a run.
+        A kernel uses it to run commands on the host without a run. At the start of its `with`
+        block, the context manager connects to the host, and yields a shell. At the end, it closes
+        the connection.
 
         Args:
             stop: Event that the caller sets to cancel connecting.
 
         Returns:
-            The context managers by the host's name. The start of a `with` block connects to the
-            host; the end closes the connection. The result is empty if the engine's hosts do not
-            exist before they are requested.
+            The context managers. The default is an empty dict, for engines whose hosts exist only
+            after a request.
         """
         return {}
 
@@ -142,7 +143,8 @@ class Engine(ABC):
     async def tunnel(self, agent: str, address: str) -> AsyncIterator[str]:
         """Let a host connect to a port of this machine until the `with` block ends.
 
-        The default does nothing: it yields `address`, for hosts that can connect to this machine.
+        The default opens no tunnel and yields `address` unchanged: it is for hosts that can connect
+        to this machine directly.
 
         Args:
             agent: Name of the host's agent.
@@ -189,7 +191,8 @@ class Host(ABC):
     async def start(self) -> None:
         """Start the host; return when the host can start ranks.
 
-        That is the case when the pool's process has added the host's name to `Engine.ready`.
+        A host can start ranks as soon as the pool's process has added the host's name to
+        `Engine.ready`.
 
         Raises:
             PoolError: The host could not be started.
@@ -270,15 +273,15 @@ class HostsEngine(Engine):
     async def request_hosts(self, count: int) -> list[str]:
         """Start as many hosts as are missing from a total of `count`, in background tasks.
 
-        Starting hosts are part of the total. When the `with` block of `open` has ended, start no
-        more hosts.
+        Hosts that are still starting are part of the total. After the end of the `with` block of
+        `open`, this method starts no hosts.
 
         Returns:
             One line for the user about each host whose start takes unusually long.
 
         Raises:
-            PoolError: Hosts of earlier calls failed to start. The message has all failures. The
-                next call starts new hosts in place of the failed hosts.
+            PoolError: Hosts failed to start, usually hosts of earlier calls. The message has all
+                failures. The next call starts new hosts in place of the failed hosts.
         """
         while len(self.hosts) < count and not self._is_over:
             host = self.make_host(self.new_name())
@@ -317,8 +320,8 @@ class HostsEngine(Engine):
     async def why_lost(self, agent: str) -> str:
         """Return one line that says why a host was lost; "" if the reason is unknown.
 
-        Also start a task that ends the host's remaining processes. If the engine has already ended
-        the host, only return "".
+        Then a background task ends the host's remaining processes. If the engine does not know the
+        host, or has already ended it, only return "".
 
         Args:
             agent: Name of the host's agent.
@@ -340,11 +343,13 @@ class HostsEngine(Engine):
 def make_engine(pool: PoolConfig) -> Engine:
     """Return a new engine for a pool, of the class that the pool's setting `engine` names.
 
-    A value with a dot is the import path of a Dask cluster class, which a `DaskClassEngine` uses.
+    If the setting contains a dot, it is the import path of a Dask cluster class. In this case, the
+    engine is a `DaskClassEngine` that uses this class.
 
     Raises:
-        UsageError: There is no engine with this name. Or, for a Dask cluster class, its package is
-            not installed, or the pool's options request several hosts for each job.
+        UsageError: There is no engine with this name. For a Dask cluster class, there are two
+            further causes: the package of the class is not installed, or the pool has the option
+            `processes` of dask-jobqueue with a value other than 1.
     """
     import_path = _DASK_CLASS if "." in pool.engine else _ENGINES.get(pool.engine)
     if import_path is None:

@@ -81,11 +81,18 @@ class DaskClassEngine(Engine):
     async def open(self, scheduler: type, keys: "Keys", folder: str) -> AsyncIterator["Scheduler"]:
         """Create and run the Dask cluster until the `with` block ends; then end all its workers.
 
-        The cluster starts without workers. It uses TLS and a scheduler of the class `scheduler`,
-        which makes each worker start an agent. The cluster class gets the pool's options and, if it
-        accepts them, a name and the settings for TLS. For a class of dask-jobqueue, also add
-        defaults (`batch_options`), and prepare for queries of the batch system. From the end of the
-        block on, `request_hosts` can start no more hosts.
+        The cluster starts without workers; `request_hosts` adds them. From the end of the block on,
+        `request_hosts` can start no more hosts. These settings of the cluster come from this
+        method:
+
+        - The cluster's scheduler has the class `scheduler`. It uses TLS, and makes each worker
+          start an agent.
+        - The cluster class gets the pool's options. If the class accepts them, it also gets the
+          pool's name and the settings for TLS.
+        - A class of dask-jobqueue also gets the defaults of `batch_options`.
+
+        For a class of dask-jobqueue, this method also creates the `Vehicles` that query the batch
+        system.
 
         Args:
             scheduler: Class of the scheduler.
@@ -133,14 +140,16 @@ class DaskClassEngine(Engine):
     async def request_hosts(self, count: int) -> list[str]:
         """Request as many hosts as are missing from a total of `count`; do not wait for hosts.
 
-        Also query the batch system for the jobs of hosts that have not joined. If the calling task
-        is cancelled, the request still continues, so that no requested host is forgotten.
+        Also query the batch system for the jobs of hosts that have not joined. If the task that
+        calls this method is cancelled, the request continues in the background. So the engine
+        records each host that it has requested.
 
         Returns:
-            One line for the user about each requested host that cannot start ranks yet.
+            One line for the user about each host of earlier calls that cannot start ranks yet.
 
         Raises:
-            PoolError: A host could not be started, or its batch job ended before it was ready.
+            PoolError: A host could not be started, or a host's batch job ended before the host
+                could start ranks.
         """
         return await asyncio.shield(self._request_hosts(count))
 
@@ -148,15 +157,17 @@ class DaskClassEngine(Engine):
         """Start as many Dask workers as are missing from a total of `count`.
 
         First query the batch system for the jobs of earlier workers whose agents are not ready.
-        Each missing worker gets a new name. At the end, record the batch jobs of all workers.
+        Each new worker gets a name that no worker has had before. At the end, record the batch jobs
+        of all workers.
 
         Returns:
             One line for the user about each worker that had been requested before this call and
             whose agent is not ready.
 
         Raises:
-            PoolError: A worker could not be started, or a batch job ended before its agent was
-                ready. In the first case, all workers that do not run have been removed.
+            PoolError: A worker could not be started. All workers that do not run have then been
+                removed. Or the batch job of an earlier worker ended before the worker's agent was
+                ready.
         """
         from distributed import Status
 
@@ -246,8 +257,9 @@ def batch_options(
 ) -> dict[str, Any]:
     """Return keyword arguments for a dask-jobqueue class: our defaults and the user's options.
 
-    Also create the folder for the output of batch jobs. The first directive forbids the batch
-    system to requeue jobs; the user's own directives follow.
+    For Slurm and PBS, also add a directive that forbids the batch system to requeue jobs. The
+    user's own directives come after it. This function creates the folder for the output of batch
+    jobs.
 
     Args:
         pool: The pool's settings, which determine some defaults.
@@ -382,7 +394,8 @@ class BatchJob:
 def parse_squeue(text: str) -> dict[str, BatchJob]:
     """Return the jobs in the output of `squeue --format=%i|%T|%r`, by job id.
 
-    A job has ended if its state is not in `_SLURM_LIVES`. Lines of another format are ignored.
+    A job has ended unless its state is a state of a waiting or active job, such as PENDING or
+    RUNNING (`_SLURM_LIVES`). Lines of another format are ignored.
     """
     jobs = {}
     for line in text.splitlines():
@@ -397,8 +410,9 @@ def parse_squeue(text: str) -> dict[str, BatchJob]:
 def parse_qstat(text: str) -> dict[str, BatchJob]:
     """Return the jobs in the output of `qstat -f` (OpenPBS, PBS Pro or Torque), by job number.
 
-    `_PBS_STATES` translates the letter of the state. The reason is the exit status, or else the
-    comment. A job has ended if its state is C, F or X.
+    qstat reports a job's state as a letter. `BatchJob.state` is the word for this letter, such as
+    "QUEUED" for Q; an unknown letter stays. `BatchJob.reason` is the job's exit status; if there is
+    none, it is the job's comment. A job has ended if the letter is C, F or X.
     """
     jobs = {}
     for block in re.split(r"^Job Id: ", text.replace("\n\t", ""), flags=re.MULTILINE)[1:]:
@@ -420,10 +434,10 @@ class BatchSystem:
 
     Attributes:
         title: Name of the batch system for the user.
-        command: Function that returns the command line that lists the jobs with the given ids.
+        command: Function that returns a command line, which lists the jobs with the given ids.
         parse: Function that returns the jobs in the output of such a command line, by id.
-        history: Function that returns the command line that lists ended jobs; None if the command
-            line of `command` lists them, too.
+        history: Function that returns a second command line, which also lists ended jobs. None if
+            the first command line lists ended jobs itself.
     """
 
     title: str
@@ -432,16 +446,21 @@ class BatchSystem:
     history: Callable[[Collection[str]], list[str]] | None = None
 
     async def query(self, job_ids: Collection[str]) -> dict[str, BatchJob]:
-        """Return the jobs that the batch system knows, by id.
+        """Return the jobs with the given ids that the batch system still knows, by id.
 
-        A job that is missing from the result has ended, and the batch system has forgotten it. If
-        the error text of `command` says that only `history` lists ended jobs (OpenPBS), also run
-        `history`.
+        The batch system forgets a job some time after the job's end. So a job that is missing from
+        the result has ended.
+
+        First run the command line of `command`. In Slurm and Torque, it lists ended jobs, too. In
+        OpenPBS, only the command line of `history` lists ended jobs. If the error text of the first
+        command says so, also run the second one.
+
+        If the first command fails and no job is found, the error text decides. If this text says
+        that the batch system has forgotten a job, return an empty dict. Otherwise, raise OSError.
 
         Raises:
-            OSError: A command cannot be run, or does not end within `QUERY_LIMIT_S`. Or `command`
-                fails, no job is found, and the error text gives another reason than that the batch
-                system has forgotten the jobs.
+            OSError: A command cannot be run, or does not end within `QUERY_LIMIT_S`. Or the first
+                command fails for a reason other than a forgotten job, and no job is found.
         """
         if not job_ids:
             return {}
@@ -455,10 +474,11 @@ class BatchSystem:
         return found
 
     async def _run_command(self, command: list[str]) -> tuple[dict[str, BatchJob], str]:
-        """Run a command that queries jobs. If it does not end within `QUERY_LIMIT_S`, kill it.
+        """Run a command that queries jobs; kill the command after `QUERY_LIMIT_S` seconds.
 
         Returns:
-            The jobs in the command's output, by id, and its error text ("" if it succeeds).
+            Two values: the jobs in the command's output, by id; and the command's error text, or ""
+            if the command succeeds.
 
         Raises:
             OSError: The command cannot be run, or did not end within `QUERY_LIMIT_S`.
@@ -561,8 +581,9 @@ class Vehicles:
     ) -> list[str]:
         """Return one line for the user about each requested worker whose agent is not ready.
 
-        Query the batch system for this, but at most every `QUERY_GAP_S` seconds. In between, return
-        the lines of the last query. This call and later calls do not query the jobs of `agents`.
+        The lines contain job states from the batch system. A call within `QUERY_GAP_S` seconds
+        after the last query returns the lines of that query, unless `record_jobs` has found a new
+        job since then. From this call on, the jobs of the workers in `agents` are not queried.
 
         Args:
             requested: Names of all requested Dask workers.
@@ -592,10 +613,12 @@ class Vehicles:
     async def why_lost(self, name: str) -> str:
         """Return the state of a lost host's batch job in words.
 
-        Return "" if no batch job is known, or if taas-magic cannot query the batch system.
         Wait up to `JOB_END_WAIT_S` seconds until the batch system reports that the job has ended.
-        If the query fails, the text says that the state is unknown. `describe_awaited` no longer
-        queries this job.
+        If the query fails, the text says that the state is unknown. Later calls of
+        `describe_awaited` do not query this job.
+
+        If the host has no known batch job, or if taas-magic cannot query the batch system, return
+        "" at once.
 
         Args:
             name: Name of the host's Dask worker.
@@ -618,14 +641,15 @@ class Vehicles:
         """Query the batch jobs of workers whose agents are not ready; return them by worker name.
 
         If the query fails, each job in the result has the state "in an unknown state", with the
-        error as the reason. If there is no batch system to query, return an empty dict.
+        error as the reason. If taas-magic cannot query the batch system, or if `awaited` is empty,
+        return an empty dict.
 
         Args:
             awaited: Job id of each worker, by worker name.
 
         Raises:
-            PoolError: A job has ended, or the batch system no longer knows it. The message has the
-                last lines of the job's output. Later calls do not query this job.
+            PoolError: A job has ended, or the batch system has forgotten the job. The message has
+                the last lines of the job's output. Later calls do not query this job.
         """
         if self._system is None or not awaited:
             return {}

@@ -56,13 +56,14 @@ class Peer(NamedTuple):
     def of(cls, peercert: Mapping[str, Any]) -> "Peer":
         """Return the role and name of a certificate's owner.
 
-        They come from the first URI of the form `identity` in the certificate's subjectAltName.
+        A certificate of taas-magic has the role and name as a URI (`identity`) in its
+        subjectAltName. If there are several such URIs, the first one counts.
 
         Args:
             peercert: A verified certificate, as `ssl.SSLSocket.getpeercert` returns it.
 
         Raises:
-            ValueError: The certificate contains no role and name in the form of `identity`.
+            ValueError: The certificate has no such URI, or the URI has an unknown role.
         """
         for kind, value in peercert.get("subjectAltName", ()):
             scheme, _, rest = value.partition(":")
@@ -113,9 +114,10 @@ class Keys:
         """Return the `Security` options for a Dask cluster class and its workers.
 
         Args:
-            workers_connect: Whether a worker consists of several processes that connect to each
-                other, for example a Dask nanny and its child. If so, all workers can connect to
-                each other, because they share one certificate.
+            workers_connect: Whether the processes of a worker connect to each other, for example a
+                Dask nanny and its child. If True, these processes trust the certificate that all
+                workers of the pool share. So any two workers of the pool can then connect to each
+                other.
         """
         trusted = self._pool[0] + (self._carriers.certificate if workers_connect else "")
         return security_options(trusted, client=self._kernel, worker=self._vehicle)

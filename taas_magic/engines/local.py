@@ -164,10 +164,13 @@ class _LocalHost(Host):
     async def end(self) -> None:
         """Make the supervisor end the host, and wait until the supervisor has ended.
 
-        First cancel `start` if it still runs. Then close the supervisor's standard input, by which
-        the supervisor notices that it must end the host. Also send SIGCONT, because a stopped
-        supervisor would not notice the close. If the supervisor has not ended after `HOST_END_S`
-        seconds, kill it; Linux then also kills the agent (`die_with_parent`).
+        The steps are:
+
+        - Cancel `start` if it still runs in another task.
+        - Close the supervisor's standard input. The supervisor then ends the host.
+        - Send SIGCONT to the supervisor, because a stopped supervisor would not notice the close.
+        - Kill the supervisor if it has not ended after `HOST_END_S` seconds. Linux then also kills
+          the agent (`die_with_parent`).
         """
         if asyncio.current_task() is not self.start_task:
             self.start_task.cancel()

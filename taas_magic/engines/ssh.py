@@ -99,9 +99,9 @@ class SshEngine(HostsEngine):
     def _query_capacity(self) -> HostCapacity:
         """Connect to all hosts; return the GPUs and cores of the host that responds first.
 
-        One response is enough, because the hosts of a pool are alike. At the end, cancel the other
-        connections. If the user interrupts this call, it ends at once, because the connections run
-        in threads.
+        One response is enough, because the hosts of a pool are alike. Before this method returns,
+        it cancels the other connections. The connections run in threads, so an interrupt by the
+        user ends this method at once.
 
         Raises:
             PoolError: No host has responded. The message has the failure of each host.
@@ -253,11 +253,12 @@ class _SshHost(Host):
     async def start(self) -> None:
         """Start an agent on a free host of the pool; return when the host can start ranks.
 
-        If the start on a host fails, log the failure, and end what runs on this host. Then mark the
-        host as free, and try another free host, until no host is left to try.
+        Try the free hosts one after the other. If an attempt fails, log the failure, end all that
+        this method has started on the failed host, and mark this host as free. Each host is tried
+        at most once.
 
         Raises:
-            PoolError: The start on each free host failed, all hosts are in use, or `end` was
+            PoolError: The start failed on every free host, all hosts are in use, or `end` was
                 called.
         """
         failures: dict[str, str] = {}
@@ -311,9 +312,10 @@ class _SshHost(Host):
     async def why_lost(self) -> str:
         """Return text about why the host was lost; "" if the reason is unknown.
 
-        Wait up to `_END_S` seconds until the command that runs the supervisor has ended. Then the
-        reason is a broken SSH connection, or the end of the agent. If the agent ended, the text has
-        the last line of the command's output.
+        Wait up to `_END_S` seconds for the end of the command that runs the host's supervisor. If
+        the command still runs then, the reason is unknown. If the SSH connection is closed, the
+        reason is the broken connection. Otherwise, the reason is the end of the agent, and the text
+        has the last line of the command's output.
         """
         command, connection = self._command, self.connection
         if command is None or connection is None:
@@ -334,12 +336,13 @@ class _SshHost(Host):
         """Connect to a host, prepare it, and start an agent's supervisor on it. Blocks.
 
         The steps are: connect; install missing packages; open a tunnel through which the agent
-        reaches the pool's scheduler; start the supervisor. Record each step for `slow_start_note`.
-        Return when the supervisor's command has started; the agent has not joined the pool then.
+        reaches the pool's scheduler; start the supervisor by a command. Record each step, so that
+        `slow_start_note` can name a slow step. This method returns after the start of the command,
+        before the agent has joined the pool.
 
         From then on, threads of the `HeartbeatCommand` send the agent's settings and heartbeats to
-        the supervisor, and log its output. After an error, the SSH connection may be open; the
-        caller must close it (`_release_host`).
+        the supervisor, and log the supervisor's output. If this method raises an exception, the SSH
+        connection may still be open; the caller must close it (`_release_host`).
 
         Args:
             host: Name of the host in taas.toml.
