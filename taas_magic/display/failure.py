@@ -73,9 +73,9 @@ def gpu_advice(etype: str, message: str) -> str:
 
 
 def cut(text: str, limit_chars: int = MESSAGE_CHARS) -> str:
-    """If a text is longer than `limit_chars` characters, cut its end off, and append a short note.
+    """Cut a text after `limit_chars` characters; if the text was longer, append a short note.
 
-    The note has the full length of the text.
+    The note has the number of characters of the whole text, as in "… [cut: 5,000 characters]".
     """
     if len(text) <= limit_chars:
         return text
@@ -108,9 +108,9 @@ def who_failed(failure: Failure) -> str:
 def cause_text(failure: Failure) -> str:
     """Return what happened, such as `ValueError: bad shape` or `killed by SIGKILL`, in one line.
 
-    The result includes the first line of the failure's message. The message may quote a traceback
-    of a worker process. Then the result also includes the last line of the message, because only
-    this line names the error in the worker process. Cut the result to `HEADLINE_CHARS` characters.
+    The result includes the first line of the failure's message. If the message quotes a traceback
+    of a worker process, the result also includes the last line of the message: only the last line
+    names the error in the worker process. Cut the result to `HEADLINE_CHARS` characters.
     """
     first_line, *others = failure.message.strip().split("\n")
     if any("Traceback (most recent call last)" in line for line in others):
@@ -148,13 +148,16 @@ def details(failure: Failure) -> list[str]:
 
     The details are, in this order:
 
-    - The traceback; if there is none, a message of several lines.
-    - The last known stack.
-    - The rank's last log lines, unless the rank raised an exception.
-    - The path of the log.
-    - The failure's advice, or else advice on a missing or broken GPU.
+    - The traceback of the rank's exception. Without a traceback, the failure's message, if it has
+      several lines.
+    - The last known Python stack of the rank.
+    - The last lines of the rank's log, unless the rank raised an exception.
+    - The path of the rank's log.
+    - The failure's own advice. Without such advice, advice on a missing or broken GPU, if the
+      message is about one.
 
-    Details without content are left out. In long parts, a note replaces the middle lines.
+    Details without content are left out. If the traceback, the message or the last lines are longer
+    than `DETAIL_LINES` lines, a note replaces the middle lines.
     """
     traceback = [line for block in failure.traceback for line in block.split("\n")]
     lines = cut_middle(traceback)
@@ -175,17 +178,18 @@ def details(failure: Failure) -> list[str]:
 def other_failures_text(
     first: Failure | None, failures: Sequence[Failure]
 ) -> tuple[str, list[str]]:
-    """Summarize the failures that came after the first failure of a run.
+    """Summarize all failures of a run except the first failure.
 
     Args:
         first: The failure that came first, if known.
         failures: All failures of the run, including the first failure.
 
     Returns:
-        Two values. The first is one line with two numbers: of the ranks that failed because of the
-        first failure, and of the ranks that failed for other reasons. The second is a list with one
-        line for each cause; beyond `MAX_OTHERS` causes, the last line has the number of causes left
-        out. Both values are empty if nothing else failed, or if `--timeout` has ended the run.
+        Two values: a line of text, and a list of lines. The line of text says how many ranks failed
+        because of the first failure, and how many ranks failed for other reasons. The list has one
+        line for each cause, with the ranks, and one line for each failed host. After `MAX_OTHERS`
+        lines, a last line has the number of further lines. Both values are empty if there are no
+        other failures, or if `--timeout` has ended the run.
     """
     if first is not None and first.how == "timeout":
         return "", []
@@ -254,8 +258,8 @@ def _notebook_line(stack: Sequence[str]) -> str:
 def labelled(text: str, labels: Mapping[str, str]) -> str:
     """Replace the file names of the notebook's cells in a text by labels such as `Cell In[5]`.
 
-    Texts of worker processes, fetchers and faulthandler need this, because these know only the file
-    names under which the kernel compiled the cells.
+    The kernel compiles each cell under a file name of its own. Worker processes, fetchers and
+    faulthandler know only this file name, so their texts contain it instead of the label.
 
     Args:
         text: Any text, such as a line of a traceback.
@@ -285,9 +289,12 @@ def with_labels(failure: Failure | None, labels: Mapping[str, str]) -> Failure |
 def to_exception(ended: RunEnded) -> RunError | PoolError | StoreError:
     """Return the exception to raise for a run that did not succeed.
 
-    The exception's text begins with the first failure, or else with the run's state. The details of
-    this failure follow, or after `--timeout` the lines of code at which the ranks were. Then comes
-    a summary of the other failures.
+    The exception's text has three parts:
+
+    - The first failure. If no failure is known, the run's final state.
+    - The details of the first failure. If `--timeout` ended the run, the lines of code at which the
+      ranks were.
+    - A summary of the other failures.
 
     Returns:
         StoreError if a host could not receive the project store. RunLost if a host or the whole run
@@ -315,10 +322,13 @@ def to_exception(ended: RunEnded) -> RunError | PoolError | StoreError:
 def cause_of(failure: Failure | None, notebook: Mapping[str, object]) -> BaseException | None:
     """Create an exception of the type that a rank raised, as the cause of the notebook's exception.
 
-    The exception has the message as its only argument. It has no further attributes, because the
-    type's own `__new__` and `__init__` are not called. Return None if there is no failure with a
-    type, if the kernel does not have the type, or if the type is no subclass of Exception. Also
-    return None if Python cannot create the exception from a message.
+    The new exception has the failure's message as its only argument. The type's own `__new__` and
+    `__init__` are not called, so the attributes that they set are missing. Return None in these
+    cases:
+
+    - There is no failure, or the failure has no exception type.
+    - The kernel does not have the type, or the type is no subclass of Exception.
+    - Python cannot create the exception from a message alone.
 
     Args:
         failure: The failure that came first.

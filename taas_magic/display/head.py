@@ -129,7 +129,7 @@ class RunState:
         up_since: Time of the last change of `gpus`, on the caller's clock. Infinity until the first
             ranks start.
         ended_at: End time of the run, on the caller's clock; infinity before that.
-        elapsed_s: Seconds that the run took, from the event `RunEnded`; None if unknown.
+        elapsed_s: Duration of the run in seconds, from the event `RunEnded`; None if unknown.
         hangs: Hang reports by host: the time of the report, and the stacks of the host's ranks.
         ended_hosts: Names of the hosts whose ranks have all ended, and of lost hosts.
         waiting_for_input: Numbers of the ranks that wait for a line of input from the user.
@@ -190,10 +190,13 @@ class RunState:
     def apply(self, event: Event, now: float | None = None) -> None:
         """Update this state by the next event; ignore events that do not concern the status header.
 
-        Pass each event also to `run_counts`. Reports on hangs, ended ranks and resource use are
-        ignored if they come from an earlier attempt. `progress` gets the text of rank 0's newest
-        unfinished line, or of a newer finished line with a bar of tqdm. When the unfinished line
-        becomes empty, a bar stays in `progress`, and any other text is removed.
+        `run_counts` gets each event, too. These rules apply to some events:
+
+        - A report on a hang, on ended ranks or on resource use is ignored if it comes from an
+          earlier attempt.
+        - The attribute `progress` becomes the newest unfinished line of rank 0, or the newest
+          finished line of rank 0 that has a progress bar of tqdm, whichever comes later.
+        - An empty unfinished line clears `progress`, unless `progress` has a progress bar of tqdm.
 
         Args:
             event: The event.
@@ -280,11 +283,16 @@ class RunState:
     def _record_start(self, event: RanksStarted, now: float) -> None:
         """Record that a host has started its ranks.
 
-        Add the host's ranks to `live_ranks` and `processes`, its GPUs to `gpus`, and its name to
-        `hosts`, in the order of the ranks. If the event is the first one of a new attempt, first
-        remove the hosts, processes and GPUs of the last attempt. A rank of a new attempt may log
-        metrics of earlier steps again. So mark its curves: the rank's next value at step s removes
-        all earlier points from step s on (`begin_attempt`).
+        If this is the first host of a new attempt, forget the hosts, processes and GPUs of the last
+        attempt. Then add the facts in the event:
+
+        - the host's ranks to `live_ranks` and `processes`;
+        - the host's GPUs to `gpus`;
+        - the host's name to `hosts`, in the order of the ranks.
+
+        In a new attempt, a rank may log metrics of earlier steps again. So mark the curves of the
+        host's ranks (`begin_attempt`): when such a rank logs its next value, the older points of
+        this curve with the same or a later step are removed.
         """
         gpus = self.gpus + event.gpus
         if event.attempt:
@@ -304,9 +312,10 @@ class RunState:
         self.up_since = min(self.up_since, now)
 
     def _record_failure(self, failure: Failure) -> None:
-        """Record a failure. The first failure that is not a mere consequence becomes `first`.
+        """Record a failure of a rank or a host.
 
-        Remove a failed rank from `live_ranks`, and add a lost host to `ended_hosts`.
+        The first failure that is not a consequence of another failure becomes `first`. Remove a
+        failed rank from `live_ranks`, and add a lost host to `ended_hosts`.
         """
         self.failures.append(failure)
         if failure.rank is not None:
@@ -320,7 +329,8 @@ class RunState:
         """Record the number and the cause of a restart, and remove the facts of the last attempt.
 
         These facts are the failures, live ranks, ended hosts, hangs, resource use, requests for
-        input and debuggers. The hosts and GPUs stay until a host has started ranks again.
+        input and debuggers. The hosts and GPUs of the last attempt stay until a host has started
+        ranks of the new attempt.
         """
         self.restarts = event.attempt
         self.restart_cause = headline(event.failure) if event.failure else ""
@@ -350,12 +360,14 @@ def header_text(state: RunState, now: float) -> str:
 
 
 def status_line(state: RunState, now: float) -> str:
-    """Return one line with the state, the metrics and rank 0's progress, for a terminal.
+    """Return one line about an active run, for a terminal.
 
-    With metrics, the line also has the elapsed time. Without metrics, it is only the progress.
-    Return "" if the run has ended, or has neither metrics nor progress. The most important items
-    come first, because the terminal cuts the line. A line with metrics has no progress bar, only
-    the text around the bar.
+    If ranks have logged metrics, the line has these parts in this order: the state, the elapsed
+    time, the first `MAX_CURVES` metrics, and the text around rank 0's progress bar, without the
+    bar. The terminal may cut the end of the line, so the most important parts come first.
+
+    If there are no metrics, the line is rank 0's progress, with its bar. Return "" if the run has
+    ended, or if there are neither metrics nor progress.
     """
     curves = [_curve_text(name, of_ranks) for name, of_ranks in state.curves.items()][:MAX_CURVES]
     progress = plain(state.progress).partition("\n")[0]
@@ -378,9 +390,10 @@ def mime_bundle(state: RunState, now: float) -> dict[str, str]:
 def live_table_html(run_id: str) -> str:
     """Return collapsible HTML that shows the newest table of an active run's ranks.
 
-    Show this HTML once, below the status header. Do not replace this HTML: otherwise the browser
-    closes `<details>` and scrolls to the top. The HTML contains no table. Instead, the status
-    header has a CSS rule that sets the text of the `<pre>` element, and changes each second.
+    Show this HTML once, below the status header, and never update it: an update closes `<details>`,
+    and scrolls to the top of the table. The HTML itself contains only a hint in place of the table.
+    A CSS rule in the status header replaces the hint by the table (`_live_table_rule`). The status
+    header is updated each second, so the shown table changes, too.
     """
     hint = f"%taas ranks {run_id} shows a table of the ranks"
     return (
@@ -397,7 +410,7 @@ def _table_class(run_id: str) -> str:
 def _live_table_rule(state: RunState, now: float) -> str:
     """Return the CSS rule that shows the table of ranks in the HTML of `live_table_html`.
 
-    Return "" if the run has ended, if its view is closed, or if the table is empty.
+    Return "" if the run has ended, if its view is closed, or if no rank has sent a report.
     """
     if state.has_ended or state.final_title or not (table := _rank_table(state, now)):
         return ""
@@ -448,8 +461,9 @@ def _header_rows(state: RunState, now: float) -> Iterator[tuple[str, str]]:
     """Yield the rows of the status header from top to bottom, as pairs of text and HTML.
 
     The rows are: title and facts, progress, loaders, metrics, hang, requests for input, attached
-    debuggers, advice, notes, failures, receipt, and the run folder. The HTML of the last row also
-    has the last reports and lines of the ranks. Rows without content are left out.
+    debuggers, advice, notes, failures, receipt, and the run folder. Rows without content are left
+    out. Below the run folder, the HTML also has each rank's last report and last log lines; the
+    text lacks them.
 
     If the notebook has stopped following the run, a row below the title says how to show the run
     again and how to end it.
@@ -504,10 +518,10 @@ def _header_rows(state: RunState, now: float) -> Iterator[tuple[str, str]]:
 
 
 def _tails_html(state: RunState) -> str:
-    """Return collapsible HTML with the last log lines of each rank.
+    """Return collapsible HTML with the last log lines of each rank; "" if there are no lines.
 
-    Ranks whose last lines are equal share one entry. Cut long lines, and remove colours. Return ""
-    if there are no lines.
+    If several ranks have equal last lines, show these lines once, with the numbers of the ranks.
+    Cut long lines, and remove colours.
     """
     alike: defaultdict[tuple[str, ...], list[int]] = defaultdict(list)
     for rank, lines in state.tails.items():
@@ -529,9 +543,10 @@ def _tails_html(state: RunState) -> str:
 def _curve_rows(state: RunState, now: float) -> list[tuple[str, str]]:
     """Return the row of the status header with the metrics and their curves; [] without metrics.
 
-    Ranks may send metrics many times a second, and this row is the largest part of the status
-    header. So for an active run, make a new row only after `REDRAW_GAP_S` seconds; until then,
-    return the stored row. After the run's end, the row has all values.
+    For an active run, make a new row at most every `REDRAW_GAP_S` seconds, and otherwise return the
+    stored row. The reason is that ranks may send metrics many times a second, and this row is the
+    largest part of the status header. After the run's end, always make a new row, so that the row
+    has all values.
     """
     is_last = state.has_ended or state.final_title
     if is_last or not state.curve_rows or now - state.curves_drawn_at >= REDRAW_GAP_S:
@@ -540,11 +555,17 @@ def _curve_rows(state: RunState, now: float) -> list[tuple[str, str]]:
 
 
 def _curve_parts(curves: Curves) -> Iterator[tuple[str, str]]:
-    """Yield one row of the status header with the first `MAX_CURVES` metrics, if there are any.
+    """Yield one row of the status header with the first `MAX_CURVES` metrics, if there are metrics.
 
-    The row is a pair of text and HTML. The text has one line for each metric, with the values of
-    the lowest rank. For each metric, the HTML has a small picture with the curves of up to
-    `MAX_RANKS` ranks. If there are further metrics, both end with the number of these metrics.
+    The row is a pair of text and HTML:
+
+    - The text has one line for each metric. It has the last value, a sparkline and the number of
+      values, all from the lowest rank that logged the metric.
+    - The HTML has the same values. Instead of the sparkline, it has a small picture with the curves
+      of up to `MAX_RANKS` ranks, those with the lowest numbers.
+
+    If there are more than `MAX_CURVES` metrics, the text and the HTML each end with the number of
+    the metrics that they do not show.
     """
     if not curves:
         return
@@ -592,8 +613,9 @@ def facts(state: RunState, now: float) -> list[Fact]:
     The facts are: ranks, pool, hosts, elapsed time, progress of `--prefill`, GPU-seconds, restarts
     and run id. The progress, the GPU-seconds and the restarts are left out if the run has none.
 
-    While an active run has fewer live ranks than its world size, the first fact has both numbers.
-    At most `MAX_HOSTS` hosts are named. The restarts include the cause of the last one.
+    The fact on ranks is the world size. In an active run, some ranks may not be live; then this
+    fact is like "3 of 4 up". At most `MAX_HOSTS` hosts are named. The fact on restarts includes the
+    cause of the last restart.
     """
     ranks = f"{state.plan.world_size:,}"
     if not state.has_ended and len(state.live_ranks) < state.plan.world_size:
@@ -752,9 +774,13 @@ def prefill_text(run_counts: RunCounts) -> str:
 def _loader_facts(loader: LoaderCounts, units: int | None, has_ended: bool) -> list[Fact]:
     """Return the facts about one loader, with the same arguments as in `loader_lines`.
 
-    The facts are: the number of batches, and the number of units if it differs; rates; buffers, for
-    an active run; and the time that ranks waited. The limit of `--units` follows the number of
-    units, or of batches if both numbers are equal.
+    The facts are, in this order:
+
+    - The number of batches. If the number of units is different, also the number of units. The
+      limit of `--units` follows the last of these numbers.
+    - The batches and the MB per second.
+    - For an active run: the facts of `_buffer_facts`.
+    - The percentage of time that ranks waited for the loader.
     """
     batches, bound = int(loader.rank_total("batches")), f" of {units:,}" if units else ""
     facts = [("batches", f"{batches:,}{bound}")]
@@ -772,10 +798,10 @@ def _loader_facts(loader: LoaderCounts, units: int | None, has_ended: bool) -> l
 
 
 def _buffer_facts(loader: LoaderCounts) -> Iterator[Fact]:
-    """Yield how much data is ready in the fetchers' buffers, and how much data the ranks hold.
+    """Yield two facts: the data ready in the fetchers' buffers, and the data that the ranks hold.
 
-    If no fetcher has a buffer, leave the first fact out. If the ranks hold no data, leave the
-    second fact out.
+    If no fetcher has a buffer, leave out the fact on buffers. If the ranks hold no data, leave out
+    the fact on ranks.
     """
     if budget := int(loader.fetcher_total("budget_bytes")):
         batches, size = int(loader.fetcher_total("ready")), int(loader.fetcher_total("ready_bytes"))
@@ -842,16 +868,16 @@ def receipt_lines(receipt: Receipt | None) -> list[Fact]:
 
 
 def _group_by_cube(files: Mapping[str, T]) -> dict[str, list[T]]:
-    """Group values about files by data cube. A data cube is a `.zarr` folder with all its files.
+    """Collect values, one for each file, into lists: one list for each data cube or single file.
 
-    A file outside of data cubes is a group of its own. Of nested `.zarr` folders, the outermost
-    folder is the cube.
+    A data cube is a `.zarr` folder with all its files. If `.zarr` folders are nested, the outermost
+    folder is the data cube. A file outside of data cubes has a list of its own.
 
     Args:
         files: A value for each file, by the file's path.
 
     Returns:
-        A list of values for each group, by the path of the file or cube.
+        The lists, by the path of the data cube or file.
     """
     found: dict[str, list[T]] = {}
     for path, known in files.items():
@@ -920,8 +946,8 @@ def _groups(rows: Sequence[RankStack]) -> list[list[RankStack]]:
 def stacks_text(found: RunStacks, labels: Mapping[str, str]) -> str:
     """Return the output of `%taas stacks`: the stacks of the threads of each rank and fetcher.
 
-    Ranks with equal stacks share one entry. The last lines are about processes that did not answer.
-    If there is nothing to show, return "no rank runs".
+    If several ranks have equal stacks, show these stacks once. The last lines are about processes
+    that did not answer. If there is nothing to show, return "no rank runs".
 
     Args:
         found: The stacks of the run's processes.
@@ -1042,10 +1068,11 @@ def _memory(process: ProcessStack) -> int:
 
 
 def _process_lines(process: ProcessStack, indent: str) -> list[str]:
-    """Return lines of text about a process and its child processes, as for `%taas stacks`.
+    """Return lines of text about a process and its child processes, for `%taas stacks`.
 
-    The lines say what the process waits for, and show the stack of each thread. The lines about
-    child processes are indented further.
+    The first line says what the process waits for. The stack of each thread follows. Then the lines
+    about each child process follow: the process id, the command line, and, with further
+    indentation, the same lines as for any process.
     """
     lines = [f"{indent}waits for {process.waits_for} ({process.system or 'gone'})"]
     for name, frames in process.threads.items():

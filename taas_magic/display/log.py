@@ -126,13 +126,17 @@ class LineMerger:
     def _release_unmatched(self) -> list[ShownLine]:
         """Remove and return lines that no further rank is likely to print soon.
 
-        Each rank has a queue of waiting lines. While any queue is empty, remove nothing, because
-        that rank may soon print a line that equals a waiting line. Otherwise, a line is unlikely to
-        be printed again if all its copies are at the front of their queues. Choose such a line; of
-        several, choose the line of the lowest rank, because rank 0 usually prints most. Remove the
-        line with all its copies. If it has no copy, also remove the next lines of its rank up to
-        the first line with a copy (`_release_first`). Repeat this until a queue is empty, or until
-        there is no such line.
+        Each rank has a queue of waiting lines. While a rank's queue is empty, remove nothing: this
+        rank may soon print a line that equals a waiting line of another rank. When no queue is
+        empty, do the following:
+
+        - Find the lines of which all copies are the first lines of their queues. No further rank is
+          likely to print such a line.
+        - Of these lines, choose the line of the lowest rank, because rank 0 usually prints most.
+        - Remove the chosen line with all its copies. If the line has no copy, also remove the next
+          lines of its rank, up to the first line with a copy (`_release_first`).
+
+        Repeat these steps until a queue is empty, or until there is no such line.
         """
         shown: list[ShownLine] = []
         while len(self._waiting) == self._world_size:
@@ -148,16 +152,19 @@ class LineMerger:
         return shown
 
     def _release_first(self, rank: int, most: int) -> list[ShownLine]:
-        """Remove a rank's first waiting line from the queues, and return the lines to show.
+        """Remove a rank's first waiting line, and return the lines to show.
 
-        If the line has copies in the queues, remove it for all ranks of its group. If the line has
-        no copy, also remove the rank's next lines, up to the first line with a copy: one call for
-        many lines is faster than many calls. After the removal, the first lines of all ranks may be
-        equal. If so, also remove and return this line.
+        - If further copies of the line are waiting, remove the line for all ranks for which it is
+          the first waiting line.
+        - If not, also remove the rank's next lines, up to the first line of which further copies
+          are waiting. One call for many lines is faster than many calls.
+
+        After the removal, all ranks may have the same first line. In this case, also remove and
+        return that line.
 
         Args:
             rank: A rank that has a waiting line.
-            most: Maximum number of lines to remove if the lines have no copies.
+            most: Maximum number of lines to remove in the second case.
         """
         queue, n_alike, alone = self._waiting[rank], self._n_alike, list[str]()
         for line in islice(queue, most):
@@ -176,7 +183,7 @@ class LineMerger:
         return shown if complete is None else shown + self._release(complete)
 
     def _join(self, rank: int, line: str) -> bool:
-        """Add a rank to the group of ranks whose first waiting line is `line`.
+        """Add a rank to the group of ranks that have `line` as their first waiting line.
 
         Returns:
             Whether the group now has all ranks.
@@ -198,13 +205,15 @@ class LineMerger:
         return queue[0] if self._join(rank, queue[0]) else None
 
     def _release(self, text: str) -> list[ShownLine]:
-        """Remove the line `text` from the queues of its group, and return the line to show.
+        """Remove the line `text` from the front of the queues, and return the lines to show.
 
-        After the removal, the next lines of the ranks may be equal, so that a new group has all
-        ranks. Also remove and return the line of such a group.
+        The line is removed only for the ranks that have `text` as their first waiting line. Later
+        copies of `text` stay in the queues. After the removal, all ranks may have the same first
+        line. In this case, also remove and return that line, and repeat this until the first lines
+        of the ranks differ.
 
         Args:
-            text: The first waiting line of all ranks of a group.
+            text: A line that is the first waiting line of at least one rank.
         """
         shown = []
         ready = [text]
@@ -329,10 +338,11 @@ class LogText:
         self.clear()
 
     def clear(self) -> None:
-        """Start again with an empty cell of `limit_bytes`, because the cell's output was cleared.
+        """Start an empty text for the cell, because the cell's output was cleared.
 
-        Also remove the summary of the lines beyond the limit. Lines that wait for equal lines, text
-        that `pop_text` has not returned yet, and the numbers of dropped lines stay.
+        The new text may again have up to `limit_bytes` bytes. The summary of the lines beyond the
+        limit is removed. Three things stay: lines that wait for equal lines, text that `pop_text`
+        has not returned yet, and the numbers of dropped lines since the last note.
         """
         self._budget = LogBudget(
             lambda: 0.0,
@@ -354,10 +364,10 @@ class LogText:
             self._add(self._merger.push(event.rank, event.lines, now))
 
     def add_dropped(self, event: LinesDropped) -> None:
-        """Count lines of a rank that its host dropped; the next note has their number.
+        """Count lines of a rank that its host dropped; the next note says how many.
 
-        If the cell is full, add the number of lines to the summary instead. Ignore ranks whose
-        lines the plan does not show.
+        If the cell is full, count the lines in the summary instead. Ignore ranks whose lines the
+        plan does not show.
         """
         if not self._plan.shows_lines(event.rank):
             return
@@ -370,8 +380,12 @@ class LogText:
     def add_line(self, text: str) -> None:
         """Add a line that no rank printed, such as a note.
 
-        First add all waiting lines of ranks. If the cell is full, add the line to the summary, both
-        as a line and as an error. So the summary shows the line even if many lines follow.
+        First, add all waiting lines of ranks, so that they stand above this line. The new line does
+        not count towards the cell's limit.
+
+        If the cell is full, the line goes to the summary. The summary lists the line twice: among
+        the last lines, and among the lines with errors. So the summary still shows the line when
+        many further lines have replaced the last lines.
         """
         self.flush()
         if self.summary is None:
@@ -380,10 +394,10 @@ class LogText:
             self.summary.add_lines("", [text], [text])
 
     def add_due_lines(self, now: float) -> None:
-        """Add what is due at the time `now` to the text for the cell.
+        """Add lines of ranks, and a note on dropped lines, if they are due at the time `now`.
 
-        Due are ranks' lines that have waited for `MERGE_WAIT_S` seconds. A note on dropped lines is
-        due if there are such lines, and the pause since the last note is over.
+        A line of a rank is due when it has waited for `MERGE_WAIT_S` seconds. The note is due if
+        hosts have dropped lines since the last note, and the pause after the last note is over.
         """
         self._add(self._merger.pop_due(now))
         if self._dropped and now >= self._note_at:
@@ -422,9 +436,9 @@ class LogText:
     def _add(self, shown: Sequence[ShownLine]) -> None:
         """Add lines, with prefixes that name their ranks, to the text for the cell.
 
-        At the cell's limit, create the summary, and add all further lines to the summary instead.
-        If such a line looks like an error, the summary also lists it as an error, up to the limit
-        `ERRORS`.
+        If the cell's limit is reached, add the remaining lines to the summary instead; create the
+        summary if there is none. The summary counts all these lines. It also lists the lines that
+        look like errors, until their number or bytes reach `ERRORS`.
         """
         for ranks, group in groupby(shown, lambda line: line.ranks):
             texts = [line.text for line in group]
@@ -447,9 +461,9 @@ class LogText:
     def _note_dropped(self, now: float) -> None:
         """Add a note with the number of lines that hosts dropped since the last note.
 
-        The note names the ranks and the path of their logs. Then reset the number, and double the
-        pause before the next note, up to a maximum. So a long flood of output causes only a few
-        notes. Without dropped lines, do nothing.
+        The note names the ranks, and the path of their logs. After the note, counting starts again
+        at zero. The pause before the next note is twice as long, up to a maximum, so that a long
+        flood of output causes only a few notes. If no lines were dropped, do nothing.
         """
         if not self._dropped:
             return

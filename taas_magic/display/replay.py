@@ -57,9 +57,9 @@ _REPORTER = re.compile(rb'"(?:rank|number)":(\d+)')
 _ERROR_WORDS = tuple(word.encode() for word in ERROR_WORDS)
 
 _BASE_COUNTS = 2_000
-"""Base of the argument `most` of `_CountsBuffer`: a number of events.
+"""Minimum of the argument `most` of `_CountsBuffer`, which is a number of events.
 
-`Replay` adds 8 events for each rank to this number.
+`Replay` adds 8 events for each rank to this minimum.
 """
 
 OutputPiece = Event | str
@@ -97,12 +97,17 @@ class Replay:
     def read(self, chunk: bytes) -> None:
         """Process the next lines of the journal: update the run's state, and store its past output.
 
-        Apply most events to the state at once. Store frequent events without decoding them, which
-        is faster: printed lines, numbers of lines that a host dropped, counts of loaders, the
-        resource use of ranks, and rank 0's newest progress. A progress bar in rank 0's printed
-        lines counts as progress. Ignore lines that are not valid events. If the plan has
-        `log_ranks`, also ignore lines printed by ranks that are not in `log_ranks`; only rank 0's
-        progress bar always counts.
+        These events are stored without decoding them, because they are frequent:
+
+        - lines that ranks printed;
+        - numbers of lines that a host dropped;
+        - counts of loaders;
+        - the resource use of ranks;
+        - rank 0's newest progress; a progress bar in a line that rank 0 printed counts as progress.
+
+        All other events are applied to the state at once. Lines that are not valid events are
+        ignored. If the plan has `log_ranks`, lines printed by other ranks are not stored. Rank 0's
+        progress bar counts even if rank 0 is not in `log_ranks`.
 
         Args:
             chunk: The lines; the last line must be complete.
@@ -168,15 +173,15 @@ class _CountsBuffer:
     """Buffer of undecoded events that report counts of loaders or the resource use of ranks.
 
     The event kinds are `data`, `fetched` and `usage`; their senders are ranks, fetchers and hosts.
-    A count is a sum since its sender started, and `usage` is a momentary value. So the newest event
-    of a sender replaces all earlier events of the same kind of the sender. The buffer has three
-    parts, in the order of the journal:
+    A count is a sum since its sender started, and `usage` is a momentary value. So a newer event of
+    a sender replaces an older event of the same sender and kind. The buffer has three parts, in the
+    order of the journal:
 
-    - The first part has the first `most` events, with the counts at the start of the ranks.
-    - The middle part has, for each sender and kind, only the newest of the events that left the
-      last part.
-    - The last part has the events after that: at least `most`, if there are so many. The current
-      rates are computed from these events.
+    - The first part has the first `most` events. They show the counts at the start of the ranks.
+    - The middle part has only the newest event of each sender and kind, of all events between the
+      first and the last part.
+    - The last part has the newest events. It has at least `most` events, if so many events came
+      after the first part. The current rates are computed from these events.
 
     Args:
         most: Number of events in the first part, and minimum number of events in the last part.
@@ -193,9 +198,9 @@ class _CountsBuffer:
     def add(self, lines: list[bytes]) -> None:
         """Add the next events, each as a line of the journal.
 
-        Fill the first part until it has `most` events. Add all further events to the last part, as
-        one group. Then move the oldest groups of the last part to the middle part, until a further
-        move would leave fewer than `most` events in the last part.
+        Fill the first part until it has `most` events. Add the remaining events to the end of the
+        last part. The events of one call stay together: move the oldest calls' events from the last
+        part to the middle part, as long as the last part keeps at least `most` events.
         """
         if (room := self._most - len(self._first)) > 0:
             self._first += lines[:room]
@@ -285,10 +290,12 @@ class _PastOutput:
     def add(self, raw: bytes, may_have_errors: bool) -> None:
         """Add the next lines of the journal that contain printed output of ranks, as one block.
 
-        Add the block to the tail. Of the first `END_LINES` lines of the log, also store a copy.
-        Then remove the oldest blocks from the tail, until a further removal would leave fewer than
-        `TAIL_BYTES` bytes. Count the bytes of removed blocks as left out. Of a removed block, keep
-        all lines that may contain an error, unless `ERRORS[1]` or more such lines are kept already.
+        - Add the block to the end of the tail. The tail has the newest blocks.
+        - Copy the block's lines to the log's first lines, until `END_LINES` lines are stored there.
+        - Remove the oldest blocks of the tail, as long as the tail keeps at least `TAIL_BYTES`
+          bytes.
+        - Count the bytes of removed blocks, and keep the lines with errors of removed blocks, until
+          `ERRORS[1]` such lines are kept (`_leave_out`).
 
         Args:
             raw: The lines, not decoded.
@@ -308,9 +315,12 @@ class _PastOutput:
     def add_event(self, event: Event) -> None:
         """Process an event that is not a printed line.
 
-        Keep restarts, and the displays of the ranks that the plan shows. If a later event updates a
-        display, change the kept display. If the first shown rank has cleared its output, remove all
-        earlier output. Ignore events of all other kinds.
+        - Keep a restart.
+        - Keep a new display if the plan shows displays of its rank.
+        - Change a kept display that the event updates.
+        - Remove all output so far if the lowest shown rank has cleared its output.
+
+        Ignore all other events.
         """
         self._last_number += 1
         match event:
@@ -370,10 +380,11 @@ class _PastOutput:
         return [*pieces, f"the last {END_LINES} lines:", *(event for _, event in last)]
 
     def _leave_out(self, block: _PrintedBlock) -> None:
-        """Count a block of lines as left out, but keep its lines that may contain an error.
+        """Count the bytes of a block that the view does not show, and keep its lines with errors.
 
-        If `ERRORS[1]` or more such lines of earlier blocks are kept already, keep no line of this
-        block. Otherwise, keep all such lines of this block, even if they exceed this number.
+        If at least `ERRORS[1]` lines with errors of earlier blocks are kept, keep no line of this
+        block. Otherwise, keep all lines of this block that may contain an error, even if the number
+        of kept lines then exceeds `ERRORS[1]`.
         """
         self._tail_bytes -= len(block.raw)
         self._left_out_bytes += len(block.raw)
@@ -402,7 +413,7 @@ class _PastOutput:
 def _printed_lines(lines: Iterable[bytes], from_end: bool = False) -> list[tuple[bytes, Lines]]:
     """Return the first or last `END_LINES` printed lines, as events of the journal.
 
-    Each event has one or more printed lines of one rank. Lines of the journal that are not valid
+    An event has one or more lines that one rank printed. Lines of the journal that are not valid
     events are skipped.
 
     Args:
@@ -410,9 +421,9 @@ def _printed_lines(lines: Iterable[bytes], from_end: bool = False) -> list[tuple
         from_end: Whether `lines` are in reverse order.
 
     Returns:
-        Pairs of a line of the journal and the decoded event of this line, in the order of the
-        journal. If an event has more printed lines than are left to return, the surplus lines are
-        removed from the event.
+        Pairs of a journal line and its decoded event, in the order of the journal. The events have
+        at most `END_LINES` printed lines in total. One event is shortened if all its lines would
+        exceed this number: it keeps its last lines if `from_end` is True, else its first lines.
     """
     left, found = END_LINES, list[tuple[bytes, Lines]]()
     for line in lines:
@@ -431,13 +442,19 @@ def _select_errors(
     first: Sequence[tuple[bytes, Lines]],
     last: Sequence[tuple[bytes, Lines]],
 ) -> list[Lines]:
-    """Return the printed lines that look like errors, at most as many as `ERRORS` allows.
+    """Return the printed lines that look like errors, as far as the limits of `ERRORS` allow.
+
+    If there are more such lines, the earliest lines stay. The result leaves out the log's first and
+    last lines, because the view shows these lines anyway.
 
     Args:
-        lines: Lines of the journal that may contain errors.
-        first: The log's first lines, from `_printed_lines`. The view shows these lines anyway, so
-            the result leaves them out.
-        last: The log's last lines, from `_printed_lines`. The result leaves them out, too.
+        lines: Lines of the journal that may contain errors, in the order of the journal.
+        first: The log's first lines, from `_printed_lines`.
+        last: The log's last lines, from `_printed_lines`.
+
+    Returns:
+        The events of the journal that contain these lines. All other printed lines are removed
+        from the events.
     """
     budget = LogBudget(
         lambda: 0.0, burst=(0, 0), per_s=(0, 0), reserve=ERRORS, reserve_per_s=(0, 0)

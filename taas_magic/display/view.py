@@ -307,7 +307,7 @@ HEAD_TICK_S = 1.0
 """Seconds between updates of an active run's header while no events arrive."""
 
 DATA_TYPES = frozenset({"text/plain", "image/png", "image/jpeg"})
-"""Media types of displays that may come from an untrusted pool: a browser runs no code in them."""
+"""Media types that a display of an untrusted pool may have: a browser runs no code in them."""
 
 WRITE_GAP_S = 0.003
 """Minimum seconds between two writes of log text to a cell.
@@ -318,8 +318,8 @@ Jupyter's server stops the output of a kernel that sends 1,000 messages a second
 FULL_CELL_GAP_S = 1.0
 """Minimum seconds between two writes to a cell whose output has reached the limit.
 
-If a cell has less output, a browser adds text faster. So the minimum is proportional to the amount
-of output in the cell.
+A browser adds text faster to a cell with less output. So for such a cell, the minimum is shorter,
+in proportion to its output.
 """
 
 
