@@ -245,13 +245,15 @@ class UsedNames:
     def _branch(self, statements: Sequence[ast.stmt], bound: set[str] | None = None) -> set[str]:
         """Record the names in a block that may not run, such as the body of an `if`.
 
-        After the block, the names that the block sets do not count as certainly set.
+        After this call, `_defined` has no names that only the block sets, because the block may not
+        have run.
 
         Args:
             bound: Names that are set before the block runs, such as loop variables.
 
         Returns:
-            The names that are certainly set after the statements have run to their end.
+            The names that are certainly set if the block has run to its end. They include the names
+            that were set before the block.
         """
         outside, self._defined = self._defined, self._defined | (bound or set())
         self.walk(statements)
@@ -294,6 +296,7 @@ class UsedNames:
     def _simple(self, node: ast.stmt) -> None:
         """Record the names that a statement without blocks reads, assigns and deletes.
 
+        The names that the statement both reads and assigns, as in `n += 1`, are added to `updates`.
         The names that the statement certainly assigns are added to `_defined`. If such a name was a
         function of the cell until now, the records about this function are removed. The names that
         the statement deletes are removed from `_defined`.

@@ -269,8 +269,9 @@ def _collect_argv() -> list[str]:
 def is_default_argv(argv: Sequence[str], orig_argv: Sequence[str]) -> bool:
     """Return whether `sys.argv` still has the value that the interpreter set at its start.
 
-    Compare `argv` with `orig_argv`: the words after the program's name, and the name of the script
-    or module.
+    This is so if two conditions hold: The words in `argv` after the first are the last words of
+    `orig_argv`. And the first word of `argv` is, or contains, the name of the script or module that
+    comes before these words in `orig_argv`.
 
     Args:
         argv: Current value of `sys.argv`.

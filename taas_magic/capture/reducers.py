@@ -482,9 +482,9 @@ def target_device(device: str) -> str:
         device: Type of the device of the pickled value, such as "cpu" or "cuda".
 
     Returns:
-        For "cuda" in a rank: the GPU of this rank. For "cuda" in any other process: the current GPU
-        if the process has already used CUDA. Otherwise "cpu", because most notebooks leave the
-        memory of the GPUs to the ranks.
+        "cpu" if `device` is not "cuda", or if this process can use no GPU. Otherwise, in a rank:
+        the rank's GPU. In any other process: the current GPU if the process has already used CUDA,
+        else "cpu", because most notebooks leave the memory of the GPUs to the ranks.
     """
     import torch
 

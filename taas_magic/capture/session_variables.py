@@ -158,7 +158,10 @@ class RankVariables:
     ) -> VariablesToSend:
         """Choose the variables of the notebook to send for a cell.
 
-        The candidates are the variables that the cell uses, and the variables that candidates need.
+        The candidates are the variables that the cell uses, the names in `send`, and the variables
+        that candidates need. If the cell uses a variable that an earlier cell has assigned, the
+        variables that functions of earlier cells read are candidates, too.
+
         A variable that a cell of the session has assigned is no candidate unless it is in `send`. A
         candidate is sent if the ranks lack it, if its value has changed, if it is a module, or if
         it is in `send`.

@@ -121,8 +121,8 @@ class Route:
         - the assigned fetcher (`sharding.assigned_worker`)
         - another fetcher, which depends on the batch, so that the batches are spread
 
-        The last two choices prefer fetchers that have not failed. A failure does not count if any
-        fetcher has responded since then. If no fetcher is usable, return the assigned fetcher.
+        While fetchers are paused, and for the third choice, fetchers that have failed since the
+        last response of any fetcher come last. If no fetcher is usable, return the assigned one.
 
         Args:
             slot: Number of the batch in its epoch.
@@ -698,10 +698,12 @@ class Client:
         """Store a response, which may answer several pending requests of the connection `link`.
 
         Remove the answered requests from `link.pending`. Each of these requests gets an equal part
-        of the body. A small part is copied, so that it does not keep the whole body in memory.
+        of the body. A small part is copied, so that it does not keep the whole body in memory. If a
+        batch was prepared in a wrong order, send a further request instead of storing the batch.
 
         Raises:
-            ProtocolError: The response does not belong to the oldest pending request.
+            ProtocolError: The response does not belong to the oldest pending request, or answers
+                more requests than are pending.
         """
         pending, bodies = link.pending, 1 + response.more
         request = pending[0] if len(pending) >= bodies else None

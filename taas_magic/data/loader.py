@@ -725,15 +725,15 @@ class RemoteBatchSampler(_Sampler, Sampler[Any]):
 class RemoteDataset(Dataset[Any]):
     """A rank's substitute for a dataset; only fetchers run the real dataset.
 
-    `dataset[i]` comes from a fetcher. Attributes come from a copy of the dataset in the rank. If an
-    attribute is itself a dataset, the rank gets a `RemoteDataset` in place of the attribute. The
-    items of this inner dataset come from the rank's copy.
+    An item of the loader's dataset comes from a fetcher. The length and small attributes come from
+    the loader's description. For any other attribute, the rank unpickles a copy of the dataset.
+
+    An attribute that is itself a dataset is an inner dataset. The rank gets a `RemoteDataset` for
+    it, whose items and attributes all come from the rank's copy.
 
     Args:
         path: Name of the dataset in messages.
-        copy: This rank's copy of the dataset, if the dataset is an attribute of the loader's
-            dataset or of an inner dataset. None for the loader's dataset itself, whose length and
-            small attributes are known without a copy.
+        copy: The rank's copy of an inner dataset; None for the loader's dataset.
     """
 
     def __init__(self, loader: RemoteLoader, path: str, copy: Any = None) -> None:

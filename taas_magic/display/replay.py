@@ -215,10 +215,7 @@ class _CountsBuffer:
             self._sum_counts(old)
 
     def pop_events(self) -> list[bytes]:
-        """Remove and return all events, in the order of the journal.
-
-        The buffer is then empty: later events fill the first part again.
-        """
+        """Remove and return all events, in the order of the journal. The buffer is then empty."""
         taken = [*self._first, *self._sums.values(), *(it for lines in self._last for it in lines)]
         self._first, self._sums, self._n_last = [], {}, 0
         self._last.clear()

@@ -124,7 +124,7 @@ def _load_pickled_loader(served: ServedLoader) -> bytes:
     state. This data is in the run's payload. `served.folder` is the run folder.
     """
     loaded = payload.read(RunFolder(Path(served.folder)).payload)
-    return _apply_settings_and_load([loaded.load_settings()], served)
+    return _apply_settings_and_read([loaded.load_settings()], served)
 
 
 def _load_in_session(served: ServedLoader) -> bytes:
@@ -133,13 +133,15 @@ def _load_in_session(served: ServedLoader) -> bytes:
     The preparation applies the notebook's settings of each cell up to the cell with the loader.
     `served.folder` is the folder in which `_copy_loaders` has stored the loader and these settings.
     """
-    return _apply_settings_and_load(
+    return _apply_settings_and_read(
         pickle.loads((Path(served.folder) / _SETTINGS).read_bytes()), served
     )
 
 
-def _apply_settings_and_load(settings: Sequence[FetcherSettings], served: ServedLoader) -> bytes:
-    """Apply the notebook's `settings` to this data server, in order; return the pickled loader.
+def _apply_settings_and_read(settings: Sequence[FetcherSettings], served: ServedLoader) -> bytes:
+    """Apply the notebook's `settings` to this data server, in order.
+
+    Then read the file with the pickled loader `served`, and return the pickle's bytes.
 
     First removes the environment variables of torchrun, such as RANK and WORLD_SIZE. A dataset that
     reads these variables might divide the data by rank, although the data service already does so.

@@ -101,11 +101,11 @@ class _ScalarHooks:
 
         There are three cases:
 
-        - Pass these scalars if `on_train_batch_end` passed the scalars of its step, or if the new
+        - Record these scalars if the scalars of the previous step were recorded, or if the new
           batch is the first of an epoch.
         - Otherwise, discard these scalars if Lightning's loggers will get the scalars of the next
-          step. Without this, `on_train_batch_end` would pass the old scalars with the next step.
-        - In all other cases, do nothing.
+          step. Without this, `on_train_batch_end` would record the old scalars with the next step.
+        - In all other cases, keep the scalars.
         """
         is_logged = self._is_logged_step or batch_idx == 0
         if is_logged or _is_due(trainer, trainer.global_step + 1):

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
+from fractions import Fraction
 from functools import cache, partial
 from itertools import takewhile
 from typing import Any, NoReturn
@@ -157,10 +158,10 @@ def parse_count(text: str) -> int:
     match = _COUNT.fullmatch(re.sub(r"(?<=\d)_(?=\d)", "", text))
     if match is None:
         raise ValueError(text)
-    number = float(match[1]) * 1000.0 ** " KMGT".index(match[2].upper() or " ")
-    if not 1 <= number <= MAX_COUNT or number != int(number):
+    number = Fraction(match[1]) * 1000 ** " KMGT".index(match[2].upper() or " ")
+    if not 1 <= number <= MAX_COUNT or number.denominator > 1:
         raise ValueError(text)
-    return int(match[1]) if not match[2] and match[1].isdigit() else int(number)
+    return int(number)
 
 
 def parse_prefill(text: str) -> Prefill:

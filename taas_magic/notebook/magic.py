@@ -414,7 +414,11 @@ def run_command(line: str, settings: Config) -> str:
 
 
 def _status(words: Sequence[str], settings: Config) -> str:
-    """Return a table of the `_SHOWN_RUNS` newest runs, for `%taas status`."""
+    """Return a table of the `_SHOWN_RUNS` newest runs, for `%taas status`; "no runs" without runs.
+
+    Raises:
+        UsageError: The command has further words.
+    """
     from taas_magic.notebook import runs
 
     _optional_word("status", words, most=0)

@@ -383,8 +383,8 @@ class PoolConnection:
     def take_over_session(self, run_id: str, on_event: Callable[[Event], None]) -> SessionState:
         """Make this kernel the owner of a detached session, and receive the session's events.
 
-        Events are passed from the start of this call. If the process refuses or does not respond,
-        no further event is passed.
+        `on_event` may be called even before this method returns. If this method raises PoolError,
+        `on_event` is not called any more.
 
         Returns:
             The session's state, such as the number of its cells and the running cell.

@@ -604,10 +604,10 @@ class Controller(SchedulerPlugin):
     async def launch_fetchers(self, request: LaunchFetchers) -> StartResponse:
         """Start a run's fetchers on hosts of this pool.
 
-        If a session's cell uses the fetchers, record their numbers in the session. If the start
-        fails, kill the fetchers that have started. In both cases, a background task follows the
-        fetchers to their end. The response has the names of the hosts; if the start fails, it has a
-        message instead.
+        If a session's cell uses the fetchers, add them to the session's fetchers. If the start
+        fails, kill the fetchers that have started. Whether or not the start succeeds, a background
+        task follows the fetchers to their end. The response has the names of the hosts; if the
+        start fails, it has a message instead.
         """
         owner, run_id = request.owner, fetchers_share_id(request.run.plan.run_id)
         fetch = PoolFetchers(request.run, owner, self.pool_hosts, self._publisher(owner, run_id))

@@ -47,7 +47,8 @@ async def take_over_fetchers(
         tasks: Runs the calls of `relay` for further events in the background.
 
     Raises:
-        PoolError: The other pool's process does not respond, or the fetchers have ended.
+        PoolError: The other pool's process has ended or does not respond, or the fetchers have
+            ended.
         OSError: The other pool's process cannot be reached.
     """
     pool_address = read_address(folder)
@@ -79,10 +80,12 @@ async def take_over_fetchers(
         events = await asyncio.wait_for(taking, ANSWER_S)
         if events is None:
             raise PoolError("they have ended")
-    except (PoolError, OSError, asyncio.TimeoutError) as error:
+        await relay(events)
+    except BaseException as error:
         await client.close(timeout=2)
-        raise PoolError(str(error) or "their pool does not answer") from error
-    await relay(events)
+        if isinstance(error, OSError | asyncio.TimeoutError):
+            raise PoolError(str(error) or "their pool does not answer") from error
+        raise
     return end
 
 

@@ -360,8 +360,9 @@ class DiscardingView(StoreView):
     def record_move(self, path: Path) -> None:
         """Report that the rank has moved a file or folder of its scratch folder away.
 
-        For each path that was reported as written at or below `path`, call `on_write` with True.
-        Such a path can be reported again later. Do nothing in a forked child of the rank.
+        Some paths, at `path` or below, may have been reported as written. For each of them, call
+        `on_write` with True: the file is gone. If the rank writes to this path again, the path is
+        reported again. Do nothing in a forked child of the rank.
 
         Args:
             path: Path from which the file or folder was moved; ignored outside the scratch folder.

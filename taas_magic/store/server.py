@@ -322,7 +322,7 @@ class StoreServer:
                 raise UnsafeError(path, WHY_NOT_NEW)
 
     def _is_runs_folder(self, path: str) -> bool:
-        """Return whether a folder belongs to runs, so that hosts may make programs in it.
+        """Return whether a folder belongs to runs. Only in such a folder may hosts make programs.
 
         A folder belongs to runs if a run has made the folder or one of its parent folders. Folders
         of `--shared-writes`, and folders that do not exist yet, also belong to runs.

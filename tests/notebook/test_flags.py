@@ -197,7 +197,14 @@ def test_a_count_is_exact_with_and_without_underscores(number: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "number"), [("20M", 20_000_000), ("1.5G", 1_500_000_000), ("1k", 1000), ("0.5K", 500)]
+    ("text", "number"),
+    [
+        ("20M", 20_000_000),
+        ("1.5G", 1_500_000_000),
+        ("1k", 1000),
+        ("0.5K", 500),
+        ("1.001K", 1001),  # as a float, 1.001 * 1000 is not whole
+    ],
 )
 def test_counts_with_units(text: str, number: int) -> None:
     assert parse_count(text) == number
