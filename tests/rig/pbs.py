@@ -68,7 +68,7 @@ class Pbs:
 
         `qdel` may start the next job's process. So this must not run in the test's own process.
         """
-        qdel = [self.folder / "bin" / "qdel", job_id]
+        qdel = [str(self.folder / "bin" / "qdel"), job_id]
         environ = {**os.environ, **self.environ}
         subprocess.run(qdel, env=environ, stderr=subprocess.DEVNULL, check=False, timeout=HUNG_S)
 
