@@ -263,8 +263,7 @@ def _run_in_session(
         session.end_cell(captured)
         if hint := session.missing_name_hint(driver.run.failures):
             pools.print_line(hint)
-        if (failed := driver.run.failed_rank) is not None:
-            session.failed_rank = failed
+        session.record_failure(driver.run)
         if line := session.end_message(may_have_died=driver.has_lost_rank):
             pools.print_line(line)
 

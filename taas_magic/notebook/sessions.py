@@ -115,6 +115,9 @@ class Session:
         self._end_event = threading.Event()
         self._is_wanted, self._was_taken_over = True, False
         self._has_lost_ranks = False
+        self._why_killed = ""
+        """Error of the cell in which taas-magic killed ranks; "" if there was no such cell."""
+
         self._last_used_at = time.monotonic()
         self._fetchers: dict[int, RunFetchers] = {}
         """Fetchers of the session's loaders, by the number of the cell that sent the loaders."""
@@ -167,6 +170,7 @@ class Session:
 
         The line comes from the first item of this list that applies:
 
+        - If taas-magic killed ranks that did not end a failed cell, the line is the cell's error.
         - If a rank or a host failed, the line describes the failure that came first.
         - If another kernel or a terminal has taken the session over, the line says so.
         - If the pool's process gave a reason, or the connection to this process ended, the line is
@@ -175,6 +179,8 @@ class Session:
         - Otherwise, the line is `ENDED_BY_COMMAND`.
         """
         ended = self._ended
+        if self._why_killed:
+            return self._why_killed
         if ended is not None and ended.first is not None:
             return headline(ended.first)
         if self._was_taken_over:
@@ -425,6 +431,18 @@ class Session:
             self._changes.append(event)
         elif isinstance(event, RanksKilled):
             self._has_lost_ranks = True
+
+    def record_failure(self, cell: Run) -> None:
+        """Record which rank failed first in a cell that has ended; do nothing if no rank failed.
+
+        If taas-magic has killed ranks because they did not end the cell in time, the cell's error
+        is also the reason for the session's end.
+        """
+        if cell.failed_rank is None:
+            return
+        self.failed_rank = cell.failed_rank
+        if self._has_lost_ranks:
+            self._why_killed = cell.error
 
     def end_cell(self, captured: Payload, *, counts: bool = True) -> None:
         """Record which names the ranks have after a cell; end fetchers that no rank needs any more.
