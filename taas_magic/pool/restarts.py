@@ -27,13 +27,13 @@ class FetcherRestarts:
     def allow_one_restart(self) -> tuple[list[Event], bool]:
         """Allow one restart of the fetchers from now on, even after earlier restarts.
 
-        If all fetchers have already ended unexpectedly, this restart begins now. In this case, two
-        events are to be published: a note, and a copy of the last `FetcherEnded` without the
-        addresses of fetchers. The copy makes ranks wait for the new fetchers. Otherwise, there are
-        no events to publish.
+        If all fetchers have already ended unexpectedly, this restart begins now. Then the caller
+        must publish two events: a note, and a copy of the last `FetcherEnded` without the addresses
+        of fetchers. The copy makes ranks wait for the new fetchers.
 
         Returns:
-            Events to publish, and whether the caller must start all fetchers now.
+            The events that the caller must publish ([] if no restart begins now), and whether the
+            caller must start all fetchers now.
         """
         self._n_restarts, self._max_restarts = 0, 1
         if self._last is None or not self._may_start_again():
@@ -52,12 +52,13 @@ class FetcherRestarts:
         itself has ended the fetcher.
 
         All fetchers start again if `event` reports the unexpected end of the last running fetcher,
-        and a restart is allowed. In this case, two events are to be published: a note, and a copy
-        of `event` without addresses and failures. The copy makes ranks wait for the new fetchers.
-        In all other cases, the only event to publish is `event`.
+        and a restart is allowed. Then the caller must publish two events: a note, and a copy of
+        `event` without addresses and failures. The copy makes ranks wait for the new fetchers. In
+        all other cases, the caller must publish `event` itself.
 
         Returns:
-            The events to publish, and whether the caller must start all fetchers again.
+            The events that the caller must publish, and whether the caller must start all fetchers
+            again.
         """
         if isinstance(event, FetcherStarted):
             self._ended.discard(event.number)

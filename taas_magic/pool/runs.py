@@ -644,8 +644,8 @@ class PoolFetchers(Share):
         """Start all fetchers again, after their hosts have cleaned up after the ended fetchers.
 
         If the start fails, kill the fetchers that have started, allow no further restart, and
-        publish the failure of each fetcher. At the end, count this restart as no longer pending, so
-        that `run_to_end` need not wait for it.
+        publish the failure of each fetcher. At the end, record that this restart is no longer
+        pending, because `run_to_end` waits for pending restarts.
         """
         try:
             await self.wait_until_ended()
