@@ -91,8 +91,8 @@ def run_node(settings: NodeSettings) -> None:
     """Start a node's process, and wait until it ends. The only rank of a node's run calls this.
 
     The process gets this rank's environment without torchrun's variables, and with a PYTHONPATH
-    that contains the folder of taas-magic. Write the settings to the standard input of the process. Wait until
-    the node has joined the farm, and then until the node ends.
+    that contains the folder of taas-magic. Write the settings to the standard input of the process.
+    Wait until the node has joined the farm, and then until the node ends.
 
     Usually, the host's agent ends the run by SIGINT to this rank. This function then kills the
     node's process and returns. After an error, this function kills the node's process, too.

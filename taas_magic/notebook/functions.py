@@ -129,8 +129,9 @@ def _check_types(given: Mapping[str, Any]) -> None:
             'taas.run: out needs names of variables, such as "model,history", or a list of names, '
             f'such as ["model", "losses@last"]; got {text_of_value(out)}'
         )
-    texts = [each for pair in env.items() for each in pair] if isinstance(env, Mapping) else [env]
-    is_text = isinstance(env, Mapping) and all(isinstance(each, str) for each in texts)
+    is_text = isinstance(env, Mapping) and all(
+        isinstance(text, str) for pair in env.items() for text in pair
+    )
     if not is_text or any("=" in name for name in env):
         raise UsageError(
             'taas.run: env needs a dict of strings, such as {"NCCL_DEBUG": "INFO"}, without "=" in '
