@@ -2,8 +2,8 @@
 
     python benchmarks/attach.py
 
-There are two such runs. One journal is full of printed lines. The other journal is full of reports
-about loaders.
+There are three such runs. Their journals are full of printed lines, of reports about loaders, and
+of values that rank 0 logged by `taas.log`.
 """
 
 import contextlib
@@ -14,7 +14,17 @@ import time
 from pathlib import Path
 
 from taas_magic.journal.folder import JournalWriter, RunFolder
-from taas_magic.messages import Event, Lines, RankCounts, RankReport, RunEnded, StateChanged, encode
+from taas_magic.messages import (
+    Event,
+    Lines,
+    MetricPoint,
+    Metrics,
+    RankCounts,
+    RankReport,
+    RunEnded,
+    StateChanged,
+    encode,
+)
 from taas_magic.notebook.attach import attach
 from taas_magic.notebook.runs import Run
 from taas_magic.plan import Flags, HostCapacity, make_plan
@@ -27,7 +37,7 @@ def journal(run_id: str, kind: str) -> Run:
     """Create an ended run whose journal is full of one kind of event, and return it.
 
     Args:
-        kind: "lines" or "reports".
+        kind: "lines", "reports" or "metrics".
     """
     plan = make_plan(Flags(gpus=RANKS), HostCapacity(0, RANKS), run_id)
     folder = RunFolder.create(run_id, plan, "pass")
@@ -37,6 +47,10 @@ def journal(run_id: str, kind: str) -> Run:
         if kind == "reports":
             counts = RankCounts(batches=step, span_s=step / RANKS, waited_s=1.0, bytes=step * 1000)
             events.append(RankReport(rank=rank, cores=8, loaders={"train": counts}, time=now))
+        elif kind == "metrics":
+            steps = range(step * 100, step * 100 + 100)
+            points = [MetricPoint("loss", at, 1 / (at + 1), now) for at in steps]
+            events.append(Metrics(rank=0, points=points, time=now))
         else:
             events.append(Lines(rank=rank, lines=[f"step {step} loss {1 / (step + 1)}"], time=now))
     block = b"".join(encode(event) + b"\n" for event in events)
@@ -54,7 +68,7 @@ def main() -> None:
     """Attach five times to each run, and print the shortest elapsed time and the least CPU time."""
     with tempfile.TemporaryDirectory() as state:
         os.environ["TAAS_STATE_DIR"] = state
-        for number, kind in enumerate(("lines", "reports")):
+        for number, kind in enumerate(("lines", "reports", "metrics")):
             run = journal(f"run-{number}", kind)
             size = Path(run.path / "events.jsonl").stat().st_size
             took = []
