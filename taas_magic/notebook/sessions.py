@@ -115,8 +115,8 @@ class Session:
         self._end_event = threading.Event()
         self._is_wanted, self._was_taken_over = True, False
         self._has_lost_ranks = False
-        self._why_killed = ""
-        """Error of the cell in which taas-magic killed ranks; "" if there was no such cell."""
+        self._cell_error = self._why_died = ""
+        """Error of the last cell, and error of the cell in which ranks of the session ended."""
 
         self._last_used_at = time.monotonic()
         self._fetchers: dict[int, RunFetchers] = {}
@@ -170,7 +170,7 @@ class Session:
 
         The line comes from the first item of this list that applies:
 
-        - If taas-magic killed ranks that did not end a failed cell, the line is the cell's error.
+        - If ranks of the session ended in a failed cell, the line is the cell's error.
         - If a rank or a host failed, the line describes the failure that came first.
         - If another kernel or a terminal has taken the session over, the line says so.
         - If the pool's process gave a reason, or the connection to this process ended, the line is
@@ -179,8 +179,8 @@ class Session:
         - Otherwise, the line is `ENDED_BY_COMMAND`.
         """
         ended = self._ended
-        if self._why_killed:
-            return self._why_killed
+        if self._why_died:
+            return self._why_died
         if ended is not None and ended.first is not None:
             return headline(ended.first)
         if self._was_taken_over:
@@ -433,16 +433,11 @@ class Session:
             self._has_lost_ranks = True
 
     def record_failure(self, cell: Run) -> None:
-        """Record which rank failed first in a cell that has ended; do nothing if no rank failed.
-
-        If taas-magic has killed ranks because they did not end the cell in time, the cell's error
-        is also the reason for the session's end.
-        """
-        if cell.failed_rank is None:
-            return
-        self.failed_rank = cell.failed_rank
-        if self._has_lost_ranks:
-            self._why_killed = cell.error
+        """Record the error of a cell that has ended, and which rank failed first, if any."""
+        has_failed = cell.failed_rank is not None
+        self._cell_error = cell.error if has_failed else ""
+        if has_failed:
+            self.failed_rank = cell.failed_rank
 
     def end_cell(self, captured: Payload, *, counts: bool = True) -> None:
         """Record which names the ranks have after a cell; end fetchers that no rank needs any more.
@@ -545,6 +540,10 @@ class Session:
             self._end_event.wait(_END_POLL_S)
         if not self.has_ended:
             return ""
+        if may_have_died or self._has_lost_ranks:
+            # The session's own run checks the ranks only after the cell. So this run does not know
+            # which rank ended first.
+            self._why_died = self._cell_error
         if self._was_taken_over:
             return ended_text(self.name) or (
                 f'session "{self.name}": {self.why_ended()}; `%taas attach {self.name}` takes it '

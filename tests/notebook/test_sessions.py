@@ -613,7 +613,7 @@ def test_a_session_whose_pool_was_ended_says_so(session: Frontend) -> None:
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_rank_that_dies_ends_the_session(session: Frontend, number: int) -> None:
     _, second = ranks = ranks_of(session)
-    # taas-magic kills rank 0 in this cell, too, because it does not react to an interrupt
+    # taas-magic also kills rank 0, which does not react to the interrupt that follows
     request = session.send(
         "%%taas --session exp\nprint('ready', flush=True)\ndist.barrier()\n"
         "import signal, threading\nsignal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])\n"
