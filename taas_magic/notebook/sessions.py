@@ -170,7 +170,7 @@ class Session:
 
         The line comes from the first item of this list that applies:
 
-        - If ranks of the session ended in a failed cell, the line is the cell's error.
+        - If the processes of ranks ended in a failed cell, the line is the cell's error.
         - If a rank or a host failed, the line describes the failure that came first.
         - If another kernel or a terminal has taken the session over, the line says so.
         - If the pool's process gave a reason, or the connection to this process ended, the line is
@@ -179,10 +179,11 @@ class Session:
         - Otherwise, the line is `ENDED_BY_COMMAND`.
         """
         ended = self._ended
-        if self._why_died:
-            return self._why_died
         if ended is not None and ended.first is not None:
-            return headline(ended.first)
+            # The session's own run checks the ranks only after the cell. So this run does not know
+            # which rank ended first.
+            is_end_of_rank = ended.first.how in ("signal", "exit", "end")
+            return (self._why_died if is_end_of_rank else "") or headline(ended.first)
         if self._was_taken_over:
             return "another kernel or a terminal has taken it over"
         if ended is not None and ended.why:
@@ -541,8 +542,6 @@ class Session:
         if not self.has_ended:
             return ""
         if may_have_died or self._has_lost_ranks:
-            # The session's own run checks the ranks only after the cell. So this run does not know
-            # which rank ended first.
             self._why_died = self._cell_error
         if self._was_taken_over:
             return ended_text(self.name) or (
