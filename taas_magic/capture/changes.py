@@ -394,8 +394,8 @@ def _attributes(obj: Any) -> dict[str, Any]:
 def _elements(obj: Any) -> Iterator[Any]:
     """Yield one list with all elements of a list, tuple, dict, set or frozenset.
 
-    For a dict, the elements are pairs of key and value. Instances of subclasses count, too. For any
-    other object, yield nothing.
+    For a dict, the elements are pairs of key and value. An instance of a subclass of these types is
+    handled in the same way. For any other object, yield nothing.
     """
     kinds: tuple[Any, ...] = (list, tuple, dict, set, frozenset)
     for kind in kinds:

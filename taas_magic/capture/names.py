@@ -314,6 +314,9 @@ class UsedNames:
     def _define(self, node: _Definition) -> None:
         """Record the names that a function or class definition reads and sets.
 
+        The definition's own name now counts as certainly set. Other names that the definition both
+        reads and sets are added to `updates`.
+
         Python reads names in default values, decorators and class bodies when the definition runs,
         so these names are used at once. Names that Python reads only when the function is called
         are stored in `_later` and `definitions`. The names of an earlier definition with the same

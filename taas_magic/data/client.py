@@ -121,8 +121,9 @@ class Route:
         - the assigned fetcher (`sharding.assigned_worker`)
         - another fetcher, which depends on the batch, so that the batches are spread
 
-        While fetchers are paused, and for the third choice, fetchers that have failed since the
-        last response of any fetcher come last. If no fetcher is usable, return the assigned one.
+        Exception: if any fetcher has failed and has not responded since then, the second and third
+        choice prefer fetchers that have not failed since the last response of any fetcher. If no
+        fetcher is usable, return the assigned one.
 
         Args:
             slot: Number of the batch in its epoch.

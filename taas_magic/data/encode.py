@@ -328,7 +328,8 @@ def _split(batch: Any) -> tuple[Hashable, tuple[memoryview, ...]] | None:
     """Split a common batch into its form and the memory of its tensors.
 
     A common batch is a tensor, or a list, tuple or dict (with strings as keys) of 1 to
-    `_MOST_PARTS` tensors. The tensors are dense and do not overlap. The table of contents depends
+    `_MOST_PARTS` tensors. Instances of subclasses of these types are not common batches. The
+    tensors are dense, not empty, and do not overlap. The table of contents depends
     only on the batch's form: container, names, dtypes and shapes. So the table is cached by form,
     which saves pickling.
 

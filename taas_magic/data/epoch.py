@@ -354,20 +354,20 @@ class EpochIterator(Iterator[Any]):
 
         The comparisons are, in this order:
 
-        - If `order` is the hash of the stream's first batch, compare it with the first hash that
-          this pass received for that batch. A difference means that a worker has read the stream
-          again and got other data. If `slot` is not the slot of that first batch, make no further
-          comparison.
-        - If `slot` is 0, compare `order` with the hash that a loaded state requires, if any. In any
-          case, store `order` in this iterator's attribute `order`, for states that are saved later.
-        - In a run without fetchers and with several ranks, each rank reads the whole stream. So
-          compare `order` with the hash that the first rank has stored for this slot.
+        - The first batch of each stream, and later batches that have this batch's hash: compare
+          `order` with the first hash that this pass received for the stream's first batch. A
+          difference means that a worker has read the stream again and got other data. For the later
+          batches, this is the only comparison.
+        - Slot 0: compare `order` with the hash that a loaded state requires, if any. In any case,
+          store `order` in this iterator's attribute `order`, for states that are saved later.
+        - All slots, in a run without fetchers and with several ranks: each rank reads the whole
+          stream. So compare `order` with the hash that the first rank has stored for this slot.
 
         The first and third comparison together warn only once for each loader.
 
         Args:
-            order: Hash of the slot's batch, or of the first batch of this batch's stream
-                (`Response.order`).
+            order: Hash of the slot's batch or, for some later slots of a stream, of the stream's
+                first batch (`Response.order`).
         """
         loader, agreement = self._loader, self._loader.feed.agreement
         assert self.description is not None
@@ -395,6 +395,9 @@ class EpochIterator(Iterator[Any]):
     def _count_batch(self, step: Step) -> Any:
         """Count a received batch in the loader's counts and the ledger, and return the batch.
 
+        The rank may have received an exception of the user's code instead of a batch. Count the
+        exception like a batch, and then raise it.
+
         If the step would exceed `--units`, count nothing, and close the pass instead. Otherwise:
 
         - Set `after` to the position after the batch.
@@ -406,8 +409,7 @@ class EpochIterator(Iterator[Any]):
 
         Raises:
             StopIteration: With this step's batches, the ranks together would exceed `--units`.
-            Exception: The exception that the user's code raised instead of returning a batch. The
-                step is counted before this method raises the exception.
+            Exception: The exception of the user's code.
         """
         loader, (received, row_units, after) = self._loader, step
         counts, bound = loader.counts, loader.feed.units

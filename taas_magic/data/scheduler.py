@@ -288,7 +288,7 @@ class _RequestState:
 
 
 class PrefetchBuffer:
-    """The prefetch buffer: prepared responses, and the requests that connections wait for.
+    """The prefetch buffer: prepared responses, and requests without a response.
 
     In all methods, `who` is the connection to the rank that waits for a response.
 

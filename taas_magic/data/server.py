@@ -734,11 +734,14 @@ class Server:
             self._selector.modify(connection.socket, events, connection)
 
     def _queue_next_response(self, connection: RankConnection) -> bool:
-        """Queue the response to the oldest pending request; return False if there is none yet.
+        """Queue the response to a connection's oldest pending request, if the response is ready.
 
         If the rank needs only the batch's units, queue a message with the units. If the response is
         a batch, count the batch as sent. If the response is not ready, the buffer records that this
-        connection must send it next.
+        connection must send it next. There must be a pending request.
+
+        Returns:
+            Whether the response was ready.
         """
         request, only_count = connection.pending[0]
         loader = connection.loader

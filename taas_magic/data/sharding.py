@@ -87,7 +87,7 @@ def assigned_worker(
 
 @dataclass(frozen=True)
 class FetcherPart:
-    """Rule for which of a loader's batches one fetcher prepares while all fetchers run.
+    """Rule for which of a loader's batches one fetcher prepares, until another fetcher fails.
 
     In a run without fetchers, each rank's data server counts as the only fetcher, and prepares only
     the batches of this rank. `first` is then the number of the rank, and `stride` is the world

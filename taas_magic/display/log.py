@@ -5,7 +5,8 @@ numbers of these ranks. To find equal lines, `LineMerger` holds each new line ba
 of these events:
 
 - All ranks have printed the line.
-- Every rank has waiting lines, and each copy of the line is the first waiting line of its rank.
+- All ranks that printed the line have it as their first waiting line, and all other ranks have
+  other lines waiting.
 - The line has waited for `wait_s` seconds. Users do not notice this delay.
 
 When a cell gets more output, the browser draws the whole output again. Therefore a cell shows at

@@ -273,8 +273,8 @@ class HostsEngine(Engine):
     async def request_hosts(self, count: int) -> list[str]:
         """Start as many hosts as are missing from a total of `count`, in background tasks.
 
-        Hosts that are still starting are part of the total. After the end of the `with` block of
-        `open`, this method starts no hosts.
+        Hosts that are still starting are part of the total. The missing hosts are started even if
+        this method then raises. After the end of the `with` block of `open`, it starts no hosts.
 
         Returns:
             One line for the user about each host whose start takes unusually long.

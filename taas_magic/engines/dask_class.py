@@ -614,8 +614,8 @@ class Vehicles:
         """Return the state of a lost host's batch job in words.
 
         Wait up to `JOB_END_WAIT_S` seconds until the batch system reports that the job has ended.
-        If the query fails, the text says that the state is unknown. Later calls of
-        `describe_awaited` do not query this job.
+        If the job has not ended by then, return its current state. If the query fails, the text
+        says that the state is unknown. Later calls of `describe_awaited` do not query this job.
 
         If the host has no known batch job, or if taas-magic cannot query the batch system, return
         "" at once.

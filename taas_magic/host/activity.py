@@ -51,8 +51,8 @@ def last_active(before: ResourceUsage | None, now: ResourceUsage) -> ResourceUsa
 def usage_of(processes: Iterable[psutil.Process]) -> ResourceUsage:
     """Return a sample of the resources that `processes` have used since their start.
 
-    Ended processes are ignored. The CPU time of another user's process counts, but its reads and
-    writes do not, because the system does not show them.
+    Ended processes are ignored. The CPU time of another user's process counts. The system does not
+    show its reads and writes, so these do not count, and its pid is not in the sample.
     """
     cpu_s, io_total, pids = 0.0, 0, set()
     for process in processes:

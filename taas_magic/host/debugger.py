@@ -29,10 +29,10 @@ class BreakpointHook:
 
     Args:
         namespace: Namespace of the rank's `__main__`.
-        caller: Code object of taas-magic's method that calls the work's function. The frame that
-            this method has called is the frame of the work's function (`find_root`).
+        caller: Code object of taas-magic's method that calls the work's function. With it, the
+            debugger finds the outermost frame of the work (`find_root`).
         display: Code object of the rank's display hook. Python calls the display hook with the
-            value of a cell's last expression.
+            value of a cell's last expression. The debugger does not stop in frames of the hook.
     """
 
     def __init__(self, namespace: Mapping[str, Any], caller: CodeType, display: CodeType) -> None:

@@ -113,7 +113,8 @@ class RunFolderCopy:
         """Send to the notebook's machine the files that ranks and fetchers wrote on this host.
 
         These files are all logs and ledgers in this copy, and the results and profiles of the
-        current attempt. Hidden files are skipped, because they are incomplete.
+        current attempt. Of a log, only the last `LOG_BYTES` bytes are sent. Hidden files are
+        skipped, because they are incomplete.
 
         Call this method when all processes of the run on this host have ended.
 

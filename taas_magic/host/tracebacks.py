@@ -184,10 +184,11 @@ def innermost_frames(thread: int) -> list[StackFrame]:
 
 
 def sample_threads(main: int) -> dict[str, list[StackFrame]]:
-    """Return the stack of each thread of this process, outermost frame first, by the thread's name.
+    """Return the stack of each thread of this process, by the thread's name.
 
-    The main thread comes first. Threads of this package are left out. If two threads have the same
-    name, the key of the second thread also has its identifier.
+    A stack begins with the user's first frame, and the newest frame is last. The main thread comes
+    first, always as `MainThread`. Threads of this package are left out. If two threads have the
+    same name, the key of the second thread also has its identifier.
 
     Args:
         main: Identifier of the main thread.

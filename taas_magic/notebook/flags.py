@@ -279,10 +279,10 @@ def parse_store_writes(text: str) -> str:
 
 
 class Spelling(Enum):
-    """The form in which the user writes options. Error messages name options in the same form.
+    """The way in which the user writes options: in a cell, in a terminal, or in a Python call.
 
-    The value of each member shows how to write the number of ranks in this form. The error message
-    for a missing `--gpus` quotes the value.
+    Error messages name options in the same way. The value of each member is an example. The error
+    message for a missing `--gpus` quotes this example.
     """
 
     CELL = "--gpus 2 (as a comment: #pragma taas --gpus 2)"
@@ -290,7 +290,7 @@ class Spelling(Enum):
     CALL = "gpus=2"
 
     def spell(self, flag: str) -> str:
-        """Return a flag's name in this form: `--max-restarts`, or `max_restarts` in a call."""
+        """Return a flag's name as the user writes it: `--max-restarts`, or `max_restarts`."""
         return flag.removeprefix("--").replace("-", "_") if self is Spelling.CALL else flag
 
 

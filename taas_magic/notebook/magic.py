@@ -475,7 +475,8 @@ def _attach(words: Sequence[str], settings: Config) -> str:
         "" after the run has ended. After a takeover, a text with the session's ranks and variables.
 
     Raises:
-        UsageError: The session is in this kernel already or has ended, or there is no such run.
+        UsageError: The session is in this kernel already or has ended; there is no such run; or, in
+            a terminal, the session runs no cell.
         RunError: In a terminal, the run did not succeed.
         KeyboardInterrupt: The user interrupted the view. The run continues.
     """

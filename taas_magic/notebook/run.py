@@ -855,7 +855,8 @@ class RunDriver:
     def _end_event(self, state: str, why: str, in_journal: bool = True) -> RunEnded:
         """Return a `RunEnded` event for a run whose end the pool's process does not report.
 
-        Also append the event to the run's journal, unless `in_journal` is False.
+        The event has no failures. Also append the event to the run's journal, unless `in_journal`
+        is False.
 
         Args:
             state: State in which the run ended.

@@ -177,9 +177,10 @@ def decide_outcome(hosts: Collection[ShareHost], now: float) -> AttemptOutcome |
       each host without a report has sent a beat at least `LATE_REPORT_S` after the first report of
       a failure.
 
-    The second case is safe, because a host's messages arrive in order. If a host had the original
-    failure, its report would have arrived before this beat. The pool soon drops a host without
-    beats, and the loss counts as the host's report.
+    The second case is safe. A host reports its original failure earlier than `LATE_REPORT_S` after
+    the failures that it causes on other hosts, and its messages arrive in order. So a host that has
+    sent this beat and no report has no original failure. The pool soon drops a host without beats,
+    and the loss counts as the host's report.
 
     Args:
         hosts: State of the attempt's ranks on each host.

@@ -284,8 +284,9 @@ def _cache_folders() -> list[str]:
 def writable_folders(store: str, writable: Iterable[str], protection: StoreProtection) -> list[str]:
     """Return the folders of `writable` that are inside the store; make them if they are missing.
 
-    The result leaves out a path at which no folder exists or can be made. A mount of such a path
-    would fail, and the rank would get a weaker protection.
+    The result has sorted paths without symbolic links, and not the store itself. It leaves out a
+    path at which no folder exists or can be made. A mount of such a path would fail, and the rank
+    would get a weaker protection.
 
     A process under Landlock cannot make entries directly in a folder that contains the store. So
     for Landlock, this function also makes a missing folder of `writable` if its parent folder

@@ -119,9 +119,10 @@ def _replace_where_imported(name: str, real: object, replacement: object) -> Non
 
 
 def _redirected_class(view: StoreView, call: _Call, real: Any) -> type | None:
-    """Return a subclass of the class `real` whose constructor gets the redirected path.
+    """Return a subclass of the class `real` whose `__new__` gets the redirected path.
 
-    Return None if Python does not allow subclasses of `real`.
+    `real` must read the path in `__new__`, as classes of C extensions do. Its `__init__` still gets
+    the path of the user's call. Return None if Python does not allow subclasses of `real`.
     """
 
     def new(cls: type, *args: Any, **kw: Any) -> Any:

@@ -266,11 +266,11 @@ class _ChangeSender:
             self.send_large()
 
     def _pieces(self, path: str) -> Iterator[FilePiece]:
-        """Yield the pieces of a file. A small file is a single piece.
+        """Yield the pieces of a file, and store the file's status in `_statuses`.
 
-        Only the last piece has the hash of the file. If no regular file is at the path, yield
-        nothing. If a process has the file open for writing, or if the file has changed since the
-        first piece, end early.
+        A small file is a single piece. Only the last piece has the hash of the file. If no regular
+        file is at the path, yield nothing. If a process has the file open for writing, or if the
+        file has changed since the first piece, end early.
 
         Raises:
             UnsafeError: The file cannot be read.

@@ -278,8 +278,9 @@ class DiscardingView(StoreView):
     def to_store_path(self, path: Path) -> Path:
         """Return the path in the store that corresponds to a path in the rank's scratch folder.
 
-        Any other path is returned unchanged. A relative path starts at the working directory, which
-        may be a folder that exists only in the scratch folder.
+        Any other path is returned unchanged, and so is a file descriptor. While the rank has no own
+        files, every path is returned unchanged. A relative path starts at the working directory,
+        which may be a folder that exists only in the scratch folder.
         """
         if isinstance(path, int) or not self.has_own_files:
             return path
@@ -343,11 +344,14 @@ class DiscardingView(StoreView):
         return self.own_path(store_path) or self._make_placeholder(is_folder)
 
     def path_to_move(self, store_path: str) -> str:
-        """Return the path of the rank's own version of `store_path`, or of a copy for this rank.
+        """Return the path that a call must move instead of `store_path`, and report a write.
 
-        The rank has an own version if it has written the file to its scratch folder. If there is no
-        own version, and `store_path` is no regular file, return the path of an empty placeholder.
-        This method also reports the move as a write.
+        The returned path is the first of these that exists:
+
+        - the rank's own version of `store_path`: the file that the rank has written to its scratch
+          folder
+        - for a regular file of the store, a copy that this method makes
+        - otherwise, an empty placeholder that this method makes
 
         Raises:
             PermissionError: The file must be copied, and is larger than `COPY_LIMIT_BYTES`.
@@ -1146,9 +1150,10 @@ def _is_common_file(view: StoreView, file: Any) -> bool:
 def _redirect_torch_maps(view: StoreView) -> None:
     """Redirect `torch.from_file`, which maps a file into memory.
 
-    A shared map uses the path to write; any other map uses the path to read. With a
-    `DiscardingView`, a file of the store is always mapped privately if the rank has no own version
-    of the file. Reason: writes to a shared map would change the file in the store.
+    For a shared map, use the path that `view` selects for writing; for any other map, the path that
+    it selects for reading. With a `DiscardingView`, a file of the store is always mapped privately
+    if the rank has no own version of the file. Reason: writes to a shared map would change the file
+    in the store.
     """
     import torch
 

@@ -118,8 +118,8 @@ def warnings(rule: StoreRule, world_size: int) -> list[str]:
     """Return warnings for the user about the store of a run, one line each.
 
     There is a warning if the store is the home folder, or contains it. In a run with several ranks,
-    there is also a warning if symbolic links in the store lead to writable files or folders outside
-    the store.
+    there is also one warning if any symbolic links in the store lead to writable files or folders
+    outside the store. The search for links has a time limit and skips hidden folders.
     """
     found = []
     if is_below(os.path.realpath(os.path.expanduser("~")), rule.path):
