@@ -863,7 +863,8 @@ def receipt_lines(receipt: Receipt | None) -> list[Fact]:
     if kept and receipt.means:
         shown.append(("protected by", receipt.means))
     if not receipt.complete:
-        shown.append(("store", "too large to search: files that subprocesses wrote may be missing"))
+        unseen = "not searched completely: files that subprocesses wrote may be missing"
+        shown.append(("store", unseen))
     return shown
 
 

@@ -12,7 +12,7 @@ import stat
 import threading
 import time
 from collections.abc import Iterable, Mapping
-from contextlib import closing, suppress
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -227,7 +227,9 @@ def find_changed_files(
         limit_s: Seconds after which the search ends, even if it has not covered all of the store.
 
     Returns:
-        Absolute paths of the files, and whether the search covered all of the store.
+        Absolute paths of the files, and whether the search covered all of the store. It did not if
+        it reached the time limit, or if the store could not be opened. Folders that cannot be read
+        are skipped.
     """
     deadline = time.monotonic() + limit_s
     found, left_out = set(), {os.path.relpath(folder, store) for folder in shared}
@@ -240,12 +242,15 @@ def find_changed_files(
         is_hidden = name.startswith(".") or name == "__pycache__"
         return not (is_leftover or is_hidden or tree_entry.path in left_out)
 
-    with suppress(OSError), closing(Tree(store)) as tree:
-        for tree_entry in tree.walk(includes):
-            if not tree_entry.is_folder and tree_entry.status.st_ctime_ns >= since_ns:
-                found.add(os.path.join(store, tree_entry.path))
-            if time.monotonic() >= deadline:
-                return found, False
+    try:
+        with closing(Tree(store)) as tree:
+            for tree_entry in tree.walk(includes):
+                if not tree_entry.is_folder and tree_entry.status.st_ctime_ns >= since_ns:
+                    found.add(os.path.join(store, tree_entry.path))
+                if time.monotonic() >= deadline:
+                    return found, False
+    except OSError:  # for example, the store has been removed
+        return found, False
     return found, True
 
 

@@ -102,6 +102,11 @@ def test_a_receipt_says_that_the_store_is_too_large_to_search(store: Path) -> No
     assert not is_complete
 
 
+def test_a_receipt_says_that_the_store_cannot_be_read(store: Path) -> None:
+    _, is_complete = find_changed_files(str(store / "removed"), (), 0)
+    assert not is_complete
+
+
 def test_receipts_of_several_hosts_are_merged() -> None:
     kept = [KeptOutFile(3, "m.pt", True)]
     more = [KeptOutFile(1, "m.pt", True), KeptOutFile(4, "m-4.pt", False)]
@@ -124,7 +129,7 @@ def test_receipts_of_several_hosts_are_merged() -> None:
         ("not saved (only rank 0 writes)", "m.pt from ranks 1,3"),
         ("not saved by any rank", "m-4.pt from rank 4"),
         ("protected by", "Landlock"),
-        ("store", "too large to search: files that subprocesses wrote may be missing"),
+        ("store", "not searched completely: files that subprocesses wrote may be missing"),
     ]
 
 
