@@ -207,6 +207,7 @@ class RunSpec(Struct, frozen=True, omit_defaults=True):
             session.
         session: Run id of the session whose ranks run this cell. "" if the run has its own ranks.
         cell_number: Number of the cell in its session, from 1.
+        preferred_hosts: Names of hosts that get the ranks first, if the pool has these hosts.
     """
 
     plan: Plan
@@ -218,6 +219,7 @@ class RunSpec(Struct, frozen=True, omit_defaults=True):
     idle_s: float | None = None
     session: str = ""
     cell_number: int = 0
+    preferred_hosts: tuple[str, ...] = ()
 
     @classmethod
     def for_pool(
@@ -264,8 +266,8 @@ class RunSpec(Struct, frozen=True, omit_defaults=True):
     def for_hosts(self, are_local: bool) -> "RunSpec":
         """Return a copy of this run without the fields that hosts do not need.
 
-        These fields are `requires`, `reach` and the host plans. If each of 1,000 hosts got all host
-        plans, the pool would send a million host plans.
+        These fields are `requires`, `reach`, `preferred_hosts` and the host plans. If each of 1,000
+        hosts got all host plans, the pool would send a million host plans.
 
         Args:
             are_local: Whether the hosts are on the notebook's machine. If False, the copy also
@@ -274,7 +276,9 @@ class RunSpec(Struct, frozen=True, omit_defaults=True):
         """
         origin = self.origin if are_local else structs.replace(self.origin, environ={})
         plan = structs.replace(self.plan, hosts=())
-        return structs.replace(self, plan=plan, origin=origin, requires=None, reach="")
+        return structs.replace(
+            self, plan=plan, origin=origin, requires=None, reach="", preferred_hosts=()
+        )
 
 
 class ShareSpec(Struct, frozen=True, omit_defaults=True):

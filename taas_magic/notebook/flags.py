@@ -692,7 +692,7 @@ def _check_prefill(prefill: Prefill, flags: Flags, memory: DataConfig, spelling:
     if prefill.unit == "all" and flags.units is None:
         raise UsageError(f"{name} all needs a limit on the data: add {units}, such as 20M")
     if not flags.cpus:
-        raise UsageError(f"{name} needs hosts that prepare the data: add {cpus}, such as 2")
+        raise UsageError(f"{name} needs processes that prepare the data: add {cpus}, such as 2")
     most = flags.cpus * memory.buffer_bytes
     if prefill.unit == "bytes" and prefill.amount > most:
         raise UsageError(

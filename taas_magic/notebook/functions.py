@@ -19,7 +19,12 @@ from taas_magic.capture.work import VALUE, VALUES, CellWork, FunctionWork, Work,
 from taas_magic.config import Config, load_config, working_folder
 from taas_magic.errors import RunError, UsageError
 from taas_magic.notebook import flags, launch, rehearsal
-from taas_magic.notebook.options import check_callable, refuse_shared_names, text_of_value
+from taas_magic.notebook.options import (
+    check_arguments,
+    check_callable,
+    refuse_shared_names,
+    text_of_value,
+)
 from taas_magic.plan import Flags
 
 if TYPE_CHECKING:
@@ -58,7 +63,7 @@ def run(
         function: The function. Every rank calls it.
         *args: Positional arguments of the function; the same for all ranks.
         gpus: Number of ranks, as `--gpus`.
-        cpus: Number of fetcher hosts for each registered loader, as `--cpus`.
+        cpus: Number of fetchers for each registered loader, as `--cpus`.
         units: Limit on the units that all ranks together get, as `--units`.
         pool: Name of the pool, as `--pool`; default is this machine.
         data_pool: Name of the pool that runs the fetchers, as `--data-pool`.
@@ -78,8 +83,9 @@ def run(
         The run. `run.result` is the value that rank 0 returned.
 
     Raises:
-        UsageError: An option has an impossible value, or `function` is not callable. Or a given
-            option has the same name as a parameter of the function.
+        UsageError: An option has an impossible value. Or `function` is not callable, or does not
+            accept the arguments. Or a given option has the same name as a parameter of the
+            function.
         CaptureError: The function or an argument cannot be pickled for the ranks.
         ResultError: The run succeeded, but the function's value or a variable of `out` could not be
             returned.
@@ -108,6 +114,7 @@ def run(
     check_callable("taas.run", function)
     _check_types(given)
     refuse_shared_names("taas.run", function, given.keys())
+    check_arguments("taas.run", function, args, kwargs)
     shell, settings = _shell(), load_config(working_folder())
     asked = _flags(given, settings)
     work = FunctionWork(function, args, kwargs, f"taas.run({function_name(function)}, ...)")

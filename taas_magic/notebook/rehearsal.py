@@ -298,7 +298,7 @@ def _host_rows(found: RehearsalFindings) -> list[tuple[str, str]]:
     if fit:
         hosts = [row for row in found.host_rows if row.host]
         have = f"host{'s have' if len(hosts) > 1 else ' has'}"
-        what = "a suitable Python, torch, and all modules that the cell imports"
+        what = "a suitable Python, torch, and all modules that the cell needs"
         rows.append(("hosts", f"{len(fit)} of {len(hosts)} {have} {what}"))
     for row in found.host_rows:
         if not row.host:

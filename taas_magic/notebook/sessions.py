@@ -89,6 +89,8 @@ class Session:
         failed_rank: Number of the rank that failed first in the last failed cell; None if no cell
             has failed.
         plan: Plan of the session's own run, which starts the ranks; None before the first cell.
+        hosts: Names of the hosts that run the ranks. Before the start of a restarted session, the
+            hosts of the ended ranks: they get the new ranks if the pool has them.
         running_cell: Run id of the cell that this kernel runs in the session now; "" for none.
         has_unknown_names: Whether this kernel has taken the session over and does not know yet
             which variables the ranks have.
@@ -98,6 +100,7 @@ class Session:
         self.name, self.flags, self.names = flags.session, flags, RankVariables()
         self.plan: Plan | None = None
         self.failed_rank: int | None = None
+        self.hosts: tuple[str, ...] = ()
         self.running_cell = ""
         self.has_unknown_names = False
         self._connection: PoolConnection | None = None
@@ -303,10 +306,17 @@ class Session:
             folder.write_context(context)
             _write_flags(folder, self.flags)
         engine = connection.config.engine
-        spec = RunSpec.for_pool(engine, self.plan, folder, origin, idle_s=idle_s)
+        spec = RunSpec.for_pool(
+            engine,
+            self.plan,
+            folder,
+            origin,
+            idle_s=idle_s,
+            preferred_hosts=self.hosts,
+        )
 
         def launch() -> None:
-            connection.launch(spec, self._on_run_event)
+            self.hosts = tuple(connection.launch(spec, self._on_run_event))
             if self.is_detached:
                 connection.call(Detach(self.run_id))
             if not self._is_wanted:
@@ -366,7 +376,7 @@ class Session:
         """
         state = connection.take_over_session(run.id, self._on_run_event)
         self.plan, self._connection, self.has_unknown_names = run.plan, connection, True
-        self._cells, self._n_fetchers = state.cells, state.fetchers
+        self._cells, self._n_fetchers, self.hosts = state.cells, state.fetchers, tuple(run.hosts)
         return state.cell
 
     def pop_output(self) -> Iterator[Lines | LinesDropped]:
@@ -719,6 +729,8 @@ def _flag_words(flags: Flags, name: str, flag: str) -> list[str]:
 def replace(name: str, interrupts: Interrupts) -> Session:
     """End a session, and return a new session with the same name, without starting its ranks.
 
+    The new session prefers the hosts of the old one.
+
     Raises:
         UsageError: There is no such session.
         PoolError: The pool does not respond, or the old ranks did not end in time.
@@ -729,6 +741,7 @@ def replace(name: str, interrupts: Interrupts) -> Session:
         raise UsageError(_no_session_message(name, known))
     known.end(interrupts)
     _sessions[name] = new = Session(known.flags)
+    new.hosts = known.hosts
     return new
 
 

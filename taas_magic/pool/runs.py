@@ -816,7 +816,9 @@ class PoolRun(Share):
             PoolError: Too few hosts are available, a host lacks a module or version that the run
                 needs, the run was halted, or the cell's session has ended.
         """
-        hosts = await self._acquire_hosts(len(self.plan.hosts))
+        wanted = self._run.preferred_hosts
+        preferred = [host.address for host in self._pool_hosts.all() if host.name in wanted]
+        hosts = await self._acquire_hosts(len(self.plan.hosts), preferred)
         self.publish(StateChanged(state="RUNNING"))
         await self._start_attempt(hosts)
         return [host.name for host in hosts]

@@ -353,7 +353,7 @@ def _python_problems(facts: HostFacts, here: KernelVersions) -> Iterator[HostPro
     """Yield errors about the operating system, the Python implementation, torch, and modules.
 
     A host needs CPython on Linux, torch with the same minor version as here, and all modules that
-    the cell imports.
+    the cell, the functions that it uses and the project's files import.
     """
     if facts.system != "Linux" or facts.implementation != "cpython":
         what = f"it runs {facts.implementation} on {facts.system}"
@@ -372,7 +372,7 @@ def _python_problems(facts: HostFacts, here: KernelVersions) -> Iterator[HostPro
         names = ", ".join(facts.missing)
         yield HostProblem(
             ERROR,
-            f"module{plural} {names} that the cell imports: not installed there",
+            f"module{plural} {names} that the cell needs: not installed there",
             f"{pip} {' '.join(facts.missing)} (packages may have other names than their modules)",
         )
 

@@ -125,6 +125,20 @@ def test_a_session_on_unshared_hosts_keeps_variables_and_a_loader(far: Notebook)
     far.shell.run_line_magic("taas", "end away")
 
 
+def test_a_session_keeps_its_host_when_its_ranks_are_restarted(far: Notebook) -> None:
+    assert far.run("pass", "--pool far").error is None  # so that the pool has both hosts
+    where = "import os\nos.uname().nodename"
+    for name in ("one", "two"):
+        far.run(where, f"--pool far --session {name}", gpus=1)
+    before = far.run(where, "--session two", gpus=1).run
+    far.shell.run_line_magic("taas", "end one")
+    far.shell.run_line_magic("taas", "restart two")
+    after = far.run(where, "--session two", gpus=1).run
+    far.shell.run_line_magic("taas", "end two")
+    assert before is not None and after is not None
+    assert after.result == before.result
+
+
 CUBE = """
 import numpy as np, torch, taas, xarray as xr, xbatcher
 from xbatcher.loaders.torch import MapDataset

@@ -161,7 +161,7 @@ def test_each_field_of_flags_has_a_flag() -> None:
             )
         ),
         ("--gpus 2 --prefill all", "--prefill all needs a limit on the data: add --units"),
-        ("--gpus 2 --prefill 20", "--prefill needs hosts that prepare the data: add --cpus"),
+        ("--gpus 2 --prefill 20", "--prefill needs processes that prepare the data: add --cpus"),
         (
             "--gpus 2 --cpus 2 --prefill 3GB",
             "2 fetchers can hold 2,147,483,648 bytes; you requested 3,000,000,000",

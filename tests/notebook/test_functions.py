@@ -210,6 +210,18 @@ def test_an_option_that_is_a_parameter_too_is_refused_and_a_partial_is_not(
         notebook.define("taas.run(show, 'x', gpus=None)")
 
 
+def test_arguments_that_the_function_does_not_accept_are_refused(notebook: Notebook) -> None:
+    notebook.define("import functools, taas\ndef show(name): return name")
+    said = r"^taas\.run: these are not the arguments of show\(name\): .* argument 'hang'$"
+    with pytest.raises(UsageError, match=said):
+        notebook.define("taas.run(show, 'x', gpus=1, hang=5)")
+    notebook.define(
+        "@functools.wraps(show)\ndef shows_both(*names): return names\n"
+        "run = taas.run(shows_both, 'x', 'y', gpus=1)"
+    )
+    assert value(notebook, "run.result") == ("x", "y")
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [

@@ -50,7 +50,7 @@ def test_the_report_estimates_the_cpus_for_a_loader(
 
 def test_a_whole_report() -> None:
     other = HostProblem(
-        ERROR, "module nosuch that the cell imports: not installed there", "Install it"
+        ERROR, "module nosuch that the cell needs: not installed there", "Install it"
     )
     found = RehearsalFindings(
         FLAGS,
@@ -80,10 +80,10 @@ def test_a_whole_report() -> None:
         "rehearsal (3 batches a pass on 2 CPU ranks here): SUCCEEDED in 4.2 s; "
         'for pool "gpu": 8 ranks on 2 hosts',
         "  would fail    first line; second line",
-        "  would fail    hosts gpu0, gpu1, gpu2 and 2 more: module nosuch that the cell imports: "
+        "  would fail    hosts gpu0, gpu1, gpu2 and 2 more: module nosuch that the cell needs: "
         "not installed there. Install it",
         "  hosts         1 of 6 hosts have a suitable Python, torch, and all modules that the cell "
-        "imports",
+        "needs",
         '  not checked   the modules of pool "queue", which has no running host '
         "(%taas warm queue starts one)",
         "  sent          15.0 MiB to each host: x5 5.0 MiB (ndarray), x4 4.0 MiB (ndarray), "

@@ -48,7 +48,7 @@ def test_a_host_that_fits_gives_no_finding() -> None:
         ({"python": "3.10.4"}, ERROR, "Python 3.10.4 there, 3.11.7 in this kernel", "Python 3.11"),
         ({"torch": ""}, ERROR, "no torch for /venv/bin/python", "pip install 'torch==2.13.*'"),
         ({"torch": "2.4.1"}, ERROR, "torch 2.4.1 there, 2.13.0+cpu in this", "torch 2.4 here"),
-        ({"missing": ("cv2",)}, ERROR, "module cv2 that the cell imports", "pip install cv2"),
+        ({"missing": ("cv2",)}, ERROR, "module cv2 that the cell needs", "pip install cv2"),
         ({"missing": ("a", "b")}, ERROR, "modules a, b that", "pip install a b"),
         ({"cache_error": "Read-only"}, ERROR, "cannot be written: Read-only", "XDG_CACHE_HOME"),
         ({"free_bytes": 1 << 20}, ERROR, "0.0 GiB free", "XDG_CACHE_HOME"),

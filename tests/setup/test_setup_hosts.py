@@ -85,14 +85,14 @@ def test_a_cell_runs_on_a_host_that_had_nothing_of_ours(
 
     outcome = remote.run("import sklearn.svm\nprint('ran')", "--pool bare")
     assert isinstance(outcome.error, PoolError)
-    assert f"host {hosts.name(1)}: module sklearn that the cell imports" in outcome.shown
+    assert f"host {hosts.name(1)}: module sklearn that the cell needs" in outcome.shown
     assert "bare/bin/python -m pip install sklearn" in outcome.shown
     assert outcome.lines == {} and not outcome.of_kind("state")
     outcome = remote.run("import sklearn.svm", "--pool bare --rehearse")
     assert isinstance(outcome.error, PoolError) and 'would fail on pool "bare"' in outcome.shown
     names = ", ".join(hosts.names)
     report = capsys.readouterr().out
-    assert f"hosts {names}: module sklearn that the cell imports: not installed" in report
+    assert f"hosts {names}: module sklearn that the cell needs: not installed" in report
     assert outcome.run is not None and outcome.run.state == "SUCCEEDED"  # on the local pool
     optional = "try:\n    import sklearn\nexcept ImportError:\n    print('without')"
     assert remote.run(optional, "--pool bare").lines[0] == ["without"]
