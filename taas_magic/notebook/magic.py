@@ -568,7 +568,7 @@ def _detach(words: Sequence[str], settings: Config) -> str:
 def _stop(words: Sequence[str], settings: Config) -> str:
     from taas_magic.notebook import pools, runs
 
-    run = runs.find_active(_optional_word("stop", words))
+    run = runs.find_active(_optional_word("stop", words), chooses_sessions=False)
     pools.stop(run, settings)
     return f"stopping run {run.id}"
 

@@ -585,22 +585,28 @@ def find(asked: str | None, kinds: str = "run") -> Run:
     raise UsageError(f'No {kinds} "{asked}". The newest runs are: {listed}')
 
 
-def find_active(asked: str | None) -> Run:
+def find_active(asked: str | None, *, chooses_sessions: bool = True) -> Run:
     """Find an active run.
 
     Return a session's own run, which started the session's ranks, only if no other run matches.
 
     Args:
         asked: Id, beginning of an id, or name. None for the newest active run.
+        chooses_sessions: Whether to return a session's own run if `asked` is None and no other run
+            is active. False for a command that ends or detaches the run.
 
     Raises:
         UsageError: There is no such run, the run is not active, or no run is active.
     """
-    for run in sessions_last() if asked is None else [find(asked)]:
-        if run.is_active:
-            return run
-        if asked is not None:
+    if asked is not None:
+        run = find(asked)
+        if not run.is_active:
             raise UsageError(f"run {run.id} is not running: {run.state}")
+        return run
+    for run in sessions_last():
+        may_choose = chooses_sessions or not (run.path / SESSION_FILE).exists()
+        if may_choose and run.is_active:
+            return run
     raise UsageError("No run is running. %taas status lists the newest.")
 
 

@@ -119,6 +119,13 @@ def test_the_newest_run_after_the_first_cell_is_this_cell(session: Frontend) -> 
     session.run("%taas end first")
 
 
+def test_stop_without_a_name_keeps_an_idle_session(session: Frontend) -> None:
+    session.run("%%taas --session exp\nkept = rank")
+    assert "No run is running" in session.fail("%taas stop")["evalue"]
+    assert "rank 1" in session.text(session.run("%taas stacks"))  # this command ends nothing
+    assert printed(session, "%%taas --session exp\nprint(kept)") == ["0", "1"]
+
+
 def test_a_cell_without_a_session_lacks_the_sessions_variables(session: Frontend) -> None:
     cell = "import os\nprint('rank' in globals(), 'TAAS_SESSION' in os.environ)"
     assert printed(session, f"%%taas --gpus 2\n{cell}") == ["False False"]
