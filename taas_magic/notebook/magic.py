@@ -548,21 +548,32 @@ def _cell_to_watch(session: "Run") -> "Run":
 def _detach(words: Sequence[str], settings: Config) -> str:
     """Detach a session of this kernel or, if no session has the name, an active run.
 
-    Without a name, detach the newest active run. Return a text that says how to take the session
-    over again, or how to show the run again.
+    Without a name, detach the newest active run that is not a session. With the id of a session's
+    own run, detach the session. Return a text that says how to take the session over again, or how
+    to show the run again.
+
+    Raises:
+        UsageError: There is no such active run, or it is a session that is not in this kernel.
+        PoolError: The pool's process does not respond, or cannot detach the run or session.
     """
     from taas_magic.notebook import pools, runs, sessions
 
     name = _optional_word("detach", words)
-    for session in sessions.live():
-        if session.name == name:
-            session.detach()
-            return (
-                f"Session {name} stays when its kernel ends: `%taas attach {name}` takes it over."
-            )
-    run = runs.find_active(name)
-    pools.detach(run, settings)
-    return f"Run {run.id} continues without its kernel: `%taas attach {run.id}` shows it."
+    own = {session.name: session for session in sessions.live()}
+    if name not in own:
+        run = runs.find_active(name, chooses_sessions=False)
+        flags = sessions.flags_of(run)
+        if flags is None:
+            pools.detach(run, settings)
+            return f"Run {run.id} continues without its kernel: `%taas attach {run.id}` shows it."
+        name = flags.session
+        if run.id not in [session.run_id for session in own.values()]:
+            state = f"belongs to another kernel. To detach it, run `%taas detach {name}` there"
+            if flags.detach:
+                state = f"is detached already: `%taas attach {name}` takes it over"
+            raise UsageError(f"session {name} {state}")
+    own[name].detach()
+    return f"Session {name} stays when its kernel ends: `%taas attach {name}` takes it over."
 
 
 def _stop(words: Sequence[str], settings: Config) -> str:

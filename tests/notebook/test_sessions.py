@@ -126,6 +126,24 @@ def test_stop_without_a_name_keeps_an_idle_session(session: Frontend) -> None:
     assert printed(session, "%%taas --session exp\nprint(kept)") == ["0", "1"]
 
 
+def test_detach_with_the_id_of_a_sessions_run_detaches_the_session(session: Frontend) -> None:
+    assert "No run is running" in session.fail("%taas detach")["evalue"]
+    session.run("from taas_magic.notebook import runs, sessions\n[mine] = sessions.live()")
+    run_id = value(session, "mine.run_id")
+    session.run(
+        "import subprocess, sys\n"
+        "words = [sys.executable, '-m', 'taas_magic', 'detach', mine.run_id]\n"
+        "done = subprocess.run(words, capture_output=True, text=True)"
+    )
+    said = value(session, "done.stderr")
+    assert "session exp belongs to another kernel" in said and "%taas detach exp" in said
+    is_detached = "mine.is_detached, sessions.flags_of(runs.find(mine.run_id)).detach"
+    assert value(session, is_detached) == (False, False)
+    shown = session.text(session.run(f"%taas detach {run_id}"))
+    assert shown.startswith("Session exp stays when its kernel ends: `%taas attach exp`")
+    assert value(session, is_detached) == (True, True)
+
+
 def test_a_cell_without_a_session_lacks_the_sessions_variables(session: Frontend) -> None:
     cell = "import os\nprint('rank' in globals(), 'TAAS_SESSION' in os.environ)"
     assert printed(session, f"%%taas --gpus 2\n{cell}") == ["False False"]
