@@ -307,8 +307,8 @@ class Payload(PayloadDescription, frozen=True, kw_only=True):
         data: A pickle of several values: the process state, the values in the order of `captured`,
             then a call's function and arguments.
         choice: Variables that are sent to the ranks of a session; None outside of sessions.
-        state: The notebook's process state. If the ranks of a session have this state already, the
-            process state in `data` is empty.
+        state: The notebook's process state. In a session, `data` has only the settings that the
+            ranks do not have yet.
     """
 
     requires: tuple[str, ...]
@@ -332,8 +332,8 @@ class FetcherSettings:
 
     Attributes:
         modules: Sources of the project's modules, by name.
-        state: The notebook's process state. In a session, the state is empty if the ranks have this
-            state from an earlier cell.
+        state: The notebook's process state. In a session, only the settings that have changed since
+            the last cell.
     """
 
     modules: Mapping[str, ModuleSource]
@@ -476,7 +476,7 @@ def capture(
         )
         gathering.only, why = choice.why, choice.why
         pickler.at_receiver, pickler.updated = choice.at_ranks, choice.updated
-    pickler.add(state if choice is None else choice.state)
+    pickler.add(state if choice is None else choice.changed_state)
     gathering.pickle_variables({**why, **dict.fromkeys(needs, THE_CALL)})
     if isinstance(work, FunctionWork):
         gathering.pickle_call(work)

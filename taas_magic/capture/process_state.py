@@ -14,6 +14,7 @@ import pickle
 import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from pathlib import PurePath
 from typing import Any, NamedTuple
 
@@ -63,6 +64,22 @@ def collect() -> State:
     The result also has all warning filters, changed or not. This function imports no library.
     """
     return {name: found for name, part in _SETTING_KINDS.items() if (found := part.collect())}
+
+
+def changes(before: State, now: State) -> State:
+    """Return the settings in `now` that differ from the settings in `before`.
+
+    The kernel sends only these settings to the ranks of a session. If the kernel sent an unchanged
+    seed again, the ranks would draw the same random numbers again.
+    """
+    found: State = {}
+    for name, value in now.items():
+        old = before.get(name)
+        if isinstance(value, dict) and isinstance(old, dict):
+            value = {n: each for n, each in value.items() if n not in old or old[n] != each}
+        if value and old != value:
+            found[name] = value
+    return found
 
 
 def apply_filters(state: State) -> None:
@@ -233,7 +250,7 @@ def _handler_state(handler: logging.Handler) -> tuple[str, int, bytes] | None:
 def _apply_loggers(found: Mapping[str, Any]) -> None:
     """Give this process's loggers the levels, handlers and `propagate` of the notebook's loggers.
 
-    Also call `logging.disable`. The rules for one logger are:
+    Also call `logging.disable` if `found` has its level. The rules for one logger are:
 
     - A logger that a library made gets only the level. If this process has no logger of this name,
       the logger is skipped. Reason: the library sets up its logger during the import, and would
@@ -242,11 +259,12 @@ def _apply_loggers(found: Mapping[str, Any]) -> None:
       handlers are added.
 
     Args:
-        found: The result of `_collect_loggers` in the kernel.
+        found: The result of `_collect_loggers` in the kernel, or its entries that have changed.
     """
-    logging.disable(found["disable"])
+    if "disable" in found:
+        logging.disable(found["disable"])
     known = logging.root.manager.loggerDict
-    for name, state in found["loggers"].items():
+    for name, state in found.get("loggers", {}).items():
         if not state.is_own and name not in known:
             continue
         logger = logging.getLogger(name)
@@ -427,7 +445,8 @@ def _collect_ipython() -> dict[str, Any]:
         found["inline"] = True
         own = {name: getattr(backend, name) for name in _FIGURES}
         figures = {name: value for name, value in own.items() if value != _FIGURES[name]}
-    if figures := {name: value for name, value in figures.items() if _is_plain(value)}:
+    # A cell may change a value in place later, so the result has copies.
+    if figures := {name: deepcopy(value) for name, value in figures.items() if _is_plain(value)}:
         found["figures"] = figures
     return found
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from types import FunctionType, ModuleType
 from typing import Any
 
+from taas_magic.capture import process_state
 from taas_magic.capture.culprit import Destination
 from taas_magic.capture.digest import simple_digest
 from taas_magic.capture.modules import ModuleSource
@@ -18,7 +19,6 @@ from taas_magic.capture.names import THE_CELL, UsedNames, reason_used_by
 from taas_magic.capture.pickling import Pickled, ValuePickler, group_sharers
 from taas_magic.errors import CaptureError, listed
 
-_STATE = "<state of the process>"
 _HASH_BYTES = hashlib.sha256().digest_size
 _MAX_LISTED = 5
 _DELETED = object()
@@ -63,18 +63,20 @@ class VariablesToSend:
 
     Attributes:
         why: Reason for each name that is sent.
-        state: Process state of the notebook; empty if the ranks have it already.
+        state: Process state of the notebook.
+        changed_state: The settings in `state` that the ranks do not have yet. Only these are sent.
         at_ranks: Names of the functions and classes that are not sent because the ranks have them,
             by id of the function or class.
         updated: Ids of the classes that are sent. The ranks set the attributes of these classes.
-        digests: Digests of the sent values, by name, and of the process state if it is sent.
+        digests: Digests of the sent values, by name.
         reads: Names that the functions and classes of the cell read when their code runs, by name
             of the function or class.
         modules: Sources of the project's modules that are sent, by name.
     """
 
     why: dict[str, str] = field(default_factory=dict)
-    state: dict[str, Any] = field(default_factory=dict)
+    state: process_state.State = field(default_factory=dict)
+    changed_state: process_state.State = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     digests: dict[str, bytes] = field(default_factory=dict)
     at_ranks: dict[int, str] = field(default_factory=dict)
@@ -99,6 +101,9 @@ class RankVariables:
         self._sent: dict[str, SentValue] = {}
         """Values of the notebook that the ranks have, by name."""
 
+        self._state: process_state.State = {}
+        """Process state of the notebook that the ranks have."""
+
         self._n_cells = 0
         """Number of cells for which values were sent."""
 
@@ -121,16 +126,16 @@ class RankVariables:
     @property
     def all(self) -> set[str]:
         """All names that the ranks have."""
-        return {*self.owned, *self._code, *(name for name in self._sent if name != _STATE)}
+        return {*self.owned, *self._code, *self._sent}
 
     @property
     def has_functions(self) -> bool:
         """Whether cells have defined functions or classes in the ranks."""
         return bool(self._reads or self._code)
 
-    def assume_state(self, state: dict[str, Any]) -> None:
-        """Record that the ranks have this process state, so it is sent only after a change."""
-        self._sent[_STATE] = SentValue(_digest_of(_pickled(state)), 0)
+    def assume_state(self, state: process_state.State) -> None:
+        """Record that the ranks have this process state: only later changes are sent."""
+        self._state = state
 
     def take_over(self, variables: Mapping[str, str], code: Iterable[str]) -> None:
         """Record the variables of the ranks when this kernel takes over another kernel's session.
@@ -149,7 +154,7 @@ class RankVariables:
         self,
         used: UsedNames,
         namespace: dict[str, Any],
-        state: dict[str, Any],
+        state: process_state.State,
         *,
         send: Iterable[str],
         to: Destination,
@@ -168,7 +173,7 @@ class RankVariables:
 
         Candidates that share an object are sent together if one of them is sent. They are also sent
         together if they were last sent for different cells, because the ranks then have several
-        copies of the object. The process state is sent, too, if it has changed.
+        copies of the object. Changed settings of the process state are sent, too.
 
         The result also has the digests of the sent values, the functions and classes that the ranks
         have already, and notes for the user. Each sent value is pickled again for its digest,
@@ -181,7 +186,8 @@ class RankVariables:
                 skipped.
             refuse: Called with the error of each value that cannot be sent.
         """
-        choice = VariablesToSend(reads=used.definitions)
+        changed_state = process_state.changes(self._state, state)
+        choice = VariablesToSend(state=state, changed_state=changed_state, reads=used.definitions)
         forced = set(send)
         wanted = self._needed_names(used, forced)
         needed, kept = self._pickle_needed(wanted, forced, namespace, to, is_user_variable, refuse)
@@ -206,9 +212,6 @@ class RankVariables:
                 choice.at_ranks[id(namespace[name])] = name
             elif isinstance(namespace[name], type):
                 choice.updated.add(id(namespace[name]))
-        state_digest = _digest_of(_pickled(state))
-        if not self._is_at_ranks(_STATE, state_digest):
-            choice.state, choice.digests[_STATE] = state, state_digest
         deleted = self._deleted(wanted, namespace)
         choice.notes = self._notes(choice, kept, deleted, namespace, forced)
         return choice
@@ -273,13 +276,14 @@ class RankVariables:
         return needed, kept
 
     def record_sent(self, choice: VariablesToSend) -> None:
-        """Record that all ranks have received the variables and modules in `choice`.
+        """Record that all ranks have received the variables, settings and modules in `choice`.
 
         From now on, the names of these variables belong to the notebook: the kernel sends a
         variable again when its value in the notebook changes.
         """
         self._n_cells += 1
         self.modules |= choice.modules
+        self._state = choice.state
         for name, digest in choice.digests.items():
             self._sent[name] = SentValue(digest, self._n_cells)
             self.owned.pop(name, None)
@@ -461,12 +465,6 @@ def _shared_ids(
         else definitions[name]
         for name, one in needed.items()
     }
-
-
-def _pickled(value: Any) -> Pickled:
-    pickler = ValuePickler({})
-    pickler.add(value)
-    return pickler.pickled()
 
 
 def _digest_of(pickled: Pickled, more: Iterable[bytes] = ()) -> bytes:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from taas_magic.capture.process_state import is_default_argv
+from taas_magic.capture.process_state import changes, is_default_argv
 
 COLLECT = """
 import json, sys
@@ -67,3 +67,10 @@ def test_arguments_of_the_program_differ_from_those_of_the_kernel(
     argv: list[str], orig_argv: list[str], own: bool
 ) -> None:
     assert is_default_argv(argv, orig_argv) is own
+
+
+def test_a_changed_setting_is_sent_without_the_settings_that_stay() -> None:
+    before = {"torch": {"seed": 0, "dtype": "float64"}, "argv": ["train.py"]}
+    now = {"torch": {"seed": 0, "dtype": "float16"}, "argv": ["train.py"], "recursion_limit": 2000}
+    assert changes({}, now) == now
+    assert changes(before, now) == {"torch": {"dtype": "float16"}, "recursion_limit": 2000}

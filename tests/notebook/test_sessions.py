@@ -171,6 +171,21 @@ def test_a_name_has_the_notebooks_value_unless_a_cell_of_the_session_assigned_it
     assert printed(session, "%%taas --session exp\nprint(lr)") == ["7"]
 
 
+def test_another_changed_setting_does_not_restart_the_random_numbers(session: Frontend) -> None:
+    session.run("import numpy, torch\ntorch.manual_seed(0)")
+    cell = "%%taas --session exp\nprint(torch.rand(1).item())"
+    numbers = printed(session, cell)
+    session.run("numpy.set_printoptions(precision=3)")
+    numbers += printed(session, cell)
+    session.run("torch.manual_seed(1)\n%taas vars exp")  # also sends the settings
+    session.run("numpy.set_printoptions(precision=8)")
+    numbers += printed(session, cell)
+    code = "[torch.manual_seed(0), torch.rand(1).item(), torch.rand(1).item()][1:]"
+    more = "[torch.manual_seed(1), torch.rand(1).item()][1:]"
+    assert [float(number) for number in numbers] == value(session, f"{code} + {more}")
+    session.run("torch.seed()")
+
+
 def test_a_name_that_the_notebook_deleted_is_announced_once(session: Frontend) -> None:
     use = "%%taas --session exp\nprint(sum([1, 2]))"
     session.run("def sum(values): return 'mine'")
