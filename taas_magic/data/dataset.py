@@ -10,6 +10,7 @@ import io
 import pickle
 import traceback
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
@@ -62,6 +63,9 @@ _LAST_INTS_ITEM = 2
 A cursor records these attributes before items 0, 1 and 2. By comparing the records, the cursor
 finds an attribute in which the dataset counts its epochs.
 """
+
+_MOST_HINTED = 1000
+"""Maximum number of epochs of which a worker remembers whether the first batch has hints."""
 
 _OURS = str(Path(__file__).parent)
 
@@ -227,6 +231,7 @@ class BatchSource:
         self._order = EpochOrders(self.loader, seed) if self.streams is None else None
         self._cursors: dict[tuple[int, int], Cursor] = {}
         self._snapshots: dict[tuple[int, int], Snapshots] = {}
+        self._hinted: dict[int, bool] = {}
         self._at = ""
         self._info: Any = None
         self._entered = -1
@@ -262,6 +267,22 @@ class BatchSource:
             counters = (cursor.counter for cursor in self._cursors.values())
             counter = next(filter(None, counters), "")
         return EpochDescription(None, self.streams, 0, counter=counter)
+
+    def has_hints(self, epoch: int) -> bool:
+        """Return whether the epoch's first batch has `hints["units"]`; False if preparing it fails.
+
+        The first call for an epoch prepares this batch. Later calls return the stored result,
+        because preparing the first batch again would restart the stream of an iterable-style
+        loader. The results of the latest `_MOST_HINTED` epochs are stored.
+        """
+        if epoch not in self._hinted:
+            for earliest in list(self._hinted)[: 1 - _MOST_HINTED]:
+                del self._hinted[earliest]
+            self._hinted[epoch] = False
+            # An exception here is raised again when a rank requests the batch.
+            with suppress(NoBatch, UserCodeFailed):
+                self._hinted[epoch] = hinted_units(self.prepare(epoch, 0)) is not None
+        return self._hinted[epoch]
 
     def digest(self, epoch: int) -> int:
         """Return a hash of this worker's order of an epoch; 0 for an iterable-style loader.

@@ -379,9 +379,9 @@ class Worker:
         STATE, it is a saved state of the dataset.
 
         If a STATE request itself contains a state, the stream resumes from this state, and the
-        response is None. With `--units`, this method prepares the epoch's first batch to answer
-        OPEN, because the description says whether this batch has hints. If preparing this batch
-        fails, the description says that it has none.
+        response is None. With `--units`, this method prepares the epoch's first batch to answer the
+        first OPEN of the epoch, because the description says whether this batch has hints. If
+        preparing this batch fails, the description says that it has none.
 
         Raises:
             NoBatch: The requested slot has no batch.
@@ -400,10 +400,8 @@ class Worker:
         if kind is RequestKind.OPEN:
             description = source.describe_epoch(epoch)
             if self._served.part.units is not None:
-                # An exception here is raised again when a rank requests the batch.
-                with suppress(NoBatch, UserCodeFailed):
-                    counted = hinted_units(source.prepare(epoch, 0)) is not None
-                    description = msgspec.structs.replace(description, counted=counted)
+                counted = source.has_hints(epoch)
+                description = msgspec.structs.replace(description, counted=counted)
             return ResponseKind.OPENED, encode.raw(_encode(description)), 1, 0
         value, order = None, 0
         if kind is RequestKind.SAMPLE:

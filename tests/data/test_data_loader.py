@@ -628,6 +628,20 @@ def test_streams_of_different_lengths_are_read_once(tmp_path: Path, fetchers: in
     assert all(log.read_text().count(str(stream)) <= 2 for stream in range(2))
 
 
+def test_a_rank_that_begins_later_does_not_restart_a_stream_of_limited_units(
+    tmp_path: Path,
+) -> None:
+    """The description of an epoch with `--units` needs the first batch, and each rank requests it.
+
+    With a small buffer, most batches are prepared after the last rank has begun.
+    """
+    loader = DataLoader(Shuffled((40,), tmp_path / "log"), 1, num_workers=1)
+    with service(tmp_path, loader, units=100, buffer_bytes=4096) as running:
+        passes = [iter(running.loader(rank=r, world_size=2, units=100)) for r in range(2)]
+        found = [batch.item() for row in zip(*passes, strict=True) for batch in row]
+    assert sorted(found) == list(range(40))
+
+
 @pytest.mark.parametrize("fetchers", [0, 1])
 def test_padding_does_not_read_a_stream_again(tmp_path: Path, fetchers: int) -> None:
     log = tmp_path / "log"
