@@ -381,9 +381,14 @@ class BatchSource:
         self._snapshots_of(epoch, stream).reset_to(item, state)
 
     def forget_before(self, epoch: int) -> None:
-        """Drop the dataset's saved states of epochs before `epoch`; ranks no longer need them."""
-        for key in [key for key in self._snapshots if key[0] < epoch]:
-            del self._snapshots[key]
+        """Drop the dataset's saved states of epochs before `epoch`; ranks no longer need them.
+
+        Keep the states of a stream for which `restore` was called, because a rank is about to
+        resume in this epoch, even if other ranks are in later epochs.
+        """
+        for key, snapshots in list(self._snapshots.items()):
+            if key[0] < epoch and not snapshots.is_restored:
+                del self._snapshots[key]
 
     def _start_epoch(self, epoch: int) -> EpochOrder:
         """Return a map-style loader's order of an epoch.
@@ -701,11 +706,15 @@ class Snapshots:
     No state is saved before the stream has yielded an item, because `state_dict` might still report
     a wrong position. For example, a dataset whose `__iter__` is a generator may apply a loaded
     state only when the first sample is requested.
+
+    Attributes:
+        is_restored: Whether `reset_to` has replaced the states.
     """
 
     def __init__(self) -> None:
         self._states: dict[int, bytes] = {}
         self._every = _SNAPSHOT_EVERY
+        self.is_restored = False
 
     def save_if_due(self, dataset: Any, item: int) -> None:
         """Save the dataset's state, if it has a `state_dict` and a snapshot is due.
@@ -733,6 +742,7 @@ class Snapshots:
             item: The first item that a dataset yields after it has loaded `state`.
         """
         self._states = {item: cloudpickle.dumps(state, protocol=5)}
+        self.is_restored = True
 
     def item_before(self, item: int) -> int:
         """Return the last item up to `item` that has a saved state; 0 if there is none."""

@@ -326,6 +326,9 @@ def test_a_state_contains_the_datasets_own_state(
         assert first + [number for number, _ in rest] == list(range(200))
         assert rest[0] == [140, 13], "it began at 128, not at 0"
         assert next(iter(remote))[0].tolist() == [0, 1], "the next epoch is a whole one"
+        next(iter(remote))
+        remote.load_state_dict(state)
+        assert next(iter(remote))[0].tolist() == [140, 13], "also after two later epochs have begun"
 
 
 def test_a_state_of_a_dataset_without_a_state_is_only_a_position(tmp_path: Path) -> None:
