@@ -306,7 +306,8 @@ class EpochIterator(Iterator[Any]):
             step = self.after.position // feed.world_size
             about = loader.name, self._pass_number, self.epoch, feed.world_size, step
             self._line = feed.ledger.begin_pass(*about)
-        left = None if feed.units is None else feed.units - loader.counts.spent
+        # A loaded state may be of a run with a larger `--units`.
+        left = None if feed.units is None else max(0, feed.units - loader.counts.spent)
         part = RankPart(feed.rank, feed.world_size, loader.shape.uneven, left)
         bounds = self.after, feed.window_bytes
         return EpochRequests(self._client, description, part, *bounds, self._compare).steps()

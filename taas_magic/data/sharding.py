@@ -329,6 +329,7 @@ class DynamicSchedule:
         self._has_hints = has_hints
         self._known: dict[int, int] = {}
         self._start = start
+        self._first_to_request = [slot for slot in start.first_slots if slot < start.slot]
         self._walked = self._next = start.slot
         self._ends: dict[int, int] = {}
         self._order: list[int] = []
@@ -355,9 +356,8 @@ class DynamicSchedule:
         if self._has_hints is False and self._part.units is not None:
             # Each batch is one unit. The first step that exceeds the limit must be known.
             until = min(until, self._start.position + self._part.units + world_size)
-        for slot in self._start.first_slots if self._next == self._start.slot else ():
-            if slot < self._start.slot:
-                yield SlotRequest(slot, is_own=False)
+        while self._first_to_request:
+            yield SlotRequest(self._first_to_request.pop(0), is_own=False)
         while not self._ended and self._guess(self._next) < until:
             slot = self._next
             if self._batches is not None and slot >= self._batches:

@@ -645,6 +645,19 @@ def test_a_rank_that_begins_later_does_not_restart_a_stream_of_limited_units(
     assert sorted(found) == list(range(40))
 
 
+@pytest.mark.parametrize("stop", [0, 6])
+def test_a_state_that_has_used_up_the_units_gives_no_batch(tmp_path: Path, stop: int) -> None:
+    loader = DataLoader(Lines(10), 1)
+    with service(tmp_path, loader, units=5) as running:
+        before, after = (running.loader(units=units) for units in (100, 5))
+        list(before)
+        batches = iter(before)
+        for _ in range(stop):
+            next(batches)
+        after.load_state_dict(before.state_dict())
+        assert list(after) == []
+
+
 @pytest.mark.parametrize("fetchers", [0, 1])
 def test_padding_does_not_read_a_stream_again(tmp_path: Path, fetchers: int) -> None:
     log = tmp_path / "log"
