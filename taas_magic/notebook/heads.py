@@ -4,6 +4,7 @@ A view is closed before its run ends if the run is detached or the user stops wa
 """
 
 import time
+from contextlib import suppress
 
 from IPython.core.display_functions import publish_display_data
 
@@ -47,12 +48,19 @@ def forget_run(run: Run) -> None:
 def update_ended_headers() -> None:
     """Update the status headers of runs that have ended since their views were closed.
 
-    The magics call this function before each cell of the notebook.
+    The magics call this function before each cell of the notebook. If the folder of a run has been
+    removed, for example by another kernel, the run's status header stays as it is.
     """
-    for run in [run for run in _left.values() if not run.is_active]:
+    for run in list(_left.values()):
+        state = None
+        with suppress(OSError, ValueError):  # the run's folder is not readable any more
+            if run.is_active:
+                continue
+            state = run.head
         forget_run(run)
-        name = {"display_id": f"{run.id}:head"}
-        publish_display_data(head.mime_bundle(run.head, time.time()), transient=name, update=True)
+        if state is not None:
+            data, name = head.mime_bundle(state, time.time()), {"display_id": f"{run.id}:head"}
+            publish_display_data(data, transient=name, update=True)
 
 
 between_cells.before_cell.append(update_ended_headers)

@@ -3,6 +3,7 @@
 import os
 import pty
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -11,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.eventually import HUNG_S
+from taas_magic.notebook import runs
+from tests.eventually import HUNG_S, eventually
 from tests.frontend import Frontend, kernel
 from tests.notebook.test_kernel_life import ANSI
 
@@ -151,6 +153,24 @@ def test_a_status_header_of_a_detached_view_is_updated_by_the_next_cell(
     [first] = other.contents(seen, "display_data")
     assert update["transient"] == first["transient"]
     assert "update_display_data" not in kinds(other, other.run("1 + 1"))
+
+
+def test_cells_after_the_removal_of_a_detached_runs_folder_show_no_error(
+    frontend: Frontend, other: Frontend, tmp_path: Path
+) -> None:
+    go = tmp_path / "go"
+    for name in ("removed", "kept"):
+        (store := tmp_path / name).mkdir()
+        cell = WAITS.format(go=str(go))
+        frontend.run(cell.replace("--name slow", f"--store {store} --detach"))
+    kept, removed = runs.runs()[:2]
+    go.touch()
+    eventually(lambda: not removed.is_active and not kept.is_active)
+    shutil.rmtree(removed.path)
+    cell = frontend.run("1 + 1")
+    assert "Error" not in frontend.text(cell)
+    [update] = frontend.contents(cell, "update_display_data")
+    assert update["transient"] == {"display_id": f"{kept.id}:head"}
 
 
 def kinds(frontend: Frontend, request: str) -> list[str]:
