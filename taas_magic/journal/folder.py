@@ -487,8 +487,20 @@ class JournalWriter:
         self._is_torn = False
 
     def _write_metrics(self, event: Metrics) -> None:
-        with open(self.folder.metrics, "ab", opener=_open_private) as table:
-            table.write(metrics.rows(event, is_first=table.tell() == 0))
+        """Append the values of an event to `metrics.csv`: either all rows, or none after an error.
+
+        Raises:
+            OSError: The file cannot be opened or written.
+        """
+        with open(self.folder.metrics, "ab", buffering=0, opener=_open_private) as table:
+            end = table.tell()
+            rows = metrics.rows(event, is_first=end == 0)
+            try:
+                while rows:
+                    rows = rows[table.write(rows) :]
+            except OSError:
+                table.truncate(end)
+                raise
 
     def _report_incomplete(self, why: str) -> None:
         if not self._is_incomplete:

@@ -3,6 +3,7 @@
 import base64
 import io
 import math
+import resource
 import threading
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from taas_magic.errors import UsageError
 from taas_magic.host import metrics as in_rank
 from taas_magic.host.metrics import MetricBuffer
 from taas_magic.journal import metrics
-from taas_magic.journal.folder import RunFolder
+from taas_magic.journal.folder import JournalWriter, PlanHead, RunFolder
 from taas_magic.journal.metrics import CURVE_POINTS, Curve, sparkline, svg_data_url
 from taas_magic.messages import (
     MetricPoint,
@@ -28,6 +29,7 @@ from taas_magic.messages import (
 )
 from taas_magic.notebook.runs import compare
 from tests.events import new_state
+from tests.eventually import eventually
 from tests.harness import Notebook
 
 TRAIN = """
@@ -343,3 +345,28 @@ def test_runs_are_compared_by_a_metric_that_all_have(tmp_path: Path) -> None:
             compare(wrong)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match=r'no metric "a" in common\. Metrics of all runs: loss'):
         metrics.draw_metric({"one": one, "two": two}, "a")
+
+
+def test_a_row_that_was_only_partly_written_leaves_nothing_in_the_table() -> None:
+    folder, said = RunFolder.create("r1", PlanHead("r1", "", "local", 1), ""), list[str]()
+    # The file is large, so that the limit below concerns no other file.
+    folder.metrics.write_bytes(b"time,step,rank,name,value\n" + b"1.0,0,0,loss,1.0\n" * 100_000)
+    limit_bytes = folder.metrics.stat().st_size + 10
+    writer = JournalWriter(folder, said.append)
+    previous = resource.getrlimit(resource.RLIMIT_FSIZE)
+    # The limit ends a write in the middle of a row, as a full disk does.
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit_bytes, previous[1]))
+    try:
+        writer.append(logged(1, 2.0))
+        eventually(lambda: bool(said))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, previous)
+    writer.append(logged(2, 3.0))
+    writer.close()
+    table = metrics.read_metrics(folder.path)
+    assert list(table["step"]) == [0, 2] and list(table["loss"]) == [1.0, 3.0]
+    assert said == [f"File too large ({folder.events})"]
+
+
+def logged(step: int, value: float) -> Metrics:
+    return Metrics(rank=0, points=[MetricPoint("loss", step, value, 1.0)])
