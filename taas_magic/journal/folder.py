@@ -269,11 +269,12 @@ class RunFolder:
     def context(self) -> RunContext:
         """Read the facts about the run's notebook and pools from `run.json`.
 
-        If an older version of taas-magic created the run, return a `RunContext` without facts.
+        If an older version of taas-magic created the run, or the file is damaged, return a
+        `RunContext` without facts.
         """
         try:
             return messages.from_json((self.path / "run.json").read_bytes(), RunContext)
-        except FileNotFoundError:
+        except (FileNotFoundError, ValueError):
             return RunContext()
 
     def write_context(self, context: RunContext) -> None:

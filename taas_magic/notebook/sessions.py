@@ -753,9 +753,10 @@ def live() -> list[Session]:
 def flags_of(run: Run) -> Flags | None:
     """Return the flags of a session, given the session's own run; None for any other run.
 
-    The folder of the session's own run, which started the ranks, has a file with the flags.
+    The folder of the session's own run, which started the ranks, has a file with the flags. If the
+    file is damaged, return None.
     """
-    with suppress(FileNotFoundError):
+    with suppress(FileNotFoundError, ValueError):
         return from_json((run.path / runs.SESSION_FILE).read_bytes(), Flags)
     return None
 

@@ -21,8 +21,9 @@ from taas_magic.errors import UsageError
 from taas_magic.journal import folder as journal
 from taas_magic.journal.folder import JournalWriter, PlanHead, RunContext, RunFolder, RunSummary
 from taas_magic.messages import Display, Event, decode_event, encode
-from taas_magic.notebook import pools, runs
+from taas_magic.notebook import pools, runs, sessions
 from taas_magic.notebook.magic import run_command
+from taas_magic.plan import Flags
 from tests.events import event, line_of, new_state
 from tests.eventually import HUNG_S, eventually
 
@@ -248,6 +249,18 @@ def test_damaged_lines_of_a_journal_are_skipped() -> None:
     make_run("r2", event("state", state="RUNNING"))
     (RunFolder(journal.state_dir() / "runs" / "r2").path / "plan.json").write_bytes(NESTED)
     assert [seen.id for seen in runs.runs()] == ["r1"]
+
+
+def test_damaged_files_of_one_run_do_not_disturb_the_commands() -> None:
+    folder = make_run("r1", event("ended", state="SUCCEEDED"))
+    for name in (runs.SESSION_FILE, "run.json"):
+        (folder.path / name).write_bytes(b'{"gp')
+    assert run_command("sessions", Config()) == "no sessions"
+    with pytest.raises(UsageError, match='There is no session "exp"'):
+        run_command("end exp", Config())
+    assert runs.find_to_attach(None, Path("/here"), sessions.is_hidden_from_attach).id == "r1"
+    flags = Flags(gpus=1, session="exp")
+    assert sessions.for_cell(flags, registers=False) is not None
 
 
 def test_a_run_whose_kernel_died_before_the_launch_is_lost_and_pruned() -> None:
