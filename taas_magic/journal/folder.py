@@ -225,7 +225,7 @@ class RunFolder:
     def create(cls, run_id: str, plan: msgspec.Struct, cell: str) -> "RunFolder":
         """Create the folder of a new run, and write the files with the plan and the cell.
 
-        If a file cannot be written, the folder is removed.
+        If a file cannot be written, or the user interrupts, the folder is removed.
 
         Raises:
             PoolError: The state folder cannot be written.
@@ -240,18 +240,20 @@ class RunFolder:
 
     @contextlib.contextmanager
     def discard_on_error(self) -> Iterator[None]:
-        """Run a `with` block that writes to the folder; remove the folder if a write fails.
+        """Run a `with` block that writes to the folder; remove the folder if the block fails.
 
-        A write has failed if the block raises OSError. After any other exception, the folder stays.
+        The block may also fail by a KeyboardInterrupt.
 
         Raises:
             PoolError: The block raised OSError.
         """
         try:
             yield
-        except OSError as error:
+        except BaseException as error:
             self.discard()
-            raise cannot_write(self.path, error) from error
+            if isinstance(error, OSError):
+                raise cannot_write(self.path, error) from error
+            raise
 
     def discard(self) -> None:
         """Remove the folder of a run that was never started."""

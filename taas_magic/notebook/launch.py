@@ -287,7 +287,7 @@ def _write_run_folder(plan: Plan, captured: Payload, config: Config) -> RunFolde
     """Create the folder of a new run, and write all files that its ranks and fetchers read.
 
     The files are the payload, the registered loaders and, if the run has fetchers, the fetchers'
-    settings. If a file cannot be written, remove the folder.
+    settings. If a file cannot be written, or the user interrupts, remove the folder.
 
     If batches may travel between hosts, and the network of the ranks' or the fetchers' pool is not
     private, one of the files requires TLS for batches.

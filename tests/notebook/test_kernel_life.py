@@ -82,6 +82,28 @@ def test_an_interrupt_ends_the_run_and_the_kernel_goes_on(frontend: Frontend) ->
     assert "] on\n" in frontend.text(frontend.run("%%taas --gpus 2\nprint('on')"))
 
 
+INTERRUPTED_WRITE = """
+import os, signal
+from taas_magic.capture import payload
+from taas_magic.journal.folder import state_dir
+
+def interrupted(captured, path, write=payload.write):
+    write(captured, path)
+    payload.write = write
+    signal.raise_signal(signal.SIGINT)
+
+payload.write = interrupted
+folders = set(os.listdir(state_dir() / "runs"))
+"""
+
+
+def test_an_interrupt_while_the_run_folder_is_written_leaves_no_run(frontend: Frontend) -> None:
+    frontend.run("%%taas --gpus 1\npass")
+    frontend.run(INTERRUPTED_WRITE)
+    assert frontend.fail("%%taas --gpus 1\npass")["ename"] == "KeyboardInterrupt"
+    frontend.run("assert set(os.listdir(state_dir() / 'runs')) == folders")
+
+
 def test_three_interrupts_end_ranks_that_do_not_want_to_end(frontend: Frontend) -> None:
     stubborn = (
         "\nimport signal\nsignal.signal(signal.SIGINT, lambda *_: print('no'))\nimport time\n"
