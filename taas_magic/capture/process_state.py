@@ -13,7 +13,7 @@ import multiprocessing
 import pickle
 import sys
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
 from pathlib import PurePath
 from typing import Any, NamedTuple
@@ -54,6 +54,29 @@ _FIGURES = {
 }
 """Defaults of IPython's settings for matplotlib's figures, `%config InlineBackend`."""
 
+_TORCH = {
+    "dtype": "float32",
+    "device": "cpu",
+    "matmul_precision": "highest",
+    "deterministic": 0,
+    "grad": True,
+    "anomaly": False,
+    "cudnn_benchmark": False,
+    "cudnn_deterministic": False,
+    "sharing": "file_descriptor",
+}
+_DEFAULTS: State = {
+    "start_method": multiprocessing.get_all_start_methods()[0],
+    "numpy": {"print": _NUMPY_PRINTS, "error": _NUMPY_ERRORS},
+    "ipython": {
+        "interactivity": _INTERACTIVITY,
+        "traceback": _TRACEBACK_MODE,
+        "figures": _FIGURES,
+    },
+    "torch": _TORCH,
+}
+"""Defaults of settings that `collect` leaves out."""
+
 _RC_OF_THE_PROCESS = {"backend", "backend_fallback", "interactive"}
 """rcParams of matplotlib that are not copied, because each process must choose its own value."""
 
@@ -71,14 +94,37 @@ def changes(before: State, now: State) -> State:
 
     The kernel sends only these settings to the ranks of a session. If the kernel sent an unchanged
     seed again, the ranks would draw the same random numbers again.
+
+    If `now` lacks a setting that `before` has, the notebook has set it back to its default. The
+    result then has the default. Exceptions are settings without a known default, such as a seed.
+    """
+    loggers = before.get("logging", {}).get("loggers", {})
+    defaults = {
+        **_DEFAULTS,
+        "logging": {
+            "disable": logging.NOTSET,
+            "loggers": {name: _default_logger(name, one.is_own) for name, one in loggers.items()},
+        },
+        "matplotlib": _pickled_rc_defaults(before.get("matplotlib", ())),
+    }
+    return _differences(before, now, defaults)
+
+
+def _differences(before: State, now: State, defaults: State) -> State:
+    """Return the values in `now` that differ from those in `before`.
+
+    For each name that a dict lacks, the value in `defaults` counts. If this value is a dict, the
+    settings in it are compared one by one. But a dict in `_FIGURES` is one setting.
     """
     found: State = {}
-    for name, value in now.items():
-        old = before.get(name)
-        if isinstance(value, dict) and isinstance(old, dict):
-            value = {n: each for n, each in value.items() if n not in old or old[n] != each}
-        if value and old != value:
-            found[name] = value
+    for name in {**before, **now}:
+        default = defaults.get(name)
+        old, new = before.get(name, default), now.get(name, default)
+        if isinstance(default, dict) and name not in _FIGURES:
+            if changed := _differences(before.get(name, {}), now.get(name, {}), default):
+                found[name] = changed
+        elif new is not None and old != new:
+            found[name] = new
     return found
 
 
@@ -92,8 +138,9 @@ def apply_filters(state: State) -> None:
 
 def apply(state: State) -> None:
     """Apply settings of the kernel, read by `collect`, to this process (a rank)."""
-    for name, value in state.items():
-        _SETTING_KINDS[name].apply(value)
+    for name, kind in _SETTING_KINDS.items():
+        if name in state:
+            kind.apply(state[name])
 
 
 def without_device(state: State) -> State:
@@ -190,9 +237,14 @@ def _collect_loggers() -> dict[str, Any]:
         if top in ("", "__main__") or top not in sys.modules:
             handlers = [found for each in logger.handlers if (found := _handler_state(each))]
             state = _Logger(True, logger.level, logger.propagate, tuple(handlers))
-        if state[1:] != (logging.NOTSET if name else logging.WARNING, True, ()):
+        if state != _default_logger(name, state.is_own):
             changed[name] = state
     return {"disable": manager.disable, "loggers": changed} if changed or manager.disable else {}
+
+
+def _default_logger(name: str, is_own: bool) -> _Logger:
+    """Return the settings that Python gives to a new logger; `name` is "" for the root logger."""
+    return _Logger(is_own, logging.NOTSET if name else logging.WARNING)
 
 
 def lost_loggers(collected: State) -> list[str]:
@@ -209,7 +261,7 @@ def lost_loggers(collected: State) -> list[str]:
         collected: The process state that `collect` returned.
     """
     found = collected.get("logging", {}).get("loggers", {})
-    root = found.get("", _Logger(True, logging.WARNING))
+    root = found.get("", _default_logger("", True))
     notes = []
     for name, state in found.items():
         shows = [it for it in logging.getLogger(name).handlers if _shows(it)]
@@ -333,19 +385,19 @@ def _collect_torch() -> dict[str, Any]:
         precision = torch.get_float32_matmul_precision()
     except RuntimeError:  # raised once the newer torch.backends.fp32_precision was used
         precision = "highest"
-    values_and_defaults = {
-        "dtype": (str(torch.get_default_dtype()).rpartition(".")[2], "float32"),
-        "device": (torch.get_default_device().type, "cpu"),
-        "matmul_precision": (precision, "highest"),
-        "deterministic": (torch.get_deterministic_debug_mode(), 0),
-        "grad": (torch.is_grad_enabled(), True),
-        "anomaly": (torch.is_anomaly_enabled(), False),
-        "cudnn_benchmark": (torch.backends.cudnn.benchmark, False),
-        "cudnn_deterministic": (torch.backends.cudnn.deterministic, False),
-        "sharing": (torch.multiprocessing.get_sharing_strategy(), "file_descriptor"),
-        "seed": (seed if seed < _SEED_LIMIT else None, None),
+    values = {
+        "dtype": str(torch.get_default_dtype()).rpartition(".")[2],
+        "device": torch.get_default_device().type,
+        "matmul_precision": precision,
+        "deterministic": torch.get_deterministic_debug_mode(),
+        "grad": torch.is_grad_enabled(),
+        "anomaly": torch.is_anomaly_enabled(),
+        "cudnn_benchmark": torch.backends.cudnn.benchmark,
+        "cudnn_deterministic": torch.backends.cudnn.deterministic,
+        "sharing": torch.multiprocessing.get_sharing_strategy(),
+        "seed": seed if seed < _SEED_LIMIT else None,
     }
-    return {name: value for name, (value, unset) in values_and_defaults.items() if value != unset}
+    return {name: value for name, value in values.items() if value != _TORCH.get(name)}
 
 
 def _apply_torch(values: Mapping[str, Any]) -> None:
@@ -396,27 +448,33 @@ def _apply_numpy(found: Mapping[str, Any]) -> None:
     numpy.seterr(**found.get("error", {}))
 
 
-def _collect_matplotlib() -> bytes:
-    """Return a pickle of the rcParams that differ from matplotlib's defaults; b"" for none.
+def _collect_matplotlib() -> dict[str, bytes]:
+    """Return pickles of the rcParams that differ from matplotlib's defaults, by name.
 
-    The settings in `_RC_OF_THE_PROCESS` are left out. Returns b"" if this process has not imported
-    matplotlib.
+    The settings in `_RC_OF_THE_PROCESS` are left out. The result is empty if this process has not
+    imported matplotlib.
     """
     matplotlib = module_if_imported("matplotlib")
     if matplotlib is None:
-        return b""
+        return {}
     own, defaults = matplotlib.rcParams, matplotlib.rcParamsDefault
     names = [name for name in defaults if name not in _RC_OF_THE_PROCESS]
-    changed = {name: own[name] for name in names if own[name] != defaults[name]}
-    return pickle.dumps(changed) if changed else b""
+    return {name: pickle.dumps(own[name]) for name in names if own[name] != defaults[name]}
 
 
-def _apply_matplotlib(pickled: bytes) -> None:
+def _pickled_rc_defaults(names: Iterable[str]) -> dict[str, bytes]:
+    """Return pickles of the defaults of these rcParams; none if matplotlib is not imported."""
+    matplotlib = module_if_imported("matplotlib")
+    defaults = {} if matplotlib is None else matplotlib.rcParamsDefault
+    return {name: pickle.dumps(defaults[name]) for name in names if name in defaults}
+
+
+def _apply_matplotlib(pickled: Mapping[str, bytes]) -> None:
     # A host without matplotlib draws nothing. Another version of matplotlib may lack some names.
     if importlib.util.find_spec("matplotlib") is None:
         return
     own = importlib.import_module("matplotlib").rcParams
-    own.update({name: value for name, value in pickle.loads(pickled).items() if name in own})
+    own.update({name: pickle.loads(value) for name, value in pickled.items() if name in own})
 
 
 def _collect_ipython() -> dict[str, Any]:

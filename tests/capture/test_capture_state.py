@@ -1,6 +1,7 @@
 """Tests of which settings of the kernel's process are sent to the ranks."""
 
 import json
+import multiprocessing
 import subprocess
 import sys
 from typing import Any
@@ -74,3 +75,23 @@ def test_a_changed_setting_is_sent_without_the_settings_that_stay() -> None:
     now = {"torch": {"seed": 0, "dtype": "float16"}, "argv": ["train.py"], "recursion_limit": 2000}
     assert changes({}, now) == now
     assert changes(before, now) == {"torch": {"dtype": "float16"}, "recursion_limit": 2000}
+
+
+def test_a_setting_that_is_set_back_is_sent_with_its_default_except_a_seed() -> None:
+    kwargs = {"bbox_inches": "tight", "dpi": 99}  # a dict that is one setting
+    before = {
+        "torch": {"seed": 0, "dtype": "float64"},
+        "numpy": {"print": {"precision": 3, "suppress": True}},
+        "ipython": {"figures": {"print_figure_kwargs": {"dpi": 99}}},
+        "start_method": "spawn",
+    }
+    now = {
+        "numpy": {"print": {"suppress": True}},
+        "ipython": {"figures": {"print_figure_kwargs": kwargs}},
+    }
+    assert changes(before, now) == {
+        "torch": {"dtype": "float32"},
+        "numpy": {"print": {"precision": 8}},
+        "ipython": {"figures": {"print_figure_kwargs": kwargs}},
+        "start_method": multiprocessing.get_all_start_methods()[0],
+    }

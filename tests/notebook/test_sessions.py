@@ -186,6 +186,42 @@ def test_another_changed_setting_does_not_restart_the_random_numbers(session: Fr
     session.run("torch.seed()")
 
 
+CHANGE_SETTINGS = """import logging, matplotlib, numpy, torch
+torch.set_default_dtype(torch.float64)
+torch.set_grad_enabled(False)
+numpy.set_printoptions(precision=3)
+numpy.seterr(divide="ignore")
+matplotlib.rcParams["lines.linewidth"] = 9.0
+logging.disable(logging.ERROR)
+logging.getLogger("app").setLevel(logging.ERROR)
+get_ipython().ast_node_interactivity = "all"
+"""
+RESTORE_SETTINGS = """torch.set_default_dtype(torch.float32)
+torch.set_grad_enabled(True)
+numpy.set_printoptions(precision=8)
+numpy.seterr(divide="warn")
+matplotlib.rcdefaults()
+logging.disable(logging.NOTSET)
+logging.getLogger("app").setLevel(logging.NOTSET)
+get_ipython().ast_node_interactivity = "last_expr"
+"""
+SETTINGS = """import logging, matplotlib, numpy
+print(torch.get_default_dtype(), torch.is_grad_enabled(), numpy.get_printoptions()["precision"],
+      numpy.geterr()["divide"], matplotlib.rcParams["lines.linewidth"],
+      logging.root.manager.disable, logging.getLogger("app").level,
+      get_ipython().ast_node_interactivity)
+"""
+
+
+def test_a_setting_that_the_notebook_sets_back_is_set_back_in_the_ranks(session: Frontend) -> None:
+    session.run(CHANGE_SETTINGS)
+    changed = "torch.float64 False 3 ignore 9.0 40 40 all"
+    assert printed(session, f"%%taas --session exp\n{SETTINGS}") == [changed]
+    session.run(RESTORE_SETTINGS)
+    restored = "torch.float32 True 8 warn 1.5 0 0 last_expr"
+    assert printed(session, f"%%taas --session exp\n{SETTINGS}") == [restored]
+
+
 def test_a_name_that_the_notebook_deleted_is_announced_once(session: Frontend) -> None:
     use = "%%taas --session exp\nprint(sum([1, 2]))"
     session.run("def sum(values): return 'mine'")
