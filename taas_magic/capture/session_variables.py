@@ -296,7 +296,7 @@ class RankVariables:
         deleted: Iterable[str],
         digests: Mapping[str, str],
     ) -> None:
-        """Record the variables that a cell assigned and deleted on a rank.
+        """Record the variables that a cell assigned on a rank, and those that no rank has any more.
 
         First remove the deleted names from this record. From now on, the assigned names belong to
         the ranks: the kernel does not send the notebook's values of these names. If an assigned
@@ -304,6 +304,7 @@ class RankVariables:
 
         Args:
             choice: The variables that were sent for this cell.
+            deleted: Names that the cell deleted on this rank, and that no other rank has.
             digests: Digest (`simple_digest`) of each assigned variable that has a simple value, by
                 name.
         """

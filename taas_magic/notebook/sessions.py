@@ -108,7 +108,11 @@ class Session:
         self._loaded: set[int] = set()
         self._changes: list[CellNames] = []
         self._ranks_of: dict[str, set[int]] = {}
-        """Ranks on which this kernel's cells assigned a variable, by the variable's name."""
+        """Ranks that have a variable, by the variable's name.
+
+        If cells of this kernel have neither assigned nor deleted a variable since its value was
+        sent, all ranks have it, and this dict lacks its name.
+        """
 
         self._notes: list[str] = []
         self._output: deque[Lines | LinesDropped] = deque(maxlen=_KEPT_OUTPUT)
@@ -472,6 +476,8 @@ class Session:
         assert choice is not None and self.plan is not None
         if len(self._loaded) == self.plan.world_size:
             self.names.record_sent(choice)
+            for name in choice.why:
+                self._ranks_of.pop(name, None)
         self._record_changes(choice)
         if len(self._changes) == self.plan.world_size:
             self._close_fetchers({at for change in self._changes for at in change.fetched})
@@ -502,19 +508,30 @@ class Session:
             _call_if_alive(self.connection, ForwardEvents(self.run_id, events))
 
     def _record_changes(self, choice: VariablesToSend) -> None:
+        """Record the variables that a cell assigned and deleted on the ranks.
+
+        A deleted variable stays in the record as long as one rank has it. Otherwise, the kernel
+        would send the notebook's value, which would replace the value of that rank.
+        """
+        assert self.plan is not None
+        known, ranks = self.names.all, range(self.plan.world_size)
+        for said in self._changes:
+            for name in {*said.assigned, *said.deleted}:
+                self._ranks_of.setdefault(name, set(ranks if name in known else ()))
+            for name in said.assigned:
+                self._ranks_of[name].add(said.rank)
+            for name in said.deleted:
+                self._ranks_of[name].discard(said.rank)
         # Rank 0 comes last, so that its report on a name replaces the reports of other ranks.
         for said in sorted(self._changes, key=lambda said: -said.rank):
-            self.names.record_changes(choice, said.assigned, said.deleted, said.plain)
-            for name in said.deleted:
-                self._ranks_of.get(name, set()).discard(said.rank)
-            for name in said.assigned:
-                self._ranks_of.setdefault(name, set()).add(said.rank)
+            deleted = [name for name in said.deleted if not self._ranks_of[name]]
+            self.names.record_changes(choice, said.assigned, deleted, said.plain)
 
     def missing_name_hint(self, failures: Iterable[Failure]) -> str:
-        """Return a hint if a rank lacked a variable that cells have assigned only on other ranks.
+        """Return a hint if a rank lacked a variable that other ranks have.
 
-        For example, a cell with `--ranks 0` assigns variables on rank 0 only. Code below
-        `if rank == 0:` does so, too.
+        For example, a cell with `--ranks 0` assigns and deletes variables on rank 0 only. Code
+        below `if rank == 0:` does so, too.
 
         Args:
             failures: The failures of the session's last cell.
@@ -528,7 +545,7 @@ class Session:
             if missing and ranks and failure.rank not in ranks:
                 numbers = rank_ranges(sorted(ranks))
                 return (
-                    f"`{missing[1]}` was assigned only on rank{'s' * (len(ranks) > 1)} {numbers} "
+                    f"`{missing[1]}` exists only on rank{'s' * (len(ranks) > 1)} {numbers} "
                     f"of this session. Assign it on all ranks, or run the cell with --ranks "
                     f"{numbers}"
                 )

@@ -474,9 +474,24 @@ def test_a_cell_can_run_on_some_ranks_only(session: Frontend) -> None:
         "4 True",
     ]
     said = error(session, "%%taas --session exp\nprint(mine)")
-    assert "`mine` was assigned only on rank 1" in said and "--ranks 1\n" in said
+    assert "`mine` exists only on rank 1" in said and "--ranks 1\n" in said
     session.run("%%taas --session exp --ranks 1\nprint(mine)\ndel mine")
-    assert "`mine` was assigned" not in error(session, "%%taas --session exp\nmine")
+    assert "`mine` exists only" not in error(session, "%%taas --session exp\nmine")
+
+
+def test_a_variable_that_only_one_rank_deletes_still_belongs_to_the_ranks(
+    session: Frontend,
+) -> None:
+    session.run("%%taas --session exp --out x\nx = [1]")
+    session.run("%%taas --session exp\nx.append(rank)")
+    session.run("%%taas --session exp\nif rank == 1: del x")
+    use = "%%taas --session exp --ranks 0\nprint(x)"
+    assert printed(session, use) == ["[1, 0]"]
+    assert "`x` exists only on rank 0" in error(session, "%%taas --session exp\nprint(x)")
+    session.run("%%taas --session exp\nif rank == 0: del x")  # now no rank has it
+    assert printed(session, use) == ["[1]"]  # the notebook's value, sent to all ranks
+    session.run("%%taas --session exp\nx.append(rank)\nif rank == 0: del x")
+    assert printed(session, use.replace("0", "1")) == ["[1, 1]"]
 
 
 def test_flags_that_do_not_fit_the_session_are_refused_before_anything_runs(
