@@ -569,7 +569,7 @@ def install(view: StoreView) -> None:
     - Redirect torch's file writer, and the trace files of torch's profiler.
 
     Only for rank 0 of a real run: make `torch.save` atomic. For every other view: redirect
-    `torch.from_file`.
+    `torch.from_file` and `torch.UntypedStorage.from_file`.
 
     Only for a `DiscardingView` or `RehearsalView`, with which a rank reads files that it has
     written to another folder instead of the store:
@@ -1148,7 +1148,9 @@ def _is_common_file(view: StoreView, file: Any) -> bool:
 
 
 def _redirect_torch_maps(view: StoreView) -> None:
-    """Redirect `torch.from_file`, which maps a file into memory.
+    """Redirect `torch.from_file` and `torch.UntypedStorage.from_file`, which map files into memory.
+
+    `torch.load` with `mmap=True` calls the second one.
 
     For a shared map, use the path that `view` selects for writing; for any other map, the path that
     it selects for reading. With a `DiscardingView`, a file of the store is always mapped privately
@@ -1168,9 +1170,11 @@ def _redirect_torch_maps(view: StoreView) -> None:
             )
         else:
             redirected = library_read_path(view, filename)
-        return real(redirected, shared, *args, **kw)
+        return real(redirected, bool(shared), *args, **kw)
 
     torch.from_file = _redirected(torch.from_file, from_file)
+    of_storage: Any = staticmethod(_redirected(torch.UntypedStorage.from_file, from_file))
+    setattr(torch.UntypedStorage, "from_file", of_storage)  # noqa: B010
 
 
 def _map_privately(view: StoreView) -> None:

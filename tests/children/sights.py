@@ -87,6 +87,8 @@ def maps_tensors() -> None:
     torch.from_file("mine.bin", shared=True, size=4, dtype=torch.uint8).fill_(7)
     assert torch.from_file("mine.bin", shared=True, size=4, dtype=torch.uint8).tolist() == [7] * 4
     assert torch.from_file("mine.bin", size=4, dtype=torch.uint8).tolist() == [7] * 4
+    saves("mapped.pt", 3.0)
+    assert torch.load("mapped.pt", mmap=True, weights_only=True)["weight"].tolist() == [3.0] * 4
 
 
 def saves_with_libraries() -> None:
