@@ -58,13 +58,13 @@ class _RemoteShardMixin:
         """Tell the accelerator that an epoch begins.
 
         This method replaces `DataLoaderShard.begin`, which looks up an attribute of the dataset. In
-        a rank, that lookup would unpickle a copy of the dataset, which may be large. For a
-        map-style loader without `drop_last`, this method also sets `remainder`: the number of
-        samples in an incomplete last step, over all ranks (0 if all steps are complete).
+        a rank, that lookup would unpickle a copy of the dataset, which may be large. If the last
+        step may repeat samples (`_fills_last_step`), this method also sets `remainder`: the number
+        of samples in an incomplete last step, over all ranks (0 if all steps are complete).
+        `gather_for_metrics` then drops the repeated samples.
         """
         self.reset()
-        loader = self.base_dataloader
-        if loader.batch_size and not loader.drop_last and not loader.shape.iterable:
+        if self._fills_last_step:
             self.remainder = self.total_dataset_length % self.total_batch_size
         self.gradient_state._add_dataloader(self)
 
@@ -72,6 +72,13 @@ class _RemoteShardMixin:
         """Set the epoch of the next iterator."""
         self.iteration = epoch
         self.base_dataloader.set_epoch(epoch)
+
+    @property
+    def _fills_last_step(self) -> bool:
+        """Whether an incomplete last step is filled with samples that ranks have seen before."""
+        loader = self.base_dataloader
+        is_batched_map = bool(loader.batch_size) and not loader.shape.iterable
+        return is_batched_map and not loader.drop_last and loader.shape.uneven == "pad"
 
     @property
     def total_batch_size(self) -> int:

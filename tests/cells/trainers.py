@@ -7,6 +7,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import taas
 
 loader = taas.register(DataLoader(TensorDataset(torch.arange(16.0)[:, None]), 2, shuffle=True))
+dropping = taas.register(DataLoader(TensorDataset(torch.arange(6)), 2), uneven="drop")
 
 # %%
 import logging
@@ -79,6 +80,8 @@ print("resumed", *(int(value) for (batch,) in prepared for value in batch))
 prepared.set_epoch(0)
 rest = accelerator.skip_first_batches(prepared, 3)
 print("rest", len(rest), *(int(value) for (batch,) in rest for value in batch))
+for (batch,) in accelerator.prepare(dropping):
+    print("dropping", *accelerator.gather_for_metrics(batch).tolist())
 left = accelerator.prepare(loader, device_placement=[False])
 print("left", left.device)
 accelerator.end_training()

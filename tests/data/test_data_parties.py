@@ -20,6 +20,7 @@ def test_accelerate_places_batches_and_knows_the_epochs_end(notebook: Notebook) 
     ]
     gathered = [line.split()[1:] for line in lines if line.startswith("gathered")]
     assert sorted(int(value) for values in gathered for value in values) == list(range(16))
+    assert [line for line in lines if line.startswith("dropping")] == ["dropping 0 1 2 3"]
     assert "placed meta" in lines
     assert "left None" in lines
     resumed = [
