@@ -25,6 +25,7 @@ class _RemoteShardMixin:
     """
 
     reset: Callable[[], None]
+    end_of_dataloader: bool
     gradient_state: Any
     skip_batches: int
 
@@ -42,7 +43,33 @@ class _RemoteShardMixin:
 
     def __iter__(self) -> Iterator[Any]:
         self.iteration = self.base_dataloader.next_epoch
-        yield from super().__iter__()  # type: ignore[misc]
+        for batch in super().__iter__():  # type: ignore[misc]
+            yield self._filled(batch) if self.end_of_dataloader else batch
+
+    def _filled(self, batch: Any) -> Any:
+        """Return the last batch; if it is short, repeat its rows, up to `batch_size` rows.
+
+        accelerate's own sharding also fills a short batch, because `gather` needs the same number
+        of rows from all ranks. `gather_for_metrics` drops the repeated rows.
+
+        Only tensors with as many rows as the epoch's last batch are filled, so that any other batch
+        stays as it is.
+        """
+        import torch
+        from accelerate.utils import recursively_apply
+
+        loader = self.base_dataloader
+        size = loader.batch_size or 1
+        rows = self.total_dataset_length % size
+        if not rows or not self._fills_last_step or loader.feed.world_size == 1:
+            return batch
+
+        def is_short(value: Any) -> bool:
+            is_plain = isinstance(value, torch.Tensor) and value.layout is torch.strided
+            return is_plain and not value.is_nested and value.shape[:1] == (rows,)
+
+        order = torch.arange(size) % rows
+        return recursively_apply(lambda tensor: tensor[order], batch, test_type=is_short)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position in the epoch after the last yielded batch.
@@ -89,7 +116,8 @@ class _RemoteShardMixin:
     @property
     def total_dataset_length(self) -> int:
         """Number of samples in an epoch, over all ranks; 0 if it is not known."""
-        return self.base_dataloader.shape.samples or 0
+        shape = self.base_dataloader.shape
+        return shape.drawn or shape.samples or 0
 
 
 def patch_accelerate() -> None:

@@ -1,6 +1,8 @@
 """A registered loader, used by Lightning and by accelerate."""
 
 # %%
+from typing import Any
+
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -8,6 +10,8 @@ import taas
 
 loader = taas.register(DataLoader(TensorDataset(torch.arange(16.0)[:, None]), 2, shuffle=True))
 dropping = taas.register(DataLoader(TensorDataset(torch.arange(6)), 2), uneven="drop")
+numbers: Any = [{"n": n, "name": f"{n}"} for n in range(12)]
+short = taas.register(DataLoader(numbers, 4, sampler=range(11)))
 
 # %%
 import logging
@@ -82,6 +86,8 @@ rest = accelerator.skip_first_batches(prepared, 3)
 print("rest", len(rest), *(int(value) for (batch,) in rest for value in batch))
 for (batch,) in accelerator.prepare(dropping):
     print("dropping", *accelerator.gather_for_metrics(batch).tolist())
+for batch in accelerator.prepare(short):
+    print("short", *accelerator.gather_for_metrics(batch["n"]).tolist(), *batch["name"])
 left = accelerator.prepare(loader, device_placement=[False])
 print("left", left.device)
 accelerator.end_training()

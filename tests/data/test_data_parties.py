@@ -21,6 +21,8 @@ def test_accelerate_places_batches_and_knows_the_epochs_end(notebook: Notebook) 
     gathered = [line.split()[1:] for line in lines if line.startswith("gathered")]
     assert sorted(int(value) for values in gathered for value in values) == list(range(16))
     assert [line for line in lines if line.startswith("dropping")] == ["dropping 0 1 2 3"]
+    shorts = [line for line in lines if line.startswith("short")]
+    assert shorts == ["short 0 1 2 3 4 5 6 7 0 1 2 3", "short 8 9 10 8 9 10"]
     assert "placed meta" in lines
     assert "left None" in lines
     resumed = [
