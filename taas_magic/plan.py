@@ -288,6 +288,11 @@ class Plan(RunOptions, frozen=True, kw_only=True):
         named = f'run "{self.name}" ({self.run_id})' if self.name else f"run {self.run_id}"
         return f'{named} on pool "{self.pool}" exceeded the timeout of {self.timeout_s:g} s'
 
+    @property
+    def clearing_rank(self) -> int:
+        """Number of the lowest shown rank, whose `clear_output` clears the output of all ranks."""
+        return min(self.log_ranks or self.ranks or {0})
+
     def shows_lines(self, rank: int) -> bool:
         """Return whether the notebook shows the lines that a rank prints."""
         return not self.log_ranks or rank in self.log_ranks

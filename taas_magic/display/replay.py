@@ -321,7 +321,7 @@ class _PastOutput:
         """
         self._last_number += 1
         match event:
-            case ClearOutput() if event.rank == min(self._plan.log_ranks or {0}):
+            case ClearOutput() if event.rank == self._plan.clearing_rank:
                 self._clear()
             case Display() if not self._plan.shows_displays(event.rank):
                 pass

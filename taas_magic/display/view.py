@@ -381,7 +381,6 @@ class View:
         state.began = state.began or now
         self._screen = screen_for(get_ipython(), plan)
         limit_bytes = self._screen.limit_bytes + (TAIL_BYTES if past else 0)
-        self._clearing_rank = min(plan.log_ranks or plan.ranks or {0})
         self._log = LogText(plan, state.run_dir, limit_bytes)
         self._written_at = float("-inf")
         self._head_at = now
@@ -440,7 +439,7 @@ class View:
                     self._log.add_line(f"[{event.rank}] displays:")
                 self._write(now)
                 self._screen.display(event if plan.trusted else _without_active_content(event))
-            case ClearOutput() if event.rank == self._clearing_rank:
+            case ClearOutput() if event.rank == self._state.plan.clearing_rank:
                 self._log.flush()
                 self._write(now)
                 self._screen.clear(event.wait)

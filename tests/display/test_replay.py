@@ -180,6 +180,9 @@ def test_output_that_rank_0_cleared_is_not_shown() -> None:
     shown = event("display", rank=0, data={"text/plain": "old"})
     events = [*printed(0, 2, "a"), shown, event("clear", rank=0), *printed(0, 1, "b")]
     assert texts(replayed(events).pieces()) == ["0:b 0"]
+    # in a cell with `--ranks 1`, rank 1 clears the output
+    events = [*printed(1, 2, "a"), event("clear", rank=1), *printed(1, 1, "b")]
+    assert texts(replayed(events, new_state(world_size=2, ranks=(1,))).pieces()) == ["1:b 0"]
 
 
 def test_the_elapsed_time_begins_when_the_hosts_are_ready() -> None:
