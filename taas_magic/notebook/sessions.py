@@ -290,7 +290,8 @@ class Session:
         The session's own run starts the ranks. Before the start, create this run's folder, and
         write the run's plan, `context` and the session's flags to it. Hold the folder's lock during
         the start. If the session has the flag `--detach`, detach the run when the ranks have
-        started. If the user ends the wait by two interrupts, kill ranks that start later.
+        started. If the user ends the wait by two interrupts, kill ranks that start later. If the
+        pool refuses the start, remove the folder.
 
         Args:
             connection: Connection to the process of the ranks' pool.
@@ -320,7 +321,14 @@ class Session:
         )
 
         def launch() -> None:
-            self.hosts = tuple(connection.launch(spec, self._on_run_event))
+            try:
+                self.hosts = tuple(connection.launch(spec, self._on_run_event))
+            except PoolError:
+                # If the pool has refused the start, no rank can start later. If the pool does not
+                # respond, ranks may start later, and need the folder.
+                if connection.is_ready:
+                    folder.discard()
+                raise
             if self.is_detached:
                 connection.call(Detach(self.run_id))
             if not self._is_wanted:

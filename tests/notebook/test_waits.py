@@ -16,10 +16,12 @@ import pytest
 from taas_magic.config import Config, PoolConfig
 from taas_magic.display.view import View
 from taas_magic.errors import PoolError, RunLost
+from taas_magic.host.spec import LaunchRanks
 from taas_magic.host.system import status_of
-from taas_magic.notebook import pools
+from taas_magic.messages import StartResponse
+from taas_magic.notebook import pools, runs
 from taas_magic.notebook.run import Interrupts, RunDriver
-from taas_magic.pool.client import ConnectionEnded, Pool, PoolWait
+from taas_magic.pool.client import ConnectionEnded, Pool, PoolConnection, PoolWait
 from taas_magic.pool.process import PoolFolder
 from tests.conftest import carriers
 from tests.events import event, new_state
@@ -290,6 +292,26 @@ def test_a_pool_that_is_killed_during_a_launch_is_reported_in_plain_words(
     assert f"its process {process.pid} was killed by SIGKILL" in outcome.shown
     assert "ConnectionPool" not in outcome.shown and "hangs" not in outcome.shown
     assert notebook.run("print('on')", gpus=1).lines == {0: ["on"]}
+
+
+def test_a_session_that_its_pool_refuses_to_start_is_no_run(
+    notebook: Notebook, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A host that fails between the wait for hosts and the start cannot be had at will."""
+    call = PoolConnection.call
+
+    def refuse(connection: PoolConnection, request: Any, *about: Any) -> Any:
+        if isinstance(request, LaunchRanks) and request.run.is_session:
+            return StartResponse(error="its only host is gone")
+        return call(connection, request, *about)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(PoolConnection, "call", refuse)
+        outcome = notebook.run("pass", "--session exp --name cell", gpus=1)
+    assert 'pool "local": its only host is gone' in str(outcome.error)
+    assert [(run.name, run.state) for run in runs.newest_first()] == [("cell", "FAILED")]
+    assert notebook.run("print('on')", "--session exp", gpus=1).lines == {0: ["on"]}
+    notebook.shell.run_line_magic("taas", "end exp")
 
 
 HASTY = PoolConfig("local", start_timeout_s=5)
