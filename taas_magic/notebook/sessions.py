@@ -23,7 +23,7 @@ from taas_magic.capture.session_variables import RankVariables, VariablesToSend
 from taas_magic.config import did_you_mean, working_folder
 from taas_magic.display.failure import headline
 from taas_magic.display.log import rank_ranges
-from taas_magic.errors import PoolError, UsageError, listed
+from taas_magic.errors import PoolError, UsageError, interrupted, listed
 from taas_magic.host.spec import Origin, RunSpec
 from taas_magic.journal.folder import RunContext, RunFolder, state_dir
 from taas_magic.messages import (
@@ -596,16 +596,19 @@ class Session:
 
         Raises:
             PoolError: The pool does not respond, or the ranks did not end within `END_S` seconds.
-            KeyboardInterrupt: The user interrupted the wait.
+            KeyboardInterrupt: The user interrupted the wait. The session still ends.
         """
         connection = self._connection
         if connection is None or self.has_ended:
             return
         self._notes.append("you ended it")
-        interrupts.wait_for(lambda: connection.halt(self.run_id, "interrupt"))
-        interrupts.wait_for(lambda: self._end_event.wait(END_S))
-        for thread in self._closing:
-            interrupts.wait_for(partial(thread.join, END_S))
+        try:
+            interrupts.wait_for(lambda: connection.halt(self.run_id, "interrupt"))
+            interrupts.wait_for(lambda: self._end_event.wait(END_S))
+            for thread in self._closing:
+                interrupts.wait_for(partial(thread.join, END_S))
+        except KeyboardInterrupt:
+            raise interrupted(f"Stopped by you; session {self.name} is still ending.") from None
         if not self._end_event.is_set():
             raise PoolError(
                 f'session "{self.name}" did not end within {END_S:.0f} s; the pool ends its hosts'

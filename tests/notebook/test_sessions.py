@@ -17,7 +17,7 @@ from taas_magic.notebook import sessions
 from tests.cellfiles import cells_of
 from tests.eventually import eventually
 from tests.frontend import Frontend
-from tests.harness import below, left_of, listening_ports
+from tests.harness import AGENT, below, left_of, listening_ports, words
 
 pytestmark = [pytest.mark.usefixtures("no_leftovers")]
 
@@ -805,6 +805,34 @@ def test_an_ended_session_names_the_line_that_starts_it_again(session: Frontend)
         assert "was started with --shared-writes parts --shared-writes more. Leave" in said
     finally:
         session.run("%taas down lab\nimport os\nos.remove('taas.toml')")
+
+
+SAYS_HALTED = """
+from taas_magic.pool.client import PoolConnection
+
+def halt_and_say(*about, halt=PoolConnection.halt):
+    PoolConnection.halt = halt
+    print("halting", flush=True)
+    halt(*about)
+
+PoolConnection.halt = halt_and_say
+"""
+
+
+def test_an_interrupt_of_the_command_end_says_that_the_session_still_ends(
+    session: Frontend,
+) -> None:
+    ranks = ranks_of(session)
+    [agent] = [it for it in session.process.children(recursive=True) if AGENT in words(it)]
+    session.run(SAYS_HALTED)
+    agent.suspend()  # so that the ranks do not end yet
+    request = session.send("%taas end exp")
+    session.wait(lambda: "halting" in session.text(request))
+    session.manager.interrupt_kernel()
+    reply = session.finish(request)
+    agent.resume()
+    assert reply["evalue"] == "Stopped by you; session exp is still ending."
+    assert not left_of(ranks)
 
 
 WAIT_FOR_END = """
