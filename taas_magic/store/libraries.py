@@ -114,7 +114,8 @@ def _replace_all(view: StoreView, calls: list[_Call]) -> None:
 
 def _replace_where_imported(name: str, real: object, replacement: object) -> None:
     for module in list(sys.modules.values()):
-        if vars(module).get(name) is real:
+        # An entry can also be None, which blocks an import, or an object without a `__dict__`.
+        if getattr(module, "__dict__", {}).get(name) is real:
             setattr(module, name, replacement)
 
 

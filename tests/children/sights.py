@@ -6,6 +6,7 @@ import os
 import pathlib
 import shutil
 import subprocess
+import sys
 from typing import Any
 
 import numpy
@@ -93,6 +94,7 @@ def maps_tensors() -> None:
 
 def saves_with_libraries() -> None:
     """Save and load with libraries that open files in C, C++ and Rust."""
+    sys.modules["tensorflow"] = None  # type: ignore[assignment]  # blocks the import of a module
     from safetensors import safe_open
     from safetensors.torch import load_file, save_file
     from tokenizers import Tokenizer, models
