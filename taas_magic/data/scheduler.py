@@ -565,7 +565,7 @@ class PrefetchBuffer:
         depends on the first batch that a connection must send next:
 
         - There is no such batch: the result is (0, 0).
-        - The fetcher serves one rank (`FetcherPart.has_one_rank`): the result is this batch.
+        - The fetcher serves one rank (`FetcherPart.ranks`): the result is this batch.
         - The fetcher serves several ranks: the result is slot 0 of this batch's epoch, because a
           slower rank may need any batch of the epoch.
         """
@@ -573,7 +573,7 @@ class PrefetchBuffer:
             ((one.epoch, one.slot) for one in self._due.values() if one.kind is RequestKind.GET),
             default=(0, 0),
         )
-        return due if self._part.has_one_rank else (due[0], 0)
+        return due if self._part.ranks == 1 else (due[0], 0)
 
     def _is_kept(self, request: LoaderRequest, prepared: PreparedResponse) -> bool:
         """Return whether a batch stays in the buffer until its epoch is over.

@@ -101,7 +101,7 @@ class FetcherPart:
         keep_first: Number of first batches of each epoch that the fetcher keeps until the epoch is
             over, because ranks may repeat them (`uneven="pad"`). Used only for streams, in which a
             worker cannot go back.
-        ranks: Number of ranks that request batches from this fetcher.
+        ranks: Number of ranks that request batches from this fetcher; 1 for a rank's own server.
     """
 
     index: int = 0
@@ -112,14 +112,6 @@ class FetcherPart:
     units: int | None = None
     keep_first: int = 0
     ranks: int = 1
-
-    @property
-    def has_one_rank(self) -> bool:
-        """Whether the batches are for only one of several ranks.
-
-        This is the case if the run has no fetchers and each rank has its own data server.
-        """
-        return self.stride > 1
 
     def assigned_worker(self, slot: int, streams: int | None) -> tuple[int, int]:
         """Return the number of the fetcher that prepares a batch, and the number of its worker."""

@@ -53,7 +53,6 @@ def buffer_of(
     worker_for: Callable[[LoaderRequest], int | None] = lambda request: None,
     has_streams: bool = False,
     keep_first: int = 0,
-    has_one_rank: bool = False,
     ranks: int = 1,
     streams: int = 1,
     fetchers: int = 1,
@@ -67,7 +66,6 @@ def buffer_of(
         worker_for: Returns the only worker that may prepare a request, or None for any worker.
         has_streams: Whether the loader's dataset is iterable-style.
         keep_first: Number of first batches that the buffer keeps for padding.
-        has_one_rank: Whether only one rank needs the batches, as in a rank's own data server.
         ranks: Number of ranks.
         streams: Number of streams, if the loader has streams.
         fetchers: Number of fetchers.
@@ -75,8 +73,7 @@ def buffer_of(
     ahead = PrefetchOrder(FetcherPart(workers=workers))
     for epoch in range(60):
         ahead.record_epoch(epoch, EpochDescription(batches, streams if has_streams else None, 0))
-    stride = 2 if has_one_rank else 1
-    part = FetcherPart(fetchers=fetchers, stride=stride, keep_first=keep_first, ranks=ranks)
+    part = FetcherPart(fetchers=fetchers, keep_first=keep_first, ranks=ranks)
     buffer = PrefetchBuffer(budget_bytes, ahead, worker_for, part)
     buffer.record_kind(streams if has_streams else None)
     return buffer
@@ -199,7 +196,7 @@ def test_the_only_rank_of_a_stream_needs_no_batches_before_the_next_one() -> Non
     """
     budget_bytes = 3 * (BATCH_BYTES + 1280)
     for has_one_rank in (False, True):
-        buffer = buffer_of(budget_bytes, has_streams=True, has_one_rank=has_one_rank)
+        buffer = buffer_of(budget_bytes, has_streams=True, ranks=1 if has_one_rank else 2)
         for slot in range(8):
             buffer.add_request("rank", key(slot), only_count=bool(slot % 2))
         for slot in range(6):
