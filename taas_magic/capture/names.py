@@ -245,8 +245,9 @@ class UsedNames:
     def _branch(self, statements: Sequence[ast.stmt], bound: set[str] | None = None) -> set[str]:
         """Record the names in a block that may not run, such as the body of an `if`.
 
-        After this call, `_defined` has no names that only the block sets, because the block may not
-        have run.
+        The block may not have run. So after this call, `_defined` has no names that only the block
+        sets, and `_later` and `definitions` still have the functions that the block called or
+        replaced.
 
         Args:
             bound: Names that are set before the block runs, such as loop variables.
@@ -256,8 +257,12 @@ class UsedNames:
             that were set before the block.
         """
         outside, self._defined = self._defined, self._defined | (bound or set())
+        later, definitions = dict(self._later), dict(self.definitions)
         self.walk(statements)
         inside, self._defined = self._defined, self._defined & outside
+        for by_name, before in ((self._later, later), (self.definitions, definitions)):
+            for name, reads in before.items():
+                by_name[name] = reads | by_name.get(name, frozenset())
         return inside
 
     def _statement(self, node: ast.stmt) -> None:

@@ -75,6 +75,23 @@ def test_names_in_a_body_count_if_another_function_uses_it() -> None:
     assert used_names("def f(): return x\nf()").why == {"x": "`f` uses it"}
 
 
+@pytest.mark.parametrize("block", ["if a:", "while a:", "for i in a:", "with suppress(a):", "try:"])
+@pytest.mark.parametrize("statements", ["x = 1; f()", "f = a"])
+def test_names_in_a_body_count_if_a_block_that_may_not_run_uses_it(
+    block: str, statements: str
+) -> None:
+    after = "except a: pass\n" if block == "try:" else ""
+    source = f"def f(): return x\n{block}\n    {statements}\n{after}f()"
+    assert reads(source) - {"suppress"} == {"a", "x"}
+
+
+def test_a_function_that_a_block_defines_again_may_still_be_the_first_one() -> None:
+    source = "def f(): return x\nif a:\n    x = 1\n    f()\n    def f(): return y\nf()"
+    assert reads(source) == {"a", "x", "y"}
+    used = used_names("def f(): return x\nif a: f = a")
+    assert used.definitions == {"f": {"x"}}
+
+
 def test_names_in_decorated_functions_and_lambdas_count_at_once() -> None:
     assert reads("@register\ndef f(): return x") == {"register", "x"}
     assert reads("f = lambda: x") == {"x"}
