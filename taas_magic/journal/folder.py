@@ -35,7 +35,7 @@ import msgspec
 from taas_magic import messages
 from taas_magic.errors import PoolError, reason_of
 from taas_magic.journal import metrics
-from taas_magic.journal.reader import JournalReader
+from taas_magic.journal.reader import JournalReader, decode_lines
 from taas_magic.messages import (
     ClearOutput,
     Display,
@@ -322,13 +322,10 @@ class RunFolder:
     def read_events(self) -> Iterator[Event]:
         """Yield all events that are in the journal now; skip lines that cannot be decoded.
 
-        A line can be incomplete because another process is just writing it, the disk was full, or
-        the writing process was killed.
+        Also skip an incomplete last line, because another process may just be writing it.
         """
         for chunk in JournalReader(self.events).chunks():
-            for line in chunk.splitlines():
-                with contextlib.suppress(msgspec.DecodeError):
-                    yield messages.decode_event(line)
+            yield from decode_lines(chunk)
 
 
 KEPT_FREE_BYTES = 64 << 20

@@ -21,6 +21,16 @@ CHUNK_BYTES = 1 << 18
 _TAIL_BYTES = 1 << 16
 
 
+def decode_lines(chunk: bytes) -> Iterator[Event]:
+    """Yield the events of whole lines of a journal; skip lines that cannot be decoded.
+
+    A line can be incomplete because the disk was full, or the writing process was killed.
+    """
+    for line in chunk.splitlines():
+        with contextlib.suppress(msgspec.DecodeError):
+            yield decode_event(line)
+
+
 class JournalReader:
     """Reader of one journal.
 

@@ -5,9 +5,6 @@ The view reads only the run's folder, and needs no connection to the pool.
 
 import sys
 import time
-from contextlib import suppress
-
-from msgspec import DecodeError
 
 from taas_magic.display.failure import details, with_labels
 from taas_magic.display.head import RunState
@@ -15,8 +12,7 @@ from taas_magic.display.replay import Replay
 from taas_magic.display.view import View
 from taas_magic.errors import interrupted
 from taas_magic.journal.folder import RunFolder
-from taas_magic.journal.reader import JournalReader
-from taas_magic.messages import decode_event
+from taas_magic.journal.reader import JournalReader, decode_lines
 from taas_magic.notebook import heads
 from taas_magic.notebook.run import Interrupts
 from taas_magic.notebook.runs import Run, still_active_message
@@ -84,7 +80,8 @@ def _show_events(run: Run, interrupts: Interrupts) -> RunState:
         is_silent = True
         for chunk in reader.chunks():
             is_silent = False
-            _feed_lines(view, chunk)
+            for event in decode_lines(chunk):
+                view.feed(event, event.time)
         view.tick(now())
         if is_silent and now() - checked_at > CHECK_S:
             checked_at = now()
@@ -96,10 +93,3 @@ def _show_events(run: Run, interrupts: Interrupts) -> RunState:
     else:
         heads.close_view(run, view, state, NOT_ATTACHED)
     return state
-
-
-def _feed_lines(view: View, chunk: bytes) -> None:
-    for line in chunk.splitlines():
-        with suppress(DecodeError):
-            event = decode_event(line)
-            view.feed(event, event.time)
