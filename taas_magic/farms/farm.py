@@ -223,7 +223,11 @@ class Farm:
         self.state = FarmState(self.name, ", ".join(settings.pools), settings.least, settings.most)
         self._process, address = _start_process(settings, self.folder)
         self.state.slots = address.slots
-        self._client = _connect(address)
+        try:
+            self._client = _connect(address)
+        except BaseException:  # such as an interrupt by the user
+            _end_process(self._process)
+            raise
         self._stored_parts = _StoredParts(self._client)
         self._jobs: dict[str, tuple[Job, Future, list[Part]]] = {}
         self._on_solution: list[Callable[[Job], None]] = []
@@ -371,8 +375,7 @@ class Farm:
     def close(self) -> None:
         """Cancel the jobs that have not ended, release the hosts and end the farm's process.
 
-        If the process has not ended after `END_S`, kill it. Then show the farm as closed. A further
-        call does nothing.
+        Then show the farm as closed. A further call does nothing.
         """
         if self._closed.is_set():
             return
@@ -381,13 +384,7 @@ class Farm:
         self.cancel(self._unfinished())
         self._ended.put(None)
         disconnect(self._client)
-        assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # the farm's process has ended
-            # The line makes the process end. Closing the pipe may not be enough, because a fork of
-            # the kernel may have the pipe open.
-            self._process.stdin.write(b"\n")
-            self._process.stdin.close()
-        wait_or_kill(self._process, END_S)
+        _end_process(self._process)
         self.state.mark_closed()
         self._show()
 
@@ -983,6 +980,17 @@ def _start_process(
         why = "did not start" if has_answered else f"did nothing for {START_TIMEOUT_S:g} s"
         raise PoolError(f"the farm's process {why}:\n{log_tail(path)}")
     return process, messages.from_json(line, FarmAddress)
+
+
+def _end_process(process: subprocess.Popen[bytes]) -> None:
+    """Make the farm's process release the hosts and end. If it runs after `END_S`, kill it."""
+    assert process.stdin is not None
+    with contextlib.suppress(BrokenPipeError):  # the farm's process has ended
+        # The line makes the process end. Closing the pipe may not be enough, because a fork of the
+        # kernel may have the pipe open.
+        process.stdin.write(b"\n")
+        process.stdin.close()
+    wait_or_kill(process, END_S)
 
 
 def _connect(address: FarmAddress) -> "Client":

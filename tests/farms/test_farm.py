@@ -390,6 +390,21 @@ def test_the_error_of_a_farm_whose_process_does_not_start_has_its_log(
     assert programs("process") <= before
 
 
+def test_a_farm_that_cannot_connect_to_its_process_ends_the_process(
+    several: Notebook, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import distributed
+
+    def refuse(*args: object, **options: object) -> None:
+        raise OSError("no connection")
+
+    before = programs("process")
+    monkeypatch.setattr(distributed, "Client", refuse)
+    with pytest.raises(OSError, match="no connection") as error:
+        taas.farm("many")
+    assert programs("process") <= before, error  # its frames still refer to the process
+
+
 def test_a_node_reaches_no_file_outside_of_its_jobs_folders(farm: Farm, tmp_path: Path) -> None:
     packed = pickling.dump("the result")
 
