@@ -7,6 +7,7 @@ heartbeats use the same connection and must not wait for long.
 """
 
 import os
+import platform
 import re
 import shutil
 import sys
@@ -57,7 +58,8 @@ _MAX_LISTED = 5
 class RunFolderCopy:
     """The copy of the run folder on a host that does not share the notebook's run folder.
 
-    The constructor removes an older copy, and creates an empty copy. `copy_in` fills the copy.
+    The constructor removes an older copy, and creates an empty copy. `copy_in` fills the copy. The
+    copy's name contains the name of this host, because several hosts may share a home folder.
 
     Args:
         cache: Folder in which the copy is created.
@@ -65,7 +67,7 @@ class RunFolderCopy:
 
     def __init__(self, spec: ShareSpec, send_request: SendRequest, cache: Path) -> None:
         self._send_request, self._sizer = send_request, MessageSizer()
-        self._folder = RunFolder(cache / spec.plan.run_id)
+        self._folder = RunFolder(cache / f"{spec.plan.run_id}@{platform.node()}")
         self._attempt = spec.attempt
         self.close()
         (self._folder.path / "logs").mkdir(mode=0o700, parents=True)

@@ -1,4 +1,4 @@
-"""Tests of runs on hosts that share no files with the notebook."""
+"""Tests of runs on hosts that share no files with the notebook, but a home folder."""
 
 import re
 from collections.abc import Iterator
@@ -20,8 +20,12 @@ MEET, FORGES = cells_of("forged_results")
 
 
 @pytest.fixture(scope="module")
-def hosts() -> Iterator[Hosts]:
-    with hosts_up(2) as hosts:
+def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
+    """Run two hosts that have the same `~/.cache`, as hosts with one home folder do."""
+    cache = tmp_path_factory.mktemp("cache")
+    with hosts_up(2, share=[cache]) as hosts:
+        for number in (1, 2):
+            hosts.exec(number, "sh", "-c", f"ln -s {cache} ~/.cache")
         yield hosts
 
 
