@@ -1189,7 +1189,7 @@ class PoolRun(Share):
             )
         else:
             for share_host in others:
-                share_host.ended = share_host.host.address not in running
+                share_host.ended = share_host.ended or share_host.host.address not in running
 
     async def _start_ranks(
         self,

@@ -21,16 +21,26 @@ from taas_magic.host.spec import (
     LaunchRanks,
     Origin,
     RunSpec,
+    StartShare,
     fetchers_share_id,
 )
-from taas_magic.messages import DescribeHost, FetcherEnded, GetStatus, Note, Request
+from taas_magic.messages import (
+    DescribeHost,
+    Failure,
+    FetcherEnded,
+    GetStatus,
+    Note,
+    RanksEnded,
+    Request,
+)
 from taas_magic.plan import DataPlan, Flags, HostCapacity, make_plan
 from taas_magic.pool.controller import Controller
 from taas_magic.pool.gate import PoolScheduler
 from taas_magic.pool.hosts import PoolHost, PoolHosts
-from taas_magic.pool.runs import RunClock
+from taas_magic.pool.runs import PoolRun, RunClock
 from taas_magic.store.manifest import ManifestEntry
 from taas_magic.store.requests import FilePiece, FileRoot, WriteFiles
+from tests.eventually import HUNG_S
 from tests.harness import below, words
 from tests.rig.pools import pool_here
 
@@ -225,6 +235,34 @@ def test_preferred_hosts_are_chosen_first_and_then_those_with_the_fewest_runs() 
             pool_hosts._hosts[str(number)] = PoolHost(str(number), name=f"h{number}", runs=runs)
         assert [m.name for m in pool_hosts.choose(3)] == ["h2", "h1", "h3"]
         assert [m.name for m in pool_hosts.choose(2, preferred=["0"])] == ["h0", "h2"]
+
+    asyncio.run(play())
+
+
+def test_a_run_whose_hosts_are_all_lost_during_a_restart_ends() -> None:
+    """The second host is lost while the first host tries to start the second attempt."""
+    capacity = HostCapacity(gpus=1, cores=1)
+    plan = make_plan(Flags(gpus=2, max_restarts=1), capacity, "a-run", max_hosts=2)
+    hosts = [PoolHost(f"tls://host:{number}", name=f"h{number}") for number in (1, 2)]
+
+    async def call(address: str, request: Request[Any]) -> int:
+        if isinstance(request, StartShare) and request.is_next_attempt:
+            run.record_lost_host(hosts[1], "it is silent")
+            raise PoolError("it is gone, too")
+        return 1
+
+    pool_hosts = mock.Mock(PoolHosts, are_local=True, start_timeout_s=0, call=call)
+    pool_hosts.acquire.return_value = pool_hosts.all.return_value = hosts
+    spec = RunSpec(plan, "/", Origin("/", {}, ()))
+    run = PoolRun(spec, "", pool_hosts, mock.Mock(), mock.Mock())
+
+    async def play() -> None:
+        await run.start()
+        for rank, host in enumerate(hosts):
+            failures = [Failure(rank=rank)]
+            run.on_event(host.address, RanksEnded(state="FAILED", failures=failures))
+        ended = await asyncio.wait_for(run.run_to_end(), HUNG_S)
+        assert (ended.state, ended.attempt) == ("LOST", 1)
 
     asyncio.run(play())
 
