@@ -41,7 +41,7 @@ class ProcessGroupPrefixes:
         self._cell, self._groups = number, 0
 
     def install(self) -> None:
-        """Replace torch's `init_process_group` in this process by the wrapper.
+        """Replace torch's `init_process_group` in this process by the wrapper, in all its modules.
 
         The wrapper calls torch's function with a store that has a new key prefix. In three cases,
         the wrapper passes the arguments on unchanged: the caller passes a store, the caller passes
@@ -61,6 +61,7 @@ class ProcessGroupPrefixes:
 
         dist.init_process_group = init_process_group
         dist.distributed_c10d.init_process_group = init_process_group
+        dist.device_mesh.init_process_group = init_process_group  # type: ignore[attr-defined]
 
     def _connect_to_store(self, passed: dict[str, Any]) -> dict[str, Any]:
         """Connect to the key-value store; return `store`, `rank` and `world_size` for torch.

@@ -653,6 +653,16 @@ def test_an_error_on_a_rank_ends_the_cell_and_not_the_session(session: Frontend)
     assert printed(session, f"%%taas --session exp\n{anew}{total}") == ["2.0"]
 
 
+def test_a_device_mesh_creates_the_process_group_again(session: Frontend) -> None:
+    """Rank 0 is faster than rank 1, but must not use rank 1's old address."""
+    imports = "import time\nfrom torch.distributed.device_mesh import init_device_mesh"
+    session.run(f"%%taas --session exp\n{imports}")
+    anew = "dist.destroy_process_group()\ntime.sleep(rank)\nmesh = init_device_mesh('cpu', (2,))\n"
+    total = "x = torch.ones(1)\ndist.all_reduce(x)\nprint(x.item())"
+    for _ in range(2):
+        assert printed(session, f"%%taas --session exp\n{anew}{total}") == ["2.0"]
+
+
 def test_an_interrupt_ends_collectives_that_do_not_match_and_the_ranks_stay(
     session: Frontend,
 ) -> None:
