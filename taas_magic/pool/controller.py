@@ -563,8 +563,8 @@ class Controller(SchedulerPlugin):
         Release the project store and close the journal before the kernel gets the end event. If
         this takes longer than `END_EVENT_WAIT_S`, send the event anyway.
 
-        Then remove the payload from the run folder, and end the run's fetchers if no kernel owns
-        them. For a detached run, also run the `notify` command.
+        Then remove the payload from the run folder if possible, and end the run's fetchers if no
+        kernel owns them. For a detached run, also run the `notify` command.
 
         Args:
             until_end: Exit stack that closes the journal, releases the project store, and removes
@@ -578,7 +578,8 @@ class Controller(SchedulerPlugin):
             await asyncio.wait({closing}, timeout=END_EVENT_WAIT_S)  # the disk may hang
         if run.owner:
             run.send_event(encoded)
-        await asyncio.to_thread(journal.folder.payload.unlink, missing_ok=True)
+        with contextlib.suppress(OSError):  # the fetchers must end, even if the disk has failed
+            await asyncio.to_thread(journal.folder.payload.unlink)
         is_detached = run.run_id in self._fetchers_of
         await self._end_fetchers(run)
         if is_detached:

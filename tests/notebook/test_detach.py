@@ -195,6 +195,9 @@ class Numbers(Dataset):
 numbers = taas.register(DataLoader(Numbers(), batch_size=1, num_workers=1), name="numbers")
 """
 FED = """%%taas --gpus 1 --cpus 1 {pool} --out seen --max-restarts 1 --detach
+import os
+os.remove(os.environ["TAAS_PAYLOAD"])
+os.mkdir(os.environ["TAAS_PAYLOAD"])
 seen = [int(batch) for batch in numbers]
 """
 TWO_POOLS = """
@@ -212,6 +215,7 @@ notify = "env | grep ^TAAS_RUN_ > told"
 def test_fetchers_of_a_detached_run_continue_in_any_pool(
     frontend: Frontend, tmp_path: Path, pool: str
 ) -> None:
+    """The run is cleaned up at its end, although the pool cannot remove its payload."""
     project = tmp_path / "fed"
     project.mkdir()
     (project / "taas.toml").write_text(TWO_POOLS)
