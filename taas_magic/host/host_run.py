@@ -96,8 +96,12 @@ from taas_magic.store.requests import SendRequest
 POLL_S = 0.25
 """Maximum seconds between two checks of the processes of a share."""
 
-CLEAN_UP_S = 120.0
-"""Maximum seconds that `start_next_attempt` waits for the cleanup after the current attempt."""
+CLEAN_UP_S = 3600.0
+"""Maximum seconds that `start_next_attempt` waits for the cleanup after the current attempt.
+
+The limit is long because the host sends rank 0's last checkpoint to the project store, from which
+the other hosts copy the checkpoint.
+"""
 
 FAILED_GRACE_S = 1.0
 """Seconds between SIGTERM and SIGKILL for the ranks that still run when a rank has failed."""

@@ -50,8 +50,11 @@ instead.
 CELL_END_S = 20.0
 """Maximum seconds that an ending session waits for the end of its current cell."""
 
-START_S = 60.0
-"""Maximum seconds that a cell waits until its session has started the ranks."""
+START_S = 3600.0
+"""Maximum seconds that a cell waits until its session has started the ranks.
+
+The limit is long because a session first copies the project store to a host that does not share it.
+"""
 
 _CHECK_S = 0.02
 
@@ -298,7 +301,11 @@ class HostSession(HostRun):
             PoolError: The ranks have not started in time, the session has ended or is ending, or
                 another cell uses the ranks.
         """
-        self._started.wait(START_S)
+        if not self._started.wait(START_S):
+            raise PoolError(
+                f"session {self.spec.plan.session} is still starting on host {self.host}; run the "
+                "cell again later"
+            )
         with self._cell_lock:
             if self._attempt is None or self._attempt.ended is not None or self._is_over:
                 raise PoolError(f"session {self.spec.plan.session} has ended on host {self.host}")

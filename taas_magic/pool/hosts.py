@@ -84,10 +84,7 @@ ASK_AGAIN_S = 0.5
 """Seconds between two requests to the engine, while too few hosts can start ranks."""
 
 CALL_S = 150.0
-"""Maximum seconds for a host to respond to a request.
-
-The limit is long because of one request: the start of a run's next attempt. For this request, the
-agent first waits up to `CLEAN_UP_S` until the host has cleaned up after the previous attempt.
+"""Maximum seconds for a host to respond to a request. `pool/runs.py` has another limit, `FILES_S`.
 """
 
 REPORT_HOST_AFTER_S = 1.5
@@ -311,14 +308,13 @@ class PoolHosts(SchedulerPlugin):
                 {m.agent for m in self._hosts.values() if not m.is_returned}
             )
 
-    async def call(self, address: str, request: Request[_T]) -> _T:
+    async def call(self, address: str, request: Request[_T], limit_s: float = CALL_S) -> _T:
         """Send a request to a host's agent and return the response.
-
-        A host that can start ranks must respond within `CALL_S`. Any other host has no time limit,
-        because it may still be importing modules.
 
         Args:
             address: Dask's address of the host's agent.
+            limit_s: Maximum seconds for the response of a host that can start ranks. Any other host
+                has no time limit, because it may still be importing modules.
 
         Raises:
             PoolError: The host is gone, did not respond in time, failed to handle the request, or
@@ -327,16 +323,16 @@ class PoolHosts(SchedulerPlugin):
         host = self._hosts.get(address)
         if host is None:
             raise PoolError(f"the host at {address} is gone")
-        limit_s = CALL_S if host.name else None
+        limit = limit_s if host.name else None
         number, name, who = next(_numbers), request.op(), f"host {host.name or address}"
         answer = host.pending[number] = asyncio.get_running_loop().create_future()
         self._send(address, op=CALL, id=number, name=name, request=to_bytes(request))
         try:
-            return request.read_answer(await asyncio.wait_for(answer, limit_s))
+            return request.read_answer(await asyncio.wait_for(answer, limit))
         except ValueError as error:
             raise PoolError(f"{who} answered {name}: {error}") from error
         except asyncio.TimeoutError:
-            raise PoolError(f"{who} did not answer {name} within {CALL_S:.0f} s") from None
+            raise PoolError(f"{who} did not answer {name} within {limit_s:.0f} s") from None
         finally:
             del host.pending[number]
 

@@ -54,9 +54,17 @@ from taas_magic.messages import (
 )
 from taas_magic.plan import DataPlan, Plan, ranks_with_results
 from taas_magic.pool.files import FileServer, OwnedFiles
-from taas_magic.pool.hosts import BackgroundTasks, PoolHost, PoolHosts, require_fit
+from taas_magic.pool.hosts import CALL_S, BackgroundTasks, PoolHost, PoolHosts, require_fit
 from taas_magic.pool.restarts import FetcherRestarts
 from taas_magic.store.requests import FileRequest
+
+FILES_S = 4000.0
+"""Maximum seconds for a host to respond if it must first copy files.
+
+A host copies files before the next attempt of a run, and before the first cell of a session. The
+limit is longer than `CLEAN_UP_S` and `START_S`, the maximum times that the agent waits for these
+copies.
+"""
 
 FURTHER_REPORTS_S = 0.3
 """Seconds for which an attempt waits for further hosts' reports after a host reports a failure.
@@ -512,8 +520,10 @@ class Share(ABC):
         share_host.host.runs.add(self.run_id)
         address = share_host.host.address
         spec = ShareSpec(self._for_hosts, share_host.host_rank, **facts)
+        limit_s = FILES_S if is_next_attempt or self._run.session else CALL_S
         try:
-            port = await self._pool_hosts.call(address, StartShare(spec, is_next_attempt))
+            start = StartShare(spec, is_next_attempt)
+            port = await self._pool_hosts.call(address, start, limit_s)
             if self.is_halted:  # an earlier `Halt` had no effect while the host was starting
                 await self._pool_hosts.call(address, Halt(self.run_id, self._how_halted))
         except PoolError:

@@ -80,6 +80,8 @@ def test_a_call_of_a_host_is_answered_without_a_new_connection(
             await controller.pool_hosts.call(member.address, named("taas_DescribeHost"))
         with pytest.raises(PoolError, match=f"{member.name}: ProtocolError: taas_Halt: .*`run_id`"):
             await controller.pool_hosts.call(member.address, named("taas_Halt"))
+        with pytest.raises(PoolError, match="did not answer taas_DescribeHost within 0 s"):
+            await controller.pool_hosts.call(member.address, DescribeHost(), limit_s=0)
         assert scheduler.rpc.open == 0
 
     with_host(play)
@@ -245,7 +247,7 @@ def test_a_run_whose_hosts_are_all_lost_during_a_restart_ends() -> None:
     plan = make_plan(Flags(gpus=2, max_restarts=1), capacity, "a-run", max_hosts=2)
     hosts = [PoolHost(f"tls://host:{number}", name=f"h{number}") for number in (1, 2)]
 
-    async def call(address: str, request: Request[Any]) -> int:
+    async def call(address: str, request: Request[Any], limit_s: float = 0.0) -> int:
         if isinstance(request, StartShare) and request.is_next_attempt:
             run.record_lost_host(hosts[1], "it is silent")
             raise PoolError("it is gone, too")
