@@ -562,7 +562,7 @@ def _small_attributes(dataset: Any) -> dict[str, Any]:
     Ranks get these attributes in the description of the loader.
 
     A small attribute is a number, a string or None, or a list or tuple of up to 1,000 such values.
-    Its pickle has at most `_SMALL_ATTRIBUTE_BYTES` bytes.
+    It can be pickled to at most `_SMALL_ATTRIBUTE_BYTES` bytes.
     """
     plain = (str, int, float, bool, type(None))
     small: dict[str, Any] = {}
@@ -570,8 +570,10 @@ def _small_attributes(dataset: Any) -> dict[str, Any]:
         elements = value if isinstance(value, (list, tuple)) else [value]
         if len(elements) > 1000 or not all(isinstance(one, plain) for one in elements):
             continue
-        if len(pickle.dumps(value)) <= _SMALL_ATTRIBUTE_BYTES:
-            small[name] = value
+        # pickle may not find the class of the value, such as a subclass of str inside a function.
+        with contextlib.suppress(AttributeError, TypeError, pickle.PicklingError):
+            if len(pickle.dumps(value)) <= _SMALL_ATTRIBUTE_BYTES:
+                small[name] = value
     return small
 
 

@@ -105,7 +105,12 @@ def test_a_wrong_rule() -> None:
 
 
 def test_the_shape_has_the_attributes_of_the_loader() -> None:
-    loader = DataLoader(Rows(10), 3, num_workers=2, drop_last=True, timeout=5)
+    class Label(str):
+        """Class inside a function, which pickle cannot find by its name."""
+
+    rows: Any = Rows(10)
+    rows.label = Label("a")
+    loader = DataLoader(rows, 3, num_workers=2, drop_last=True, timeout=5)
     shape = RegisteredLoader("train", lambda: loader).pack().shape
     assert (shape.batches, shape.samples, shape.settings["batch_size"]) == (3, 10, 3)
     assert (shape.num_workers, shape.settings["timeout"], shape.iterable) == (2, 5, False)
