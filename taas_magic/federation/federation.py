@@ -33,8 +33,8 @@ def federation(
 ) -> "Federation":
     """Return a federation: hosts of a pool that train a model together by Flower.
 
-    This function starts nothing, and checks only the types of the arguments. `Federation.run`
-    checks the arguments against taas.toml, and starts the training.
+    This function starts nothing. It checks only the types of the arguments, and that `hosts` is not
+    negative. `Federation.run` checks the arguments against taas.toml, and starts the training.
 
     Args:
         pool: Name of the pool whose hosts take part.
@@ -50,14 +50,16 @@ def federation(
         The federation, whose method `run` runs Flower's apps.
 
     Raises:
-        UsageError: An argument has a wrong type.
+        UsageError: An argument has a wrong type, or `hosts` is negative.
     """
     given = per_host or {}
     is_by_host = isinstance(given, Mapping) and all(isinstance(v, Mapping) for v in given.values())
-    if not isinstance(pool, str) or not isinstance(hosts, int) or not is_by_host:
+    is_count = isinstance(hosts, int) and hosts >= 0
+    if not isinstance(pool, str) or not is_count or not is_by_host:
         raise UsageError(
-            "taas.federation: pool needs the name of a pool, hosts a number, and per_host a dict "
-            f"for each host's name; got pool={pool!r}, hosts={hosts!r}, per_host={per_host!r}"
+            "taas.federation: pool needs the name of a pool, hosts a number that is at least 0, "
+            "and per_host a dict for each host's name; "
+            f"got pool={pool!r}, hosts={hosts!r}, per_host={per_host!r}"
         )
     return Federation(pool, given, hosts, store)
 

@@ -66,8 +66,10 @@ def test_an_address_that_this_machine_lacks_is_an_error_and_no_endless_search() 
     assert _free_port("127.0.0.1") > 0
 
 
-@pytest.mark.parametrize("wrong", [{"pool": 3}, {"hosts": "x"}, {"per_host": {"north": "/srv"}}])
-def test_an_argument_of_a_wrong_type_is_refused(wrong: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "wrong", [{"pool": 3}, {"hosts": "x"}, {"hosts": -1}, {"per_host": {"north": "/srv"}}]
+)
+def test_a_wrong_argument_is_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(UsageError, match="per_host a dict for each host's name; got pool="):
         federation(**wrong)
 
