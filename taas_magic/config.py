@@ -369,7 +369,7 @@ def parse(values: Mapping[str, Any], source: Path) -> Config:
 
     store = table("store", StoreConfig)
     if store.path:
-        path = source.parent / Path(store.path).expanduser()
+        path = source.parent / os.path.expanduser(store.path)
         store = structs.replace(store, path=str(path))
     pools = _table(values.get("pools", {}), f"{source}: [pools]")
     read = {name: _pool(name, found, source) for name, found in pools.items()}

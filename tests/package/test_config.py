@@ -172,6 +172,12 @@ def test_a_mistake_gets_one_line_with_the_file(home: Path, text: str, said: str)
     assert "\n" not in str(caught.value)
 
 
+def test_the_home_folder_of_a_user_that_does_not_exist_is_a_folder_name(home: Path) -> None:
+    """A run then reports that this store is missing, as for `--store`."""
+    found = loaded(home, "[store]\npath = '~no-such-user/x'")
+    assert found.store.path == str(home / "~no-such-user" / "x")
+
+
 @pytest.mark.parametrize(
     ("text", "size"),
     [("4GiB", 4 * 1024**3), ("500MB", 500_000_000), ("1.5G", 1_500_000_000), ("4096", 4096)],
