@@ -357,7 +357,7 @@ def _open_stream(
             (LOOPBACK, 0),
             timeout=deadline.left_s,
         )
-    except SSHException as error:
+    except _ENDED as error:
         raise jump.lost_error(f"it cannot connect to {target.address}", error) from error
     undo.callback(channel.close)
     return channel

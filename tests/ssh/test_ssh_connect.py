@@ -343,6 +343,26 @@ def test_a_host_is_reached_through_a_jump_host(hosts: Hosts, tmp_path: Path) -> 
     connection.close()
 
 
+def test_a_jump_host_that_ends_the_connection_is_named(hosts: Hosts, tmp_path: Path) -> None:
+    first = f"Host {hosts.name(2)}\n  ProxyJump {hosts.name(1)}\nHost *\n"
+
+    def kill() -> None:
+        """Kill the jump host's sshd while it connects to host 2."""
+        sent = " 02 "  # a connection in the state SYN_SENT
+        eventually(lambda: sent in hosts.exec(1, "cat", "/proc/net/tcp"))
+        hosts.kill_processes(1, "sshd")
+
+    killing = threading.Thread(target=kill)
+    hosts.deafen(2)
+    killing.start()
+    try:
+        said = refusal(target(hosts, tmp_path, 2, first))
+    finally:
+        killing.join()
+        hosts.undeafen(2)
+    assert f"host {hosts.name(1)}: it cannot connect to {hosts.address(2)}" in said
+
+
 @pytest.mark.parametrize("command", ["{}", "sh -c 'trap \"\" TERM; {}; exec sleep 600'"])
 def test_a_host_is_reached_through_a_proxy_command(
     hosts: Hosts, tmp_path: Path, command: str
