@@ -269,6 +269,8 @@ class _StandIn:
     def __init__(self) -> None:
         self.children: list[Any] = []
         self._address = os.path.join(util.get_temp_dir(), "stand-in")
+        with suppress(FileNotFoundError):
+            os.unlink(self._address)  # an earlier import may have failed
         with socket.socket(socket.AF_UNIX) as listener:
             listener.bind(self._address)
             os.chmod(self._address, 0o600)

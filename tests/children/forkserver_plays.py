@@ -52,13 +52,19 @@ def start_while_importing(gate: str, folder: str) -> None:
 
 
 def import_with_a_full_disk(gate: str, folder: str) -> None:
-    """Let the imports file become unwritable while the forkserver imports torch._dynamo."""
+    """Let the imports file be unwritable before and during the import of torch._dynamo."""
     tempfile.tempdir = folder
     forkserver.start_forkserver([])
     assert forkserver.warm_up() == []
+    new = forkserver._imports_file.with_suffix(".new")
+    new.mkdir()  # as on a full disk, no file is written
+    forkserver.start_importing_deferred()
+    eventually(lambda: forkserver._stand_ins and not forkserver._importing.locked())
+    assert not forkserver._has_deferred
+    new.rmdir()
     forkserver.start_importing_deferred()
     eventually(lambda: forkserver.importing()[0] == "torch._dynamo")
-    forkserver._imports_file.with_suffix(".new").mkdir()  # as on a full disk, no file is written
+    new.mkdir()
     Path(gate).touch()
     eventually(lambda: forkserver._has_deferred)
     assert exitcode_of("import sys; assert 'torch._dynamo' in sys.modules") == 0
