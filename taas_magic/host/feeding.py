@@ -170,6 +170,7 @@ class SessionLoaders:
         self._key = secrets.token_bytes(32)
         self._own = RankServers(self._key, _load_in_session)
         self._settings: list[FetcherSettings] = []
+        self._agreements = weakref.WeakSet[rendezvous.LoaderAgreement]()
         self._feed: RankFeed | None = None
         self._fetched: dict[int, RankFeed] = {}
         """The feeds that receive batches from fetchers, by the number of the cell with the feed's
@@ -181,7 +182,8 @@ class SessionLoaders:
         """Set the batch counts of all loaders to 0, and connect the loaders of the cell's payload.
 
         Call this method before the cell's payload is unpickled. In every cell, this method stores
-        `settings` for the data servers that start in this cell or later cells.
+        `settings` for the data servers that start in this cell or later cells. It also makes each
+        `LoaderAgreement` reconnect, because an interrupt may have cut the rank's connections.
 
         If the payload has no loaders, the current feed stays. Otherwise, this method copies the
         loaders to the session's folder, and replaces the current feed by a new `RankFeed`:
@@ -198,6 +200,8 @@ class SessionLoaders:
         """
         for loader in self._loaders():
             loader.reset_counts()
+        for earlier in self._agreements:
+            earlier.reconnect()
         self._settings.append(settings)
         served = service.read_settings(run_dir)
         if served is None:
@@ -208,6 +212,7 @@ class SessionLoaders:
         if share.plan.world_size > 1:
             run = f"{share.plan.run_id}/{number}"
             agreement = rendezvous.LoaderAgreement(self._environ, run)
+            self._agreements.add(agreement)
         self._feed = RankFeed(
             rank=self._rank,
             world_size=share.plan.world_size,

@@ -199,6 +199,11 @@ class LoaderAgreement:
         self._lock = threading.Lock()
         self._pid, self._store = 0, cast(Any, None)
 
+    def reconnect(self) -> None:
+        """Make the next call open a new connection, because the present one may be broken."""
+        with self._lock:
+            self._pid, self._store = 0, None
+
     def store_first(self, key: str, value: bytes) -> bytes:
         """Store `value` under `key`, unless `key` already has a value, for example of another rank.
 
@@ -229,7 +234,8 @@ class LoaderAgreement:
     def _client(self) -> Any:
         """Return this process's connection to the ranks' key-value store.
 
-        The first call in a process opens the connection. A fork of the rank opens a new connection.
+        The first call in a process opens the connection, and so does the first call after
+        `reconnect`. A fork of the rank opens a new connection.
         """
         with self._lock:
             if self._pid != os.getpid():

@@ -573,6 +573,28 @@ def test_a_registered_loader_serves_after_an_error_in_its_epoch(session: Fronten
     )
 
 
+OWN_SAMPLER = """import taas, torch
+from torch.utils.data import DataLoader, Sampler
+class Odd(Sampler):
+    def __iter__(self): return iter(range(1, 32, 2))
+    def __len__(self): return 16
+odd = taas.register(DataLoader(torch.arange(32), batch_size=2, sampler=Odd()))
+"""
+
+
+def test_a_loader_with_a_sampler_of_its_own_serves_after_a_cut_collective(
+    session: Frontend,
+) -> None:
+    session.run(OWN_SAMPLER)
+    epoch = "print(len(list(odd)))"
+    assert printed(session, f"%%taas --session exp\n{epoch}") == ["4"]
+    cut = "%%taas --session exp\nif rank == 1:\n    1 / 0\ndist.all_reduce(torch.ones(1))"
+    request = session.send(cut)
+    assert session.finish(request)["status"] == "error"
+    assert "was interrupted in a collective (rank 0)" in notes(session, request)
+    assert printed(session, f"%%taas --session exp\n{epoch}") == ["4"]
+
+
 def fetchers_of(frontend: Frontend, count: int) -> list[psutil.Process]:
     """Run cells until `count` fetchers of the newest cell are running; return their processes."""
     found: list[psutil.Process] = []
