@@ -21,6 +21,7 @@ from taas_magic import probe
 from taas_magic.capture.reducers import copy_environ
 from taas_magic.errors import PoolError, listed
 from taas_magic.host.spec import EventSink, HostAddress, LocalShare, RunSpec, ShareSpec
+from taas_magic.host.supervisor import is_abandoned, lock_folder
 from taas_magic.journal import timeline
 from taas_magic.journal.folder import RunFolder
 from taas_magic.messages import Note, StoreMessage, StoreReceipt
@@ -58,8 +59,9 @@ _MAX_LISTED = 5
 class RunFolderCopy:
     """The copy of the run folder on a host that does not share the notebook's run folder.
 
-    The constructor removes an older copy, and creates an empty copy. `copy_in` fills the copy. The
-    copy's name contains the name of this host, because several hosts may share a home folder.
+    The constructor removes an older copy, and copies of agents on this host that were killed. Then
+    it creates and locks an empty copy. `copy_in` fills the copy. The copy's name contains the name
+    of this host, because several hosts may share a home folder.
 
     Args:
         cache: Folder in which the copy is created.
@@ -69,9 +71,14 @@ class RunFolderCopy:
         self._send_request, self._sizer = send_request, MessageSizer()
         self._folder = RunFolder(cache / f"{spec.plan.run_id}@{platform.node()}")
         self._attempt = spec.attempt
+        self._lock: int | None = None
         self.close()
+        for earlier in filter(is_abandoned, cache.glob(f"*@{platform.node()}")):
+            shutil.rmtree(earlier, ignore_errors=True)
         (self._folder.path / "logs").mkdir(mode=0o700, parents=True)
         self._folder.path.chmod(0o700)
+        with suppress(OSError):  # the file system of the home folder may have no locks
+            self._lock = lock_folder(self._folder.path)
 
     @property
     def path(self) -> Path:
@@ -139,6 +146,9 @@ class RunFolderCopy:
     def close(self) -> None:
         """Remove the copy of the run folder from this host."""
         shutil.rmtree(self._folder.path, ignore_errors=True)
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
 
     def _write_part(self, name: str, offset: int, data: bytes) -> None:
         """Append a part to a file of the copy. The parts of a file must arrive in order.

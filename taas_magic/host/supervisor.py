@@ -240,7 +240,7 @@ def host_folder() -> Iterator[Path]:
     """
     remove_abandoned_folders()
     folder = _make_temporary_folder(f"taas-{os.getuid()}-")
-    lock = _lock(folder)
+    lock = lock_folder(folder)
     try:
         yield folder
     finally:
@@ -271,7 +271,7 @@ def remove_abandoned_folders() -> None:
     A killed supervisor cannot remove its folder itself.
     """
     for folder in Path(tempfile.gettempdir()).glob(f"taas-{os.getuid()}-*"):
-        if _is_abandoned(folder):
+        if is_abandoned(folder):
             shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -285,11 +285,11 @@ def _make_temporary_folder(prefix: str) -> Path:
         ) from error
 
 
-def _lock(folder: Path) -> int:
+def lock_folder(folder: Path) -> int:
     """Create and lock the file `lock` in a new folder; return the descriptor that holds the lock.
 
-    The file gets the name `lock` only after it is locked. So no other supervisor ever sees an
-    unlocked `lock` in a folder that is in use.
+    The file gets the name `lock` only after it is locked. So no other process ever sees an unlocked
+    `lock` in a folder that is in use.
     """
     beside = folder / ".lock"
     lock = open_and_lock(beside)
@@ -298,8 +298,8 @@ def _lock(folder: Path) -> int:
     return lock
 
 
-def _is_abandoned(folder: Path) -> bool:
-    """Return whether this user owns `folder`, and the supervisor that created it has ended."""
+def is_abandoned(folder: Path) -> bool:
+    """Return whether this user owns `folder`, and the process that locked it has ended."""
     try:
         return folder.lstat().st_uid == os.getuid() and is_unlocked(folder / "lock", os.O_NOFOLLOW)
     except OSError:

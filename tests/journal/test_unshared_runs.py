@@ -104,6 +104,18 @@ attempt
     assert outcome.run is not None and outcome.run.result == 1
 
 
+def test_a_run_removes_the_copies_of_hosts_that_were_lost(far: Notebook) -> None:
+    """The fixture checks that the lost run has left no copy of its run folder."""
+    source = """
+import psutil
+above = psutil.Process().parents()
+next(it for it in above if "host.agent" in str(it.cmdline())).kill()
+dist.barrier()
+"""
+    assert isinstance(far.run(MEET + source, "--pool far").error, RunLost)
+    assert far.run("pass", "--pool far").error is None
+
+
 LOADER = """
 import taas, torch
 loader = torch.utils.data.DataLoader(torch.arange(16), batch_size=2)
