@@ -84,8 +84,7 @@ ASK_AGAIN_S = 0.5
 """Seconds between two requests to the engine, while too few hosts can start ranks."""
 
 CALL_S = 150.0
-"""Maximum seconds for a host to respond to a request. `pool/runs.py` has another limit, `FILES_S`.
-"""
+"""Maximum seconds for a host to respond to a request, unless the caller sets another limit."""
 
 REPORT_HOST_AFTER_S = 1.5
 """Seconds without a response to a `DescribeHost` request, after which the user gets a message."""
