@@ -537,7 +537,7 @@ class PrefetchBuffer:
         """Drop responses for which no connection waits, until memory is below the limit.
 
         Responses of later epochs are dropped before those of earlier epochs; within an epoch, those
-        of later slots are dropped first. The recorded units of a dropped batch are dropped, too, so
+        of later slots are dropped first. The recorded units of a dropped batch are also dropped, so
         that a worker may prepare the batch again.
 
         These responses always stay: responses without a body, and batches that are kept until the

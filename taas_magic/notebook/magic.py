@@ -549,11 +549,14 @@ def _detach(words: Sequence[str], settings: Config) -> str:
     """Detach a session of this kernel or, if no session has the name, an active run.
 
     Without a name, detach the newest active run that is not a session. With the id of a session's
-    own run, detach the session. Return a text that says how to take the session over again, or how
-    to show the run again.
+    own run, detach the session.
+
+    Returns:
+        A text that says how to take the session over again, or how to show the run again.
 
     Raises:
-        UsageError: There is no such active run, or it is a session that is not in this kernel.
+        UsageError: There is no such active run, or the name or id belongs to a session of another
+            kernel.
         PoolError: The pool's process does not respond, or cannot detach the run or session.
     """
     from taas_magic.notebook import pools, runs, sessions
@@ -561,7 +564,8 @@ def _detach(words: Sequence[str], settings: Config) -> str:
     name = _optional_word("detach", words)
     own = {session.name: session for session in sessions.live()}
     if name not in own:
-        run = runs.find_active(name, chooses_sessions=False)
+        run = sessions.find_of_other_kernel(name) if name is not None else None
+        run = run or runs.find_active(name, chooses_sessions=False)
         flags = sessions.flags_of(run)
         if flags is None:
             pools.detach(run, settings)
@@ -671,7 +675,7 @@ def _sessions(words: Sequence[str], settings: Config) -> str:
     the session runs a cell or ends, the table has "?" instead.
 
     The last rows are the detached sessions of other kernels, with the command that takes each one
-    over. Their memory is "?", too, because this kernel cannot ask their ranks.
+    over. Their memory is also "?", because this kernel cannot ask their ranks.
     """
     from msgspec import convert
 

@@ -650,7 +650,7 @@ class Session:
 def _call_if_alive(connection: PoolConnection, request: Request[None]) -> None:
     """Send a request to a pool's process. If the process has ended or does not respond, do nothing.
 
-    The caller needs no error: if the process has ended, its sessions have ended, too, and the next
+    The caller needs no error: if the process has ended, its sessions have also ended, and the next
     cell of the session reports this.
     """
     with suppress(PoolError):
