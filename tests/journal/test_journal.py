@@ -256,10 +256,10 @@ def test_damaged_files_of_one_run_do_not_disturb_the_commands() -> None:
     for name in (runs.SESSION_FILE, "run.json"):
         (folder.path / name).write_bytes(b'{"gp')
     assert run_command("sessions", Config()) == "no sessions"
-    with pytest.raises(UsageError, match='There is no session "exp"'):
-        run_command("end exp", Config())
+    with pytest.raises(UsageError, match='There is no session "damaged"'):
+        run_command("end damaged", Config())
     assert runs.find_to_attach(None, Path("/here"), sessions.is_hidden_from_attach).id == "r1"
-    flags = Flags(gpus=1, session="exp")
+    flags = Flags(gpus=1, session="damaged")
     assert sessions.for_cell(flags, registers=False) is not None
 
 
