@@ -273,7 +273,7 @@ class _PastOutput:
     def __init__(self, plan: Plan) -> None:
         self._plan, self._last_number = plan, 0
         self._kept: list[tuple[int, Event]] = []
-        self._displays: dict[str, list[Display]] = {}
+        self._displays: dict[tuple[int, str | None], list[Display]] = {}
         self._clear()
 
     def _clear(self) -> None:
@@ -314,7 +314,7 @@ class _PastOutput:
 
         - Keep a restart.
         - Keep a new display if the plan shows displays of its rank.
-        - Change a kept display that the event updates.
+        - For an update, change the kept displays that have the update's rank and display id.
         - Remove all output so far if the lowest shown rank has cleared its output.
 
         Ignore all other events.
@@ -326,12 +326,12 @@ class _PastOutput:
             case Display() if not self._plan.shows_displays(event.rank):
                 pass
             case Display(update=True):
-                for shown in self._displays.get(event.display_id or "", ()):
+                for shown in self._displays.get((event.rank, event.display_id), ()):
                     shown.data, shown.metadata = event.data, event.metadata
             case Display():
                 self._kept.append((self._last_number, event))
                 if event.display_id:
-                    self._displays.setdefault(event.display_id, []).append(event)
+                    self._displays.setdefault((event.rank, event.display_id), []).append(event)
             case Restart():
                 self._kept.append((self._last_number, event))
 

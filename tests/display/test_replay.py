@@ -125,6 +125,22 @@ def test_a_short_log_is_shown_whole_with_its_displays_in_order() -> None:
     assert [it.data for it in found if isinstance(it, Display)] == [{"text/plain": "new"}]
 
 
+def test_an_update_changes_only_displays_of_its_own_rank() -> None:
+    def shown(rank: int, text: str, update: bool = False) -> Event:
+        data = {"text/plain": text}
+        return event("display", rank=rank, data=data, display_id="loss", update=update)
+
+    events = [
+        shown(0, "old 0"),
+        shown(1, "old 1"),
+        shown(0, "new 0", True),
+        shown(1, "new 1", True),
+    ]
+    found = replayed(events, new_state(world_size=2, log_ranks=(0, 1))).pieces()
+    displays = [(it.rank, it.data["text/plain"]) for it in found if isinstance(it, Display)]
+    assert displays == [(0, "new 0"), (1, "new 1")]
+
+
 def test_a_long_log_of_an_active_run_is_shown_from_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replay, "TAIL_BYTES", 1000)
     first, *found = texts(replayed(printed(0, 1000, "a")).pieces())
