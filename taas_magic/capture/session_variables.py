@@ -65,6 +65,10 @@ class VariablesToSend:
         why: Reason for each name that is sent.
         state: Process state of the notebook.
         changed_state: The settings in `state` that the ranks do not have yet. Only these are sent.
+        notes: Notes for the user about variables.
+        announced: Values of the notebook about which `notes` tells the user, by name of the
+            variable. Each entry is the digest or the id of the value, or `_DELETED` if the notebook
+            has deleted the variable.
         at_ranks: Names of the functions and classes that are not sent because the ranks have them,
             by id of the function or class.
         updated: Ids of the classes that are sent. The ranks set the attributes of these classes.
@@ -78,6 +82,7 @@ class VariablesToSend:
     state: process_state.State = field(default_factory=dict)
     changed_state: process_state.State = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    announced: dict[str, object] = field(default_factory=dict)
     digests: dict[str, bytes] = field(default_factory=dict)
     at_ranks: dict[int, str] = field(default_factory=dict)
     updated: set[int] = field(default_factory=set)
@@ -111,10 +116,9 @@ class RankVariables:
         """Names that each function or class of an earlier cell reads when its code runs."""
 
         self._announced: dict[str, object] = {}
-        """Values of the notebook about which a note has told the user, by name of the variable.
+        """Values about which a note has told the user, as in `VariablesToSend.announced`.
 
-        Each entry is the digest or the id of the value, or `_DELETED` if the notebook has deleted
-        the variable. The user gets no second note about the same value.
+        The user gets no second note about the same value.
         """
 
         self._returned: dict[str, int] = {}
@@ -213,7 +217,8 @@ class RankVariables:
             elif isinstance(namespace[name], type):
                 choice.updated.add(id(namespace[name]))
         deleted = self._deleted(wanted, namespace)
-        choice.notes = self._notes(choice, kept, deleted, namespace, forced)
+        choice.announced = {**kept, **dict.fromkeys(deleted, _DELETED)}
+        choice.notes = self._notes(choice, list(kept), deleted, namespace, forced)
         return choice
 
     def _needed_names(self, used: UsedNames, forced: set[str]) -> dict[str, str]:
@@ -238,7 +243,7 @@ class RankVariables:
         to: Destination,
         is_user_variable: Callable[[str], bool],
         refuse: Callable[[CaptureError], None],
-    ) -> tuple[dict[str, _Candidate], list[str]]:
+    ) -> tuple[dict[str, _Candidate], dict[str, object]]:
         """Pickle the wanted variables of the notebook, and the variables that their values need.
 
         Each variable is pickled on its own, only for its digest. A variable that a cell of the
@@ -250,12 +255,13 @@ class RankVariables:
             forced: Names in `--send`.
 
         Returns:
-            A dict with a record of each pickled variable, in the order of pickling. And a list of
-            variables for a note to the user: cells have assigned these variables, but the notebook
-            has other values, about which there was no note yet.
+            A dict with a record of each pickled variable, in the order of pickling. And a dict of
+            variables for a note to the user, with the digests or ids of their values in the
+            notebook: cells have assigned these variables, but the notebook has other values, about
+            which there was no note yet.
         """
         needed: dict[str, _Candidate] = {}
-        kept: list[str] = []
+        kept: dict[str, object] = {}
         waiting = dict(wanted)
         while waiting:
             name = next(iter(waiting))
@@ -263,8 +269,8 @@ class RankVariables:
             if name in needed or not is_user_variable(name):
                 continue
             if name in self.owned and name not in forced:
-                if self._must_tell_user(name, namespace[name]):
-                    kept.append(name)
+                if news := self._news(name, namespace[name]):
+                    kept[name] = news
                 continue
             try:
                 needed[name] = _pickle_value(name, namespace, to, why)
@@ -279,9 +285,11 @@ class RankVariables:
         """Record that all ranks have received the variables, settings and modules in `choice`.
 
         From now on, the names of these variables belong to the notebook: the kernel sends a
-        variable again when its value in the notebook changes.
+        variable again when its value in the notebook changes. Also record which notes the user has
+        got.
         """
         self._n_cells += 1
+        self._announced |= choice.announced
         self.modules |= choice.modules
         self._state = choice.state
         for name, digest in choice.digests.items():
@@ -340,35 +348,30 @@ class RankVariables:
     def _deleted(self, wanted: Iterable[str], namespace: Mapping[str, Any]) -> list[str]:
         """Return those names in `wanted` that the notebook has deleted after they were sent.
 
-        A later call does not return the same name, unless the name's value has been sent again.
+        Leave out a name if a note has told the user so after the name's value was sent last.
         """
-        found = [
+        return [
             name
             for name in wanted
             if name in self._sent
             and name not in namespace
             and self._announced.get(name) is not _DELETED
         ]
-        self._announced |= dict.fromkeys(found, _DELETED)
-        return found
 
-    def _must_tell_user(self, name: str, value: Any) -> bool:
-        """Return whether to tell the user that the notebook's value differs from the ranks' value.
+    def _news(self, name: str, value: Any) -> object:
+        """Return the digest or id of the notebook's value, to tell the user that the ranks differ.
 
-        The result is False for a module, for an object that `--out` returned, and for a simple
-        value that equals the value in the ranks. For any other value, the result is True, except if
-        the last call for this name had the same value. For this comparison, the method records the
-        value's digest or id.
+        Return None if the user needs no note. This is the case for a module, for an object that
+        `--out` returned, for a simple value that equals the value in the ranks, and for the value
+        of the last note about this name.
         """
         if _is_module(value) or self._returned.get(name) == id(value):
-            return False
+            return None
         digest = simple_digest(value)
         if digest and digest == self.owned[name]:
-            return False
+            return None
         seen = digest or id(value)
-        is_news = self._announced.get(name) != seen
-        self._announced[name] = seen
-        return is_news
+        return seen if self._announced.get(name) != seen else None
 
     def _notes(
         self,

@@ -137,11 +137,7 @@ def execute(flags: Flags, work: Work, shell: "InteractiveShell", config: Config)
     plan = with_fetchers(plan, flags, tuple(captured.loaders), config, asked.cpus)
     if session is not None:
         plan = structs.replace(plan, data=session.number_fetchers(plan.data))
-    differences = (
-        *modules.notes_on_constants(captured.modules, captured.work.python),
-        *captured.notes,
-    )
-    plan = structs.replace(plan, notes=_notes_to_show(plan.notes, differences))
+    plan = structs.replace(plan, notes=_notes_to_show(plan.notes, _differences(captured)))
     driver, spec = prepare_run(plan, captured, pool, shell, config, session=session)
     if session is not None:
         _run_in_session(driver, spec, pool, config, session, captured)
@@ -306,6 +302,12 @@ def _write_run_folder(plan: Plan, captured: Payload, config: Config) -> RunFolde
     return folder
 
 
+def _differences(captured: Payload) -> tuple[str, ...]:
+    """Return notes on constants, functions and log handlers that the ranks do not get."""
+    constants = modules.notes_on_constants(captured.modules, captured.work.python)
+    return (*constants, *captured.notes)
+
+
 def _notes_to_show(notes: Sequence[str], differences: Sequence[str]) -> tuple[str, ...]:
     """Return the notes for the status header of a run; leave out repeated notes.
 
@@ -315,7 +317,7 @@ def _notes_to_show(notes: Sequence[str], differences: Sequence[str]) -> tuple[st
 
     Args:
         notes: Notes of the plan.
-        differences: Notes on constants that differ between the notebook and a module.
+        differences: The notes that `_differences` returns.
     """
     lasting = {note: note.partition(";")[0] for note in notes if note.startswith(NO_GPU)}
     lasting |= zip(differences, differences, strict=True)
@@ -851,7 +853,8 @@ def _environ_at_start() -> dict[str, str]:
 def dry_run_text(flags: Flags, work: Work, shell: "InteractiveShell", config: Config) -> str:
     """Return the text of `--dry-run`: the plan, the values that would be sent, and the problems.
 
-    Start nothing, and register no new session. Four errors of a real run are problems in the text:
+    The plan has the notes of the status header. Start nothing, and register no new session. Four
+    errors of a real run are problems in the text:
 
     - An object cannot be pickled.
     - The objects are too large.
@@ -879,6 +882,9 @@ def dry_run_text(flags: Flags, work: Work, shell: "InteractiveShell", config: Co
         problems.append(str(error))
     else:
         travels = _payload_lines(captured)
+        notes = captured.choice.notes if captured.choice else ()
+        notes = (*plan.notes, *notes, *_differences(captured))
+        plan = structs.replace(plan, notes=notes)
         plan = with_fetchers(plan, flags, tuple(captured.loaders), config, asked.cpus)
         if problem := out_problem(flags, captured, shell, known):
             problems.append(problem)

@@ -238,6 +238,16 @@ def test_a_name_that_the_notebook_deleted_is_announced_once(session: Frontend) -
     assert printed(session, use) == ["3"]
 
 
+def test_cells_that_do_not_start_leave_the_notes_to_the_next_cell(session: Frontend) -> None:
+    session.run("%%taas --session exp\nlr = 5")
+    session.run("lr = 7")
+    use, note = "%%taas --session exp{}\nprint(lr)", "assigned `lr`, so the ranks keep its value"
+    assert note in session.text(session.run(use.format(" --dry-run")))
+    assert "no_such" in session.fail(use.format(" --out no_such"))["evalue"]
+    assert note in notes(session, session.run(use.format("")))
+    assert "assigned" not in notes(session, session.run(use.format("")))
+
+
 @pytest.mark.parametrize("importer", ["%%taas --session exp\n", ""])
 def test_an_edited_module_is_announced_until_the_ranks_reload_it(
     session: Frontend, importer: str
