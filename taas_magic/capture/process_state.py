@@ -8,6 +8,7 @@ rcParams of matplotlib.
 
 import importlib
 import importlib.util
+import itertools
 import logging
 import multiprocessing
 import pickle
@@ -97,6 +98,10 @@ def changes(before: State, now: State) -> State:
 
     If `now` lacks a setting that `before` has, the notebook has set it back to its default. The
     result then has the default. Exceptions are settings without a known default, such as a seed.
+
+    Of the warning filters, the result has only those that the notebook has added, or has moved to
+    the front. So a filter that a cell has added in the ranks stays before older ones of the
+    notebook.
     """
     loggers = before.get("logging", {}).get("loggers", {})
     defaults = {
@@ -107,7 +112,10 @@ def changes(before: State, now: State) -> State:
         },
         "matplotlib": _pickled_rc_defaults(before.get("matplotlib", ())),
     }
-    return _differences(before, now, defaults)
+    changed = _differences(before, now, defaults)
+    if "warnings" in changed:
+        changed["warnings"] = _added_filters(before.get("warnings", ()), now["warnings"])
+    return changed
 
 
 def _differences(before: State, now: State, defaults: State) -> State:
@@ -186,15 +194,21 @@ def _text(pattern: Any) -> str:
 def _apply_filters(filters: Sequence[_Filter]) -> None:
     """Insert the notebook's warning filters before the filters of this process, in the same order.
 
-    Skip filters that this process already has. Also skip filters for a warning class whose library
-    this process has not imported: no code can issue such a warning yet.
+    If this process already has an equal filter, that filter is moved. Skip filters for a warning
+    class whose library this process has not imported: no code can issue such a warning yet.
     """
-    own = set(_collect_filters())
     for found in reversed(filters):
         category = _category(*found.category)
-        if category is not None and found not in own:
+        if category is not None:
             action: Any = found.action
             warnings.filterwarnings(action, found.message, category, found.module, found.lineno)
+
+
+def _added_filters(before: Sequence[_Filter], now: Sequence[_Filter]) -> Sequence[_Filter]:
+    """Return the filters in `now` without those with which both `before` and `now` end."""
+    pairs = zip(reversed(before), reversed(now), strict=False)
+    n_kept = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+    return now[: len(now) - n_kept]
 
 
 def _category(module: str, qualname: str) -> type[Warning] | None:

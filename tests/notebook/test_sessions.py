@@ -223,6 +223,32 @@ def test_a_setting_that_the_notebook_sets_back_is_set_back_in_the_ranks(session:
     assert printed(session, f"%%taas --session exp\n{SETTINGS}") == [restored]
 
 
+WARN = """import warnings
+def outcome(text, category=UserWarning):
+    try:
+        warnings.warn(text, category)
+    except Warning:
+        return "raised"
+    return "ignored"
+print(outcome("of interest"), outcome("of interest", PendingDeprecationWarning), outcome("own"))
+"""
+
+
+def test_ranks_have_the_notebooks_warning_filters_in_the_notebooks_order(session: Frontend) -> None:
+    session.run("""import warnings
+warnings.filterwarnings("error", "own")
+warnings.filterwarnings("error", "of interest")
+warnings.simplefilter("ignore", PendingDeprecationWarning)""")  # Python's default has it, too
+    assert printed(session, f"%%taas --gpus 2\n{WARN}") == ["raised ignored raised"]
+    assert printed(session, f"%%taas --session exp\n{WARN}") == ["raised ignored raised"]
+    session.run("%%taas --session exp\nwarnings.filterwarnings('ignore', 'own')")
+    for action, outcome in [("ignore", "ignored"), ("error", "raised"), ("ignore", "ignored")]:
+        session.run(f"warnings.filterwarnings({action!r}, 'of interest')")
+        # the filter that a cell of the session has added stays before older ones of the notebook
+        expected = f"{outcome} {outcome} ignored"
+        assert printed(session, f"%%taas --session exp\n{WARN}") == [expected]
+
+
 def test_a_name_that_the_notebook_deleted_is_announced_once(session: Frontend) -> None:
     use = "%%taas --session exp\nprint(sum([1, 2]))"
     session.run("def sum(values): return 'mine'")
