@@ -26,7 +26,7 @@ import psutil
 import torch
 
 from taas_magic.capture import payload, pickling
-from taas_magic.capture.modules import claim_taas, install_modules
+from taas_magic.capture.modules import claim_taas
 from taas_magic.capture.work import FunctionWork
 from taas_magic.farms.messages import (
     INLINE_BYTES,
@@ -246,7 +246,6 @@ def _make_call(assignment: JobAssignment) -> tuple[Any, dict[str, Any], list[str
     os.environ[cell_main.PAYLOAD] = path = held.path if held else str(kept)
     loaded = payload.read(Path(path))
     tracebacks.register_sources(loaded.sources)
-    install_modules(loaded.modules)
     captured = loaded.load_into(main.__dict__)
     assert isinstance(captured, FunctionWork)
     data, *buffers = [memoryview(_open_part(part)) for part in assignment.arguments]

@@ -30,7 +30,7 @@ from traitlets.config import Config
 
 from taas_magic.capture import payload
 from taas_magic.capture.home import RankNamespace
-from taas_magic.capture.modules import claim_taas, install_modules
+from taas_magic.capture.modules import claim_taas
 from taas_magic.data.loader import RankFeed
 from taas_magic.host import cell_main, rendezvous, tracebacks
 from taas_magic.host.feeding import SessionLoaders, run_feed
@@ -353,7 +353,6 @@ def _run(shell: RankShell, spec: ProcessSpec, link: AgentLink, rank: int) -> boo
     folder = spec.share.folder
     try:
         loaded = payload.read(folder.payload)
-        install_modules(loaded.modules)
         work = loaded.load_into(namespace)
     except Exception as error:
         tracebacks.send_failure(link, tracebacks.describe_exception(error))
