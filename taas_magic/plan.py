@@ -367,13 +367,14 @@ MAX_RANKS_PER_CPU_HOST = 64
 def new_run_id(now: float | None = None) -> str:
     """Return a new run id, such as `20260131-142501-0423f9a1`. The ids sort by time.
 
-    The parts are the day, the time in milliseconds, and four random hexadecimal digits.
+    The parts are the day, the time in milliseconds, and four random hexadecimal digits. Day and
+    time are in UTC: with local time, the ids would not sort by time after a change of the zone.
 
     Args:
         now: Time in seconds since 1970; None for the current time.
     """
     now = time.time() if now is None else now
-    stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(now))
+    stamp = time.strftime("%Y%m%d-%H%M%S", time.gmtime(now))
     return f"{stamp}-{int(now % 1 * 1000):03}{secrets.token_hex(2)}"
 
 

@@ -23,7 +23,7 @@ from taas_magic.journal.folder import JournalWriter, PlanHead, RunContext, RunFo
 from taas_magic.messages import Display, Event, decode_event, encode
 from taas_magic.notebook import pools, runs, sessions
 from taas_magic.notebook.magic import run_command
-from taas_magic.plan import Flags
+from taas_magic.plan import Flags, new_run_id
 from tests.events import event, line_of, new_state
 from tests.eventually import HUNG_S, eventually
 
@@ -185,6 +185,21 @@ def test_pruning_keeps_the_newest_and_the_active_runs() -> None:
     journal.prune(keep_runs=2, keep_bytes=1 << 30)
     assert [seen.id for seen in runs.runs()] == ["r4", "r3", "r1"]
     writer.close()
+
+
+def test_pruning_keeps_the_newest_run_after_a_change_of_the_time_zone() -> None:
+    now = time.time()
+    try:
+        with pytest.MonkeyPatch.context() as environment:
+            for zone, begin in (("JST-9", now), ("UTC0", now + 1), ("PST8", now + 2)):
+                environment.setenv("TZ", zone)
+                time.tzset()
+                make_run(new_run_id(begin), event("ended", state="SUCCEEDED"), name=zone)
+    finally:
+        time.tzset()
+    assert [seen.name for seen in runs.runs()] == ["PST8", "UTC0", "JST-9"]
+    journal.prune(keep_runs=1, keep_bytes=1 << 30)
+    assert [seen.name for seen in runs.runs()] == ["PST8"]
 
 
 def test_pruning_bounds_the_size() -> None:
