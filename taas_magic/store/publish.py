@@ -132,7 +132,8 @@ def _folder_beside(destination: str) -> Iterator[str]:
         raise StoreError(f"{destination} cannot be written: {error.strerror}") from error
     descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        lock(descriptor, shared=True, wait=True)
+        with contextlib.suppress(OSError):  # without locks, `remove_leftover` removes no folder
+            lock(descriptor, shared=True, wait=True)
         yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
@@ -143,22 +144,22 @@ def remove_leftover(folder: Path) -> bool:
     """Remove the temporary folder of an unfinished save if its writer has ended.
 
     The name of such a folder ends with `.taas-saving`; do nothing to a folder with another name. A
-    writer holds a lock on its folder. If the lock is free, the writer has ended.
+    writer holds a lock on its folder. If the lock is free, the writer has ended. If the file system
+    has no locks, the folder stays.
 
     Returns:
         Whether `folder` has such a name, even if the folder stays because its writer lives.
     """
     if not folder.name.endswith(_SUFFIX):
         return False
-    try:
+    # The folder may be gone, or belong to another user, or its file system may have no locks.
+    with contextlib.suppress(OSError):
         descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:
-        return True  # the folder was removed meanwhile, or belongs to another user
-    try:
-        if lock(descriptor):  # the lock is free only if the writer is dead
-            shutil.rmtree(folder, ignore_errors=True)
-    finally:
-        os.close(descriptor)
+        try:
+            if lock(descriptor):  # the lock is free only if the writer is dead
+                shutil.rmtree(folder, ignore_errors=True)
+        finally:
+            os.close(descriptor)
     return True
 
 

@@ -1,5 +1,7 @@
 """Tests of `taas.save`: after a kill or on a full disk, the old or the complete new file exists."""
 
+import errno
+import fcntl
 import os
 import random
 import signal
@@ -78,6 +80,24 @@ def test_a_job_saves_to_its_folder_also_over_a_link_to_the_store(
     save(3, tmp_path / "elsewhere.pt")
     assert torch.load(tmp_path / "elsewhere.pt") == 3
     assert not list(store.rglob("*.pt"))
+
+
+@pytest.mark.parametrize("code", [errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK])
+def test_a_file_is_saved_on_a_file_system_without_locks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    def flock(*args: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    unfinished = tmp_path / ".m.pt.1.taas-saving"
+    unfinished.mkdir()
+    with monkeypatch.context() as file_system:
+        file_system.setattr(fcntl, "flock", flock)
+        save(1, tmp_path / "m.pt")
+        assert torch.load(tmp_path / "m.pt") == 1
+        assert sorted(os.listdir(tmp_path)) == [unfinished.name, "m.pt"], "its writer may live"
+    save(2, tmp_path / "m.pt")
+    assert torch.load(tmp_path / "m.pt") == 2 and os.listdir(tmp_path) == ["m.pt"]
 
 
 def test_an_object_that_cannot_be_pickled_leaves_the_old_file(tmp_path: Path) -> None:
