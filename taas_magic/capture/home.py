@@ -195,58 +195,87 @@ def _is_shared(value: Any) -> bool:
     return must_stay_shared(value)
 
 
-_set_with_results: dict[str, Any] = {}
-"""The notebook's variables that `load_results` has set, by name.
+class _SetVariable(NamedTuple):
+    """A variable of the notebook that a reader of results has set."""
+
+    value: Any
+    reader: "ResultsReader"
+
+
+_set_with_results: dict[str, _SetVariable] = {}
+"""The notebook's variables that readers of results have set, by name.
 
 The results of a later run may replace these variables, but no other variables of the notebook.
 """
 
 
-def load_results(
-    stream: io.BytesIO | mmap.mmap,
-    buffers: Sequence[PickleBuffer | memoryview],
-    namespace: dict[str, Any],
-    out: Collection[str] = (),
-) -> LoadedResults:
-    """Load the results of a `ResultPickler`, and connect them to the notebook's namespace.
+class ResultsReader:
+    """Reader of the results of one run, which connects them to the notebook's namespace.
 
-    The rank sends the results together with variables of the cell that the results use. This
-    function sets these variables in `namespace`, except in two cases:
-
-    - The notebook has a variable of this name, and its value does not come from an earlier call of
-      this function.
-    - The name is the name of a builtin, and the notebook has no variable of this name.
-
-    In these cases, `namespace` stays as it is. If the rank's value differs from the notebook's
-    value, the result of this function contains a note about the variable. Exception: there is no
-    note if the rank sent the variable because the value of the cell's last expression, or of the
-    call, uses the variable.
+    To read the results of the same run again, create another reader.
 
     Args:
-        buffers: Out-of-band buffers of the pickle: the memory of arrays and tensors.
+        run_id: Id of the run; the ids of later runs are greater.
         namespace: Namespace of the notebook.
-        out: Names in `--out`. The caller sets these variables after this call, so there are no
-            notes about them.
-
-    Raises:
-        EOFError: The pickle ends before the results.
     """
-    notes: list[str] = []
-    for loaded in load_each(stream, buffers, namespace):
-        if not isinstance(loaded, SentVariable):
-            return LoadedResults(loaded, notes)
-        name, value, owner = loaded
-        is_free = not hasattr(builtins, name)
-        if name in namespace:
-            is_free = namespace[name] is _set_with_results.get(name, loaded)
-        if is_free:
-            namespace[name] = _set_with_results[name] = value
-        elif owner.isidentifier() and name not in out and not _is_same(namespace.get(name), value):
-            notes.append(
-                f"{owner} uses {name}, which the cell changed; the notebook keeps its own value "
-                f"({reprlib.repr(namespace.get(name))}): --out {owner},{name} returns the cell's"
-            )
-    raise EOFError("the results file is incomplete")
+
+    def __init__(self, run_id: str, namespace: dict[str, Any]) -> None:
+        self._run_id, self._namespace = run_id, namespace
+
+    def load(
+        self,
+        stream: io.BytesIO | mmap.mmap,
+        buffers: Sequence[PickleBuffer | memoryview],
+        out: Collection[str] = (),
+    ) -> LoadedResults:
+        """Load the results of one `ResultPickler`.
+
+        The rank sends the results together with variables of the cell that the results use. This
+        method sets these variables in the namespace, except in two cases:
+
+        - The notebook has a variable of this name, and its value does not come from this reader or
+          from the results of an earlier run.
+        - The name is the name of a builtin, and the notebook has no variable of this name.
+
+        In these cases, the namespace stays as it is. If the rank's value differs from the
+        notebook's value, the result of this method contains a note about the variable. There is no
+        note in two cases:
+
+        - The rank sent the variable because the value of the cell's last expression, or of the
+          call, uses the variable.
+        - The notebook's value comes from another reader of the same run.
+
+        Args:
+            buffers: Out-of-band buffers of the pickle: the memory of arrays and tensors.
+            out: Names in `--out`. The caller sets these variables after this call, so there are no
+                notes about them.
+
+        Raises:
+            EOFError: The pickle ends before the results.
+        """
+        notes: list[str] = []
+        namespace = self._namespace
+        for loaded in load_each(stream, buffers, namespace):
+            if not isinstance(loaded, SentVariable):
+                return LoadedResults(loaded, notes)
+            name, value, owner = loaded
+            is_free = name not in namespace and not hasattr(builtins, name)
+            known = _set_with_results.get(name)
+            if known is not None and namespace.get(name, known) is known.value:
+                is_free = known.reader is self or known.reader._run_id < self._run_id
+                if not is_free and known.reader._run_id == self._run_id:
+                    continue
+            if is_free:
+                namespace[name] = value
+                _set_with_results[name] = _SetVariable(value, self)
+            elif owner.isidentifier() and name not in out:
+                here = namespace.get(name)
+                if not _is_same(here, value):
+                    notes.append(
+                        f"{owner} uses {name}, which the cell changed; the notebook keeps its own "
+                        f"value ({reprlib.repr(here)}): --out {owner},{name} returns the cell's"
+                    )
+        raise EOFError("the results file is incomplete")
 
 
 def _is_same(here: Any, there: Any) -> bool:

@@ -24,9 +24,9 @@ from typing import Any
 
 from msgspec import Struct
 
-from taas_magic.capture import home, pickling
+from taas_magic.capture import pickling
 from taas_magic.capture.culprit import find_culprit, make_capture_error, type_name
-from taas_magic.capture.home import RankNamespace, ResultPickler
+from taas_magic.capture.home import RankNamespace, ResultPickler, ResultsReader
 from taas_magic.capture.pickling import Pickled, group_sharers
 from taas_magic.capture.plain import PlainWriter, read_plain
 from taas_magic.capture.work import VALUE
@@ -133,7 +133,8 @@ def receive(
     arrive, `NAME` is missing. Each missing name gets a reason.
 
     Args:
-        folder: Folder with the archives (`RunFolder.results`).
+        folder: Folder with the archives (`RunFolder.results`). The name of its parent is the id of
+            the run.
         out: Values of `--out`, such as "loss@all".
         sources: Attempt, number of ranks, and trust in the pool.
         namespace: The notebook's variables, which become the globals of loaded functions.
@@ -141,6 +142,7 @@ def receive(
     named = ((_FILE.fullmatch(path.name), path) for path in folder.glob("*"))
     found = sorted((int(it[1]), int(it[2]), path) for it, path in named if it is not None)
     received, by_rank = ReceivedResults(), dict[str, dict[int, Any]]()
+    reader = ResultsReader(folder.parent.name, namespace)
     for attempt, rank, path in found:
         if attempt != sources.attempt or not rank < sources.world_size:
             continue
@@ -148,7 +150,7 @@ def receive(
         expected = {variable_name(text) for text in theirs} | ({VALUE} if rank == 0 else set())
         if expected:
             own = ReceivedResults()
-            _load_archive(path, rank, own, expected, sources, namespace)
+            _load_archive(path, rank, own, expected, sources, reader)
             for name in [variable_name(text) for text in theirs if split_name(text)[1] == ALL]:
                 if name in own.values:
                     by_rank.setdefault(name, {})[rank] = own.values.pop(name)
@@ -174,7 +176,7 @@ def _load_archive(
     received: ReceivedResults,
     expected: Collection[str],
     sources: ResultCriteria,
-    namespace: dict[str, Any],
+    reader: ResultsReader,
 ) -> None:
     """Load one archive of results, and add its expected values to `received`.
 
@@ -199,7 +201,7 @@ def _load_archive(
             received.missing |= dict.fromkeys(names, why)
             return
         else:
-            found = home.load_results(mapped.stream(), mapped.buffers, namespace, expected)
+            found = reader.load(mapped.stream(), mapped.buffers, expected)
             loaded = found.values
             received.notes += found.notes
         received.values |= {name: loaded[name] for name in names}
