@@ -44,6 +44,12 @@ _AGREE_S = 60.0
 Also the maximum seconds to wait for the connection to the ranks' store.
 """
 
+_PIECE_BYTES = 4 << 20
+"""Maximum size in bytes of one value that `LoaderAgreement.publish` sends to the ranks' store.
+
+A TCPStore closes the connection of a rank that sends a message of more than 8 MiB.
+"""
+
 _ENDING_KEY, _ALL_END_KEY = "taas/ending", "taas/all end"
 
 
@@ -215,12 +221,18 @@ class LoaderAgreement:
     def publish(self, key: str, value: bytes, replaced: str) -> None:
         """Store `value` under `key` for the other ranks, and remove the older key `replaced`.
 
+        The value may have any size: it is stored in pieces, and `key` has the number of pieces.
         The removal keeps the key-value store small if a rank publishes a long series of values,
         such as the orders of all epochs.
         """
-        store = self._client()
-        store.set(self._prefix + key, value)
-        store.delete_key(self._prefix + replaced)
+        store, place = self._client(), self._prefix + key
+        if store.check([self._prefix + replaced]):
+            for old in [*self._keys_of_pieces(store, replaced), self._prefix + replaced]:
+                store.delete_key(old)
+        begins = range(0, len(value), _PIECE_BYTES)
+        for number, begin in enumerate(begins):
+            store.set(f"{place}/{number}", value[begin : begin + _PIECE_BYTES])
+        store.set(place, str(len(begins)))  # last, because other ranks wait for this key
 
     def read(self, key: str) -> bytes:
         """Wait for up to `_AGREE_S` seconds until another rank publishes `key`; return the value.
@@ -228,8 +240,13 @@ class LoaderAgreement:
         Raises:
             RuntimeError: No rank has published `key` in time, or the store's process has ended.
         """
-        found: bytes = self._client().get(self._prefix + key)
-        return found
+        store = self._client()
+        return b"".join(store.get(piece) for piece in self._keys_of_pieces(store, key))
+
+    def _keys_of_pieces(self, store: Any, key: str) -> list[str]:
+        """Wait until a rank has published `key`; return the store's keys of the value's pieces."""
+        place = self._prefix + key
+        return [f"{place}/{number}" for number in range(int(store.get(place)))]
 
     def _client(self) -> Any:
         """Return this process's connection to the ranks' key-value store.

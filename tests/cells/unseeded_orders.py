@@ -43,6 +43,17 @@ class Bunches(Sampler):
         return sum(1 for _ in self)
 
 
+class Large(Unseeded):
+    """Sampler whose order of an epoch has 9.6 MB."""
+
+    def __iter__(self):
+        return ([number] * 30_000 for number in super().__iter__())
+
+
+def first(samples):
+    return torch.tensor(samples[:1])
+
+
 class Stream(IterableDataset):
     def __init__(self, is_seeded):
         self.is_seeded = is_seeded
@@ -60,6 +71,7 @@ def make():
     return {
         "bunches": DataLoader(Numbers(), batch_sampler=Bunches()),
         "endless": DataLoader(Numbers(), 4, sampler=Endless()),
+        "large": DataLoader(Numbers(), batch_sampler=Large(), collate_fn=first),
         "sampler": DataLoader(Numbers(), batch_sampler=BatchSampler(Unseeded(), 4, False)),
         "seeded": DataLoader(Stream(True), 4),
         "stream": DataLoader(Stream(False), 4),

@@ -303,7 +303,7 @@ def test_ranks_share_an_unseeded_order_or_get_a_warning(notebook: Notebook, cpus
     seen = outcome.run.result
     said = "\n".join(line for lines in outcome.lines.values() for line in lines)
     assert '"worker" gives the dataset a random generator of its own (rng)' in said
-    of_all = ["sampler", "seeded", "worker", *([] if not cpus else ["endless", "stream"])]
+    of_all = ["large", "sampler", "seeded", "worker", *([] if not cpus else ["endless", "stream"])]
     for name in of_all:
         for mine, other in seen[name]:
             assert sorted(mine + other) == list(range(40)), name

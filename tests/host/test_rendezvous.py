@@ -1,5 +1,6 @@
 """The rendezvous of an attempt's ranks, and the variables that torchrun would set for them."""
 
+import os
 import socket
 import tempfile
 from collections.abc import Iterator
@@ -81,6 +82,21 @@ def test_ranks_that_end_wait_for_one_another(meeting: Rendezvous) -> None:
         rendezvous.await_all_ending(environ, HUNG_S)
         first.result(HUNG_S)
     rendezvous.await_all_ending({**environ, "WORLD_SIZE": "9"}, 0.1)
+
+
+@pytest.mark.process
+def test_a_rank_reads_a_large_value_until_another_value_replaces_it(meeting: Rendezvous) -> None:
+    environ = {"MASTER_ADDR": ADDRESS, "MASTER_PORT": str(meeting.port)}
+    one, other = (rendezvous.LoaderAgreement(environ, "run") for _ in range(2))
+    store, values = store_at(meeting.port), [os.urandom(9 << 20), b"small"]
+    store.get("taas/horovod")  # the server's own key
+    before = store.num_keys()
+    one.publish("0", values[0], "none")
+    assert other.read("0") == values[0]
+    other.publish("1", values[1], "0")
+    assert one.read("1") == values[1]
+    one.publish("2", b"", "1")
+    assert other.read("2") == b"" and store.num_keys() == before + 1
 
 
 @pytest.mark.process
