@@ -62,11 +62,13 @@ def _path_in_job(path: str | os.PathLike[str]) -> str | os.PathLike[str]:
     `path` and the target of its symbolic links are outside the working directory.
     """
     folder = os.environ.get(SAVES_FOLDER_VARIABLE)
+    if not folder:  # the paths below need a working directory, which may have been removed
+        return path
     # First try the path as given. If the path is outside the working directory, follow its symbolic
     # links, and try the result.
     below = [os.path.relpath(it) for it in (path, os.path.realpath(path))]
     inside = [it for it in below if not it.startswith(os.pardir + os.sep)]
-    if not folder or not inside:
+    if not inside:
         return path
     place = os.path.join(folder, inside[0])
     os.makedirs(os.path.dirname(place), exist_ok=True)

@@ -159,6 +159,17 @@ assert torch.load("m.pt", weights_only=True)[0] == 0
     assert outcome.run.receipt.kept_out == {}
 
 
+def test_all_ranks_save_after_their_working_folder_was_removed(notebook: Notebook) -> None:
+    source = f"""
+import tempfile
+with tempfile.TemporaryDirectory() as folder:
+    os.chdir(folder)
+torch.save(model, "{notebook.project}/m.pt")
+"""
+    assert notebook.run(SAVE + source, gpus=2).error is None
+    assert torch.load("m.pt", weights_only=True).tolist() == [0.0] * 4
+
+
 def test_rank_0s_file_is_read_in_a_folder_that_another_rank_made_first(
     notebook: Notebook,
 ) -> None:
