@@ -232,9 +232,10 @@ class StoreCopy:
         self._sent_folders: Sequence[str] | None = []
         self._updater: StoreUpdater | None = None
         self._outbound: MirrorSender | None = None
-        self._is_own = session_copy is None
         self._mirror: Mirror = (
-            reserve(self._rule.path, store.kernel) if session_copy is None else session_copy._mirror
+            reserve(self._rule.path, store.kernel)
+            if session_copy is None
+            else session_copy._mirror.share()
         )
         try:
             _report_skipped(update_mirror(self._mirror, send_request, fresh=spec.attempt > 0), note)
@@ -306,9 +307,8 @@ class StoreCopy:
         self._outbound = self._updater = None
 
     def close(self) -> None:
-        """Release the mirror for other runs. Do nothing if the mirror belongs to a session."""
-        if self._is_own:
-            self._mirror.close()
+        """End this use of the mirror. A session and its cells use the same mirror."""
+        self._mirror.close()
 
     def _start_transfer(self, folders: Sequence[str] | None) -> None:
         """Start the transfer of changes between the mirror and the store, in background threads.

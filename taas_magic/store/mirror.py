@@ -47,7 +47,9 @@ KEPT_S = 30 * 24 * 3600.0
 
 
 class Mirror:
-    """A host's copy of the project store, reserved for one run until `close`.
+    """A host's copy of the project store, reserved for one run, or for a session and its cells.
+
+    Each user of the copy calls `close` once. The last of these calls releases the copy.
 
     Attributes:
         path: Path of the copy; the ranks' working directory.
@@ -57,11 +59,12 @@ class Mirror:
 
     Args:
         folder: Folder with the copy and its lock file.
-        until_end: Exit stack that holds the lock. `Mirror.close` closes this stack.
+        until_end: Exit stack that holds the lock. The last `Mirror.close` closes this stack.
     """
 
     def __init__(self, folder: Path, until_end: ExitStack) -> None:
         self._until_end = until_end
+        self._users, self._users_lock = 1, threading.Lock()
         shutil.rmtree(folder / "arriving", ignore_errors=True)  # remove leftovers of a killed run
         for name in ("tree", "arriving"):
             (folder / name).mkdir(exist_ok=True)
@@ -73,8 +76,24 @@ class Mirror:
         until_end.callback(os.close, self.staging)
         self.hashes = Hashes(folder / "hashes.json")
 
+    def share(self) -> "Mirror":
+        """Return this mirror for one more user, who must also call `close`.
+
+        Raises:
+            StoreError: The mirror has been released.
+        """
+        with self._users_lock:
+            if not self._users:
+                raise StoreError(f"the copy of the project store in {self.path} was released")
+            self._users += 1
+            return self
+
     def close(self) -> None:
-        """Save the hashes, and release the mirror for other runs."""
+        """End the caller's use. If it was the last use, save the hashes and release the mirror."""
+        with self._users_lock:
+            self._users -= 1
+            if self._users:
+                return
         self.hashes.save()
         self._until_end.close()
 
@@ -84,7 +103,7 @@ def reserve(store: str, owner: str, cache: Path | None = None) -> Mirror:
 
     A mirror is free if no run uses it. First remove all free mirrors, of any store, that were last
     used more than `KEPT_S` seconds ago. The reserved mirror counts as used from now on. The result
-    holds the mirror's lock until `Mirror.close`.
+    holds the mirror's lock until the last `Mirror.close`.
 
     Args:
         store: Path of the store on the notebook's machine.

@@ -10,7 +10,7 @@ import psutil
 import pytest
 import torch
 
-from taas_magic.errors import RunLost, StoreError
+from taas_magic.errors import RankFailed, RunLost, StoreError
 from taas_magic.journal.folder import RunFolder
 from tests.cellfiles import cells_of
 from tests.events import line_of
@@ -229,6 +229,33 @@ print(torch.load("m.pt", weights_only=True).item())
     assert outcome.error is None, outcome.shown
     assert [outcome.lines[rank][-1] for rank in range(4)] == ["7.0"] * 4
     assert outcome.run is not None and set(outcome.run.receipt.written) == {"m.pt"}
+
+
+def test_a_cells_files_come_back_after_the_end_of_its_session(far: Notebook, hosts: Hosts) -> None:
+    """A dead rank ends the session while its cell still sends files over a slow network."""
+    source = """
+if rank == 0:
+    for name in ("a.bin", "b.bin"):
+        with open(name, "wb") as file:
+            file.write(os.urandom(1_000_000))
+dist.barrier()
+if rank == 1:
+    os.kill(os.getpid(), 9)
+"""
+    assert far.run("1", "--session s --pool two").error is None
+    for number in POOLS["two"]:
+        hosts.limit(number, "2mbit")
+    try:
+        outcome = far.run(SAVE + source, "--session s")
+    finally:
+        for number in POOLS["two"]:
+            hosts.limit(number, "none")
+    assert isinstance(outcome.error, RankFailed), outcome.shown
+    assert not [note for note in notes(outcome) if "no longer copied" in note]
+    assert {path.name: path.stat().st_size for path in Path().iterdir()} == dict.fromkeys(
+        ("a.bin", "b.bin"), 1_000_000
+    )
+    assert outcome.run is not None and set(outcome.run.receipt.written) == {"a.bin", "b.bin"}
 
 
 def test_a_project_beyond_the_limit_is_refused_with_advice(far: Notebook) -> None:
