@@ -498,10 +498,19 @@ class Share(ABC):
         if self._run.requires is not None:
             await require_fit(self._pool_hosts, hosts, self._run.requires)
 
+    def _set_hosts(self, share_hosts: list[ShareHost]) -> None:
+        """Make `share_hosts` the hosts of this share, in place of the hosts before.
+
+        From now on, they count as busy, so that the pool does not give them back before they start.
+        """
+        self._share_hosts = {share_host.host.address: share_host for share_host in share_hosts}
+        for share_host in share_hosts:
+            share_host.host.runs.add(self.run_id)
+
     async def _start_one(
         self, share_host: ShareHost, is_next_attempt: bool = False, **facts: Any
     ) -> int:
-        """Start the ranks or fetchers on one host, and count the run as active on the host.
+        """Start the ranks or fetchers on one host.
 
         If `halt` is called during the start, its message has no effect on this host. So after the
         start, send `Halt` to this host again.
@@ -517,7 +526,6 @@ class Share(ABC):
         Raises:
             PoolError: The host did not start the processes. They count as ended on this host.
         """
-        share_host.host.runs.add(self.run_id)
         address = share_host.host.address
         spec = ShareSpec(self._for_hosts, share_host.host_rank, **facts)
         limit_s = FILES_S if is_next_attempt or self._run.session else CALL_S
@@ -620,7 +628,7 @@ class PoolFetchers(Share):
         """
         chosen = (await self._acquire_hosts(self._data.pool_hosts))[: self._data.hosts]
         share_hosts = [ShareHost(host, number) for number, host in enumerate(chosen)]
-        self._share_hosts = {share_host.host.address: share_host for share_host in share_hosts}
+        self._set_hosts(share_hosts)
         starting = map(self._start_one, share_hosts)
         for error in await asyncio.gather(*starting, return_exceptions=True):
             if isinstance(error, BaseException):
@@ -1189,7 +1197,7 @@ class PoolRun(Share):
         first, *others = share_hosts = [
             ShareHost(host, number) for number, host in enumerate(hosts)
         ]
-        self._share_hosts = {share_host.host.address: share_host for share_host in share_hosts}
+        self._set_hosts(share_hosts)
         self._clock.set_paused(False, time.monotonic())
         address = hosts[0].peer_address if others else LOOPBACK
         port = await self._start_ranks(first, running, address)
@@ -1199,7 +1207,8 @@ class PoolRun(Share):
             )
         else:
             for share_host in others:
-                share_host.ended = share_host.ended or share_host.host.address not in running
+                if share_host.host.address not in running:
+                    self._record_host_ended(share_host)
 
     async def _start_ranks(
         self,

@@ -26,9 +26,11 @@ from taas_magic.host.spec import (
 )
 from taas_magic.messages import (
     DescribeHost,
+    EndRun,
     Failure,
     FetcherEnded,
     GetStatus,
+    HostEnded,
     Note,
     RanksEnded,
     Request,
@@ -241,11 +243,39 @@ def test_preferred_hosts_are_chosen_first_and_then_those_with_the_fewest_runs() 
     asyncio.run(play())
 
 
-def test_a_run_whose_hosts_are_all_lost_during_a_restart_ends() -> None:
-    """The second host is lost while the first host tries to start the second attempt."""
+Call = Callable[[str, Request[Any], float], Coroutine[Any, Any, int]]
+
+
+def run_on_two_hosts(
+    folder: Path, call: Call, session: str = ""
+) -> tuple[PoolRun, list[PoolHost], mock.Mock]:
+    """Return a run on two made-up hosts, the hosts, and their pool. The run has one restart.
+
+    Args:
+        folder: The run folder.
+        call: Function that answers the requests to the hosts.
+        session: Run id of the session, if the run is a cell.
+    """
     capacity = HostCapacity(gpus=1, cores=1)
     plan = make_plan(Flags(gpus=2, max_restarts=1), capacity, "a-run", max_hosts=2)
     hosts = [PoolHost(f"tls://host:{number}", name=f"h{number}") for number in (1, 2)]
+    pool_hosts = mock.Mock(PoolHosts, are_local=True, start_timeout_s=0, call=call)
+    pool_hosts.acquire.return_value = pool_hosts.all.return_value = hosts
+    spec = RunSpec(plan, str(folder), Origin("/", {}, ()), session=session)
+    of_session = mock.Mock(PoolRun, session_hosts=lambda: hosts) if session else None
+    run = PoolRun(spec, "", pool_hosts, mock.Mock(), mock.Mock(), of_session)
+    return run, hosts, pool_hosts
+
+
+def fail_ranks(run: PoolRun, hosts: list[PoolHost]) -> None:
+    """Report for each host that its rank has failed."""
+    for rank, host in enumerate(hosts):
+        failures = [Failure(rank=rank)]
+        run.on_event(host.address, RanksEnded(state="FAILED", failures=failures))
+
+
+def test_a_run_whose_hosts_are_all_lost_during_a_restart_ends(tmp_path: Path) -> None:
+    """The second host is lost while the first host tries to start the second attempt."""
 
     async def call(address: str, request: Request[Any], limit_s: float = 0.0) -> int:
         if isinstance(request, StartShare) and request.is_next_attempt:
@@ -253,18 +283,56 @@ def test_a_run_whose_hosts_are_all_lost_during_a_restart_ends() -> None:
             raise PoolError("it is gone, too")
         return 1
 
-    pool_hosts = mock.Mock(PoolHosts, are_local=True, start_timeout_s=0, call=call)
-    pool_hosts.acquire.return_value = pool_hosts.all.return_value = hosts
-    spec = RunSpec(plan, "/", Origin("/", {}, ()))
-    run = PoolRun(spec, "", pool_hosts, mock.Mock(), mock.Mock())
+    run, hosts, _ = run_on_two_hosts(tmp_path, call)
 
     async def play() -> None:
         await run.start()
-        for rank, host in enumerate(hosts):
-            failures = [Failure(rank=rank)]
-            run.on_event(host.address, RanksEnded(state="FAILED", failures=failures))
+        fail_ranks(run, hosts)
         ended = await asyncio.wait_for(run.run_to_end(), HUNG_S)
         assert (ended.state, ended.attempt) == ("LOST", 1)
+        assert not [host for host in hosts if host.runs]
+
+    asyncio.run(play())
+
+
+@pytest.mark.parametrize("first_starts", [True, False])
+def test_a_host_that_is_chosen_for_a_restart_counts_as_busy(
+    tmp_path: Path, first_starts: bool
+) -> None:
+    """The pool does not give back a host that replaces another until the first host has started.
+
+    With real hosts, the first host would have to send rank 0's files for longer than the other host
+    takes to join.
+    """
+    first_restarts, may_answer = asyncio.Event(), asyncio.Event()
+
+    async def call(address: str, request: Request[Any], limit_s: float = 0.0) -> int:
+        if isinstance(request, StartShare) and request.is_next_attempt:
+            first_restarts.set()
+            await may_answer.wait()
+            if not first_starts:
+                raise PoolError("it cannot start ranks")
+        elif isinstance(request, StartShare) and address == new.address:
+            for host in (hosts[0], new):
+                run.on_event(host.address, RanksEnded(state="SUCCEEDED", attempt=1))
+        elif isinstance(request, EndRun):
+            run.on_event(address, HostEnded(state="SUCCEEDED"))
+        return 1
+
+    run, hosts, pool_hosts = run_on_two_hosts(tmp_path, call)
+    new = PoolHost("tls://host:3", name="h3")
+
+    async def play() -> None:
+        await run.start()
+        pool_hosts.acquire.return_value = [hosts[0], new]
+        run.record_lost_host(hosts[1], "it is silent")
+        ending = asyncio.ensure_future(run.run_to_end())
+        await asyncio.wait_for(first_restarts.wait(), HUNG_S)
+        assert new.runs == {run.run_id} and not hosts[1].runs
+        may_answer.set()
+        ended = await asyncio.wait_for(ending, HUNG_S)
+        assert ended.state == ("SUCCEEDED" if first_starts else "FAILED")
+        assert not hosts[0].runs and not new.runs
 
     asyncio.run(play())
 
