@@ -168,6 +168,7 @@ class EpochIterator(Iterator[Any]):
         self._pass_number, self.order = pass_number, order
         self._client: Client | None = None
         self.description: EpochDescription | None = None
+        self._requests: EpochRequests | None = None
         self._steps: Iterator[Step] | None = None
         self._thread: ReceiveThread | None = None
         self._line = -1
@@ -201,6 +202,9 @@ class EpochIterator(Iterator[Any]):
         The first call begins the pass. At the epoch's end, or if receiving fails, close the pass,
         then raise StopIteration or the error. If the user's code in a fetcher raised an exception
         instead of returning the batch, raise this exception here; the pass stays open.
+
+        At the epoch's end, also count the units of a last step in which only other ranks have a
+        batch. So all ranks have counted the same units.
         """
         self._waits_since = time.perf_counter()
         self._began = self._began or self._waits_since
@@ -208,9 +212,12 @@ class EpochIterator(Iterator[Any]):
             if self._steps is None:
                 self._steps = _with_sampled_times(self._begin(), self._loader.counts)
             step = next(self._steps)
-        except BaseException:
+        except BaseException as error:
             self._stop_waiting()
             self.close()
+            if isinstance(error, StopIteration) and self._requests is not None:
+                units = self._requests.units_of_others
+                self._loader.counts.spent += 0 if self._would_exceed_units(units) else units
             raise
         self._stop_waiting()
         return self._count_batch(step)
@@ -310,7 +317,8 @@ class EpochIterator(Iterator[Any]):
         left = None if feed.units is None else max(0, feed.units - loader.counts.spent)
         part = RankPart(feed.rank, feed.world_size, loader.shape.uneven, left)
         bounds = self.after, feed.window_bytes
-        return EpochRequests(self._client, description, part, *bounds, self._compare).steps()
+        self._requests = EpochRequests(self._client, description, part, *bounds, self._compare)
+        return self._requests.steps()
 
     def _adopt_common_order(
         self, client: Client, description: EpochDescription
@@ -413,8 +421,8 @@ class EpochIterator(Iterator[Any]):
             Exception: The exception of the user's code.
         """
         loader, (received, row_units, after) = self._loader, step
-        counts, bound = loader.counts, loader.feed.units
-        if bound is not None and counts.spent + row_units > bound:
+        counts = loader.counts
+        if self._would_exceed_units(row_units):
             self.close()
             raise StopIteration
         if self._thread is None:
@@ -436,6 +444,11 @@ class EpochIterator(Iterator[Any]):
             received.failure.reraise()
         return received.batch
 
+    def _would_exceed_units(self, row_units: int) -> bool:
+        """Return whether a step of `row_units` units would exceed `--units`."""
+        bound = self._loader.feed.units
+        return bound is not None and self._loader.counts.spent + row_units > bound
+
 
 def _pinned(received: SlotResponse) -> SlotResponse:
     """Copy the batch of a response to pinned memory, and return the response with this copy.
@@ -453,6 +466,10 @@ class EpochRequests:
         window_bytes: Total bytes of the batches to request before the rank needs them.
         compare: Called with the slot and the hash of a stream's batch, if the batch has a hash. The
             function warns if ranks get different data. Not called for a map-style loader.
+
+    Attributes:
+        units_of_others: After the end of the epoch, the units of a last step in which only other
+            ranks have a batch; 0 if there is no such step.
     """
 
     def __init__(
@@ -477,6 +494,7 @@ class EpochRequests:
         self._first = self._request_again_at = start.position // part.world_size
         self._least = 2 * -(-client.workers // part.world_size) + 1  # keeps every worker busy
         self._records_own_units = part.units is not None and not self._is_dynamic
+        self.units_of_others = 0
         self._unrecorded: deque[SlotRequest] = deque()
         self._kept: dict[int, SlotResponse] = {}
 
@@ -485,6 +503,7 @@ class EpochRequests:
         for step in itertools.count(self._first):
             received = self._receive_step(step)
             if received is None:
+                self.units_of_others = self._schedule.row_units(step)
                 return
             yield Step(
                 received, self._schedule.row_units(step), self._schedule.position_after(step + 1)

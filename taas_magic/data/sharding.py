@@ -278,10 +278,12 @@ class StaticSchedule:
         """Return the total units of all ranks' batches in a step.
 
         Each batch is one unit, so the result is the number of ranks that get a batch in the step.
+        After the end of the epoch, the result is 0.
         """
-        if self._part.uneven == "keep":
-            return min(self._batches - step * self._world_size, self._world_size)
-        return self._world_size
+        left = max(0, self._batches - step * self._world_size)
+        if not left or left >= self._world_size:
+            return min(left, self._world_size)
+        return {"pad": self._world_size, "drop": 0, "keep": left}[self._part.uneven]
 
     def position_after(self, step: int) -> EpochPosition:
         """Return the position in the epoch after `step` steps."""

@@ -194,6 +194,21 @@ def test_units_bound_all_ranks_over_epochs(tmp_path: Path) -> None:
         assert counts == [[5, 1, 0], [5, 1, 0]]
 
 
+@pytest.mark.parametrize("dataset", [Rows(5), Rows(5, width=1 << 19), Lines(5)])
+def test_units_bound_ranks_that_get_unequal_numbers_of_batches(
+    tmp_path: Path, dataset: Rows | Lines
+) -> None:
+    """Rank 1 has no batch in the last step of an epoch. With large batches, a thread receives."""
+    with service(tmp_path, DataLoader(dataset, 1), units=13) as running:
+        remotes = [
+            running.loader(rank=rank, world_size=2, units=13, shape={"uneven": "keep"})
+            for rank in range(2)
+        ]
+        for counts, units in [([3, 2], 5), ([3, 2], 10), ([1, 1], 12), ([0, 0], 12)]:
+            assert [len(list(remote)) for remote in remotes] == counts
+            assert [remote.state_dict()["units"] for remote in remotes] == [units, units]
+
+
 class Hinted(Rows):
     def __getitem__(self, index: int) -> int:
         return index

@@ -190,7 +190,11 @@ def test_the_units_of_a_row() -> None:
     for ask in schedule.requests(2):
         schedule.record_units(ask.slot, ask.slot + 1)
     assert [schedule.row_units(0), schedule.row_units(1)] == [3, 7]
-    assert StaticSchedule(RankPart(0, 2, "keep"), 3).row_units(1) == 1
+    rows: list[tuple[Uneven, list[int]]]
+    rows = [("pad", [2, 2, 0, 0]), ("drop", [2, 0, 0, 0]), ("keep", [2, 1, 0, 0])]
+    for uneven, units in rows:
+        static = StaticSchedule(RankPart(0, 2, uneven), 3)
+        assert [static.row_units(step) for step in range(4)] == units
 
 
 @hypothesis.given(st.integers(0, 2**63), st.integers(0, 2**40), st.integers(0, 2**40))
