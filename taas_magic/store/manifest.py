@@ -143,26 +143,28 @@ class Hashes:
     def hash_of(self, tree: Tree, tree_entry: TreeEntry) -> str:
         """Return the hash of a file, or `FOLDER` for a folder.
 
+        The hash covers only the bytes that the file had when `tree_entry` was made, because a
+        program may have appended more bytes since.
+
         If the cache has a valid hash, return it without reading the file. Otherwise, read the file.
-        The new hash is cached only if the file did not change while it was read, and if the file's
-        last change is older than `_FRESH_NS`.
+        The new hash is cached only if the file did not change since `tree_entry` was made, and if
+        the file's last change is older than `_FRESH_NS`.
 
         Raises:
             OSError: The file cannot be read, or is no longer a regular file.
         """
         if tree_entry.is_folder:
             return FOLDER
-        known = self._known.get(tree_entry.path)
-        if known is not None and known[0] == _key(tree_entry.status):
+        known, status = self._known.get(tree_entry.path), tree_entry.status
+        if known is not None and known[0] == _key(status):
             return known[1]
+        settled = time.time_ns() - max(status.st_ctime_ns, status.st_mtime_ns) > _FRESH_NS
         with tree.open_file(tree_entry.path) as file:
-            before = os.fstat(file.fileno())
             digest = hashlib.sha256()
-            for block in blocks(file):
+            for block in blocks(file, status.st_size):
                 digest.update(block)
-            settled = time.time_ns() - max(before.st_ctime_ns, before.st_mtime_ns) > _FRESH_NS
-            if settled and _key(before) == _key(os.fstat(file.fileno())):
-                self.remember(tree_entry.path, digest.hexdigest(), before)
+            if settled and _key(status) == _key(os.fstat(file.fileno())):
+                self.remember(tree_entry.path, digest.hexdigest(), status)
         return digest.hexdigest()
 
     def remember(self, path: str, sha256: str, status: os.stat_result | None = None) -> None:
@@ -308,9 +310,13 @@ def _biggest(files: list[TreeEntry]) -> str:
     return ", ".join(f"{name} {size_text(size, 1024)}" for name, size in named)
 
 
-def blocks(file: FileIO) -> Iterator[bytes]:
-    """Yield the content of a file in blocks of at most `_BLOCK_BYTES` (1 MiB)."""
-    while block := file.read(_BLOCK_BYTES):
+def blocks(file: FileIO, size_bytes: int) -> Iterator[bytes]:
+    """Yield the first `size_bytes` of a file in blocks of at most `_BLOCK_BYTES` (1 MiB).
+
+    If the file is shorter, yield the whole file.
+    """
+    while block := file.read(min(_BLOCK_BYTES, size_bytes)):
+        size_bytes -= len(block)
         yield block
 
 

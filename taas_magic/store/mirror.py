@@ -303,7 +303,7 @@ def _copy(mirror: Mirror, entry: ManifestEntry, source: str) -> bool:
     with suppress(OSError), mirror.tree.open_file(source) as file:
         incoming = IncomingFile(mirror.staging)
         try:
-            for block in blocks(file):
+            for block in blocks(file, entry.size):
                 incoming.write(block)
             _install_file(mirror, incoming, entry)
             return True

@@ -2,6 +2,7 @@
 
 import os
 import socket
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from taas_magic.store.ignore import IgnoreRules
 from taas_magic.store.manifest import Manifest, ManifestEntry
 from taas_magic.store.mirror import reserve, update_mirror
 from taas_magic.store.requests import FileRequest, ListFiles, ReadFiles
+from taas_magic.store.tree import Tree
 from tests.store.travel_rig import Travel, descriptors, files_of, folder, tree_of, wired
 
 
@@ -97,6 +99,28 @@ def test_changed_files_of_a_mirror_are_restored(travel: Travel) -> None:
     update_mirror(mirror, ask)
     assert tree_of(tree) == tree_of(travel.store)
     assert set(ask.read) == {"nothing", "run.sh", "src/deep/data.bin"}
+
+
+def test_a_file_to_which_a_program_appends_is_copied_as_it_was_listed(
+    travel: Travel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log, open_file = travel.store / "run.log", Tree.open_file
+    log.write_text("first\n")
+
+    def append_and_open(tree: Tree, path: str) -> FileIO:
+        if path == "run.log":
+            with log.open("a") as file:
+                file.write("next\n")
+        return open_file(tree, path)
+
+    with monkeypatch.context() as program:
+        program.setattr(Tree, "open_file", append_and_open)
+        mirror, _ = travel.mirrored()
+    assert (Path(mirror.path) / "run.log").read_text() == "first\n"
+    assert log.read_text().startswith("first\nnext\n")
+    travel.look_again()
+    update_mirror(mirror, wired(travel.store_server))
+    assert tree_of(Path(mirror.path)) == tree_of(travel.store)
 
 
 @pytest.mark.fault(40)

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from taas_magic.display.head import receipt_lines
 from taas_magic.errors import ProtocolError
 from taas_magic.messages import KeptOutFile, StoreReceipt, UnsentFile, WrittenFile
+from taas_magic.store import manifest
 from taas_magic.store.ignore import IgnoreRules
 from taas_magic.store.manifest import Hashes, ManifestEntry
 from taas_magic.store.receipt import Receipt
@@ -102,6 +103,24 @@ def test_a_hash_is_remembered_until_the_file_changes(tmp_path: Path) -> None:
         )
     (tmp_path / "hashes.json").write_text("[[1")
     assert Hashes(tmp_path / "hashes.json").paths() == []
+
+
+def test_the_hash_of_a_file_that_grows_covers_its_listed_size(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(manifest, "_FRESH_NS", -(10**12))  # the time since a change does not count
+    (tmp_path / "tree").mkdir()
+    file = tmp_path / "tree" / "a"
+    file.write_bytes(bytes(3_000_000))
+    with closing(Tree(tmp_path / "tree")) as tree:
+        hashes, seen = Hashes(tmp_path / "hashes.json"), TreeEntry("a", file.stat())
+        with file.open("ab") as appended:
+            appended.write(b"more")
+        assert hashes.hash_of(tree, seen) == hashlib.sha256(bytes(3_000_000)).hexdigest()
+        assert "a" not in hashes
+        whole = hashes.hash_of(tree, TreeEntry("a", file.stat()))
+        assert whole == hashlib.sha256(file.read_bytes()).hexdigest()
+        assert hashes.has_hash("a", whole)
 
 
 def test_no_link_is_followed(tmp_path: Path) -> None:
