@@ -80,7 +80,7 @@ _MAX_LISTED = 4
 """Maximum number of ranks that the error message of `debug` proposes instead of the given rank."""
 
 _shown_notes: set[str] = set()
-"""Notes that hold for many runs. This kernel has shown them, and does not show them again."""
+"""Keys (`_note_key`) of the notes that views of this kernel have shown."""
 
 
 def execute(flags: Flags, work: Work, shell: "InteractiveShell", config: Config) -> Run:
@@ -312,18 +312,20 @@ def _notes_to_show(notes: Sequence[str], differences: Sequence[str]) -> tuple[st
     """Return the notes for the status header of a run; leave out repeated notes.
 
     Two kinds of notes would be repeated in many runs: notes on a missing GPU, and `differences`.
-    Return each of these notes only once in this kernel, and record it in `_shown_notes`. Always
-    return all other notes.
+    Leave these notes out if a view of this kernel has shown them. Always return all other notes.
 
     Args:
         notes: Notes of the plan.
         differences: The notes that `_differences` returns.
     """
-    lasting = {note: note.partition(";")[0] for note in notes if note.startswith(NO_GPU)}
-    lasting |= zip(differences, differences, strict=True)
-    news = tuple(note for note in (*notes, *differences) if lasting.get(note) not in _shown_notes)
-    _shown_notes.update(lasting.values())
-    return news
+    lasting = {*differences, *(note for note in notes if note.startswith(NO_GPU))}
+    repeated = {note for note in lasting if _note_key(note) in _shown_notes}
+    return tuple(note for note in (*notes, *differences) if note not in repeated)
+
+
+def _note_key(note: str) -> str:
+    """Return the text that `_shown_notes` has for a note, without the number of CPU processes."""
+    return note.partition(";")[0] if note.startswith(NO_GPU) else note
 
 
 def _cell_syntax_error(error: SyntaxError, cell: CellWork) -> CellSyntaxError:
@@ -362,7 +364,7 @@ def run_to_end(
 
     - Start the fetchers. Unless the run has `--prefill`, request the ranks' hosts. Wait for the
       fetchers and the requested hosts. If this fails, remove the run's folder.
-    - Open the view.
+    - Open the view, which shows the plan's notes. Record these notes in `_shown_notes`.
     - If the run has `--prefill`, wait until the fetchers have prepared the data. Then request the
       ranks' hosts, and wait for them.
     - If a session has no ranks yet, start them. (If it has ranks, no step requests hosts for them.)
@@ -406,6 +408,7 @@ def run_to_end(
         view: View | SilentView = SilentView(driver.head)
         if is_shown:
             last_run, view = driver.run, View(driver.head)
+            _shown_notes.update(map(_note_key, plan.notes))
         with driver.ending_on_error(view):
             if fetchers and plan.prefill:
                 driver.wait_for_prefill(fetchers, view, interrupts)

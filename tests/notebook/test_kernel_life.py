@@ -104,6 +104,32 @@ def test_an_interrupt_while_the_run_folder_is_written_leaves_no_run(frontend: Fr
     frontend.run("assert set(os.listdir(state_dir() / 'runs')) == folders")
 
 
+INTERRUPTED_WAIT = """
+import signal
+from taas_magic.notebook import pools
+
+def interrupted(line, print_line=pools.print_line):
+    print_line(line)
+    pools.print_line = print_line
+    signal.raise_signal(signal.SIGINT)
+
+pools.print_line = interrupted
+"""
+
+
+def test_a_note_is_shown_once_and_not_lost_with_an_interrupted_wait_for_the_pool(
+    frontend: Frontend,
+) -> None:
+    frontend.run("%%writefile noted_helpers.py\nLR = 0.1")
+    frontend.run("import noted_helpers\nnoted_helpers.LR = 0.5\n%taas down")
+    frontend.run(INTERRUPTED_WAIT)
+    cell, note = "%%taas --gpus 1\nprint(noted_helpers.LR)", "noted_helpers.LR is 0.5"
+    assert frontend.fail(cell)["ename"] == "KeyboardInterrupt"
+    for is_shown in (True, False):
+        head = frontend.contents(frontend.run(cell), "update_display_data")[-1]
+        assert (note in head["data"]["text/plain"]) is is_shown
+
+
 def test_three_interrupts_end_ranks_that_do_not_want_to_end(frontend: Frontend) -> None:
     stubborn = (
         "\nimport signal\nsignal.signal(signal.SIGINT, lambda *_: print('no'))\nimport time\n"
