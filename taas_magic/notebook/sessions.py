@@ -302,10 +302,13 @@ class Session:
             interrupts: The user's interrupts.
 
         Raises:
-            PoolError: The pool has no hosts for the ranks.
+            PoolError: The pool has no hosts for the ranks. Or another thread of the kernel has
+                replaced this session by a new one with the same name.
             KeyboardInterrupt: The user interrupted the wait twice.
         """
         assert self.plan is not None
+        if _sessions[self.name] is not self:  # no command could find or end these ranks
+            raise PoolError(f'another cell has started session "{self.name}"; run this cell again')
         folder = RunFolder.create(self.run_id, self.plan, cell)
         with folder.discard_on_error():
             folder.write_context(context)
@@ -660,7 +663,8 @@ def _call_if_alive(connection: PoolConnection, request: Request[None]) -> None:
 def for_cell(flags: Flags, *, registers: bool = True) -> Session | None:
     """Return the session that a cell runs in; None if the cell has no `--session`.
 
-    If no session with this name is running, return a new session. Its ranks are not started yet.
+    If no session with this name is running or starts for its first cell, return a new session. Its
+    ranks are not started yet.
 
     Args:
         flags: Flags of the cell.
@@ -684,7 +688,7 @@ def for_cell(flags: Flags, *, registers: bool = True) -> Session | None:
         if getattr(flags, name):
             raise UsageError(f"{flag} cannot be combined with --session")
     known = _sessions.get(flags.session)
-    if known is not None and known.is_started and not known.has_ended:
+    if known is not None and (known.is_started or known.running_cell) and not known.has_ended:
         return known
     if not flags.gpus:
         raise UsageError(_no_session_message(flags.session, known))

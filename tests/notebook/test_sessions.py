@@ -368,6 +368,67 @@ def test_a_session_runs_one_cell_at_a_time(session: Frontend, tmp_path: Path) ->
     assert printed(session, "%%taas --session exp\nprint(kept == rank)") == ["True"]
 
 
+HELD_WAIT = """
+import os, time
+from taas_magic.notebook import pools
+
+def held(*about, wait=pools.wait_for_pool):
+    pools.wait_for_pool = wait
+    print("waits")
+    while not os.path.exists(go):
+        time.sleep(0.01)
+    return wait(*about)
+
+pools.wait_for_pool = held
+"""
+HELD_VALUE = """
+import os, time
+
+class Held:
+    def __reduce__(self):
+        print("waits")
+        while not os.path.exists(go):
+            time.sleep(0.01)
+        return int, ()
+
+held = Held()
+"""
+
+
+def test_a_second_cell_leaves_a_session_that_waits_for_its_pool_its_name(
+    frontend_of_module: Frontend, tmp_path: Path
+) -> None:
+    frontend, subshell = frontend_of_module, frontend_of_module.new_subshell()
+    go = tmp_path / "go"
+    frontend.run(f"go = {str(go)!r}{HELD_WAIT}")
+    first = frontend.send("%%taas --gpus 1 --session twice\nmine = 1")
+    frontend.wait(lambda: "waits" in frontend.text(first))
+    second = frontend.send("%%taas --gpus 1 --session twice\nmine = 2", subshell)
+    reply = frontend.finish(second)
+    go.touch()
+    assert frontend.finish(first)["status"] == "ok"
+    assert reply["ename"] == "PoolError" and "is running a cell" in reply["evalue"]
+    assert printed(frontend, "%%taas --session twice\nprint(mine)") == ["1"]
+    frontend.run("%taas end twice")
+
+
+def test_only_one_of_two_cells_starts_the_session_of_both(
+    frontend_of_module: Frontend, tmp_path: Path
+) -> None:
+    frontend, subshell = frontend_of_module, frontend_of_module.new_subshell()
+    go = tmp_path / "go"
+    frontend.run(f"go = {str(go)!r}{HELD_VALUE}")
+    first = frontend.send("%%taas --gpus 1 --session twice\nmine = held")
+    frontend.wait(lambda: "waits" in frontend.text(first))
+    second = frontend.send("%%taas --gpus 1 --session twice\nmine = 2", subshell)
+    assert frontend.finish(second)["status"] == "ok"
+    go.touch()
+    reply = frontend.finish(first)
+    assert reply["ename"] == "PoolError" and "another cell has started" in reply["evalue"]
+    assert printed(frontend, "%%taas --session twice\nprint(mine)") == ["2"]
+    frontend.run("%taas end twice")
+
+
 def test_a_value_that_cannot_be_shown_shows_its_error_only(session: Frontend) -> None:
     of_cell = "%%taas --session exp\n"
     session.run(
