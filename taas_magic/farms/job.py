@@ -149,13 +149,17 @@ def _process_state() -> tuple[Any, ...]:
     """Return the state of this process that a job must not change if the process is to be reused.
 
     The state is: number of threads, whether there are child processes, environment, working
-    directory, stdout and stderr, and whether CUDA is initialized.
+    directory, stdout and stderr, and whether CUDA is initialized. If the working directory has been
+    removed, it counts as "".
     """
     threads = len(os.listdir("/proc/self/task"))
     environ = {name: value for name, value in os.environ.items() if name not in _JOB_VARIABLES}
     streams = [(it, getattr(it, "closed", True)) for it in (sys.stdout, sys.stderr)]
     has_cuda = bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
-    return threads, _has_children(), environ, os.getcwd(), streams, has_cuda
+    cwd = ""
+    with contextlib.suppress(FileNotFoundError):
+        cwd = os.getcwd()
+    return threads, _has_children(), environ, cwd, streams, has_cuda
 
 
 def _has_deferred_modules() -> bool:

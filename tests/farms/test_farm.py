@@ -535,6 +535,19 @@ def test_a_job_is_like_a_future(farm: Farm, names: dict[str, Any]) -> None:
     assert waiting.cancel() and waiting.cancelled() and not waiting.cancel()
 
 
+def test_a_job_may_remove_its_working_folder(farm: Farm, tmp_path: Path) -> None:
+    """Several jobs, because only the process of a short job may run a further job."""
+
+    def leave(name: str) -> str:
+        os.mkdir(name)
+        os.chdir(name)
+        os.rmdir(name)
+        return name
+
+    folders = [str(tmp_path / str(number)) for number in range(6)]
+    assert [job.result() for job in farm.map(leave, folders)] == folders
+
+
 def test_a_job_that_is_cancelled_before_it_has_a_slot_does_not_run(
     farm: Farm, names: dict[str, Any], tmp_path: Path
 ) -> None:
