@@ -208,8 +208,11 @@ class JobAssignment(Struct, frozen=True):
     arguments: list[bytes | str]
 
 
-CANCELLED = "Cancelled"
-"""Value of `JobOutcome.etype` for a job that was cancelled."""
+CANCELLED = "<cancelled>"
+"""Value of `JobOutcome.etype` for a job that was cancelled.
+
+The brackets distinguish this value from the class name of an exception.
+"""
 
 
 class JobOutcome(Struct, tag="outcome", kw_only=True):

@@ -24,6 +24,7 @@ from taas_magic.errors import CaptureError, JobFailed, PoolError, ProtocolError,
 from taas_magic.farms import farm as farm_module
 from taas_magic.farms.farm import Farm, Job
 from taas_magic.farms.messages import (
+    CANCELLED,
     DROP_PART,
     PUT_PART,
     FarmAddress,
@@ -548,6 +549,21 @@ def test_a_job_may_remove_its_working_folder(farm: Farm, tmp_path: Path) -> None
     assert [job.result() for job in farm.map(leave, folders)] == folders
 
 
+def test_a_job_that_raises_an_exception_called_cancelled_has_failed(
+    planted: Notebook, names: dict[str, Any]
+) -> None:
+    planted.define("""
+class Cancelled(Exception): pass
+def give_up(): raise Cancelled("by the function")
+job = farm.submit(give_up)
+""")
+    job = names["job"]
+    with pytest.raises(JobFailed, match="Cancelled: by the function") as error:
+        job.result()
+    assert error.value.etype == "Cancelled"
+    assert job.state == "failed" and not job.cancelled()
+
+
 def test_a_job_that_is_cancelled_before_it_has_a_slot_does_not_run(
     farm: Farm, names: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -773,7 +789,7 @@ def test_jobs_of_a_lost_node_are_queued_again() -> None:
 def test_a_job_that_has_ended_neither_runs_nor_waits_again() -> None:
     state = farm_state()
     job = state.jobs["train-1"]
-    job.set_outcome(JobFailed("job train-1 was cancelled", etype="Cancelled"))
+    job.set_outcome(JobFailed("job train-1 was cancelled", etype=CANCELLED))
     state.apply_message(JobUpdate("train-1", "node-0", state="running"))
     state.apply_message(NodeUpdate("node-0", "lost", "killed"))
     assert job.state == "cancelled"
