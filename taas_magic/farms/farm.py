@@ -170,9 +170,19 @@ class Job(JobState):
 
         The thread that ends the job calls `function`: a thread of the farm, or the thread that
         cancels the job. If the job has already ended, this method itself calls `function`, and then
-        returns. If `function` raises an exception, the exception is only logged.
+        returns. If `function` raises an exception other than KeyboardInterrupt, the exception is
+        only logged.
         """
-        self.outcome.add_done_callback(lambda outcome: function(self))
+
+        def call(outcome: concurrent.futures.Future[Any]) -> None:
+            try:
+                function(self)
+            except KeyboardInterrupt:  # by the user, who interrupts a call of `cancel`
+                raise
+            except BaseException:  # even `sys.exit` must not end the farm's thread
+                logging.getLogger("taas").exception("done callback of job %s", self.name)
+
+        self.outcome.add_done_callback(call)
 
     def cancel(self) -> bool:
         """Cancel the job, unless the job has ended.

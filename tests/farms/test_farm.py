@@ -564,6 +564,17 @@ job = farm.submit(give_up)
     assert job.state == "failed" and not job.cancelled()
 
 
+def test_a_done_callback_may_raise_anything(
+    farm: Farm, names: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    job = farm.submit(names["train"], 1)
+    job.add_done_callback(lambda job: sys.exit("the callback leaves"))
+    assert [it.result().value for it in farm.as_completed([job])] == [3]
+    job.add_done_callback(lambda job: pytest.fail("the callback fails"))
+    assert farm.submit(names["train"], 2).result().value == 6
+    assert caplog.messages == [f"done callback of job {job.name}"] * 2
+
+
 def test_a_job_that_is_cancelled_before_it_has_a_slot_does_not_run(
     farm: Farm, names: dict[str, Any], tmp_path: Path
 ) -> None:
