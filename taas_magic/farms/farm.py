@@ -32,7 +32,14 @@ from taas_magic.capture import payload, pickling, process_state
 from taas_magic.capture.work import FunctionWork
 from taas_magic.config import Config, load_config
 from taas_magic.engines.base import log_tail
-from taas_magic.errors import JobFailed, PoolError, ProtocolError, UsageError, interrupted
+from taas_magic.errors import (
+    JobFailed,
+    PoolError,
+    ProtocolError,
+    UsageError,
+    interrupted,
+    reason_of,
+)
 from taas_magic.farms import table
 from taas_magic.farms.messages import (
     CANCELLED,
@@ -245,6 +252,7 @@ class Farm:
         self._numbers = itertools.count(1)
         self._closed = threading.Event()
         self._why_over = ""
+        self._lacks_output = False
         self._ended: queue.SimpleQueue[FarmUpdate | None] = queue.SimpleQueue()
         self._solved: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._client.subscribe_topic(TOPIC, self._on_message)
@@ -708,15 +716,33 @@ class Farm:
         if isinstance(message, JobUpdate) and message.job not in self.state.jobs:
             return  # an unknown name must not become a folder
         if isinstance(message, JobUpdate) and message.lines:
-            path = self.folder / "jobs" / message.job / "output.log"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with path.open("a", encoding="utf-8") as log:
-                log.write(message.lines)
+            self._write_output(message)
         self.state.apply_message(cleaned(message))
         if isinstance(message, NodeUpdate) and message.state == "given up" and not self.state.ready:
             # The thread of `_end_jobs` ends the jobs. This thread must not: ending jobs may wait
             # for this thread.
             self._ended.put(message)
+
+    def _write_output(self, message: JobUpdate) -> None:
+        """Append a job's new output to `output.log` in the job's folder.
+
+        If the output cannot be written, for example because the disk is full, drop this output. The
+        first time, log a warning.
+        """
+        path = self.folder / "jobs" / message.job / "output.log"
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with path.open("a", encoding="utf-8") as log:
+                log.write(message.lines)
+        except OSError as error:
+            if not self._lacks_output:
+                logging.getLogger("taas").warning(
+                    "%s cannot write to %s: %s; output of jobs will be missing in such files",
+                    self.name,
+                    path,
+                    reason_of(error),
+                )
+            self._lacks_output = True
 
 
 class _StoredParts:

@@ -575,6 +575,27 @@ def test_a_done_callback_may_raise_anything(
     assert caplog.messages == [f"done callback of job {job.name}"] * 2
 
 
+def test_if_the_output_of_jobs_cannot_be_written_one_warning_says_so(
+    farm: Farm, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def speak(number: int, mark: str) -> None:
+        while not os.path.exists(mark):
+            time.sleep(0.02)
+        print("first line of", number)
+        time.sleep(1)
+        print("last line of", number)
+
+    jobs = farm.map(speak, range(2), [str(tmp_path / "mark")] * 2)
+    for job in jobs:
+        job.folder.mkdir()
+        (job.folder / "output.log").symlink_to("/dev/full")
+    (tmp_path / "mark").touch()
+    assert [job.result() for job in jobs] == [None] * 2
+    assert [job.last_line for job in jobs] == ["last line of 0", "last line of 1"]
+    [warning] = caplog.messages
+    assert "its file system is full" in warning and str(farm.folder) in warning
+
+
 def test_a_job_that_is_cancelled_before_it_has_a_slot_does_not_run(
     farm: Farm, names: dict[str, Any], tmp_path: Path
 ) -> None:
