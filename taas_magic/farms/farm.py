@@ -393,18 +393,21 @@ class Farm:
     def close(self) -> None:
         """Cancel the jobs that have not ended, release the hosts and end the farm's process.
 
-        Then show the farm as closed. A further call does nothing.
+        Then show the farm as closed. A further call does nothing. If the user interrupts this
+        method, it skips only the current step. Jobs that it has not cancelled end with a PoolError.
         """
         if self._closed.is_set():
             return
         self._closed.set()
         self._why_over = self._why_over or "you closed it"
-        self.cancel(self._unfinished())
-        self._ended.put(None)
-        disconnect(self._client)
-        _end_process(self._process)
-        self.state.mark_closed()
-        self._show()
+        with contextlib.ExitStack() as steps:  # calls these functions from the last to the first
+            steps.callback(self._show)
+            steps.callback(self.state.mark_closed)
+            steps.callback(_end_process, self._process)
+            steps.callback(disconnect, self._client)
+            steps.callback(self._ended.put, None)
+            steps.callback(self._end_unfinished_jobs, self._why_over)
+            self.cancel(self._unfinished())
 
     def _show(self, update: bool = True) -> None:
         transient = {"display_id": self.name}

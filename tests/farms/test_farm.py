@@ -693,6 +693,24 @@ job = gives_up.submit(len, Slow())
     names["gives_up"].close()
 
 
+def test_an_interrupted_close_ends_the_farms_process_and_all_jobs(
+    several: Notebook,
+) -> None:
+    several.define("import taas\ninterrupted = taas.farm('many', nodes=1)")
+    interrupted = several.shell.user_ns["interrupted"]
+    assert isinstance(interrupted, Farm)
+    jobs = interrupted.map(time.sleep, [10_000] * 3)
+    eventually(jobs[0].running)
+    jobs[1].add_done_callback(lambda job: signal.raise_signal(signal.SIGINT))
+    with pytest.raises(KeyboardInterrupt):
+        interrupted.close()
+    assert interrupted._process.returncode == 0
+    assert interrupted.status().is_closed
+    assert [job.state for job in jobs] == ["cancelled", "cancelled", "failed"]
+    with pytest.raises(PoolError, match="you closed it"):
+        jobs[2].result()
+
+
 def test_numbers_of_nodes_and_gpus_that_a_pool_does_not_have_are_refused(several: Notebook) -> None:
     with pytest.raises(UsageError, match=r"0 <= least <= most <= 3"):
         taas.farm("many", nodes=(1, 9))
