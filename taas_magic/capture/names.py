@@ -46,6 +46,8 @@ class CodeUse:
         imports: Modules that the code imports; `from x import y` gives both `x` and `x.y`.
         attributes: Attribute names that the code looks up on any object.
         stores: Global names that the code, or a function defined in it, sets or deletes.
+        lambdas: Global names that lambdas in the code read; these names are also in `now` or
+            `later`.
     """
 
     now: frozenset[str]
@@ -53,6 +55,7 @@ class CodeUse:
     imports: frozenset[str]
     attributes: frozenset[str]
     stores: frozenset[str]
+    lambdas: frozenset[str]
 
     @property
     def names(self) -> frozenset[str]:
@@ -80,6 +83,7 @@ def code_use(code: CodeType) -> CodeUse:
     attributes: set[str] = set()
     stored: set[str] = set()
     stores: set[str] = set()
+    lambdas: set[str] = set()
     is_module = code.co_name == "<module>"
     is_class_body = not code.co_flags & CO_OPTIMIZED and not is_module
     before: object = None
@@ -106,11 +110,12 @@ def code_use(code: CodeType) -> CodeUse:
         imports |= use.imports
         attributes |= use.attributes
         stores |= use.stores
+        lambdas |= use.names if nested.co_name == "<lambda>" else use.lambdas
     if "get_ipython" in code.co_names:
         texts = [constant for constant in code.co_consts if isinstance(constant, str)]
         now |= _shell_names(texts)
         stores.update(*(_names(text, stored=True) for text in texts))
-    found = (now, later, imports, attributes, stores)
+    found = (now, later, imports, attributes, stores, lambdas)
     return CodeUse(*map(frozenset, found))
 
 
@@ -224,6 +229,7 @@ class UsedNames:
         updates: Names that one statement both reads and sets, as in `total += 1`.
         definitions: Names that the functions and classes of the cell read when their code runs, by
             name of the function or class. In a session, a later cell may call the function.
+        lambdas: Names that lambdas of the cell read. In a session, a later cell may call a lambda.
     """
 
     def __init__(self, stores: frozenset[str]) -> None:
@@ -236,6 +242,7 @@ class UsedNames:
         self._later: dict[str, frozenset[str]] = {}
         self._awaited: set[str] = set()
         self.definitions: dict[str, frozenset[str]] = {}
+        self.lambdas: set[str] = set()
 
     def walk(self, statements: Sequence[ast.stmt]) -> None:
         """Record the names that statements read and set; the statements run one after the other."""
@@ -391,6 +398,7 @@ class UsedNames:
         use = code_use(compile(ast.Module([node], []), "<cell>", "exec", _FLAGS, dont_inherit=True))
         self.imports |= use.imports
         self.attributes |= use.attributes
+        self.lambdas |= use.lambdas
         return use
 
     def _record_reads(self, names: Iterable[str], why: str = THE_CELL) -> None:

@@ -75,6 +75,8 @@ class VariablesToSend:
         digests: Digests of the sent values, by name.
         reads: Names that the functions and classes of the cell read when their code runs, by name
             of the function or class.
+        needs: Names that the sent values and the lambdas of the cell read when their code runs,
+            each with the reason why a later cell may need the variable.
         modules: Sources of the project's modules that are sent, by name.
     """
 
@@ -87,6 +89,7 @@ class VariablesToSend:
     at_ranks: dict[int, str] = field(default_factory=dict)
     updated: set[int] = field(default_factory=set)
     reads: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    needs: dict[str, str] = field(default_factory=dict)
     modules: Mapping[str, ModuleSource] = field(default_factory=dict)
 
 
@@ -114,6 +117,12 @@ class RankVariables:
 
         self._reads: dict[str, frozenset[str]] = {}
         """Names that each function or class of an earlier cell reads when its code runs."""
+
+        self._needs: dict[str, str] = {}
+        """Names that sent values and lambdas of earlier cells read when their code runs.
+
+        Each name has the reason why a later cell may need the variable, for messages.
+        """
 
         self._announced: dict[str, object] = {}
         """Values about which a note has told the user, as in `VariablesToSend.announced`.
@@ -169,7 +178,7 @@ class RankVariables:
 
         The candidates are the variables that the cell uses, the names in `send`, and the variables
         that candidates need. If the cell uses a variable that an earlier cell has assigned, the
-        variables that functions of earlier cells read are candidates, too.
+        variables that code in the ranks reads are candidates, too (`_needed_names`).
 
         A variable that a cell of the session has assigned is no candidate unless it is in `send`. A
         candidate is sent if the ranks lack it, if its value has changed, if it is a module, or if
@@ -207,6 +216,9 @@ class RankVariables:
             if is_changed or len({self._sent[name].number for name in group}) > 1:
                 changed.update(group)
         choice.why = {name: needed[name].why for name in reversed(needed) if name in changed}
+        choice.needs = dict.fromkeys(used.lambdas, "a lambda uses it")
+        for name in choice.why:
+            choice.needs |= dict.fromkeys(needed[name].needs, reason_used_by(name))
         for name in choice.why:
             # The first pickling may have changed the value, for example by filling a cache.
             again = _pickle_value(name, namespace, to, "", hashes_buffers=False)
@@ -224,15 +236,19 @@ class RankVariables:
     def _needed_names(self, used: UsedNames, forced: set[str]) -> dict[str, str]:
         """Return the names of the variables that the cell needs, each with the reason.
 
-        The result has the names in `--send`, and the names that the cell reads. The cell may call
-        functions that earlier cells have defined in the ranks. So if the cell reads any variable
-        that a cell has assigned, the result also has the names that all these functions read.
+        The result has the names in `--send`, and the names that the cell reads.
+
+        A variable that a cell has assigned may lead to any function in the ranks: it may be a
+        function of an earlier cell, or an instance of a class of the notebook. So if the cell reads
+        such a variable, the result also has the names that all these functions read.
         """
         wanted = {**dict.fromkeys(forced, THE_CELL), **used.why}
         if any(name in self.owned for name in used.why):
-            for name, reads in self._reads.items():
-                for read in reads:
-                    wanted.setdefault(read, reason_used_by(name))
+            by_cells = {
+                read: reason_used_by(name) for name, reads in self._reads.items() for read in reads
+            }
+            for read, why in {**by_cells, **self._needs}.items():
+                wanted.setdefault(read, why)
         return wanted
 
     def _pickle_needed(
@@ -292,6 +308,7 @@ class RankVariables:
         self._announced |= choice.announced
         self.modules |= choice.modules
         self._state = choice.state
+        self._needs |= choice.needs
         for name, digest in choice.digests.items():
             self._sent[name] = SentValue(digest, self._n_cells)
             self.owned.pop(name, None)

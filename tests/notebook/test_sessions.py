@@ -558,6 +558,24 @@ def test_names_that_a_cells_function_reads_are_kept_up_to_date(session: Frontend
     assert printed(session, "%%taas --session exp\nprint(g())") == ["2"]
 
 
+def test_names_that_lambdas_read_are_kept_up_to_date(session: Frontend) -> None:
+    session.run("k, m = 1, 1\ndef made(): return lambda: m")
+    session.run("%%taas --session exp\nown, hooks, by_notebook = lambda: k, [], made()")
+    session.run("%%taas --session exp\nhooks.append(lambda: -k)")
+    session.run("k, m = 2, 3")
+    cell = "%%taas --session exp\nprint(own(), hooks[0](), by_notebook())"
+    assert printed(session, cell) == ["2 -2 3"]
+
+
+def test_names_that_methods_of_the_notebook_read_are_kept_up_to_date(session: Frontend) -> None:
+    session.run("k = 1\nclass Trainer:\n    def fit(self): return k")
+    session.run("%%taas --session exp\ntrainer = Trainer()\nfit = trainer.fit")
+    session.run("k = 2")
+    request = session.run("%%taas --session exp\nprint(trainer.fit(), fit())")
+    assert "2 2" in session.text(request)
+    assert "changed in the notebook and sent again: `k`" in notes(session, request)
+
+
 def test_a_cell_can_run_on_some_ranks_only(session: Frontend) -> None:
     session.run("extra = 4")
     request = session.run(
