@@ -237,6 +237,8 @@ class RemoteLoader(DataLoader[Any]):
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def __setattr__(self, name: str, value: Any) -> None:
+        if name == "worker_init_fn" and _is_lightnings_seeding(value):
+            return  # Lightning would seed each worker; the service already seeds each batch
         if name in _NOT_SET and getattr(self, "is_made", False):
             error = ValueError if name in _FIXED else AttributeError
             raise error(
@@ -544,6 +546,12 @@ class RemoteLoader(DataLoader[Any]):
         address = Address(0, "", 0, unix, machine_id())
         found = LoaderAddresses(fetchers=1, workers=count, addresses={0: address})
         return Route(name, lambda loader: found, feed.key, lease=feed.lease)
+
+
+def _is_lightnings_seeding(worker_init_fn: Any) -> bool:
+    """Return whether Lightning sets this `worker_init_fn` after `seed_everything(workers=True)`."""
+    function = getattr(worker_init_fn, "func", None)  # Lightning sets a functools.partial
+    return getattr(function, "__name__", "") == "pl_worker_init_function"
 
 
 def _dataset_text(name: str, samples: int | None) -> str:

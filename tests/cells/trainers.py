@@ -37,6 +37,7 @@ class Model(L.LightningModule):
         return torch.optim.SGD(self.parameters(), 0.01)
 
 
+L.seed_everything(0, workers=True)
 trainer = L.Trainer(
     max_epochs=2,
     accelerator="cpu",
