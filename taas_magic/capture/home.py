@@ -9,15 +9,15 @@ import builtins
 import io
 import mmap
 import reprlib
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pickle import PickleBuffer
-from types import CodeType, FunctionType
+from types import FunctionType
 from typing import Any, NamedTuple
 
 from taas_magic.capture.culprit import make_capture_error
 from taas_magic.capture.pickling import ValuePickler, is_importable, load_each, must_stay_shared
-from taas_magic.capture.reducers import LruCache, notebooks_own
+from taas_magic.capture.reducers import LruCache, is_same_code, notebooks_own
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,8 @@ class ResultPickler(ValuePickler):
 
         Some objects came from the notebook, and the cell cannot have changed them (`_kept_name`).
         An example is a function of the notebook. For such an object, the pickle contains the name
-        of the notebook's variable, and a copy for kernels that lack the variable.
+        of the notebook's variable, and a copy. The copy is loaded if the notebook lacks the
+        variable, or has defined the function anew.
         """
         name = self._kept_name(obj)
         if name is None:
@@ -282,8 +283,8 @@ def _is_same(here: Any, there: Any) -> bool:
     """Return whether a value of the notebook equals a value of a rank.
 
     - Values of different types count as different, even `1` and `1.0`.
-    - Two functions are equal if their instructions, names and constants are equal. Line numbers,
-      defaults and closures are not compared.
+    - Two functions are equal if their code is equal (`is_same_code`). Defaults and closures are
+      not compared.
     - Other values are compared by `==`. If this comparison raises an error, or has no single truth
       value (as for tensors), the values count as different.
 
@@ -296,17 +297,8 @@ def _is_same(here: Any, there: Any) -> bool:
     if type(here) is not type(there):
         return False
     if isinstance(here, FunctionType):
-        return list(_code_parts(here.__code__)) == list(_code_parts(there.__code__))
+        return is_same_code(here.__code__, there.__code__)
     try:
         return bool(here == there)
     except Exception:  # raised for tensors, arrays and data frames, or by the user's `__eq__`
         return False
-
-
-def _code_parts(code: CodeType) -> Iterator[Any]:
-    yield code.co_code, code.co_names, code.co_varnames
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _code_parts(constant)
-        else:
-            yield constant

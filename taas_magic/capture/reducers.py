@@ -23,7 +23,7 @@ from contextvars import ContextVar
 from enum import Enum
 from pathlib import PurePath
 from pickle import PickleBuffer
-from types import CellType, FunctionType
+from types import CellType, CodeType, FunctionType
 from typing import TYPE_CHECKING, Any
 
 from taas_magic.errors import CaptureError
@@ -352,18 +352,50 @@ def notebooks_own(name: str, fallback: Copy | None = None) -> Any:
 
     Args:
         name: Name of the variable.
-        fallback: Pickle of the object, which is loaded if the namespace does not have the variable;
-            None if there is no copy.
+        fallback: Pickle of the object; None if there is no copy. The object is loaded from this
+            pickle if the namespace does not have the variable, or has another function.
 
     Raises:
         CaptureError: The namespace does not have the variable, and there is no copy.
     """
     namespace = _current_namespace()
-    if name in namespace:
-        return namespace[name]
     if fallback is None:
-        raise CaptureError(f"the result uses `{name}`, which the notebook no longer has")
-    return _load_copy(fallback)
+        if name not in namespace:
+            raise CaptureError(f"the result uses `{name}`, which the notebook no longer has")
+        return namespace[name]
+    copy = _load_copy(fallback)
+    return namespace[name] if _is_copy(copy, namespace.get(name)) else copy
+
+
+def _is_copy(copy: Any, own: Any) -> bool:
+    """Return whether a loaded object is a copy of the notebook's object `own`.
+
+    Two objects of different types are no copies. For functions, compare the code, and default
+    values that are numbers or texts. Other objects, such as sentinels, are not compared further.
+    """
+    if type(copy) is not type(own):
+        return False
+    if isinstance(copy, LruCache):
+        return _is_copy(copy.__wrapped__, own.__wrapped__)
+    if not isinstance(copy, FunctionType):
+        return True
+    is_same = is_same_code(copy.__code__, own.__code__)
+    return is_same and _plain_defaults(copy) == _plain_defaults(own)
+
+
+def _plain_defaults(function: FunctionType) -> list[str]:
+    defaults = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
+    return [repr(each) for each in defaults if isinstance(each, int | float | str | bytes | None)]
+
+
+def is_same_code(one: CodeType, other: CodeType) -> bool:
+    """Return whether the code of two functions is equal, except for line numbers."""
+    return _without_lines(one) == _without_lines(other)
+
+
+def _without_lines(code: CodeType) -> CodeType:
+    constants = (_without_lines(it) if isinstance(it, CodeType) else it for it in code.co_consts)
+    return code.replace(co_firstlineno=1, co_linetable=b"", co_consts=tuple(constants))
 
 
 def stream_name(file: Any) -> str | None:

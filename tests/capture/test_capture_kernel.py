@@ -115,6 +115,34 @@ def scaled(x):
     frontend.run("assert 'scaled uses factor' in str(older.result_notes)")
 
 
+DEFINE = """import functools
+missing = object()
+def act(x, y={y}, z=missing): return x {sign} y
+@functools.cache
+def cached(x): return x {sign} 1
+"""
+
+
+def test_a_function_that_the_notebook_defined_anew_comes_back_as_the_ranks_had_it(
+    frontend: Frontend,
+) -> None:
+    frontend.run(DEFINE.format(y=1, sign="+"))
+    frontend.run("%%taas --gpus 1 --detach --out back\nback = [act, cached]")
+    frontend.run("import taas\ntaas.runs()[0].wait()")
+    own = "[here is there for here, there in zip([act, cached], back)]"
+    for y, sign, expected in [
+        (1, "+", [True, True]),
+        (2, "+", [False, True]),
+        (1, "-", [False] * 2),
+    ]:
+        frontend.run("\n" + DEFINE.format(y=y, sign=sign))  # one line further down
+        frontend.run("back = taas.runs()[0].out['back']")
+        frontend.run(f"assert {own} == {expected}, {own}")
+        frontend.run("assert [f(5) for f in back] == [6, 6]")
+    frontend.run("act = cached = None\nback = taas.runs()[0].out['back']")
+    frontend.run("assert [f(5) for f in back] == [6, 6]")
+
+
 def test_changes_by_ranks_that_do_not_come_back_are_reported(
     frontend: Frontend,
 ) -> None:

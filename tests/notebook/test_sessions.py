@@ -576,6 +576,15 @@ def test_names_that_methods_of_the_notebook_read_are_kept_up_to_date(session: Fr
     assert "changed in the notebook and sent again: `k`" in notes(session, request)
 
 
+def test_out_returns_the_function_that_the_ranks_have(session: Frontend) -> None:
+    session.run("def act(x): return x + 1")
+    session.run("%%taas --session exp\ntable = {'act': act}")
+    session.run("%%taas --session exp --out table\npass")
+    session.run("assert table['act'] is act\ndef act(x): return x * 100")
+    session.run("%%taas --session exp --out table\npass")
+    assert value(session, "table['act'](5), act(5)") == (6, 500)
+
+
 def test_a_cell_can_run_on_some_ranks_only(session: Frontend) -> None:
     session.run("extra = 4")
     request = session.run(
