@@ -589,7 +589,8 @@ class Controller(SchedulerPlugin):
         """Wait until all interrupted runs have ended; ignore the runs of other connected kernels.
 
         An interrupted run may still own the project store, which the next run needs. The wait ends
-        in any case, because the pool drops a host that does not end its ranks within `HALT_S`.
+        in any case: the pool drops a host that does not end its ranks within `HALT_S`, and a cell's
+        start ends within `runs.FILES_S`.
 
         Args:
             owner: Dask client id of the kernel that starts the next run.

@@ -140,6 +140,9 @@ class ShareHost:
             report.
         ended: Whether the host runs no process of the share now: it has ended its processes, never
             started them, or is gone.
+        silence_counts: Whether the pool drops the host if it is silent after `halt`. False until
+            the pool asks the host to start the processes. If they are a session's, False until the
+            host has started them: before a cell, the host silently waits for the session's start.
         last_message_at: Monotonic time of the host's last event or request.
     """
 
@@ -147,6 +150,7 @@ class ShareHost:
     host_rank: int
     report: HostReport | None = None
     ended: bool = False
+    silence_counts: bool = False
     last_message_at: float = field(default_factory=time.monotonic)
 
 
@@ -513,7 +517,8 @@ class Share(ABC):
         """Start the ranks or fetchers on one host.
 
         If `halt` is called during the start, its message has no effect on this host. So after the
-        start, send `Halt` to this host again.
+        start, send `Halt` to this host again. Only interrupt a cell, because it has just begun, and
+        its session's ranks stay after an interrupt.
 
         Args:
             is_next_attempt: Whether the host also ran the previous attempt. If True, the host first
@@ -528,12 +533,16 @@ class Share(ABC):
         """
         address = share_host.host.address
         spec = ShareSpec(self._for_hosts, share_host.host_rank, **facts)
-        limit_s = FILES_S if is_next_attempt or self._run.session else CALL_S
+        is_of_session = bool(self._run.session)
+        limit_s = FILES_S if is_next_attempt or is_of_session else CALL_S
+        share_host.silence_counts = not is_of_session
         try:
             start = StartShare(spec, is_next_attempt)
             port = await self._pool_hosts.call(address, start, limit_s)
+            share_host.silence_counts, share_host.last_message_at = True, time.monotonic()
             if self.is_halted:  # an earlier `Halt` had no effect while the host was starting
-                await self._pool_hosts.call(address, Halt(self.run_id, self._how_halted))
+                how = "interrupt" if is_of_session else self._how_halted
+                await self._pool_hosts.call(address, Halt(self.run_id, how))
         except PoolError:
             self._record_host_ended(share_host)
             raise
@@ -561,7 +570,8 @@ class Share(ABC):
     async def _drop_late_hosts(self, limit_s: float) -> None:
         """Drop each host that does not end its ranks or fetchers within `limit_s`.
 
-        Return when no host runs any of them.
+        Ignore a host whose silence does not count yet (`ShareHost.silence_counts`). Return when no
+        host runs any of them.
 
         Args:
             limit_s: Seconds that a host may take. They count from this call, and start again at
@@ -570,7 +580,11 @@ class Share(ABC):
         share_hosts, began = list(self._share_hosts.values()), time.monotonic()
         while left := [share_host for share_host in share_hosts if not share_host.ended]:
             now = time.monotonic()
-            late = [each for each in left if now - max(each.last_message_at, began) >= limit_s]
+            late = [
+                each
+                for each in left
+                if each.silence_counts and now - max(each.last_message_at, began) >= limit_s
+            ]
             for share_host in late:
                 why = f"it did not end run {self.run_id} within {limit_s:.0f} s; it is replaced"
                 await self._pool_hosts.drop(share_host.host.address, why)
@@ -1195,7 +1209,8 @@ class PoolRun(Share):
         self._has_federation = False
         running = set(self._running_addresses())
         first, *others = share_hosts = [
-            ShareHost(host, number) for number, host in enumerate(hosts)
+            ShareHost(host, number, silence_counts=host.address in running)
+            for number, host in enumerate(hosts)
         ]
         self._set_hosts(share_hosts)
         self._clock.set_paused(False, time.monotonic())

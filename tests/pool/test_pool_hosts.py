@@ -30,6 +30,7 @@ from taas_magic.messages import (
     Failure,
     FetcherEnded,
     GetStatus,
+    Halt,
     HostEnded,
     Note,
     RanksEnded,
@@ -333,6 +334,77 @@ def test_a_host_that_is_chosen_for_a_restart_counts_as_busy(
         ended = await asyncio.wait_for(ending, HUNG_S)
         assert ended.state == ("SUCCEEDED" if first_starts else "FAILED")
         assert not hosts[0].runs and not new.runs
+
+    asyncio.run(play())
+
+
+async def dropped_after_halt(run: PoolRun, pool_hosts: mock.Mock, how: str) -> list[str]:
+    """Halt a run without any patience; return the addresses of the hosts that the pool drops."""
+    of_runs = "taas_magic.pool.runs"
+    with mock.patch(f"{of_runs}.HALT_S", 0.0), mock.patch(f"{of_runs}._CHECK_S", 0.0):
+        await run.halt(how)
+        for _ in range(100):  # let the background tasks check the hosts
+            await asyncio.sleep(0)
+    return [asked.args[0] for asked in pool_hosts.drop.mock_calls]
+
+
+def test_an_interrupt_of_a_restart_drops_no_host_that_was_not_asked_to_start(
+    tmp_path: Path,
+) -> None:
+    """The first host, which runs the run already, is silent, so the pool drops only this host.
+
+    With real hosts, the first host would have to send rank 0's files for longer than `HALT_S`.
+    """
+    first_restarts, is_first_gone = asyncio.Event(), asyncio.Event()
+
+    async def call(address: str, request: Request[Any], limit_s: float = 0.0) -> int:
+        if isinstance(request, StartShare) and request.is_next_attempt:
+            first_restarts.set()
+            await is_first_gone.wait()
+            raise PoolError("it is gone")
+        return 1
+
+    run, hosts, pool_hosts = run_on_two_hosts(tmp_path, call)
+    new = PoolHost("tls://host:3", name="h3")
+
+    async def play() -> None:
+        await run.start()
+        pool_hosts.acquire.return_value = [hosts[0], new]
+        run.record_lost_host(hosts[1], "it is silent")
+        ending = asyncio.ensure_future(run.run_to_end())
+        await asyncio.wait_for(first_restarts.wait(), HUNG_S)
+        assert set(await dropped_after_halt(run, pool_hosts, "interrupt")) == {hosts[0].address}
+        is_first_gone.set()
+        await asyncio.wait_for(ending, HUNG_S)
+
+    asyncio.run(play())
+
+
+def test_a_kill_of_a_cell_whose_session_still_starts_ends_only_the_cell(tmp_path: Path) -> None:
+    """With real hosts, the session would have to copy the project store for longer than `HALT_S`.
+
+    The ranks get the cell only when the session has started, so an interrupt is then enough.
+    """
+    is_asked, has_started = asyncio.Event(), asyncio.Event()
+    halts: list[tuple[str, str]] = []
+
+    async def call(address: str, request: Request[Any], limit_s: float = 0.0) -> int:
+        if isinstance(request, StartShare):
+            is_asked.set()
+            await has_started.wait()
+        elif isinstance(request, Halt) and has_started.is_set():
+            halts.append((address, request.how))
+        return 1
+
+    run, hosts, pool_hosts = run_on_two_hosts(tmp_path, call, session="the-session")
+
+    async def play() -> None:
+        starting = asyncio.ensure_future(run.start())
+        await asyncio.wait_for(is_asked.wait(), HUNG_S)
+        assert not await dropped_after_halt(run, pool_hosts, "kill")
+        has_started.set()
+        await asyncio.wait_for(starting, HUNG_S)
+        assert halts == [(host.address, "interrupt") for host in hosts]
 
     asyncio.run(play())
 
