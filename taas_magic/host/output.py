@@ -569,21 +569,34 @@ class _LogStream:
         except OSError as error:
             why = reason_of(error)
         if why:
-            self.file.close()
-            self.file = None
+            self._close_file()
         return why
 
-    def end_run(self) -> None:
-        """Append unfinished lines to `pending`, and close the log file. The log pipe stays open."""
+    def end_run(self) -> str:
+        """Append unfinished lines to `pending`, and close the log file. The log pipe stays open.
+
+        Returns:
+            Why the log file is incomplete, if only its closing shows this; else "".
+        """
         self.pending += self.budget.admit(self.assembler.flush())
-        if self.file is not None:
-            self.file.close()
-            self.file = None
+        return self._close_file()
 
     def close(self) -> None:
         self.is_open = False
-        self.end_run()
         os.close(self.fd)
+
+    def _close_file(self) -> str:
+        """Close the log file, if it is open. Return why this failed; "" if it did not fail.
+
+        On NFS, closing a file reports earlier writes that have failed meanwhile.
+        """
+        file, self.file = self.file, None
+        try:
+            if file is not None:
+                file.close()
+        except OSError as error:
+            return reason_of(error)
+        return ""
 
 
 class _MessageStream:
@@ -808,7 +821,7 @@ class PipeReader:
         """
         self._read_all(self._streams())
         for rank, old in list(self._logs.items()):
-            old.end_run()
+            self._warn_of_end(old, old.end_run())
             self._flush_stream(old)
             if rank in logs and old.is_open:
                 self._logs[rank] = logs[rank]
@@ -939,6 +952,8 @@ class PipeReader:
 
     def _close_stream(self, stream: _LogStream | _MessageStream) -> None:
         self._selector.unregister(stream.fd)
+        if isinstance(stream, _LogStream):
+            self._warn_of_end(stream, stream.end_run())
         stream.close()
 
     def _warn_of_end(self, stream: _LogStream, why: str) -> None:

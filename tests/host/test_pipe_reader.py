@@ -1,5 +1,7 @@
 """`PipeReader`: turning what ranks write to their pipes into events, messages and log files."""
 
+import errno
+import io
 import itertools
 import os
 import threading
@@ -96,6 +98,43 @@ def test_a_traceback_is_logged_even_if_the_rank_has_closed_its_output(rank: Rank
     rank.say(RAISED)
     assert rank.heard.wait(HUNG_S)
     assert rank.log.read_text() == "before\nTraceback\nValueError: bad\n"
+
+
+class OverQuota(io.FileIO):
+    """A log file on NFS in a home folder that is over its quota.
+
+    A test machine has no NFS, where closing a file reports writes that have failed meanwhile.
+    """
+
+    def close(self) -> None:
+        super().close()
+        raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+
+
+class FullAtOnce(OverQuota):
+    def write(self, data: Any) -> int:
+        raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+
+
+@pytest.mark.parametrize("file", [OverQuota, FullAtOnce])
+def test_a_log_that_cannot_be_closed_gives_one_note_and_the_reader_continues(
+    rank: Rank, file: type[OverQuota]
+) -> None:
+    stream = rank.reader._logs[0]
+    assert stream.file is not None
+    stream.file.close()
+    stream.file = file(rank.log, "ab")
+    os.write(rank.output, b"before\n")
+    os.close(rank.output)
+    rank.output = os.dup(rank.message_pipe)
+    while stream.is_open:  # the reader closes the pipe, which has no writer any more
+        rank.reader.drain(0)
+        assert rank.reader._thread.is_alive()
+    rank.say(RankErrorSent())
+    rank.heard_all(1)
+    [note] = [event.text for event in rank.events if isinstance(event, Note)]
+    why = "your quota on its file system is used up"
+    assert note == f"the log of rank 0 is incomplete: {why} ({rank.log})"
 
 
 def test_a_message_that_is_too_large_becomes_a_note_and_the_next_one_arrives(rank: Rank) -> None:
