@@ -452,14 +452,15 @@ class PoolConnection:
             self.process.wait_for_end(END_S)
 
     def close_when_unused(self) -> None:
-        """Close the connection as soon as no run of this kernel uses it.
+        """Close the connection as soon as no run of this kernel uses it. Do not wait for this.
 
-        If a run uses the connection now, return at once. The end of the last such run then closes
-        the connection (`stop_events`).
+        If a run uses the connection now, the end of the last such run closes the connection
+        (`stop_events`). This end may be reported in the thread of the Dask client, which must not
+        wait for its own end.
         """
         self._closes_when_unused = True
         if not self._listeners:
-            self.close()
+            self._leave()
 
     def close(self, why: str = "") -> None:
         """Close the connection, and wait until the Dask client is closed.
@@ -470,8 +471,12 @@ class PoolConnection:
             why: Message of the ConnectionEnded that later calls on this connection raise. The
                 default says that this kernel has left the pool.
         """
-        self._mark_ended(why or self._ending or f'this kernel has left pool "{self.config.name}"')
+        self._leave(why)
         self._watcher.join()
+
+    def _leave(self, why: str = "") -> None:
+        """Mark the connection as ended by this kernel. `_watch` then closes the Dask client."""
+        self._mark_ended(why or self._ending or f'this kernel has left pool "{self.config.name}"')
 
     def call(self, request: Request[_T], on_poll: Callable[[], None] = lambda: None) -> _T:
         """Send a request to the pool's process and return the response.
