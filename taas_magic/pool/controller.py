@@ -288,6 +288,9 @@ class Controller(SchedulerPlugin):
         self._fetchers_of: dict[str, EndFetchers] = {}
         """For each detached run, by run id: the function that ends its fetchers."""
 
+        self._notifying = 0
+        """Number of `notify` commands that are running."""
+
         self._tasks = BackgroundTasks()
         self.pool_hosts = PoolHosts(
             scheduler,
@@ -583,7 +586,11 @@ class Controller(SchedulerPlugin):
         is_detached = run.run_id in self._fetchers_of
         await self._end_fetchers(run)
         if is_detached:
-            await asyncio.to_thread(notify, journal.folder, ended)
+            self._notifying += 1
+            try:
+                await asyncio.to_thread(notify, journal.folder, ended)
+            finally:
+                self._notifying -= 1
 
     async def _wait_for_interrupted_runs(self, owner: str, send_event: EncodedEventSink) -> None:
         """Wait until all interrupted runs have ended; ignore the runs of other connected kernels.
@@ -776,11 +783,12 @@ class Controller(SchedulerPlugin):
 
         A beat contains the lines about requested hosts that cannot start ranks yet. After each
         beat, end the pool if no kernel and no run uses it, end idle sessions, and return idle hosts
-        to the engine.
+        to the engine. A running `notify` command counts as a run, because this process can only end
+        after the command. Until then, no other process of the pool can start.
         """
         while True:
             self._scheduler.log_event(POOL_BEAT, self.pool_hosts.awaited)
-            self._kernels.end_if_idle(has_runs=bool(self._runs))
+            self._kernels.end_if_idle(has_runs=bool(self._runs or self._notifying))
             self._end_idle_sessions()
             if self._meter.update():
                 self._tasks.start(self.pool_hosts.release(self._meter.is_in_use))

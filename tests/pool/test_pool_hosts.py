@@ -1,6 +1,7 @@
 """Tests of `PoolHosts`: calls to hosts, refused messages, lost hosts, and the choice of hosts."""
 
 import asyncio
+import contextlib
 import os
 import threading
 from collections.abc import Callable, Coroutine, Iterator
@@ -35,6 +36,7 @@ from taas_magic.messages import (
     Note,
     RanksEnded,
     Request,
+    RunEnded,
 )
 from taas_magic.plan import DataPlan, Flags, HostCapacity, make_plan
 from taas_magic.pool.controller import Controller
@@ -147,6 +149,47 @@ def test_a_host_whose_fetchers_cannot_start_does_not_count_as_busy(
             await asyncio.sleep(0)
         assert fetchers_share_id("a-run") not in controller._runs
         controller.remove_client(scheduler, "kernel")
+
+    with_host(play)
+
+
+def test_a_pool_whose_notify_command_runs_does_not_count_as_idle(
+    with_host: Callable[[Play], None],
+) -> None:
+    """Otherwise, an ending process would keep the pool's lock until the command has ended.
+
+    A real command would have to run for longer than a pool stays without a run.
+    """
+
+    async def play(scheduler: PoolScheduler, controller: Controller, member: PoolHost) -> None:
+        beats, is_notifying = asyncio.Queue[bool](), asyncio.Event()
+        loop, may_end = asyncio.get_running_loop(), threading.Event()
+
+        def run_command(*about: object) -> None:
+            loop.call_soon_threadsafe(is_notifying.set)
+            may_end.wait(HUNG_S)
+
+        async def next_beat() -> bool:
+            while not beats.empty():
+                beats.get_nowait()
+            return await asyncio.wait_for(beats.get(), HUNG_S)
+
+        run = mock.Mock(PoolRun, run_id="detached", session_id="", owner="")
+        run.run_to_end.return_value = RunEnded(state="SUCCEEDED")
+        controller._fetchers_of[run.run_id] = mock.AsyncMock()
+        with (
+            mock.patch("taas_magic.pool.controller.notify", run_command),
+            mock.patch.object(
+                controller._kernels, "end_if_idle", lambda has_runs: beats.put_nowait(has_runs)
+            ),
+        ):
+            until_end = contextlib.AsyncExitStack()
+            ending = asyncio.ensure_future(controller._run_to_end(run, mock.Mock(), until_end))
+            await asyncio.wait_for(is_notifying.wait(), HUNG_S)
+            assert await next_beat()
+            may_end.set()
+            await ending
+            assert not await next_beat()
 
     with_host(play)
 
