@@ -16,7 +16,14 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 import cloudpickle
-from torch.utils.data import DataLoader, IterableDataset, default_collate
+import torch
+from torch.utils.data import (
+    DataLoader,
+    IterableDataset,
+    IterDataPipe,
+    default_collate,
+    graph_settings,
+)
 from torch.utils.data._utils import worker as torch_worker
 
 from taas_magic.data import encode
@@ -528,15 +535,17 @@ class BatchSource:
     def _new_cursor(self, epoch: int, stream: int, item: int) -> "Cursor":
         """Return a new cursor (iterator) over a stream, with a fresh copy of the dataset.
 
-        Unpickle the loader again for this copy, and call the dataset's `set_epoch`. If the loader
-        has workers, also call `worker_init_fn`. Then seed the random generators. The cursor begins
-        at the latest saved state that is not beyond `item`; without such a state, the cursor begins
-        at item 0.
+        Unpickle the loader again for this copy, and call the dataset's `set_epoch`. Seed and divide
+        a DataPipe (`_prepare_data_pipe`). If the loader has workers, also call `worker_init_fn`.
+        Then seed the random generators. The cursor begins at the latest saved state that is not
+        beyond `item`; without such a state, the cursor begins at item 0.
         """
         loader, definitions = load(self._payload)
         loader = _with_own_memory(loader)
         call_set_epoch(loader.dataset, epoch, "dataset")
         seed = seed_of(self._seed, epoch)
+        if isinstance(loader.dataset, IterDataPipe):
+            _prepare_data_pipe(loader, epoch, stream, seed)
         info = self._start_worker(loader, stream, seed) if loader.num_workers else None
         seed_all(seed + stream)
         snapshots = self._snapshots_of(epoch, stream)
@@ -576,6 +585,33 @@ def keeps_dataset(loader: Any) -> bool:
     This is the case for a loader without workers, or with persistent workers.
     """
     return not loader.num_workers or bool(loader.persistent_workers)
+
+
+def _prepare_data_pipe(loader: Any, epoch: int, stream: int, seed: int) -> None:
+    """Prepare a DataPipe as a local DataLoader does: seed its shuffles, and select a stream's part.
+
+    A local DataLoader draws the seed of all shuffles from its generator. Without a generator, it
+    draws this seed from torch's global generator, which this function seeds with `seed`. If the
+    loader has a generator, this function first repeats the draws of the earlier epochs. In each of
+    them, a local DataLoader draws 3 numbers with workers, and 2 numbers without. With persistent
+    workers, it draws only 1 number in each epoch after epoch 0.
+
+    In a distributed program, a local DataLoader also divides the DataPipe among the ranks. Here,
+    ranks get different batches of the same streams instead.
+    """
+
+    def draw() -> int:
+        return int(torch.empty((), dtype=torch.int64).random_(generator=loader.generator))
+
+    seed_all(seed)
+    if loader.generator is not None:
+        first = 3 if loader.num_workers else 2
+        later = 1 if loader.persistent_workers else first
+        for _ in range(first + later * (epoch - 1) if epoch else 0):
+            draw()
+    shared = torch.Generator().manual_seed(draw())
+    graph_settings.apply_random_seed(loader.dataset, shared)
+    graph_settings.apply_sharding(loader.dataset, max(1, loader.num_workers), stream)
 
 
 def _with_own_memory(loader: Any) -> Any:

@@ -17,6 +17,7 @@ import torch
 from msgspec import structs
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
 from torch.utils.data import SequentialSampler as Sequential
+from torch.utils.data.datapipes.iter import IterableWrapper
 
 from taas_magic.data import client, sharding
 from taas_magic.data.sharding import Uneven, seed_of
@@ -135,6 +136,36 @@ def test_iterable_style(tmp_path: Path, workers: int, uneven: Uneven) -> None:
         assert seen(running, 1)[0] == want
         assert seen(running, 3, shape={"uneven": uneven}) == dealt(want, 3, uneven)
         assert seen(running, 3, shape={"uneven": uneven}, local=True) == dealt(want, 3, uneven)
+
+
+def of_data_pipes() -> dict[str, DataLoader[object]]:
+    """Return loaders of shuffled DataPipes; torch divides the numbers 0 to 26 among the workers."""
+
+    def make(workers: int, keeps: bool, generator: torch.Generator | None) -> DataLoader[object]:
+        pipe = IterableWrapper(range(27)).shuffle(buffer_size=9).sharding_filter()
+        about = {"num_workers": workers, "persistent_workers": keeps}
+        return DataLoader(pipe, 2, generator=generator, **about)  # type: ignore[arg-type]
+
+    return {
+        "no workers": make(0, False, None),
+        "workers": make(2, False, None),
+        "generator": make(2, False, torch.Generator().manual_seed(3)),
+        "persistent workers": make(2, True, torch.Generator().manual_seed(3)),
+    }
+
+
+@pytest.mark.parametrize("fetchers", [0, 1])
+def test_a_data_pipe_is_seeded_and_divided_as_torch_does(tmp_path: Path, fetchers: int) -> None:
+    want: dict[str, list[list[Any]]] = {
+        name: [local(loader, epoch) for epoch in range(3)]
+        for name, loader in of_data_pipes().items()
+    }
+    with service(tmp_path, of_data_pipes(), fetchers=fetchers) as running:
+        for name, epochs in want.items():
+            remote = running.loader(name, local=not fetchers)
+            for batches in epochs:
+                assert sorted(itertools.chain(*batches)) == list(range(27))
+                assert [plain(batch) for batch in remote] == batches, name
 
 
 class Noted(Lines):
