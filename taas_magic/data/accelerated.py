@@ -26,6 +26,7 @@ class _RemoteShardMixin:
 
     reset: Callable[[], None]
     end_of_dataloader: bool
+    remainder: int
     gradient_state: Any
     skip_batches: int
 
@@ -44,7 +45,12 @@ class _RemoteShardMixin:
     def __iter__(self) -> Iterator[Any]:
         self.iteration = self.base_dataloader.next_epoch
         for batch in super().__iter__():  # type: ignore[misc]
-            yield self._filled(batch) if self.end_of_dataloader else batch
+            if self.end_of_dataloader:
+                if self.base_dataloader.has_ended_early:
+                    self.remainder = 0  # no sample of a complete step is repeated
+                else:
+                    batch = self._filled(batch)
+            yield batch
 
     def _filled(self, batch: Any) -> Any:
         """Return the last batch; if it is short, repeat its rows, up to `batch_size` rows.

@@ -325,6 +325,19 @@ class RemoteLoader(DataLoader[Any]):
         self._current = EpochIterator(self, epoch, start, self._passes - 1, order)
         return self._current
 
+    @property
+    def has_ended_early(self) -> bool:
+        """Whether the latest pass has ended before its epoch's last step, for example by `--units`.
+
+        False for an epoch whose number of batches is not known.
+        """
+        current = self._current
+        if current is None or not current.ended or current.description is None:
+            return False
+        part = self.feed.rank, self.feed.world_size, self.shape.uneven
+        done, batches = current.after.position // self.feed.world_size, current.description.batches
+        return batches is not None and done < count_steps(batches, *part)
+
     def current_counts(self) -> RankCounts:
         """Return this loader's counts: batches, waiting times and others.
 

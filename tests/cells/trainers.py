@@ -92,3 +92,11 @@ for batch in accelerator.prepare(short):
 left = accelerator.prepare(loader, device_placement=[False])
 print("left", left.device)
 accelerator.end_training()
+
+# %%
+from accelerate import Accelerator
+
+accelerator = Accelerator(cpu=True)
+for batch in accelerator.prepare(short):
+    print("short", *accelerator.gather_for_metrics(batch["n"]).tolist())
+accelerator.end_training()

@@ -5,7 +5,7 @@ import pytest
 from tests.cellfiles import cells_of
 from tests.harness import Notebook
 
-LOADER, LIGHTNING, ACCELERATE, PLACED = cells_of("trainers")
+LOADER, LIGHTNING, ACCELERATE, PLACED, GATHERED = cells_of("trainers")
 
 
 def test_accelerate_places_batches_and_knows_the_epochs_end(notebook: Notebook) -> None:
@@ -36,6 +36,15 @@ def test_accelerate_places_batches_and_knows_the_epochs_end(notebook: Notebook) 
     rests = [line.split() for rank in (0, 1) for line in outcome.lines[rank] if "rest" in line]
     assert [rest[1] for rest in rests] == ["1", "1"]
     assert sorted(rests[0][2:] + rests[1][2:], key=int) == gathered[3]
+
+
+def test_accelerate_gathers_all_samples_of_a_step_where_units_end_the_loop(
+    notebook: Notebook,
+) -> None:
+    notebook.define(LOADER)
+    outcome = notebook.run(GATHERED, "--cpus 1 --units 2")
+    assert outcome.error is None, outcome.shown
+    assert outcome.lines[0] == ["short 0 1 2 3 4 5 6 7"]
 
 
 @pytest.mark.parametrize("source", [LIGHTNING, ACCELERATE], ids=["lightning", "accelerate"])
