@@ -68,6 +68,12 @@ _CHANGED_PARTS = (
     "the loader's fetchers do not see the change. Change it in the notebook, before the cell"
 )
 
+_SAMPLER_REPLACED = (
+    "Lightning tries to replace the sampler of a registered loader, as overfit_batches does, but "
+    "fetchers run this sampler. Use limit_train_batches and limit_val_batches instead, with a "
+    "loader that was registered with shuffle=False"
+)
+
 _route_lock = threading.Lock()
 
 
@@ -200,7 +206,32 @@ class RemoteLoader(DataLoader[Any]):
     # accelerate shards every loader that lacks this attribute. This loader is already sharded.
     _is_accelerate_prepared = True
 
-    def __init__(self, shape: LoaderShape, feed: RankFeed) -> None:
+    is_made = False
+
+    def __new__(
+        cls, shape: LoaderShape | None = None, feed: RankFeed | None = None, **replaced: Any
+    ) -> "RemoteLoader":
+        """Return the rank's loader that has this `shape` object; if there is none, a new loader.
+
+        Lightning calls this class with all attributes of a loader, to get a copy of the loader with
+        another sampler. Only the fetchers run the sampler, so Lightning gets the loader itself.
+
+        Args:
+            replaced: Attributes of DataLoader from Lightning.
+
+        Raises:
+            TypeError: The copy would have a sampler that is not the loader's.
+        """
+        for loader in feed.loaders if feed is not None else ():
+            if loader.shape is shape:
+                if replaced.get("sampler") not in (None, loader.sampler):
+                    raise TypeError(_SAMPLER_REPLACED)
+                return loader
+        return super().__new__(cls)
+
+    def __init__(self, shape: LoaderShape, feed: RankFeed, **_: Any) -> None:
+        if self.is_made:
+            return
         self.shape, self.feed = shape, feed
         self._seed = feed.seed if shape.seed is None else shape.seed
         self.next_epoch, self._passes = 0, 0
@@ -213,7 +244,7 @@ class RemoteLoader(DataLoader[Any]):
         self._visible: tuple[Any, ...] | None = None
         self._visible_digest = b""
         self._original: Any = None
-        self.is_made = self.has_warned = False
+        self.has_warned = False
         settings, own, path = shape.settings, vars(self), f"{shape.name}.dataset"
         if shape.iterable:
             stream = RemoteStream(self, path)
@@ -221,7 +252,7 @@ class RemoteLoader(DataLoader[Any]):
         else:
             super().__init__(RemoteDataset(self, path), batch_size=None, sampler=())
             sampler = own["sampler"] = RemoteSampler(self)
-            batches = RemoteBatchSampler(self, sampler) if shape.has_batch_sampler else None
+            batches = RemoteBatchSampler(sampler) if shape.has_batch_sampler else None
             own["batch_sampler"] = batches
         # Set these after DataLoader's constructor, which warns if num_workers exceeds the cores of
         # this host.
@@ -239,7 +270,7 @@ class RemoteLoader(DataLoader[Any]):
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "worker_init_fn" and _is_lightnings_seeding(value):
             return  # Lightning would seed each worker; the service already seeds each batch
-        if name in _NOT_SET and getattr(self, "is_made", False):
+        if name in _NOT_SET and self.is_made:
             error = ValueError if name in _FIXED else AttributeError
             raise error(
                 f'cannot set {name} of loader "{self.name}" in a rank: its fetchers run the loader '
@@ -730,14 +761,24 @@ class RemoteSampler(_Sampler, DistributedSampler[Any]):
 
 
 class RemoteBatchSampler(_Sampler, Sampler[Any]):
-    """A rank's substitute for the batch sampler; its length counts only this rank's batches."""
+    """A rank's substitute for the batch sampler; its length counts only this rank's batches.
+
+    Lightning calls this class as it calls torch's BatchSampler. The batch size and `drop_last` stay
+    those of the real batch sampler.
+
+    Raises:
+        TypeError: `sampler` is not the loader's.
+    """
 
     _index = 1
 
-    def __init__(self, loader: RemoteLoader, sampler: RemoteSampler) -> None:
-        self._loader = loader
+    def __init__(self, sampler: Any, batch_size: Any = None, drop_last: Any = None) -> None:
+        if not isinstance(sampler, RemoteSampler):
+            raise TypeError(_SAMPLER_REPLACED)
+        loader = sampler._loader
         if loader.shape.settings["batch_size"] is not None:  # None: the user's own batch sampler
             self.sampler = sampler
+        self._loader = loader
 
     def __len__(self) -> int:
         return len(self._loader)

@@ -4,13 +4,22 @@
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import taas
 
 loader = taas.register(DataLoader(TensorDataset(torch.arange(16.0)[:, None]), 2, shuffle=True))
 dropping = taas.register(DataLoader(TensorDataset(torch.arange(6)), 2), uneven="drop")
 numbers: Any = [{"n": n, "name": f"{n}"} for n in range(12)]
+
+
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        return iter(torch.arange(16.0)[:, None])
+
+
+stream = taas.register(DataLoader(Stream(), 2))
+unbatched = taas.register(DataLoader(TensorDataset(torch.arange(16.0)[:, None]), None))
 short = taas.register(DataLoader(numbers, 4, sampler=range(11)))
 
 # %%
@@ -100,3 +109,49 @@ accelerator = Accelerator(cpu=True)
 for batch in accelerator.prepare(short):
     print("short", *accelerator.gather_for_metrics(batch["n"]).tolist())
 accelerator.end_training()
+
+# %%
+import logging
+import warnings
+
+import lightning as L
+import torch
+
+warnings.simplefilter("ignore")
+logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+
+
+class Predictor(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(1, 1)
+
+    def predict_step(self, batch):
+        return batch[0] if isinstance(batch, list) else batch
+
+    def training_step(self, batch, _):
+        return self.layer(batch[0]).mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.01)
+
+
+quiet = dict(
+    accelerator="cpu",
+    devices=2,
+    strategy="ddp",
+    logger=False,
+    enable_checkpointing=False,
+    enable_progress_bar=False,
+    enable_model_summary=False,
+)
+plain = torch.utils.data.DataLoader(loader.dataset, 2)
+loaders = {"plain": plain, "registered": loader, "stream": stream, "unbatched": unbatched}
+for name, used in loaders.items():
+    predictions = L.Trainer(**quiet).predict(Predictor(), used)
+    print(name, *(int(value) for batch in predictions for value in batch))
+for used in (loader, unbatched):
+    try:
+        L.Trainer(overfit_batches=1, max_epochs=1, **quiet).fit(Predictor(), used)
+    except TypeError as error:
+        print("error", error)

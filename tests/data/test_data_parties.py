@@ -5,7 +5,7 @@ import pytest
 from tests.cellfiles import cells_of
 from tests.harness import Notebook
 
-LOADER, LIGHTNING, ACCELERATE, PLACED, GATHERED = cells_of("trainers")
+LOADER, LIGHTNING, ACCELERATE, PLACED, GATHERED, PREDICTED = cells_of("trainers")
 
 
 def test_accelerate_places_batches_and_knows_the_epochs_end(notebook: Notebook) -> None:
@@ -61,3 +61,16 @@ def test_every_sample_is_seen_once_an_epoch(notebook: Notebook, source: str) -> 
             for index in line.split()[2:]
         ]
         assert sorted(seen) == list(range(16))
+
+
+def test_lightning_predicts_each_sample_once_and_refuses_to_overfit(notebook: Notebook) -> None:
+    notebook.define(LOADER)
+    outcome = notebook.run(PREDICTED, "--cpus 1")
+    assert outcome.error is None, outcome.shown
+    for name in ("plain", "registered", "stream", "unbatched"):
+        lines = [line.split() for rank in (0, 1) for line in outcome.lines[rank]]
+        found = [values for first, *values in lines if first == name]
+        assert sorted(int(value) for values in found for value in values) == list(range(16)), name
+    for rank in (0, 1):
+        errors = [line for line in outcome.lines[rank] if line.startswith("error")]
+        assert ["limit_train_batches" in error for error in errors] == [True, True]
