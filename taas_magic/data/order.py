@@ -38,6 +38,9 @@ _KEEP_UNSIZED = 16 * _UNSIZED_STEP
 _MOST_PASSED = 1 << 17
 """Number of batches in an epoch above which a sampler without a length counts as endless."""
 
+_MOST_LENGTHS = 10
+"""Multiple of its length above which a sampler with a length counts as endless."""
+
 
 class EpochOrder(NamedTuple):
     """Order of the batches in one epoch.
@@ -45,9 +48,8 @@ class EpochOrder(NamedTuple):
     Attributes:
         indices: The values that the sampler yields, by slot. Each value is the indices of a batch's
             samples; for a loader without a batch sampler, each value is a single index.
-        batches: Number of batches; None if the sampler has no length.
-        digest: Hash of the indices of all batches, or of the first batches if the sampler has no
-            length.
+        batches: Number of batches; None if the sampler has no length or is endless.
+        digest: Hash of the indices of all batches, or of the first batches if `batches` is None.
     """
 
     indices: "UnsizedBatches | PackedBatches | list[Any]"
@@ -106,29 +108,30 @@ class EpochOrders:
     def _enumerate(self, number: int) -> EpochOrder:
         """Run the sampler from its state before an epoch, and return the epoch's order.
 
-        Also save the sampler's state after the epoch. If the sampler has no length, draw only the
-        first batches and save no state; the order then draws further batches when they are needed.
+        Also save the sampler's state after the epoch. If the sampler has no length or is endless,
+        draw only the first batches and save no state; the order then draws further batches when
+        they are needed.
         """
         sampler, generator, indices = self._start_sampler(number)
-        if not _has_length(sampler):
-            unsized = UnsizedBatches(lambda: self._start_sampler(number)[2])
-            return EpochOrder(unsized, None, unsized.digest)
-        packed, digest = _pack_batches(indices)
-        self._save_state_after(number, sampler, generator)
-        return EpochOrder(packed, len(packed), digest)
+        if _has_length(sampler):
+            most = _most_batches(sampler)
+            packed, digest = _pack_batches(itertools.islice(indices, most + 1))
+            if len(packed) <= most:
+                self._save_state_after(number, sampler, generator)
+                return EpochOrder(packed, len(packed), digest)
+        unsized = UnsizedBatches(lambda: self._start_sampler(number)[2])
+        return EpochOrder(unsized, None, unsized.digest)
 
     def _skip_epoch(self, number: int) -> None:
         """Run the sampler through an epoch; save the state of sampler and generator after it.
 
-        If the sampler has no length, and the epoch does not end within `_MOST_PASSED` batches, the
-        sampler may be endless. In this case, save no state; from then on, every epoch begins from
-        the state at registration.
+        If the epoch does not end within `_most_batches` batches, the sampler may be endless. In
+        this case, save no state; from then on, every epoch begins from the state at registration.
         """
         sampler, generator, indices = self._start_sampler(number)
-        most = None if _has_length(sampler) else _MOST_PASSED
-        for _ in itertools.islice(indices, most):
+        for _ in itertools.islice(indices, _most_batches(sampler)):
             pass
-        if most is not None and next(indices, None) is not None:
+        if next(indices, None) is not None:
             # The sampler may be endless: start each epoch from the state at registration.
             self._starts[1] = self._starts[0]
             return
@@ -180,6 +183,13 @@ def _has_length(sampler: Any) -> bool:
     return True
 
 
+def _most_batches(sampler: Any) -> int:
+    """Return the number of batches in an epoch above which a sampler counts as endless."""
+    if not _has_length(sampler):
+        return _MOST_PASSED
+    return max(_MOST_LENGTHS * len(sampler), _UNSIZED_STEP)
+
+
 def call_set_epoch(value: object, epoch: int, inner: str) -> None:
     """Call `set_epoch` of a sampler or dataset, and of each object wrapped in it.
 
@@ -198,7 +208,7 @@ def call_set_epoch(value: object, epoch: int, inner: str) -> None:
 
 
 class UnsizedBatches:
-    """Batches of a sampler without a length, which may be endless.
+    """Batches of a sampler that has no length or is endless.
 
     The sampler runs at most `_UNSIZED_STEP` batches beyond the last requested batch.
 

@@ -277,6 +277,22 @@ def test_the_order_of_an_endless_sampler_takes_bounded_memory() -> None:
     assert [indices[batch] for batch in range(40_000)] == first, "it begins again"
 
 
+class EndlessWithLength(Endless):
+    def __len__(self) -> int:
+        return self.size
+
+
+def test_an_endless_sampler_may_have_a_length() -> None:
+    with_length, without = (
+        EpochOrders(DataLoader(Squares(100), batch_size=4, sampler=sampler), SEED)
+        for sampler in (EndlessWithLength(100), Endless(100))
+    )
+    for epoch in range(3):
+        one, other = with_length.epoch(epoch), without.epoch(epoch)
+        assert one.batches is None
+        assert [one.indices[n] for n in range(2000)] == [other.indices[n] for n in range(2000)]
+
+
 def test_set_epoch_reaches_the_sampler() -> None:
     sampler = Stages(10)
     source = source_of(DataLoader(Squares(10), 5, sampler=sampler))

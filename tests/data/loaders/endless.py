@@ -13,6 +13,11 @@ class Endless(Sampler):
         return itertools.cycle(range(10))
 
 
+class EndlessWithLength(Endless):
+    def __len__(self):
+        return 10
+
+
 class WithoutLength(Sampler):
     def __iter__(self):
         return iter(range(6))
@@ -28,6 +33,10 @@ def first_ones(loader):
 
 def endless():
     return DataLoader(numbers(), batch_size=4, sampler=Endless()), first_ones
+
+
+def endless_with_a_length():
+    return DataLoader(numbers(), batch_size=4, sampler=EndlessWithLength()), first_ones
 
 
 def endless_single_samples():
