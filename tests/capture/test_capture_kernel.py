@@ -100,19 +100,19 @@ def test_a_variable_of_the_notebook_is_replaced_only_if_out_names_it(frontend: F
 def test_reading_the_results_of_a_run_again_replaces_no_variable(frontend: Frontend) -> None:
     cell = """%%taas --gpus 2 --out scaled@all
 import torch
-factor, seen = torch.full((1,), {}), []
+gain, calls = torch.full((1,), {}), []
 def scaled(x):
-    seen.append(x)
-    return (x * factor).item()"""
-    for factor in ("2.0", "3.0"):
-        assert "scaled uses" not in frontend.text(frontend.run(cell.format(factor)))
-    frontend.run("assert [f(1) for f in scaled] == [3, 3] and seen == [1, 1]")
+    calls.append(x)
+    return (x * gain).item()"""
+    for gain in ("2.0", "3.0"):
+        assert "scaled uses" not in frontend.text(frontend.run(cell.format(gain)))
+    frontend.run("assert [f(1) for f in scaled] == [3, 3] and calls == [1, 1]")
     frontend.run("import taas\nnewest, older = taas.runs()[:2]")
     for run in ("newest", "older"):
         frontend.run(f"assert len({run}.out['scaled']) == 2")
-        frontend.run("assert seen == [1, 1] and [f(1) for f in scaled] == [3, 3]; seen[2:] = []")
+        frontend.run("assert calls == [1, 1] and [f(1) for f in scaled] == [3, 3]; calls[2:] = []")
     frontend.run("assert not newest.result_notes")
-    frontend.run("assert 'scaled uses factor' in str(older.result_notes)")
+    frontend.run("assert 'scaled uses gain' in str(older.result_notes)")
 
 
 DEFINE = """import functools
