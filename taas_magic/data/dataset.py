@@ -323,9 +323,13 @@ class BatchSource:
 
         Raises:
             TypeError: The loader is iterable-style.
-            IndexError: The epoch has no such batch.
+            NoBatch: The slot is after the end of the epoch.
         """
-        return self._start_epoch(epoch).indices[slot]
+        order = self._start_epoch(epoch)
+        try:
+            return order.indices[slot]
+        except IndexError:
+            raise NoBatch from None
 
     def all_indices(self, epoch: int) -> Any:
         """Return the indices of all batches of a map-style loader whose sampler has a length.
@@ -448,12 +452,9 @@ class BatchSource:
         Raises:
             NoBatch: The slot is after the end of the epoch.
         """
-        order = self._start_epoch(epoch)
+        self._start_epoch(epoch)
         if indices is None:
-            try:
-                indices = order.indices[slot]
-            except IndexError:
-                raise NoBatch from None
+            indices = self.indices(epoch, slot)
         dataset: Any = self.loader.dataset
         seed_all(seed_of(self._seed, epoch, slot))
         if self.loader.batch_sampler is None:

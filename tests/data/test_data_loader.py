@@ -483,6 +483,26 @@ def test_an_order_that_the_seed_does_not_determine_is_enumerated_once(tmp_path: 
             assert seen(running, 2) == handed
 
 
+class Ragged(torch.utils.data.Sampler[list[int]]):
+    """Batch sampler without a length: worker 0 gets 3 batches, and worker 1 gets 8 others."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        info = torch.utils.data.get_worker_info()
+        number = info.id if info else 0
+        return iter([[batch, number] for batch in range(3 + 5 * number)])
+
+
+@pytest.mark.parametrize(("fetchers", "ranks"), [(0, 1), (1, 1), (1, 2)])
+def test_the_describing_worker_also_decides_where_an_order_ends(
+    tmp_path: Path, fetchers: int, ranks: int
+) -> None:
+    loader = DataLoader(Rows(20), batch_sampler=Ragged(), num_workers=2)
+    with service(tmp_path, loader, fetchers=fetchers) as running:
+        handed = seen(running, ranks, local=not fetchers, shape={"uneven": "keep"})
+    found = [[batch[1] for batch in batches] for batches in handed]
+    assert found == [[[slot, 0] for slot in range(rank, 3, ranks)] for rank in range(ranks)]
+
+
 def test_a_fetcher_that_starts_later_does_not_decide_the_order(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
