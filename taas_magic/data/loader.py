@@ -68,6 +68,13 @@ _CHANGED_PARTS = (
     "the loader's fetchers do not see the change. Change it in the notebook, before the cell"
 )
 
+_POSITION_DISCARDED = (
+    'set_epoch({}) of loader "{}" discards the loaded position, batch {} of epoch {}. To resume '
+    "there, do not call set_epoch with an earlier epoch. The loader that Fabric's "
+    "setup_dataloaders returns calls set_epoch(0): iterate over the registered loader instead, and "
+    "move each batch with fabric.to_device"
+)
+
 _SAMPLER_REPLACED = (
     "Lightning tries to replace the sampler of a registered loader, as overfit_batches does, but "
     "fetchers run this sampler. Use limit_train_batches and limit_val_batches instead, with a "
@@ -390,8 +397,12 @@ class RemoteLoader(DataLoader[Any]):
         """Set the epoch of the next iterator.
 
         If a state has been loaded (`load_state_dict`), and belongs to this epoch, the iterator
-        still resumes at the state's position. A state of any other epoch is discarded.
+        still resumes at the state's position. A state of any other epoch is discarded; a warning
+        appears if the state is of a later epoch.
         """
+        if epoch < self.next_epoch and self._resume != EpochPosition():
+            position = self._resume.position, self.next_epoch
+            warnings.warn(_POSITION_DISCARDED.format(epoch, self.name, *position), stacklevel=3)
         if epoch != self.next_epoch:
             self.next_epoch, self._resume, self._states = epoch, EpochPosition(), {}
             self._resume_order = 0

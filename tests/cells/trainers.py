@@ -155,3 +155,15 @@ for used in (loader, unbatched):
         L.Trainer(overfit_batches=1, max_epochs=1, **quiet).fit(Predictor(), used)
     except TypeError as error:
         print("error", error)
+
+# %%
+import lightning as L
+
+fabric = L.Fabric(accelerator="cpu", devices=2, strategy="ddp")
+fabric.launch()
+list(loader)
+batches = iter(loader)
+next(batches), next(batches)
+loader.load_state_dict(loader.state_dict())  # type: ignore[attr-defined]
+for (batch,) in fabric.setup_dataloaders(loader):
+    print("saw", *(int(value) for value in batch))

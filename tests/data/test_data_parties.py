@@ -5,7 +5,7 @@ import pytest
 from tests.cellfiles import cells_of
 from tests.harness import Notebook
 
-LOADER, LIGHTNING, ACCELERATE, PLACED, GATHERED, PREDICTED = cells_of("trainers")
+LOADER, LIGHTNING, ACCELERATE, PLACED, GATHERED, PREDICTED, FABRIC = cells_of("trainers")
 
 
 def test_accelerate_places_batches_and_knows_the_epochs_end(notebook: Notebook) -> None:
@@ -74,3 +74,13 @@ def test_lightning_predicts_each_sample_once_and_refuses_to_overfit(notebook: No
     for rank in (0, 1):
         errors = [line for line in outcome.lines[rank] if line.startswith("error")]
         assert ["limit_train_batches" in error for error in errors] == [True, True]
+
+
+def test_a_warning_says_that_fabric_discards_a_loaded_position(notebook: Notebook) -> None:
+    notebook.define(LOADER)
+    outcome = notebook.run(FABRIC, "--cpus 1")
+    assert outcome.error is None, outcome.shown
+    for rank in (0, 1):
+        (warning,) = [line for line in outcome.lines[rank] if "set_epoch" in line]
+        assert "discards the loaded position, batch 4 of epoch 1" in warning
+        assert "fabric.to_device" in warning
