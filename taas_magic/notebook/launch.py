@@ -256,7 +256,7 @@ def _run_in_session(
         run_to_end(driver, spec, pool, config, session=session)
     finally:
         session.running_cell = ""
-        session.end_cell(captured)
+        session.end_cell(driver, captured)
         if hint := session.missing_name_hint(driver.run.failures):
             pools.print_line(hint)
         session.record_failure(driver.run)
@@ -509,7 +509,7 @@ def call_on_ranks(
         driver.store_results({})
         return driver.run.results
     finally:
-        session.end_cell(captured, counts=False)
+        session.end_cell(driver, captured, counts=False)
         spec.folder.discard()
 
 
@@ -689,6 +689,8 @@ def plan_of(flags: Flags, pool: Pool, config: Config) -> Plan:
 def plan_of_cell(flags: Flags, session: Session | None, pool: Pool, config: Config) -> Plan:
     """Return the plan of a cell. If the cell runs in a session, prepare the session for the cell.
 
+    If the user has left an earlier cell of the session by interrupts, first wait for its end.
+
     The plan of a session's first cell also becomes the plan of the session. The plan of a later
     cell combines the ranks and hosts of the first cell, the options of the later cell, and a new
     run id.
@@ -696,10 +698,12 @@ def plan_of_cell(flags: Flags, session: Session | None, pool: Pool, config: Conf
     Raises:
         UsageError: The pool has no room for so many ranks.
         StoreError: The project store, or a folder of `--shared-writes`, is not usable.
-        PoolError: The session is running a cell.
+        PoolError: The session is running a cell, or the pool's process is silent.
+        KeyboardInterrupt: The user interrupted the wait.
     """
     if session is None:
         return plan_of(flags, pool, config)
+    session.finish_left_cell()
     if session.plan is None:
         return session.begin_cell(plan_of(flags, pool, config))
     options = {name: getattr(flags, name) for name in RunOptions.__struct_fields__}

@@ -477,6 +477,8 @@ class RunDriver:
         head: State of the run, computed from its events. The status header shows this state.
         hosts: Names of the hosts of the first attempt, in the order of their ranks.
         is_detached: Whether the run continues without this kernel.
+        has_left: Whether the user has left the run by interrupts, and the end of the run is not
+            known yet.
     """
 
     def __init__(self, head: RunState) -> None:
@@ -484,7 +486,7 @@ class RunDriver:
         self.run_id, self.path = head.plan.run_id, head.run_dir
         self.run = Run(head.run_dir, live=head)
         self.hosts: list[str] = []
-        self.is_detached = False
+        self.is_detached = self.has_left = False
         self.listener: Callable[[Event], None] = lambda event: None
         """Function called with each event of the run, in the thread that runs the cell."""
         self._folder = RunFolder(self.path)
@@ -612,9 +614,10 @@ class RunDriver:
         `LEAVE_S` seconds after the second interrupt, the cell ends nevertheless. Then the cell's
         error names the hosts on which ranks are still stopping.
 
-        At the end, stop receiving the run's events. If the run was detached, the status header says
-        so, and the first cell after the run's end may update this header. From the detachment on,
-        `run` reads its state from the journal.
+        At the end, stop receiving the run's events. But if the run is a cell of a session and has
+        not ended, queue its further events for `follow_left`. If the run was detached, the status
+        header says so, and the first cell after the run's end may update this header. From the
+        detachment on, `run` reads its state from the journal.
 
         Args:
             connection: Connection on which the run was started.
@@ -645,7 +648,8 @@ class RunDriver:
                 self._check_pool(connection, view)
             if now >= give_up_at and self._ended is None:
                 self._give_up_waiting(connection)
-        connection.stop_events(self.run_id)
+        if not (self.has_left and self.plan.session):
+            connection.stop_events(self.run_id)
         if self._ended is None:
             if isinstance(view, View):
                 heads.close_view(self.run, view, self.head, DETACHED)
@@ -653,6 +657,46 @@ class RunDriver:
             return
         view.feed(self._ended)
         view.close()
+
+    def follow_left(
+        self,
+        connection: PoolConnection,
+        interrupts: Interrupts,
+        show_line: Callable[[str], None],
+        is_lost: Callable[[], bool],
+    ) -> None:
+        """Pass the further events of a session's cell that the user has left to `listener`.
+
+        Block until the cell has ended. Then stop receiving its events.
+
+        Args:
+            connection: Connection on which the run was started.
+            interrupts: The user's interrupts.
+            show_line: Function called with a line for the user, if the cell has not ended yet.
+            is_lost: Returns whether the end of the cell will not be reported, because its session
+                has ended.
+
+        Raises:
+            PoolError: The pool's process is silent.
+            KeyboardInterrupt: The user interrupted the wait. The next call continues.
+        """
+        interrupts.wake = lambda: self._events.put(None)
+        self._pass_left(drain_events(self._events))
+        if self.has_left:
+            show_line(f"waiting for the interrupted run {self.run_id} to end")
+        while self.has_left and not is_lost():
+            interrupts.raise_if_interrupted()
+            if connection.silent_s > SILENT_LOST_S:
+                raise PoolError(connection.silence_message())
+            with suppress(queue.Empty):
+                first = self._events.get(timeout=CHECK_S)
+                self._pass_left([] if first is None else [first])
+        connection.stop_events(self.run_id)
+
+    def _pass_left(self, events: Iterable[Event]) -> None:
+        for event in events:
+            self.listener(event)
+            self.has_left = self.has_left and not isinstance(event, RunEnded)
 
     def store_results(self, namespace: dict[str, Any]) -> None:
         """Store the results in the notebook and print notes; then raise the run's error, if any.
@@ -851,6 +895,7 @@ class RunDriver:
         else:
             why += f"they are killed within {HALT_S:.0f} s"
         self._ended = self._end_event("INTERRUPTED", why, in_journal=False)
+        self.has_left = True
 
     def _end_event(self, state: str, why: str, in_journal: bool = True) -> RunEnded:
         """Return a `RunEnded` event for a run whose end the pool's process does not report.

@@ -43,8 +43,8 @@ from taas_magic.messages import (
     from_json,
     to_json,
 )
-from taas_magic.notebook import runs
-from taas_magic.notebook.run import Interrupts, RunFetchers
+from taas_magic.notebook import pools, runs
+from taas_magic.notebook.run import Interrupts, RunDriver, RunFetchers
 from taas_magic.notebook.runs import Run
 from taas_magic.plan import DataPlan, Flags, Plan, new_run_id
 from taas_magic.pool.client import PoolConnection
@@ -113,6 +113,9 @@ class Session:
         If cells of this kernel have neither assigned nor deleted a variable since its value was
         sent, all ranks have it, and this dict lacks its name.
         """
+
+        self._left_cell: tuple[RunDriver, VariablesToSend] | None = None
+        """The cell that the user has left by interrupts, until its names are recorded."""
 
         self._notes: list[str] = []
         self._output: deque[Lines | LinesDropped] = deque(maxlen=_KEPT_OUTPUT)
@@ -465,10 +468,11 @@ class Session:
         if has_failed:
             self.failed_rank = cell.failed_rank
 
-    def end_cell(self, captured: Payload, *, counts: bool = True) -> None:
+    def end_cell(self, driver: RunDriver, captured: Payload, *, counts: bool = True) -> None:
         """Record which names the ranks have after a cell; end fetchers that no rank needs any more.
 
-        The steps are:
+        If the user has left the cell by interrupts before the cell has ended, only keep the cell
+        for `finish_left_cell`. Otherwise, the steps are:
 
         - If all ranks have loaded the variables that the kernel sent for the cell, record the names
           of these variables.
@@ -477,6 +481,7 @@ class Session:
         - If all ranks have reported which fetchers they need, end the other fetchers.
 
         Args:
+            driver: The kernel's side of the cell.
             captured: The objects that the cell sent to the ranks.
             counts: Whether the cell resets the session's idle time. False for a cell of taas-magic
                 itself, such as the cell that `%taas vars` runs.
@@ -484,7 +489,33 @@ class Session:
         if counts:
             self._last_used_at = time.monotonic()
         choice = captured.choice
-        assert choice is not None and self.plan is not None
+        assert choice is not None
+        if driver.has_left:
+            self._left_cell = driver, choice
+        else:
+            self._record_names(choice)
+
+    def finish_left_cell(self) -> None:
+        """Wait for the end of a cell that the user has left by interrupts, and record its names.
+
+        If there is no such cell, do nothing.
+
+        Raises:
+            PoolError: The pool's process is silent.
+            KeyboardInterrupt: The user interrupted the wait.
+        """
+        if self._left_cell is None:
+            return
+        driver, choice = self._left_cell
+        with Interrupts() as interrupts:
+            driver.follow_left(
+                self.connection, interrupts, pools.print_line, lambda: self.has_ended
+            )
+        self._left_cell = None
+        self._record_names(choice)
+
+    def _record_names(self, choice: VariablesToSend) -> None:
+        assert self.plan is not None
         if len(self._loaded) == self.plan.world_size:
             self.names.record_sent(choice)
             for name in choice.why:

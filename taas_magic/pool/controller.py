@@ -410,7 +410,8 @@ class Controller(SchedulerPlugin):
 
         - If the run is a session, only record that it may continue without its kernel. The session
           still belongs to the kernel until the kernel ends.
-        - If the run is already detached, do nothing.
+        - If the run is already detached, or is a cell of a detached session, do nothing.
+        - If the run is a cell of another session, refuse: the cell ends with its session.
         - For any other run, take over the run's fetchers from the kernel. Publish `Detached`, the
           last event that the kernel receives, and remove the owner. Then refuse the ranks' requests
           for the user's input.
@@ -424,8 +425,11 @@ class Controller(SchedulerPlugin):
         if run.session_id == run.run_id:
             run.is_detached_session = True
             return ""
-        if not run.owner:
+        if not run.owner or self._detached_session_of(run):
             return ""
+        if run.session_id:
+            name = run.plan.session
+            return f"it is a cell of session {name}; `%taas detach {name}` detaches the session"
         try:
             self._fetchers_of[run.run_id] = await self._take_over_fetchers(run)
         except (PoolError, OSError) as error:

@@ -849,7 +849,40 @@ def test_a_cell_after_a_session_that_two_interrupts_ended_says_so(
         assert "something on the host killed it" not in said
         assert 'session "exp" has ended' in said and next_cell != "%taas sessions"
     else:
-        assert session.text(request).startswith(("session ", "no sessions"))
+        assert re.search("^(session |no sessions)", session.text(request), re.MULTILINE)
+
+
+def test_what_a_cell_did_is_recorded_though_the_kernel_left_the_cell(session: Frontend) -> None:
+    session.run("import torch\nu, w, lr = torch.zeros(1), torch.zeros(1), 1")
+    session.run("%%taas --session exp\nlr")
+    session.run("__import__('taas_magic.notebook.run', fromlist=['Run']).KILL_WAIT_S = 0.0")
+    cell = "u.add_(lr)\nw = w + 1\nprint('ready', rank)\nwhile True: time.sleep(0.01)"
+    request = session.send(f"%%taas --session exp\nimport time\n{cell}")
+    session.wait(lambda: session.text(request).count("ready") == 2)
+    session.manager.interrupt_kernel()
+    assert session.finish(request)["ename"] == "KeyboardInterrupt"
+    session.be_patient()
+    session.run("lr = 2")
+    request = session.run("%%taas --session exp\nprint(u.item(), w.item(), lr)")
+    assert "1.0 1.0 2" in session.text(request)
+    assert "sent again: `lr`" in notes(session, request)
+
+
+def test_a_cell_of_a_session_is_detached_only_with_its_session(
+    session: Frontend, tmp_path: Path
+) -> None:
+    session.run("import torch\nw = torch.zeros(1)")
+    go, subshell = tmp_path / "go", session.new_subshell()
+    cell = f"w = w + 1\nprint('ready', rank)\nwhile not os.path.exists({str(go)!r}): pass"
+    running = session.send(f"%%taas --session exp\n{cell}")
+    session.wait(lambda: session.text(running).count("ready") == 2)
+    commands = ("%taas detach", "%taas detach exp", "%taas detach")
+    replies = [session.finish(session.send(code, subshell)) for code in commands]
+    go.touch()
+    assert session.finish(running)["status"] == "ok"
+    assert [reply["status"] for reply in replies] == ["error", "ok", "ok"]
+    assert "it is a cell of session exp" in replies[0]["evalue"]
+    assert printed(session, "%%taas --session exp\nprint(w.item())") == ["1.0"]
 
 
 def test_a_session_whose_pool_was_ended_says_so(session: Frontend) -> None:
