@@ -707,8 +707,7 @@ class Farm:
         - Any other message about a job: append the job's new output to `output.log` in the job's
           folder. Then apply the message to the state that the table shows.
         - A message about a node: apply the message to the state that the table shows. If the farm
-          gives up starting nodes, and no node is ready, pass the message to the thread of
-          `_end_jobs`, too.
+          gives up starting nodes, pass the message to the thread of `_end_jobs`, too.
         """
         message: FarmUpdate = msgspec.convert(pair[1], FarmUpdate)
         if isinstance(message, JobOutcome) or (
@@ -721,7 +720,7 @@ class Farm:
         if isinstance(message, JobUpdate) and message.lines:
             self._write_output(message)
         self.state.apply_message(cleaned(message))
-        if isinstance(message, NodeUpdate) and message.state == "given up" and not self.state.ready:
+        if isinstance(message, NodeUpdate) and message.state == "given up":
             # The thread of `_end_jobs` ends the jobs. This thread must not: ending jobs may wait
             # for this thread.
             self._ended.put(message)

@@ -254,7 +254,8 @@ NODE_STATES = ("requested", "starting", "ready", "left", "lost", "given up")
 """The states of a node, in their order. After "ready", at most one further state follows.
 
 "left": the farm has ended the node, because no job needed it. "lost": the node ended by itself or
-did not start. "given up": the farm's process did not start the node, because earlier starts failed.
+did not start. "given up": the farm has no node left, and starts none, because the last starts
+failed.
 """
 
 

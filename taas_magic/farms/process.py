@@ -175,7 +175,7 @@ class _NodeRun:
 
     Attributes:
         state: "coming" at first; "ready" when the node accepts jobs. At the end, "left" if the farm
-            ended the node, else "lost".
+            ended the node, else "lost". Always "given up" if the farm does not start the node.
         pool: The pool that provides the node's host; None until the farm has chosen a pool.
         connection: The connection to the pool's process by which the farm launched the node's run;
             None before the launch.
@@ -227,21 +227,38 @@ class NodeManager(SchedulerPlugin):
         """Start nodes that the jobs need, and end nodes that no job needs.
 
         Every `INTERVAL_S`, compare the number of nodes with `_needed_nodes`, and start missing
-        nodes in threads. End unneeded nodes only if `IDLE_CHECKS` checks in a row have found too
-        many nodes. This coroutine runs until its task is cancelled.
+        nodes in threads. But if the last `FAILED_STARTS` nodes did not start, start no nodes. If
+        then no node is left, give up. End unneeded nodes only if `IDLE_CHECKS` checks in a row have
+        found too many nodes. This coroutine runs until its task is cancelled.
         """
         idle_checks = 0
         while True:
-            spare = len(self._active_nodes()) - self._needed_nodes()
-            for _ in range(-spare):
-                name = f"node-{next(self._numbers)}"
-                self._nodes[name] = _NodeRun()
-                self._threads.submit(self._start_node, name)
+            active = self._active_nodes()
+            spare = len(active) - self._needed_nodes()
+            if self._failed_starts < FAILED_STARTS:
+                for _ in range(-spare):
+                    self._threads.submit(self._start_node, self._add_node("coming"))
+            elif spare < 0 and not active:
+                self._give_up()
             idle_checks = idle_checks + 1 if spare > 0 else 0
             if idle_checks >= IDLE_CHECKS:
                 idle_checks = 0
                 await self._end_unneeded_nodes(spare)
             await asyncio.sleep(INTERVAL_S)
+
+    def _add_node(self, state: str) -> str:
+        """Add the record of a new node in this state, and return the node's name."""
+        name = f"node-{next(self._numbers)}"
+        self._nodes[name] = _NodeRun(state)
+        return name
+
+    def _give_up(self) -> None:
+        """Report once that the farm starts no more nodes. The kernel then ends all jobs."""
+        if not self._active_nodes(["given up"]):
+            why = (
+                f"{FAILED_STARTS} nodes did not start, so no more are requested: {self._why_failed}"
+            )
+            self._report_node_state(self._add_node("given up"), "given up", why)
 
     def _active_nodes(self, states: Collection[str] = ("coming", "ready")) -> list[str]:
         return [name for name, node in list(self._nodes.items()) if node.state in states]
@@ -286,22 +303,14 @@ class NodeManager(SchedulerPlugin):
 
         Choose the pool with the fewest failures since its last successful start. If some pools have
         a free host, choose only among these pools. Report the node as "requested" before the wait.
-        There are three exceptions:
+        There are two exceptions:
 
-        - If the last `FAILED_STARTS` nodes did not start, only report the node as "given up".
         - If the farm has ended the node meanwhile, do not launch the node's run.
         - If the pool cannot get a host, or the launch fails, record the node as lost.
         """
         node = self._nodes[name]
         with self._lock:
             if node.state != "coming":
-                return
-            if self._failed_starts >= FAILED_STARTS:
-                why = (
-                    f"{FAILED_STARTS} nodes did not start, so no more are requested: "
-                    f"{self._why_failed}"
-                )
-                self._report_node_state(name, "given up", why)
                 return
             free_pools = [
                 pool for pool in self._pools if self._count_nodes(pool) < pool.config.max_hosts

@@ -41,7 +41,16 @@ from tests.eventually import HUNG_S, eventually
 from tests.frontend import Frontend
 from tests.harness import Notebook, below, without_pytests_filter, words
 from tests.nightly import nightly
-from tests.rig.pools import enter
+from tests.rig.pools import enter, settings_in
+
+NO_BATCH_SYSTEM = """
+[pools.batch]
+engine = "dask_jobqueue.SLURMCluster"
+gpus = 0
+cores = 2
+max_hosts = 3
+options = { cores = 2, memory = "1GB" }
+"""
 
 [FUNCTIONS] = cells_of("farm_jobs")
 
@@ -373,6 +382,21 @@ def test_jobs_fail_if_no_node_starts(
     assert "3 nodes did not start, so no more are requested: " in str(error)
     assert "the farm's node ended with exit code 1; its log says why" in str(error)
     never.close()
+
+
+def test_jobs_wait_for_a_starting_node_if_the_nodes_of_another_pool_do_not_start(
+    several: Notebook, several_settings: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The machine has no batch system, so the nodes of the first pool fail at once."""
+    many = (several_settings / "taas" / "taas.toml").read_text()
+    enter(several, settings_in(tmp_path, NO_BATCH_SYSTEM + many), monkeypatch)
+    several.define("import taas\nboth = taas.farm(['batch', 'many'])")
+    both = several.shell.user_ns["both"]
+    assert isinstance(both, Farm)
+    with both:
+        assert [job.result() for job in both.map(abs, range(8))] == [*range(8)]
+        states = [node.state for node in nodes_of(both)]
+        assert states.count("lost") >= 3 and "given up" not in states
 
 
 @pytest.mark.parametrize("starts", [True, False])
