@@ -547,7 +547,8 @@ class Farm:
         Until the farm closes, repeat these checks every `WATCH_S`:
 
         - If the farm's process has ended, end all jobs with an error.
-        - If Dask counts a job as failed or cancelled, make the thread of `_end_jobs` end this job.
+        - If Dask counts a job as failed or cancelled, make the thread of `_end_jobs` end this job,
+          unless this thread still has messages of jobs that have ended.
         - If the state has changed, show the table again.
         """
         shown = 0
@@ -557,8 +558,9 @@ class Farm:
             with self._lock:
                 over = ("error", "cancelled")
                 names = [name for name, it in self._jobs.items() if it[1].status in over]
-            for name in names:
-                self._ended.put(JobUpdate(name, "", "erred"))
+            if self._ended.empty():  # otherwise, the jobs may be among those that it has
+                for name in names:
+                    self._ended.put(JobUpdate(name, "", "erred"))
             if shown != self.state.changes:
                 shown = self.state.changes
                 self._show()
@@ -702,7 +704,9 @@ class Farm:
     def _on_message(self, pair: tuple[float, dict[str, Any]]) -> None:
         """Handle a message from a node or the farm's process. Runs in the Dask client's thread.
 
-        - An outcome or a failure of a job: only pass the message to the thread of `_end_jobs`.
+        - An outcome or a failure of a job: pass the message to the thread of `_end_jobs`. Release
+          the Dask future of a job that returned, because Dask would run the job again if the node
+          ended before that thread has handled the message.
         - Any other message about an unknown job: do nothing.
         - Any other message about a job: append the job's new output to `output.log` in the job's
           folder. Then apply the message to the state that the table shows.
@@ -714,6 +718,8 @@ class Farm:
             isinstance(message, JobUpdate) and message.state == "erred"
         ):
             self._ended.put(message)
+            if isinstance(message, JobOutcome) and (entry := self._jobs.get(message.job)):
+                entry[1].release()
             return
         if isinstance(message, JobUpdate) and message.job not in self.state.jobs:
             return  # an unknown name must not become a folder

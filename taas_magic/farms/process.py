@@ -277,8 +277,9 @@ class NodeManager(SchedulerPlugin):
         return min(wanted, self._settings.most)
 
     async def _end_unneeded_nodes(self, count: int) -> None:
-        """End at most `count` nodes that run no job, so that their pools can use the hosts.
+        """End at most `count` nodes that no job needs, so that their pools can use the hosts.
 
+        A job needs its node until the kernel has its outcome: otherwise, Dask would run it again.
         First end nodes that have not joined yet, then idle nodes. Also remove an idle node from
         Dask's scheduler, so that Dask gives no job to this node before it ends.
         """
@@ -286,7 +287,11 @@ class NodeManager(SchedulerPlugin):
         addresses = {
             name: address for address, name in self._name_by_address.items() if name in ready
         }
-        idle = [name for name in addresses if not workers[addresses[name]].processing]
+        idle = [
+            name
+            for name, address in addresses.items()
+            if not (workers[address].processing or workers[address].has_what)
+        ]
         for name in [*self._active_nodes(["coming"]), *idle][:count]:
             self._end_node(name)
             if name in idle:  # so that Dask gives no job to the node meanwhile

@@ -735,6 +735,29 @@ def test_an_interrupted_close_ends_the_farms_process_and_all_jobs(
         jobs[2].result()
 
 
+def test_a_job_whose_callback_outlasts_its_node_runs_once(
+    several: Notebook, tmp_path: Path
+) -> None:
+    """Dask would repeat a job whose result is lost. It would do so before it runs the next job."""
+
+    def note(name: str) -> None:
+        with open(name, "a") as file:
+            file.write("called\n")
+
+    first, second, over = str(tmp_path / "first"), tmp_path / "second", threading.Event()
+    several.define("import taas\nslow = taas.farm('many', cpus=2, nodes=(0, 1))")
+    slow = several.shell.user_ns["slow"]
+    assert isinstance(slow, Farm)
+    with slow:
+        job = slow.submit(note, first)
+        job.add_done_callback(lambda job: over.wait(HUNG_S))
+        eventually(lambda: [node for node in nodes_of(slow) if node.state == "left"])
+        slow.submit(note, str(second))
+        eventually(second.exists)
+        over.set()
+    assert Path(first).read_text() == "called\n"
+
+
 def test_numbers_of_nodes_and_gpus_that_a_pool_does_not_have_are_refused(several: Notebook) -> None:
     with pytest.raises(UsageError, match=r"0 <= least <= most <= 3"):
         taas.farm("many", nodes=(1, 9))
