@@ -104,6 +104,7 @@ class Job(JobState):
         kwargs: Keyword arguments of the call.
         folder: The job's folder, with its output (`output.log`) and the files that it saved by
             `taas.save`.
+        outcome: Future of the result or the exception. If several threads set it, the first wins.
     """
 
     def __init__(
@@ -111,11 +112,21 @@ class Job(JobState):
     ) -> None:
         super().__init__(name)
         self.args, self.kwargs, self.folder = args, kwargs, folder
+        self.outcome: concurrent.futures.Future[Any] = concurrent.futures.Future()
         self._farm = farm
 
     def __repr__(self) -> str:
         where = f" on {self.host}" if self.host else ""
         return f"<job {self.name}: {self.state}{where}>"
+
+    @property
+    def state(self) -> str:
+        """State of the job: "queued", "running", "done", "failed" or "cancelled"."""
+        if not self.ended and self.outcome.done():
+            error = self.outcome.exception()
+            is_cancelled = getattr(error, "etype", "") == CANCELLED
+            self.ended = "done" if error is None else "cancelled" if is_cancelled else "failed"
+        return super().state
 
     def done(self) -> bool:
         """Return whether the job has ended: returned, failed or cancelled."""
@@ -210,16 +221,18 @@ class Job(JobState):
         return not had_ended
 
     def set_outcome(self, error: BaseException | None, result: Any = None) -> None:
-        """Set the outcome of the job, unless the job already has one.
-
-        Also add 1 to `FarmState.changes`, so that the notebook refreshes the farm's table.
+        """Set the outcome of the job, unless the job already has one, and end it in the table.
 
         Args:
             error: The exception of a job that did not return, else None.
             result: The function's result.
         """
-        super().set_outcome(error, result)
-        self._farm.state.changes += 1
+        with contextlib.suppress(concurrent.futures.InvalidStateError):
+            if error is None:
+                self.outcome.set_result(result)
+            else:
+                self.outcome.set_exception(error)
+        self._farm.state.end_job(self)
 
 
 class Farm:
@@ -597,18 +610,20 @@ class Farm:
         while (message := self._ended.get()) is not None:
             if isinstance(message, NodeUpdate):
                 self._end_unfinished_jobs(message.why)
-                continue
-            with self._lock:
-                job, future, _ = self._jobs.get(message.job, (None, None, ()))
-            if isinstance(message, JobOutcome) and job is not None:
-                self._store_outcome(job, message)
-            elif job is not None and future is not None:
-                self._store_failure(job, future)
-            # Drop the last reference to the future. While a future exists, Dask runs the ended job
-            # again if the node is lost.
-            del future
-            self._forget_job(message.job)
+            else:
+                self._end_job(message)
+            del message  # it has the result
         self._solved.put(None)
+
+    def _end_job(self, message: JobOutcome | JobUpdate) -> None:
+        """End the job to which a message belongs. Remove its Dask future and stored arguments."""
+        with self._lock:
+            job, future, _ = self._jobs.get(message.job, (None, None, ()))
+        if isinstance(message, JobOutcome) and job is not None:
+            self._store_outcome(job, message)
+        elif job is not None and future is not None:
+            self._store_failure(job, future)
+        self._forget_job(message.job)
 
     def _forget_job(self, name: str) -> "Future | None":
         """Remove and return an ended job's Dask future, and remove its stored arguments.
@@ -677,6 +692,7 @@ class Farm:
                     listener(job)
                 except BaseException:  # even `sys.exit` must not end this thread
                     logging.getLogger("taas").exception("on_solution of job %s", job.name)
+            del job  # it has the arguments and the result
 
     def _make_exception(self, job: Job, error: BaseException) -> JobFailed:
         """Return the exception for a job that failed; its message has host, traceback and log path.

@@ -2,14 +2,12 @@
 
 import itertools
 from collections import Counter, defaultdict
-from concurrent.futures import Future, InvalidStateError
-from contextlib import suppress
 from dataclasses import dataclass, field
 from html import escape
 from typing import Any
 
 from taas_magic.display.head import FRAME, as_html, columns
-from taas_magic.farms.messages import CANCELLED, NODE_STATES, JobUpdate, NodeUpdate
+from taas_magic.farms.messages import NODE_STATES, JobUpdate, NodeUpdate
 
 SHOWN_JOBS = 12
 """Maximum number of jobs that the table shows, and maximum number of nodes that it shows."""
@@ -37,10 +35,7 @@ class JobState:
         last_line: The last line that the job has printed.
         runs: Whether a node runs the job. Not updated when the job has ended.
         took_s: Seconds that the function took; 0 until the function has returned.
-        outcome: Future of the result or the exception. If several threads set it, the first wins.
-        ended: Cache of the final value of the property `state`, so that a table of many jobs is
-            fast. None until the job ends. "" from the job's end until the property is read for the
-            first time.
+        ended: The state with which the job has ended: "done", "failed" or "cancelled"; "" before.
     """
 
     name: str
@@ -49,33 +44,12 @@ class JobState:
     last_line: str = ""
     runs: bool = False
     took_s: float = 0.0
-    outcome: Future[Any] = field(default_factory=Future, repr=False)
-    ended: str | None = None
+    ended: str = ""
 
     @property
     def state(self) -> str:
         """State of the job: "queued", "running", "done", "failed" or "cancelled"."""
-        if self.ended is None:
-            return "running" if self.runs else "queued"
-        if not self.ended and self.outcome.done():
-            error = self.outcome.exception()
-            is_cancelled = getattr(error, "etype", "") == CANCELLED
-            self.ended = "done" if error is None else "cancelled" if is_cancelled else "failed"
-        return self.ended or "running"
-
-    def set_outcome(self, error: BaseException | None, result: Any = None) -> None:
-        """Set the outcome of the job, unless the job already has an outcome.
-
-        Args:
-            error: The exception of a job that did not return, else None.
-            result: The function's result.
-        """
-        self.ended = self.ended or ""
-        with suppress(InvalidStateError):
-            if error is None:
-                self.outcome.set_result(result)
-            else:
-                self.outcome.set_exception(error)
+        return self.ended or ("running" if self.runs else "queued")
 
 
 @dataclass
@@ -91,7 +65,8 @@ class FarmState:
         least: Minimum number of nodes.
         most: Maximum number of nodes.
         slots: Number of jobs that the smallest node runs at a time.
-        jobs: The state of each job, by the job's name.
+        jobs: The state of each job, by the job's name. For a job that has ended, a `JobState`
+            without arguments and result, so that Python can free them.
         nodes: The state of each node, by the node's name: a `NodeUpdate` with the node's newest
             state, and with its host.
         is_closed: Whether the farm is closed.
@@ -113,6 +88,14 @@ class FarmState:
         self.jobs[job.name] = job
         self.changes += 1
 
+    def end_job(self, job: JobState) -> None:
+        """Replace a job that has ended by a plain `JobState`, if this state has the job."""
+        self.changes += 1
+        if job.name in self.jobs:
+            self.jobs[job.name] = JobState(
+                job.name, job.host, job.node, job.last_line, took_s=job.took_s, ended=job.state
+            )
+
     def apply_message(self, update: NodeUpdate | JobUpdate) -> None:
         """Apply a message from a node or from the farm's process to this state.
 
@@ -123,7 +106,7 @@ class FarmState:
         self.changes += 1
         if isinstance(update, NodeUpdate):
             self._apply_node_update(update)
-        elif (job := self.jobs.get(update.job)) is not None and not job.outcome.done():
+        elif (job := self.jobs.get(update.job)) is not None and job.state in ("queued", "running"):
             job.node, job.host = update.node, self.host_of(update.node)
             job.runs = job.runs or update.state == "running"
             lines = [line for line in update.lines.replace("\r", "\n").split("\n") if line]

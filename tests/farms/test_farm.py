@@ -2,12 +2,14 @@
 
 import concurrent.futures
 import functools
+import gc
 import os
 import queue
 import signal
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -24,7 +26,6 @@ from taas_magic.errors import CaptureError, JobFailed, PoolError, ProtocolError,
 from taas_magic.farms import farm as farm_module
 from taas_magic.farms.farm import Farm, Job
 from taas_magic.farms.messages import (
-    CANCELLED,
     DROP_PART,
     PUT_PART,
     FarmAddress,
@@ -620,6 +621,19 @@ def test_if_the_output_of_jobs_cannot_be_written_one_warning_says_so(
     assert "its file system is full" in warning and str(farm.folder) in warning
 
 
+def test_a_farm_keeps_neither_arguments_nor_results_of_ended_jobs(
+    farm: Farm, names: dict[str, Any]
+) -> None:
+    given = torch.zeros(1)
+    job = farm.submit(names["train"], given)
+    result, name = job.result(), job.name
+    kept = [weakref.ref(it) for it in (given, result)]
+    del given, result, job
+    eventually(lambda: gc.collect() >= 0 and not any(it() is not None for it in kept))
+    assert farm.status().jobs[name].state == "done"
+    assert farm.status().jobs[name].last_line == "training tensor([0.])"
+
+
 def test_a_job_that_is_cancelled_before_it_has_a_slot_does_not_run(
     farm: Farm, names: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -886,7 +900,7 @@ def test_jobs_of_a_lost_node_are_queued_again() -> None:
 def test_a_job_that_has_ended_neither_runs_nor_waits_again() -> None:
     state = farm_state()
     job = state.jobs["train-1"]
-    job.set_outcome(JobFailed("job train-1 was cancelled", etype=CANCELLED))
+    job.ended = "cancelled"
     state.apply_message(JobUpdate("train-1", "node-0", state="running"))
     state.apply_message(NodeUpdate("node-0", "lost", "killed"))
     assert job.state == "cancelled"
@@ -895,8 +909,7 @@ def test_a_job_that_has_ended_neither_runs_nor_waits_again() -> None:
 def test_the_remaining_time_is_estimated_from_the_finished_jobs() -> None:
     state = farm_state()
     assert state.eta_s() is None
-    state.jobs["train-1"].set_outcome(None)
-    state.jobs["train-1"].took_s = 8.0
+    state.jobs["train-1"].ended, state.jobs["train-1"].took_s = "done", 8.0
     state.slots = 2
     assert state.eta_s() == 4.0
 
