@@ -592,12 +592,12 @@ job = farm.submit(give_up)
 def test_a_done_callback_may_raise_anything(
     farm: Farm, names: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
-    job = farm.submit(names["train"], 1)
+    job = farm.submit(names["train"], 4)
     job.add_done_callback(lambda job: sys.exit("the callback leaves"))
-    assert [it.result().value for it in farm.as_completed([job])] == [3]
+    assert [it.result().value for it in farm.as_completed([job])] == [12]
     job.add_done_callback(lambda job: pytest.fail("the callback fails"))
     assert farm.submit(names["train"], 2).result().value == 6
-    assert caplog.messages == [f"done callback of job {job.name}"] * 2
+    assert caplog.messages.count(f"done callback of job {job.name}") == 2
 
 
 def test_if_the_output_of_jobs_cannot_be_written_one_warning_says_so(
@@ -617,7 +617,7 @@ def test_if_the_output_of_jobs_cannot_be_written_one_warning_says_so(
     (tmp_path / "mark").touch()
     assert [job.result() for job in jobs] == [None] * 2
     assert [job.last_line for job in jobs] == ["last line of 0", "last line of 1"]
-    [warning] = caplog.messages
+    [warning] = [it for it in caplog.messages if "output of jobs" in it]
     assert "its file system is full" in warning and str(farm.folder) in warning
 
 
