@@ -29,6 +29,12 @@ _64_BITS = (1 << 64) - 1
 _FORGET_SLOTS = 1024
 """Minimum number of finished slots that `DynamicSchedule` drops together."""
 
+_KEPT_FIRST_SLOTS = 256
+"""Maximum number of an epoch's first slots in an `EpochPosition`, or the world size if larger.
+
+A run may continue from the position with up to this number of ranks.
+"""
+
 VOID = -1
 """Value in place of a number of units, for a slot without a batch."""
 
@@ -213,7 +219,8 @@ class EpochPosition(NamedTuple):
     Attributes:
         position: Number of batches that all ranks together have received in the epoch.
         slot: First slot whose batch no rank has received.
-        first_slots: Slots of the epoch's first step, which `uneven="pad"` repeats at the end.
+        first_slots: Slots of the epoch's first batches, which `uneven="pad"` repeats at the end.
+            A run with more ranks that continues from this position may need several steps' slots.
     """
 
     position: int = 0
@@ -323,7 +330,9 @@ class DynamicSchedule:
         self._has_hints = has_hints
         self._known: dict[int, int] = {}
         self._start = start
-        self._first_to_request = [slot for slot in start.first_slots if slot < start.slot]
+        self._first = list(start.first_slots)
+        repeated = self._first[: part.world_size]
+        self._first_to_request = [slot for slot in repeated if slot < start.slot]
         self._walked = self._next = start.slot
         self._ends: dict[int, int] = {}
         self._order: list[int] = []
@@ -384,6 +393,9 @@ class DynamicSchedule:
             if self._known[self._walked] == VOID:
                 self._voids += 1
             else:
+                is_next = len(self._first) == self._base + len(self._order)
+                if is_next and len(self._first) < max(self._part.world_size, _KEPT_FIRST_SLOTS):
+                    self._first.append(self._walked)
                 self._order.append(self._walked)
                 self._voids = 0
             self._walked += 1
@@ -414,7 +426,7 @@ class DynamicSchedule:
         position = step * self._part.world_size
         taken = position - self._base
         slot = self._order[taken] if taken < len(self._order) else self._walked
-        return EpochPosition(position, slot, self._first_slots())
+        return EpochPosition(position, slot, tuple(self._first[:position]))
 
     @property
     def _ended(self) -> bool:
@@ -434,11 +446,6 @@ class DynamicSchedule:
             ahead -= len(range(first, slot, self._streams))
         return self._base + len(self._order) + ahead
 
-    def _first_slots(self) -> tuple[int, ...]:
-        if self._base == 0:
-            return tuple(self._order[: self._part.world_size])
-        return self._start.first_slots
-
     def _forget(self, step: int) -> None:
         """Free the memory of all steps before `step`, if they have at least `_FORGET_SLOTS` slots.
 
@@ -447,12 +454,12 @@ class DynamicSchedule:
         done = step * self._part.world_size - self._base
         if done < _FORGET_SLOTS:
             return
-        self._start = self._start._replace(first_slots=self._first_slots())
         self._base += done
         del self._order[:done]
         gone = self._order[0] if self._order else self._walked
+        repeated = self._first[: self._part.world_size]
         for slot in [slot for slot in self._known if slot < gone]:
-            if slot not in self._start.first_slots:
+            if slot not in repeated:
                 del self._known[slot]
 
     def _row(self, step: int) -> list[int] | None:
@@ -473,7 +480,7 @@ class DynamicSchedule:
             return row
         if self._part.uneven == "drop":
             return []
-        first = self._first_slots()
+        first = self._first
         return row + [first[k % len(first)] for k in range(world_size - len(row))]
 
     def _exceeds_units(self, step: int) -> bool:

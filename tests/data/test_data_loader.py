@@ -402,6 +402,20 @@ def test_a_state_in_the_middle_of_a_step_is_refused(tmp_path: Path) -> None:
             running.loader(world_size=3).load_state_dict(remote.state_dict())
 
 
+def test_a_stream_that_continues_with_more_ranks_is_padded_with_its_first_batches(
+    tmp_path: Path,
+) -> None:
+    with service(tmp_path, DataLoader(Lines(9), 1)) as running:
+        remote = running.loader()
+        for _ in zip(range(4), remote, strict=False):
+            pass
+        later = [running.loader(rank=rank, world_size=4) for rank in range(4)]
+        for one in later:
+            one.load_state_dict(remote.state_dict())
+        found = [torch.cat(list(one)).flatten().tolist() for one in later]
+    assert found == [[4, 8], [5, 0], [6, 1], [7, 2]]
+
+
 class Bad(Rows):
     def __getitem__(self, index: int) -> object:
         if index == 5:

@@ -1,5 +1,6 @@
 """Tests of the schedules that assign batches to ranks, compared with a simple model."""
 
+import itertools
 import re
 from collections.abc import Callable, Sequence
 
@@ -142,6 +143,39 @@ def test_a_dynamic_schedule_continues_from_a_saved_step(
             schedule.record_units(ask.slot, answers(ask.slot))
         resumed = DynamicSchedule(part, None, streams, schedule.position_after(step))
         assert walk(resumed, answers, step=step) == whole[step:]
+
+
+@hypothesis.given(
+    st.lists(st.integers(0, 30), min_size=1, max_size=3),
+    rules,
+    st.lists(worlds, min_size=1, max_size=3),
+)
+@hypothesis.example([9], "pad", [1, 4])
+@hypothesis.example([23], "pad", [2, 4, 5])
+def test_a_dynamic_schedule_continues_with_other_numbers_of_ranks(
+    lengths: list[int], uneven: Uneven, sizes: list[int]
+) -> None:
+    streams = len(lengths)
+    present = [s for s in range(streams * 31) if s // streams < lengths[s % streams]]
+
+    def answers(slot: int) -> int:
+        return 1 if slot in present else VOID
+
+    place = EpochPosition()
+    for before, after in itertools.pairwise(sizes):
+        step = after * (place.position // (before * after) + 1)  # a step of both numbers of ranks
+        if step * before > len(present):
+            break
+        schedule = DynamicSchedule(RankPart(0, before, uneven), None, streams, place)
+        for ask in schedule.requests(step + 1):
+            schedule.record_units(ask.slot, answers(ask.slot))
+        place = schedule.position_after(step)
+    else:
+        world_size, step = sizes[-1], place.position // sizes[-1]
+        rows = rows_of(present, world_size, uneven)[step:]
+        for rank in range(world_size):
+            schedule = DynamicSchedule(RankPart(rank, world_size, uneven), None, streams, place)
+            assert walk(schedule, answers, step=step) == [r[rank] for r in rows if rank < len(r)]
 
 
 @hypothesis.given(st.integers(1, 30), worlds, rules, st.integers(0, 9))
