@@ -13,10 +13,12 @@ import io
 import os
 import pickle
 import sys
+import types
 import typing
 import uuid
 import warnings
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -56,6 +58,8 @@ def reduce_by_value(cls: type, reduced: Reduced, *, is_update: bool) -> Reduced:
     class_id = _ids.setdefault(cls, uuid.uuid4().hex)
     _classes[class_id] = cls
     make, args, state, _, _, fill = reduced
+    if not issubclass(cls, Enum):
+        args[3]["__qualname__"] = cls.__qualname__  # cloudpickle sends it only for an Enum
     if "__slots__" in vars(cls) and not issubclass(cls, tuple | Enum):
         # cloudpickle would set `__slots__` only after the class is made. That has no effect.
         args[3]["__slots__"] = vars(cls)["__slots__"]
@@ -82,14 +86,51 @@ def _make_class(class_id: str, make: Callable[..., type], args: tuple[Any, ...])
     """Return the class with this id; if this process does not have the class, make it.
 
     A class that this process has must not be made again: objects would then have two different
-    classes of the same name, and `__init_subclass__` of the base class would run a second time.
+    classes of the same name.
+
+    The notebook has run the code that its metaclasses and base classes run for each new class. The
+    effects of this code are pickled, too. So do not run such code here.
 
     Args:
         make: Function of cloudpickle that makes a class without attributes.
-        args: Arguments of `make`.
+        args: Arguments of `make`. For a class that is no Enum, these are the metaclass, the name,
+            the bases, the first attributes, and values for cloudpickle.
     """
     known = _classes.get(class_id)
-    return make(*args) if known is None else known
+    if known is not None:
+        return known
+    meta, name, bases, attributes, *_ = args
+    if not isinstance(meta, type):  # an Enum
+        return make(*args)
+    with _no_subclass_hooks(bases):
+        if meta not in _ids:
+            return make(*args)
+        imported = next(kind for kind in meta.__mro__ if kind not in _ids)
+        resolved = types.resolve_bases(bases)
+        originals = {"__orig_bases__": bases} if resolved is not bases else {}
+        return imported.__new__(meta, name, resolved, {**attributes, **originals})
+
+
+_HOOK = "__init_subclass__"
+
+
+@contextmanager
+def _no_subclass_hooks(bases: Sequence[Any]) -> Iterator[None]:
+    """Make `__init_subclass__` of the notebook's classes do nothing during the `with` block.
+
+    Args:
+        bases: Bases of the class that is made in the block. Only the methods of these classes, and
+            of their own bases, are replaced.
+    """
+    kinds = {kind for base in types.resolve_bases(bases) for kind in base.__mro__ if kind in _ids}
+    hooks = {kind: vars(kind)[_HOOK] for kind in kinds if _HOOK in vars(kind)}
+    for kind in hooks:
+        type.__setattr__(kind, _HOOK, classmethod(lambda cls, **options: None))
+    try:
+        yield
+    finally:
+        for kind, hook in hooks.items():
+            type.__setattr__(kind, _HOOK, hook)
 
 
 def _fill_class(
@@ -478,6 +519,46 @@ def _reduce_tensor(tensor: "torch.Tensor") -> Any:
     return rebuild, (rebuild_typed(args[0], torch.uint8), *args[1:])
 
 
+def _reduce_tensor_with_hooks(tensor: "torch.Tensor") -> Any:
+    """Reduce a tensor, for a rank, with its hooks.
+
+    Torch itself leaves out the hooks, with or without a warning. The hooks of a tensor that is not
+    a leaf stay left out, because its graph does. Hooks that torch's `unserializable_hook` has
+    marked stay left out, too.
+    """
+    kinds = tensor._backward_hooks, tensor._post_accumulate_grad_hooks
+    if not any(kinds) or not (tensor.is_leaf and tensor.requires_grad):
+        return _reduce_tensor(tensor)
+    from torch.utils.hooks import RemovableHandle
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns that it leaves out the hooks
+        reduced = _reduce_tensor(tensor)
+        if reduced is NotImplemented:
+            reduced = tensor.__reduce_ex__(5)  # type: ignore[no-untyped-call]
+    kept = [
+        OrderedDict(
+            (number, hook)
+            for number, hook in (hooks or {}).items()
+            if not getattr(hook, "__torch_unserializable__", False)
+        )
+        for hooks in kinds
+    ]
+    return *reduced[:2], (*kept, RemovableHandle.next_id), None, None, _fill_tensor_hooks
+
+
+def _fill_tensor_hooks(
+    tensor: "torch.Tensor",
+    saved: tuple[OrderedDict[int, Any], OrderedDict[int, Any], int],
+) -> None:
+    backward_hooks, after_grad_hooks, next_id = saved
+    _reserve_hook_ids(next_id)
+    if backward_hooks:
+        tensor._backward_hooks = backward_hooks
+    if after_grad_hooks:
+        tensor._post_accumulate_grad_hooks = after_grad_hooks
+
+
 def _rebuild_parameter(kind: type, rebuild: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     made = rebuild(*args)
     made.__class__ = kind
@@ -628,18 +709,23 @@ def _rebuild_script(data: bytes, device: str) -> Any:
         return torch.jit.load(io.BytesIO(data), map_location=where)  # type: ignore[no-untyped-call]
 
 
-def torch_reducers(storages: Storages) -> dict[type, Callable[[Any], Any] | None]:
+def torch_reducers(
+    storages: Storages, *, keeps_hooks: bool
+) -> dict[type, Callable[[Any], Any] | None]:
     """Return the reducers of torch's classes, in the order in which they are tried.
 
     Args:
         storages: Storages in the pickle, by id. The reducers of storages add to this dict.
+        keeps_hooks: Whether to pickle the hooks of tensors. Pass False for a result: the hooks that
+            libraries register in a rank often need objects that only exist there.
     """
     import torch.optim.lr_scheduler
     import torch.utils.data
 
     return {
+        torch.optim.Optimizer: _reduce_optimizer,
         torch.optim.lr_scheduler.LRScheduler: _reduce_scheduler,
-        torch.Tensor: _reduce_tensor,
+        torch.Tensor: _reduce_tensor_with_hooks if keeps_hooks else _reduce_tensor,
         torch.UntypedStorage: lambda storage: _reduce_untyped(storage, storages),
         torch.TypedStorage: lambda storage: _reduce_typed(storage, storages),
         torch.Generator: lambda it: (_rebuild_generator, (it.device.type, it.get_state())),
@@ -648,21 +734,23 @@ def torch_reducers(storages: Storages) -> dict[type, Callable[[Any], Any] | None
         torch.qscheme: _reduce_torch_name,
         torch.jit.ScriptModule: _reduce_script,
         torch.jit.ScriptFunction: _reduce_script,
-        torch.nn.Module: _reduce_parametrized,
+        torch.nn.Module: _reduce_module,
     }
 
 
-def _reduce_parametrized(module: Any) -> Any:
-    """Reduce a module with parametrizations, such as weight norm. Leave other modules to torch.
+def _reduce_module(module: Any) -> Any:
+    """Reduce a module with parametrizations, such as weight norm, or with hooks.
 
     Torch gives each module with parametrizations a class of its own, which refuses to be pickled.
     So save the class that the module had before, its attributes, and the names of the parametrized
-    tensors.
+    tensors. For a module with hooks, `_with_hook_ids` says what is added. Leave all other modules
+    to torch.
     """
     from torch.nn.utils import parametrize
 
     if not parametrize.is_parametrized(module):
-        return NotImplemented
+        has_hooks = any(value and name.endswith("_hooks") for name, value in vars(module).items())
+        return _with_hook_ids(module.__reduce_ex__(5)) if has_hooks else NotImplemented
     kind = parametrize.type_before_parametrizations(module)
     saved = dict(vars(module)), list(module.parametrizations)
     return kind.__new__, (kind,), saved, None, None, _fill_parametrized
@@ -685,6 +773,51 @@ def _fill_parametrized(module: Any, saved: tuple[dict[str, Any], list[str]]) -> 
         module.register_parameter(name, torch.nn.Parameter(torch.empty(0)))
         parametrize.register_parametrization(module, name, torch.nn.Identity(), unsafe=True)
     module.parametrizations = parametrizations
+
+
+def _reduce_optimizer(optimizer: Any) -> Any:
+    """Reduce an optimizer with its hooks and with the attributes of its own class.
+
+    Torch itself would save only `defaults`, `state` and `param_groups`. Leave out the method `step`
+    of a learning rate scheduler (`_reduce_scheduler`). If the optimizer's class decides itself how
+    its objects are pickled, return NotImplemented.
+    """
+    import torch
+
+    rules = ("__getstate__", "__reduce__", "__reduce_ex__")
+    if any(getattr(type(optimizer), it) is not getattr(torch.optim.Optimizer, it) for it in rules):
+        return NotImplemented
+    make, args, state = optimizer.__reduce_ex__(5)[:3]
+    own = {name: value for name, value in vars(optimizer).items() if name != "step"}
+    return _with_hook_ids((make, args, own | state))
+
+
+def _with_hook_ids(reduced: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Add to a reduced module or optimizer that hooks of the loading process get other ids.
+
+    Torch identifies a hook by a number, which each process counts from 0. So without this change, a
+    hook that the loading process registers could replace a hook of the loaded object. If the object
+    was reduced in an unusual form, such as that of `torch.fx.GraphModule`, return it unchanged.
+    """
+    from torch.utils.hooks import RemovableHandle
+
+    make, args, state, *items = (*reduced, None)
+    if state is None or any(item is not None for item in items):
+        return reduced
+    return make, args, (state, RemovableHandle.next_id), None, None, _fill_hooked
+
+
+def _fill_hooked(value: Any, saved: tuple[Any, int]) -> None:
+    state, next_id = saved
+    _reserve_hook_ids(next_id)
+    value.__setstate__(state)
+
+
+def _reserve_hook_ids(next_id: int) -> None:
+    """Make this process give new hooks ids from `next_id` on, or higher ids."""
+    from torch.utils.hooks import RemovableHandle
+
+    RemovableHandle.next_id = max(RemovableHandle.next_id, next_id)
 
 
 def _reduce_scheduler(scheduler: Any) -> Any:

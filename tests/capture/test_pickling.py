@@ -215,6 +215,35 @@ def test_a_learning_rate_scheduler_continues_without_a_warning(path: Path) -> No
     assert arrived.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"]
 
 
+class Clipped(torch.optim.SGD):
+    """Optimizer that limits the norm of gradients; its class has the default, as public ones do."""
+
+    max_norm: float | None = None
+
+    def step(self, closure: Any = None) -> Any:
+        if self.max_norm:
+            for group in self.param_groups:
+                torch.nn.utils.clip_grad_norm_(group["params"], self.max_norm)
+        return super().step(closure)
+
+
+def test_optimizers_keep_attributes_hooks_and_schedulers(path: Path) -> None:
+    net, steps = torch.nn.Linear(2, 1), list[int]()
+    clipped, lbfgs = Clipped(net.parameters(), lr=1.0), torch.optim.LBFGS(net.parameters())
+    clipped.max_norm = 0.1
+    clipped.register_step_post_hook(lambda *_: steps.append(1))
+    scheduler = torch.optim.lr_scheduler.StepLR(clipped, 1)
+    back = through_a_file((net, clipped, lbfgs, scheduler, steps), path)
+    net, clipped, lbfgs, scheduler, steps = back
+    before = net.weight.detach().clone()
+    (10 * net(torch.ones(1, 2))).sum().backward()
+    clipped.step()
+    scheduler.step()
+    assert (net.weight.detach() - before).norm() < 0.11
+    assert steps == [1] and scheduler.optimizer is clipped
+    assert lbfgs.step(lambda: net(torch.ones(1, 2)).sum()) is not None
+
+
 @pytest.mark.process
 def test_a_loader_is_pickled_without_its_running_iterator(path: Path) -> None:
     loader = DataLoader(

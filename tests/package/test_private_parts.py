@@ -13,7 +13,10 @@ ROOT = Path(__file__).parents[2]
 LISTED = {
     "capture/culprit.py": {"_buffers", "_modules", "_parameters", "torch._dynamo.eval_frame"},
     "capture/plain.py": {"_backward_hooks", "_metadata"},
-    "capture/reducers.py": {"_cdata", "_iterator", "_sort_order_", "_untyped_storage"},
+    "capture/reducers.py": {
+        *("_cdata", "_iterator", "_sort_order_", "_untyped_storage"),
+        *("_backward_hooks", "_post_accumulate_grad_hooks"),
+    },
     "data/accelerated.py": {"_add_dataloader", "_dataloaders"},
     "data/epoch.py": {"torch.utils.data._utils.pin_memory"},
     "data/dataset.py": {"torch.utils.data._utils", "_worker_info"},
@@ -70,7 +73,8 @@ GONE = {
     "torch.jit._script": "store/libraries.py: find where torch.jit opens files",
     "torch._dynamo.eval_frame": "capture/culprit.py: find where torch.compile's functions are",
     "torch.autograd._profiler_enabled": "host/profile.py: find what says that a profiler runs",
-    "torch.Tensor._backward_hooks": "capture/plain.py: find where torch keeps a tensor's hooks",
+    "torch.Tensor._backward_hooks": "capture: find where torch keeps a tensor's hooks",
+    "torch.Tensor._post_accumulate_grad_hooks": "capture: find where torch keeps these hooks",
     "accelerate.state.GradientState._add_dataloader": "data/accelerated.py: see accelerate",
     "bz2._builtin_open": "store/redirect.py: see how bz2 and lzma open files now",
     "torch.UntypedStorage._cdata": "capture/reducers.py needs another identity of a storage",
