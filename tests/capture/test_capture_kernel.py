@@ -290,22 +290,22 @@ def test_classes_are_sent_without_running_the_code_that_their_creation_ran(
 
 HOOKS = """
 import torch
-net, seen = torch.nn.Linear(1, 1, bias=False), []
-net.register_forward_hook(lambda *args: seen.append("forward"))
+net, calls = torch.nn.Linear(1, 1, bias=False), []
+net.register_forward_hook(lambda *args: calls.append("forward"))
 net.weight.register_hook(lambda grad: grad * 2)
-net.weight.register_post_accumulate_grad_hook(lambda weight: seen.append("grad"))
+net.weight.register_post_accumulate_grad_hook(lambda weight: calls.append("grad"))
 optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
-optimizer.register_step_post_hook(lambda *args: seen.append("step"))
+optimizer.register_step_post_hook(lambda *args: calls.append("step"))
 start = net.weight.item()
 """
 HOOKS_IN_RANKS = """
 import torch
-net.register_forward_hook(lambda *args: seen.append("second forward"))
-optimizer.register_step_post_hook(lambda *args: seen.append("second step"))
+net.register_forward_hook(lambda *args: calls.append("second forward"))
+optimizer.register_step_post_hook(lambda *args: calls.append("second step"))
 handle = net.weight.register_hook(lambda grad: grad * 3)
 net(torch.ones(1, 1)).backward()
 optimizer.step()
-assert seen == ["forward", "second forward", "grad", "step", "second step"], seen
+assert calls == ["forward", "second forward", "grad", "step", "second step"], calls
 assert abs(net.weight.item() - start + 3) < 1e-5
 handle.remove()
 """
