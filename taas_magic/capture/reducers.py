@@ -749,7 +749,7 @@ def _reduce_module(module: Any) -> Any:
     from torch.nn.utils import parametrize
 
     if not parametrize.is_parametrized(module):
-        has_hooks = any(value and name.endswith("_hooks") for name, value in vars(module).items())
+        has_hooks = any(value and name.endswith("hooks") for name, value in vars(module).items())
         return _with_hook_ids(module.__reduce_ex__(5)) if has_hooks else NotImplemented
     kind = parametrize.type_before_parametrizations(module)
     saved = dict(vars(module)), list(module.parametrizations)

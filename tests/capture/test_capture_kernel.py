@@ -237,53 +237,14 @@ class Large(metaclass=Meta): pass
         frontend.run(used)
 
 
-HOOKED_CLASSES = """
-import collections.abc, dataclasses, typing
-made = []
-class Base:
-    def __init_subclass__(cls, *, key): made.append(key); cls.key = key
-class Named(Base, key="named"): pass
-class Checked(Base, key="checked"):
-    def __init_subclass__(cls):
-        super().__init_subclass__(key="below")
-        assert cls.rate > 0
-class Checks(type(collections.abc.Sized)):
-    def __new__(meta, name, bases, attributes, *, key="meta"):
-        made.append(attributes["key"])
-        return super().__new__(meta, name, bases, attributes)
-    def __init__(cls, name, bases, attributes, *, key): made.append(key)
-T = typing.TypeVar("T")
-class Below(Checked, typing.Generic[T]): rate = 1
-class Counted(collections.abc.Sized, typing.Generic[T], metaclass=Checks, key="again"):
-    key = "own"
-    def __len__(self): return 3
-    @dataclasses.dataclass
-    class Options:
-        rate: float = 0.5
-"""
-HOOKED_CLASSES_IN_RANKS = """
-import pickle
-assert (Named.key, Below.key, Counted.key, len(Counted())) == ("named", "below", "own", 3)
-assert made == ["named", "checked", "below", "own", "again"], made
-assert Counted[int]().__orig_class__ == Counted[int] and Counted.__parameters__ == (T,)
-assert type(Counted) is Checks and isinstance(Counted(), collections.abc.Sized)
-options = pickle.loads(pickle.dumps(Counted.Options()))
-assert repr(options) == "Counted.Options(rate=0.5)", options
-class Later(Base, key="later"): pass
-assert made[-1] == Later.key == "later"
-try:
-    class Wrong(Checked): rate = 0
-    assert False
-except AssertionError:
-    assert made[-1] == "below"
-"""
+HOOKED_CLASSES, HOOKED_CLASSES_IN_RANKS = cells_of("hooked_classes")
 
 
 def test_classes_are_sent_without_running_the_code_that_their_creation_ran(
     frontend: Frontend,
 ) -> None:
     frontend.run(HOOKED_CLASSES)
-    ranks = frontend.run("%%taas --gpus 1 --out options" + HOOKED_CLASSES_IN_RANKS + HELD)
+    ranks = frontend.run("%%taas --gpus 1 --out options\n" + HOOKED_CLASSES_IN_RANKS + HELD)
     assert held(frontend.text(ranks)) == {"0"}
     frontend.run("assert options == Counted.Options()")
 
