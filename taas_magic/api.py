@@ -3,7 +3,6 @@
 Any process can import this module, even if torch and Dask are not installed.
 """
 
-import importlib
 import os
 import sys
 from types import SimpleNamespace
@@ -22,6 +21,7 @@ from taas_magic.errors import (
     TaasError,
     UsageError,
 )
+from taas_magic.late_imports import import_in_thread
 from taas_magic.registry import is_registered, register, registered, unregister
 
 if TYPE_CHECKING:
@@ -158,7 +158,8 @@ def __getattr__(name: str) -> Any:
         return _device_type()
     if name in _IMPORT_PATHS:
         module, _, attribute = _IMPORT_PATHS[name].partition(":")
-        globals()[name] = getattr(importlib.import_module(module), attribute)
+        import_in_thread(module)
+        globals()[name] = getattr(sys.modules[module], attribute)
         return globals()[name]
     raise AttributeError(f"module 'taas' has no attribute {name!r}; it has: {', '.join(__all__)}")
 

@@ -1,15 +1,49 @@
-"""Use a module only if other code imports it: get the module, or call a function after the import.
+"""Import modules in a thread, or use a module only if other code imports it.
 
-The functions in this file do not start the import of such a module themselves.
+Only `import_in_thread` imports modules that the process has not imported yet.
 """
 
+import contextvars
 import importlib
 import sys
+import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
+
+
+def import_in_thread(*names: str) -> None:
+    """Import modules in a new thread, and wait for the thread.
+
+    An interrupt of the user (SIGINT) ends only the wait, and the thread completes the imports. If
+    an interrupt ended an import in the main thread, modules could stay half imported. Some modules,
+    such as torch, cannot be imported again after that.
+
+    Args:
+        names: Full names of the modules.
+
+    Raises:
+        Exception: The exception of the first import that failed.
+        KeyboardInterrupt: The user interrupted the wait.
+    """
+    outcome: Future[None] = Future()
+
+    def import_all() -> None:
+        try:
+            for name in names:
+                importlib.import_module(name)
+            outcome.set_result(None)
+        except BaseException as error:
+            outcome.set_exception(error)
+
+    context = contextvars.copy_context()
+    threading.Thread(
+        target=context.run, args=(import_all,), name="taas-import", daemon=True
+    ).start()
+    outcome.result()
 
 
 def module_if_imported(name: str) -> Any:

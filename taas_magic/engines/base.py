@@ -7,8 +7,8 @@ imported.
 """
 
 import asyncio
-import importlib
 import itertools
+import sys
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Collection, Mapping
@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 from taas_magic.config import PoolConfig
 from taas_magic.errors import PoolError, UsageError
 from taas_magic.host.system import LOOPBACK
+from taas_magic.late_imports import import_in_thread
 from taas_magic.plan import HostCapacity
 from taas_magic.setup.facts import Shell
 
@@ -358,7 +359,8 @@ def make_engine(pool: PoolConfig) -> Engine:
             f"{', '.join(sorted(_ENGINES))}, and Dask cluster classes by their import path"
         )
     module, _, name = import_path.partition(":")
-    engine: type[Engine] = getattr(importlib.import_module(module), name)
+    import_in_thread(module)  # imports paramiko or Dask, if the pool's hosts need it
+    engine: type[Engine] = getattr(sys.modules[module], name)
     return engine(pool)
 
 

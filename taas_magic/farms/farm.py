@@ -62,6 +62,7 @@ from taas_magic.farms.table import FarmState, JobState
 from taas_magic.host.activity import wait_for_start
 from taas_magic.host.system import spawn_command, wait_or_kill
 from taas_magic.journal.folder import state_dir
+from taas_magic.late_imports import import_in_thread
 from taas_magic.messages import cleaned
 from taas_magic.notebook import launch, pools
 from taas_magic.notebook.options import check_callable, refuse_shared_names
@@ -1054,6 +1055,7 @@ def _end_process(process: subprocess.Popen[bytes]) -> None:
 
 
 def _connect(address: FarmAddress) -> "Client":
+    import_in_thread("distributed")
     from distributed import Client, Security
 
     secure = Security(**address.security)

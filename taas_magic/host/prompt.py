@@ -17,14 +17,16 @@ import types
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from taas_magic.host import tracebacks
-from taas_magic.host.heartbeat import ReportSender
 from taas_magic.host.link import AgentLink, LineReader, rank_file
 from taas_magic.messages import CellOrder, RankFinished, RankIdle, RankTakesInterrupts
+
+if TYPE_CHECKING:
+    from taas_magic.host.heartbeat import ReportSender
 
 _DISTRIBUTED = f"{os.sep}torch{os.sep}distributed{os.sep}"
 _SHELLS_OWN = re.compile(r"_{1,3}|_\d+|_i{1,3}|_i\d+|In|Out|_ih|_oh|_dh|__taas\w*")
@@ -58,7 +60,7 @@ class Prompt:
         self._is_running = self._was_cut = False
         self._number = 0
 
-    def serve(self, report: ReportSender) -> None:
+    def serve(self, report: "ReportSender") -> None:
         """Run each cell that the agent sends. Return when the agent sends the order to end.
 
         SIGINT has no effect between cells. After each cell, calls `report`, sends `RankFinished` if

@@ -28,6 +28,7 @@ from taas_magic.display.view import SilentView, View
 from taas_magic.errors import CaptureError, CellSyntaxError, PoolError, UsageError, listed
 from taas_magic.host.debugger import last_exception
 from taas_magic.host.spec import Origin, RunSpec, environ_changes
+from taas_magic.host.variables import list_names
 from taas_magic.journal import folder as journal
 from taas_magic.journal.folder import RunContext, RunFolder
 from taas_magic.notebook import attach, between_cells, pools, runs, sessions
@@ -594,8 +595,6 @@ def learn_names(session: Session, shell: "InteractiveShell", config: Config) -> 
         RunError: The call failed on a rank.
         KeyboardInterrupt: The user interrupted the call.
     """
-    from taas_magic.host.variables import list_names
-
     if not session.has_unknown_names:
         return
     session.names.assume_state(process_state.collect())

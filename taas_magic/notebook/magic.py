@@ -7,7 +7,6 @@ import __future__
 
 import contextlib
 import contextvars
-import importlib
 import os
 import re
 import shlex
@@ -32,6 +31,7 @@ from taas_magic.config import LOCAL, Config, did_you_mean, load_config, size_tex
 from taas_magic.display.head import columns, duration
 from taas_magic.errors import PoolError, RunError, UsageError, interrupted
 from taas_magic.journal import folder as journal
+from taas_magic.late_imports import import_in_thread
 from taas_magic.notebook import between_cells, flags
 from taas_magic.notebook.flags import (
     BY_NAME,
@@ -50,6 +50,14 @@ if TYPE_CHECKING:
 
     from taas_magic.capture.work import CellWork
     from taas_magic.notebook.runs import Run
+
+
+_MODULES = (
+    "taas_magic.notebook.functions",
+    "taas_magic.notebook.report",
+    "taas_magic.display.variables",
+)
+"""Modules of cells and commands. These modules import all other modules that a cell needs."""
 
 
 @magics_class
@@ -155,16 +163,17 @@ class TaasMagics(Magics):
         settings = self.settings()
         if not body.strip():
             raise UsageError(empty_cell_message(self._raw_cell))
-        asked, cell = flags.parse(line, settings), self._make_work(line, body)
-        from taas_magic.notebook import launch
-
-        if note := settings.pool_note(asked.pool):
-            _print_line(note)
-        if asked.dry_run:
-            _print_line(launch.dry_run_text(asked, cell, self.shell, settings))
-            return
+        asked = flags.parse(line, settings)
         with _show_interrupt_as("Stopped by you before the ranks started."):
-            if asked.rehearse:
+            import_in_thread(*_MODULES)
+            from taas_magic.notebook import launch
+
+            cell = self._make_work(line, body)
+            if note := settings.pool_note(asked.pool):
+                _print_line(note)
+            if asked.dry_run:
+                _print_line(launch.dry_run_text(asked, cell, self.shell, settings))
+            elif asked.rehearse:
                 from taas_magic.notebook.rehearsal import rehearse
 
                 rehearse(asked, cell, self.shell, settings)
@@ -187,6 +196,7 @@ class TaasMagics(Magics):
             PoolError: The pool is not reachable.
         """
         with _show_interrupt_as("Stopped by you."):
+            import_in_thread(*_MODULES)
             shown = run_command(line, self.settings())
         if type(shown) is not str:
             display(shown)
@@ -359,8 +369,7 @@ class _WarmUp:
         with self._lock:
             if not self._is_cancelled:
                 pools.warm(self._settings)
-        # Import this module now, so that the first cell starts sooner.
-        importlib.import_module("taas_magic.notebook.launch")
+        import_in_thread(*_MODULES)  # now, so that the first cell starts sooner
 
 
 _warm_ups: list[_WarmUp] = []
@@ -759,6 +768,7 @@ def _debug(words: Sequence[str], settings: Config) -> str:
     given, words = _DEBUG_FLAGS.parse_known_args(words)
     session = sessions.named(_optional_word("debug", words))
     if given.debugpy:
+        import_in_thread("taas_magic.notebook.vscode")
         from taas_magic.notebook.vscode import attach_debugpy
 
         return attach_debugpy(session, given.rank or 0, _shell(), settings)

@@ -23,6 +23,39 @@ class Gates(importlib.abc.MetaPathFinder):
 sys.meta_path.insert(0, Gates())
 """
 
+ONCE = """
+import importlib.abc, importlib.machinery, os, sys, time
+
+begun, gate = {begun!r}, {gate!r}
+
+class Once(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name != "taas_magic.notebook.launch":
+            return None
+        if os.path.exists(begun):
+            raise ImportError("cannot load module more than once per process")
+        spec = importlib.machinery.PathFinder.find_spec(name, path)
+        execute = spec.loader.exec_module
+
+        def exec_module(module):
+            open(begun, "x").close()
+            while not os.path.exists(gate):
+                time.sleep(0.05)
+            execute(module)
+
+        spec.loader.exec_module = exec_module
+        return spec
+
+sys.meta_path.insert(0, Once())
+"""
+"""sitecustomize.py that holds the first import of a module, and refuses another one, as numpy."""
+
+COMMAND, CELL_OF_SESSION, FUNCTION = (
+    "%taas sessions",
+    "%%taas --gpus 1 --session it\nprint('works')",
+    "import taas\ntaas.run(print, 'works', gpus=1)",
+)
+
 
 @pytest.fixture
 def scene(tmp_path: Path) -> Iterator[Scene]:
@@ -53,3 +86,19 @@ def test_cells_a_loader_and_a_farm_work_while_imports_take_for_ever(scene: Scene
         farm = frontend.send(FARM.replace("sites", "local"))
         assert frontend.finish(farm, HUNG_S)["status"] == "ok"
         assert "jobs [0, 1, 4, 9, 16]" in frontend.text(farm)
+
+
+@pytest.mark.parametrize("code", [COMMAND, CELL_OF_SESSION, FUNCTION])
+def test_an_interrupt_leaves_the_imports_of_a_first_cell_whole(scene: Scene, code: str) -> None:
+    begun, gate = scene.folder / "begun", scene.folder / "gate"
+    (scene.folder / "sitecustomize.py").write_text(ONCE.format(begun=str(begun), gate=str(gate)))
+    paths = os.pathsep.join([str(scene.folder), scene.environ()["PYTHONPATH"]])
+    with scene.kernel(PYTHONPATH=paths, TAAS_WARM="0") as frontend:
+        first = frontend.send(code)
+        frontend.wait(begun.exists)
+        frontend.manager.interrupt_kernel()
+        assert frontend.finish(first)["ename"] == "KeyboardInterrupt"
+        gate.touch()
+        again = frontend.run(code)
+        assert ("no sessions" if code == COMMAND else "works") in frontend.text(again)
+        frontend.run("import sys; assert 'torch' not in sys.modules")

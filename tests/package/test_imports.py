@@ -49,7 +49,8 @@ IMPORTED_BY_TEXT_FROM_ABOVE = {
 """Pairs of modules. The first may import the second, by its name in a string, from above."""
 
 LIGHT = ["", ".messages", ".plan", ".config", ".errors", ".journal", ".api", ".host.supervisor"]
-LIGHT += [f".notebook.{it}" for it in ("flags", "magic", "launch", "pools", "run")]
+LIGHT += [f".notebook.{it}" for it in ("flags", "magic", "launch", "pools", "run", "functions")]
+LIGHT += [".notebook.report", ".display.variables", ".host.variables"]
 """Modules that a kernel loads for its first cell. They must not import torch, which takes 2 s."""
 
 HEAVY = {"torch", "distributed", "dask", "numpy", "paramiko"}
@@ -99,7 +100,7 @@ def imported_by(module: str) -> Iterator[str]:
 
 
 def imported_by_text(module: str) -> Iterator[str]:
-    """Yield the package's modules that a module imports by `importlib.import_module`.
+    """Yield the package's modules that a module imports by `import_module` or `import_in_thread`.
 
     The names are strings in the call, or in a module-level constant if the call is in a loop.
     """
@@ -108,7 +109,8 @@ def imported_by_text(module: str) -> Iterator[str]:
 
 def imported_by_text_in(tree: ast.Module) -> Iterator[str]:
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
-    calls = [node for node in calls if ast.unparse(node.func).endswith("import_module")]
+    names = ("import_module", "import_in_thread")
+    calls = [node for node in calls if ast.unparse(node.func).endswith(names)]
     kinds = ast.Assign | ast.AnnAssign
     constants = [node for node in tree.body if calls and isinstance(node, kinds)]
     for node in [*calls, *constants]:
