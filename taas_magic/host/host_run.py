@@ -521,7 +521,7 @@ class HostRun(HostShare):
         self._attempt: Attempt | None = None
         self._readers: list[PipeReader] = []
         self._next: _NextAttempt | None = None
-        self._is_over = False
+        self._is_over = self._is_ending = False
         self._error_end: tuple[str, list[Failure]] | None = None
         """State and failures of the share if an error in the agent ended the share; else None."""
         self._entries = dict(spec.fetchers)
@@ -533,7 +533,9 @@ class HostRun(HostShare):
 
         On the run's first host, this method first binds the port of a new rendezvous. On all hosts,
         it then waits at most `CLEAN_UP_S` seconds for the cleanup, but not for the ranks' start. If
-        the cleanup fails or takes longer, this method returns without an exception.
+        the cleanup fails or takes longer, this method returns without an exception. If the share is
+        ending already, this method does not wait: `HostEnded` will tell the pool why this host
+        starts no ranks.
 
         Do not call this method in the share's own thread, which does the cleanup.
 
@@ -542,6 +544,8 @@ class HostRun(HostShare):
         """
         own_rendezvous = _rendezvous_of(spec)
         self._next = next_attempt = _NextAttempt(spec, own_rendezvous)
+        if self._is_ending:  # `_end_steps` may have missed the next attempt
+            next_attempt.is_clean.set()
         self.wakeup.set()
         next_attempt.is_clean.wait(CLEAN_UP_S)
         return own_rendezvous.port if own_rendezvous else 0
@@ -732,6 +736,7 @@ class HostRun(HostShare):
         return self._error_end or ended or ("INTERRUPTED", [])
 
     def _end_steps(self) -> tuple[Callable[[], None], ...]:
+        self._is_ending = True
         if self._next is not None:  # release `start_next_attempt`, which waits
             self._next.is_clean.set()
         parts = self._attempt, self._rendezvous, *self._readers

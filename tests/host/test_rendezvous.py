@@ -3,10 +3,12 @@
 import os
 import socket
 import tempfile
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
+from typing import NoReturn
 
 import psutil
 import pytest
@@ -18,7 +20,7 @@ from taas_magic.host import rendezvous
 from taas_magic.host.host_run import HostRun
 from taas_magic.host.rendezvous import Rendezvous
 from taas_magic.host.spec import HostAddress, Origin, RunSpec, ShareSpec, torchrun_variables
-from taas_magic.messages import from_json, to_json
+from taas_magic.messages import Event, HostEnded, from_json, to_json
 from taas_magic.plan import Flags, HostCapacity, make_plan
 from tests.eventually import HUNG_S, eventually
 
@@ -69,6 +71,38 @@ def test_a_first_host_that_has_lost_its_address_keeps_no_file_of_the_run(
     with pytest.raises(OSError, match="Cannot assign requested address"):
         HostRun(gone, HostAddress("gpu1", "192.0.2.1", False), print, lambda: True, print)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_next_attempt_does_not_wait_for_a_share_that_already_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The pool hears of the share's failure only after the cleanup, so it may still ask for more.
+
+    The test makes the request in the middle of the cleanup.
+    """
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    events, answers = list[Event](), list[int]()
+
+    def fail(request: object) -> NoReturn:
+        raise PoolError("the pool does not answer")
+
+    def ask_in_cleanup() -> bool:
+        answered = threading.Event()
+
+        def ask() -> None:
+            answers.append(ending.start_next_attempt(structs.replace(share(1), attempt=1)))
+            answered.set()
+
+        threading.Thread(target=ask, daemon=True).start()
+        answered.wait(HUNG_S)
+        return False
+
+    here = HostAddress("gpu1", ADDRESS, False)
+    ending = HostRun(share(1), here, events.append, ask_in_cleanup, fail)
+    ending.run()
+    assert answers == [0]
+    assert isinstance(events[-1], HostEnded) and events[-1].state == "FAILED"
 
 
 @pytest.mark.process
