@@ -576,13 +576,15 @@ class RunDriver:
             ConnectionEnded: The pool's process has ended.
             PoolError: The pool has no hosts for the ranks.
             StoreError: Another run writes to the project store.
-            KeyboardInterrupt: The user interrupted twice. Ranks that start later are killed.
+            KeyboardInterrupt: The user interrupted twice. Ranks that start later are killed. If the
+                run is a cell of a session, the ranks that get the cell later are interrupted.
         """
 
         def launch() -> list[str]:
             hosts = connection.launch(spec, self.queue_event, fetcher_events)
             if self._is_abandoned:
-                self._halt(connection, "kill")
+                # A session's ranks have just got the cell. They stay after an interrupt.
+                self._halt(connection, "interrupt" if spec.session else "kill")
             return hosts
 
         try:

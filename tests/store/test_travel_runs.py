@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import signal
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,8 +11,10 @@ import psutil
 import pytest
 import torch
 
+from taas_magic.config import load_config
 from taas_magic.errors import RankFailed, RunLost, StoreError
 from taas_magic.journal.folder import RunFolder
+from taas_magic.notebook import pools
 from tests.cellfiles import cells_of
 from tests.events import line_of
 from tests.eventually import HUNG_S, eventually
@@ -256,6 +259,37 @@ if rank == 1:
         ("a.bin", "b.bin"), 1_000_000
     )
     assert outcome.run is not None and set(outcome.run.receipt.written) == {"a.bin", "b.bin"}
+
+
+def test_two_interrupts_while_a_session_copies_the_store_end_only_the_cell(
+    far: Notebook, hosts: Hosts
+) -> None:
+    assert far.run("1", "--pool two").error is None
+    Path("big.bin").write_bytes(os.urandom(3_000_000))
+    pool = pools.named("two", load_config(far.project)).connection
+    assert pool is not None
+
+    def interrupt_twice() -> None:
+        eventually(lambda: any(len(host.runs) == 2 for host in pool.status().hosts))
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGINT)
+            threading.Event().wait(0.5)  # two signals at the same time count as one
+
+    for number in POOLS["two"]:
+        hosts.limit(number, "400kbit")
+    try:
+        interrupting = threading.Thread(target=interrupt_twice)
+        interrupting.start()
+        outcome = far.run("print('first')", "--session s --pool two")
+        interrupting.join()
+    finally:
+        for number in POOLS["two"]:
+            hosts.limit(number, "none")
+    assert isinstance(outcome.error, KeyboardInterrupt), outcome.shown
+    outcome = far.run("print('second')", "--session s")
+    assert outcome.error is None, outcome.shown
+    assert outcome.lines == {0: ["second"], 1: ["second"]}
+    far.define("%taas end s")
 
 
 def test_a_project_beyond_the_limit_is_refused_with_advice(far: Notebook) -> None:
