@@ -62,6 +62,16 @@ _BROKEN_GPU = re.compile(
     r"|invalid program counter|invalid address space|hardware stack error)"
 )
 
+CLOSED_ADVICE = (
+    "no rank failed before this one, but another rank has closed its connection, probably because "
+    "it had reached the end of the cell. All ranks must take the same number of steps"
+)
+
+# Errors of gloo and NCCL in a rank that waits for a rank whose process has ended.
+_CLOSED = re.compile(
+    r"connection (closed|reset) by (remote )?peer|broken pipe|remote process exit", re.IGNORECASE
+)
+
 _FRAME = re.compile(r'\s*File "(?P<file>.*)", line (?P<line>\d+)')
 
 
@@ -153,8 +163,8 @@ def details(failure: Failure) -> list[str]:
     - The last known Python stack of the rank.
     - The last lines of the rank's log, unless the rank raised an exception.
     - The path of the rank's log.
-    - The failure's own advice. Without such advice, advice on a missing or broken GPU, if the
-      message is about one.
+    - The failure's own advice. Without such advice, advice on a missing or broken GPU, or on a
+      connection that another rank has closed, if the message is about one.
 
     Details without content are left out. If the traceback, the message or the last lines are longer
     than `DETAIL_LINES` lines, a note replaces the middle lines.
@@ -171,6 +181,8 @@ def details(failure: Failure) -> list[str]:
         lines += [f"    {line}" for line in cut_middle(tail)]
     lines += [f"full log: {failure.log_path}"] if failure.log_path else []
     advice = failure.advice or gpu_advice(failure.etype, failure.message)
+    if not advice and failure.consequence and _CLOSED.search(failure.message):
+        advice = CLOSED_ADVICE
     lines += [f"advice: {cut(advice)}"] if advice else []
     return lines
 

@@ -8,6 +8,7 @@ from msgspec import structs
 
 from taas_magic.display.failure import (
     BROKEN_GPU_ADVICE,
+    CLOSED_ADVICE,
     NO_GPU_ADVICE,
     cause_of,
     details,
@@ -206,6 +207,12 @@ def test_a_missing_gpu_is_explained(etype: str, message: str) -> None:
 )
 def test_other_errors_do_not_mention_a_missing_gpu(etype: str, message: str) -> None:
     assert gpu_advice(etype, message) == ""
+
+
+def test_a_closed_connection_comes_with_advice_if_no_other_rank_is_to_blame() -> None:
+    closed = failure(etype="RuntimeError", message="[…] Connection closed by peer [10.0.0.1]:80")
+    assert f"advice: {CLOSED_ADVICE}" not in details(closed)
+    assert f"advice: {CLOSED_ADVICE}" in details(structs.replace(closed, consequence=True))
 
 
 def test_a_failed_gpu_kernel_comes_with_advice() -> None:

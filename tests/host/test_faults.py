@@ -140,6 +140,16 @@ def test_leaving_early_is_no_success(notebook: Notebook) -> None:
     assert first(outcome)["how"] == "left"
 
 
+def test_a_rank_that_waits_for_an_ended_rank_gets_advice(notebook: Notebook) -> None:
+    outcome = notebook.run(
+        "import os, torch\nimport torch.distributed as dist\n"
+        "dist.init_process_group('gloo')\n"
+        "for _ in range(3 + int(os.environ['RANK'])):\n    dist.all_reduce(torch.ones(1))"
+    )
+    assert isinstance(outcome.error, RankFailed) and outcome.error.rank == 1
+    assert "All ranks must take the same number of steps" in outcome.shown
+
+
 def test_a_run_succeeds_if_all_ranks_call_sys_exit_0(notebook: Notebook) -> None:
     assert notebook.run("import sys\nprint('bye')\nsys.exit(0)\n").error is None
 
