@@ -118,13 +118,16 @@ def who_failed(failure: Failure) -> str:
 def cause_text(failure: Failure) -> str:
     """Return what happened, such as `ValueError: bad shape` or `killed by SIGKILL`, in one line.
 
-    The result includes the first line of the failure's message. If the message quotes a traceback
-    of a worker process, the result also includes the last line of the message: only the last line
-    names the error in the worker process. Cut the result to `HEADLINE_CHARS` characters.
+    The result includes the first line of the failure's message. If this line ends with a colon, the
+    result also includes the other lines. But if the message quotes a traceback of a worker process,
+    the result instead includes only the last of the other lines, which names the error in the
+    worker process. Cut the result to `HEADLINE_CHARS` characters.
     """
     first_line, *others = failure.message.strip().split("\n")
     if any("Traceback (most recent call last)" in line for line in others):
         first_line = f"{first_line} … {others[-1].strip()}"
+    elif first_line.endswith(":"):
+        first_line = " ".join(line.strip() for line in [first_line, *others])
     words = {
         "raised": failure.etype or "an exception",
         "signal": f"killed by {failure.signal or 'a signal'}",

@@ -56,6 +56,16 @@ def test_the_first_failure_is_the_one_that_raised(notebook: Notebook) -> None:
     assert all(failure.consequence for failure in others)
 
 
+def test_the_cause_of_a_failure_says_what_torch_found(notebook: Notebook) -> None:
+    outcome = notebook.run(
+        "import torch\ntorch.nn.Linear(1, 1).load_state_dict({'module.weight': torch.ones(1)})",
+        gpus=1,
+    )
+    cause = str(outcome.error)
+    assert 'for Linear: Missing key(s) in state_dict: "weight", "bias".' in cause
+    assert 'Unexpected key(s) in state_dict: "module.weight".' in cause
+
+
 @pytest.mark.fault(2)
 def test_a_killed_rank_is_named_with_its_signal(notebook: Notebook) -> None:
     source = "if rank == 1:\n    os.kill(os.getpid(), 9)\ndist.all_reduce(torch.ones(1))\n"
