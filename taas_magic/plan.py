@@ -293,6 +293,11 @@ class Plan(RunOptions, frozen=True, kw_only=True):
         """Number of the lowest shown rank, whose `clear_output` clears the output of all ranks."""
         return min(self.log_ranks or self.ranks or {0})
 
+    @property
+    def working_ranks(self) -> Sequence[int]:
+        """Ranks that run the work, in ascending order: the ranks of `--ranks`, or all ranks."""
+        return self.ranks or range(self.world_size)
+
     def shows_lines(self, rank: int) -> bool:
         """Return whether the notebook shows the lines that a rank prints."""
         return not self.log_ranks or rank in self.log_ranks
@@ -305,21 +310,28 @@ class Plan(RunOptions, frozen=True, kw_only=True):
 
 
 LAST = -1
-"""Value that `split_name` returns for `@last`, the rank with the highest number."""
+"""Value that `split_name` returns for `@last`, the working rank with the highest number."""
 
 ALL = -2
-"""Value that `split_name` returns for `@all`, all ranks."""
+"""Value that `split_name` returns for `@all`, all working ranks."""
+
+FIRST = -3
+"""Value that `split_name` returns for a name without `@`: the working rank with the lowest number.
+
+The working ranks are the ranks that run the work (`Plan.working_ranks`).
+"""
 
 
 def split_name(text: str) -> tuple[str, int]:
     """Parse an item of `--out` into a variable, and the rank that returns the variable's value.
 
-    `losses` means rank 0, `losses@3` rank 3, `losses@last` the rank with the highest number, and
-    `losses@all` a list of the values of all ranks. Instead of a variable, `VALUE` means the value
-    of the cell's last expression, or the function's return value.
+    `losses` means the first working rank, `losses@3` rank 3, `losses@last` the last working rank,
+    and `losses@all` a list of the values of all working ranks. The working ranks are those of
+    `--ranks`, or all ranks. Instead of a variable, `VALUE` means the value of the cell's last
+    expression, or the function's return value.
 
     Returns:
-        The variable, and a rank number, `LAST` or `ALL`.
+        The variable, and a rank number, `FIRST`, `LAST` or `ALL`.
 
     Raises:
         ValueError: `text` is not the name of a variable, or no rank follows the `@`.
@@ -330,7 +342,9 @@ def split_name(text: str) -> tuple[str, int]:
     is_name = name == VALUE or (name.isidentifier() and not keyword.iskeyword(name))
     if not is_name or not is_rank:
         raise ValueError(text)
-    return name, special[rank] if rank in special else int(rank or 0)
+    if not at:
+        return name, FIRST
+    return name, special[rank] if rank in special else int(rank)
 
 
 def variable_name(text: str) -> str:
@@ -338,22 +352,24 @@ def variable_name(text: str) -> str:
     return split_name(text)[0]
 
 
-def requests_value_of(text: str, rank: int, world_size: int) -> bool:
-    """Return whether an item of `--out`, such as `losses@3`, requests the value of `rank`."""
-    wanted = split_name(text)[1]
-    return wanted == ALL or rank == (world_size - 1 if wanted == LAST else wanted)
-
-
-def ranks_with_results(out: Sequence[str], world_size: int) -> frozenset[int]:
-    """Return the ranks that may send results: rank 0, and the ranks that items of `--out` request.
+def requests_value_of(text: str, rank: int, working_ranks: Sequence[int]) -> bool:
+    """Return whether an item of `--out`, such as `losses@3`, requests the value of `rank`.
 
     Args:
-        out: Items of `--out`, such as `losses@3`.
+        working_ranks: Ranks that run the work, in ascending order.
     """
+    wanted = split_name(text)[1]
+    if wanted == ALL:
+        return rank in working_ranks
+    return rank == {FIRST: working_ranks[0], LAST: working_ranks[-1]}.get(wanted, wanted)
+
+
+def ranks_with_results(plan: Plan) -> frozenset[int]:
+    """Return the ranks that may send results: rank 0, and the ranks that `--out` requests."""
     return frozenset(
         rank
-        for rank in range(world_size)
-        if rank == 0 or any(requests_value_of(text, rank, world_size) for text in out)
+        for rank in range(plan.world_size)
+        if rank == 0 or any(requests_value_of(it, rank, plan.working_ranks) for it in plan.out)
     )
 
 

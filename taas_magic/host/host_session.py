@@ -137,14 +137,14 @@ class CellAttempt(_AttemptOfSession):
         """
         spec = self._spec
         self._report_started()
-        chosen = spec.plan.ranks or range(spec.plan.world_size)
         for rank in spec.ranks:
             cell = CellOrder(
                 number=spec.run.cell_number,
                 run_dir=self._share.run_dir,
-                takes_part=rank in chosen,
+                takes_part=rank in spec.plan.working_ranks,
                 shows=spec.plan.shows_displays(rank),
                 out=list(spec.plan.out),
+                ranks=list(spec.plan.ranks),
                 colors=spec.run.origin.colors,
             )
             link.send_cell_order(self.folder, rank, cell)

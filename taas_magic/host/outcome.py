@@ -22,6 +22,7 @@ def result_writer(
     link: AgentLink,
     spec: ProcessSpec,
     scope: RankNamespace,
+    working_ranks: Sequence[int] = (),
 ) -> ResultWriter:
     """Return a `ResultWriter` that writes this rank's results below the run folder `folder`.
 
@@ -31,6 +32,7 @@ def result_writer(
         environ: Environment of the rank with torchrun's variables.
         spec: Settings of the rank. If the run's pool is not trusted, the writer pickles nothing.
         scope: Namespace of the rank, with the variables that a returned function may use.
+        working_ranks: Ranks that run the work, in ascending order; empty for all ranks.
     """
     return ResultWriter(
         folder.results,
@@ -38,6 +40,7 @@ def result_writer(
         lambda text: link.send(Note(text=text)),
         scope,
         spec.share.plan.untrusted_pool,
+        working_ranks,
     )
 
 

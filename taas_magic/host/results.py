@@ -98,11 +98,13 @@ class ResultCriteria:
         world_size: Number of ranks in the last attempt.
         untrusted_pool: Name of the run's pool if the pool is not trusted. The kernel then refuses
             pickles. "" if the pool is trusted.
+        ranks: Ranks of `--ranks`, in ascending order; empty if all ranks run the work.
     """
 
     attempt: int
     world_size: int
     untrusted_pool: str = ""
+    ranks: Sequence[int] = ()
 
 
 def _refusal(where: str, pool: str) -> str:
@@ -129,8 +131,8 @@ def receive(
     ranks. From the archives of any other rank, the kernel reads only the names that `--out`
     requests from this rank. Archives of earlier attempts are ignored.
 
-    The result for `NAME@all` is a list with one value for each rank. If one rank's value did not
-    arrive, `NAME` is missing. Each missing name gets a reason.
+    The result for `NAME@all` is a list with one value for each rank that runs the work. If one
+    rank's value did not arrive, `NAME` is missing. Each missing name gets a reason.
 
     Args:
         folder: Folder with the archives (`RunFolder.results`). The name of its parent is the id of
@@ -143,10 +145,11 @@ def receive(
     found = sorted((int(it[1]), int(it[2]), path) for it, path in named if it is not None)
     received, by_rank = ReceivedResults(), dict[str, dict[int, Any]]()
     reader = ResultsReader(folder.parent.name, namespace)
+    working = sources.ranks or range(sources.world_size)
     for attempt, rank, path in found:
         if attempt != sources.attempt or not rank < sources.world_size:
             continue
-        theirs = [it for it in out if rank == 0 or requests_value_of(it, rank, sources.world_size)]
+        theirs = [it for it in out if rank == 0 or requests_value_of(it, rank, working)]
         expected = {variable_name(text) for text in theirs} | ({VALUE} if rank == 0 else set())
         if expected:
             own = ReceivedResults()
@@ -158,7 +161,7 @@ def receive(
             received.missing |= own.missing
             received.notes += own.notes
     for name, values in by_rank.items():
-        if len(values) == sources.world_size:
+        if values.keys() == set(working):
             received.values[name] = [values[rank] for rank in sorted(values)]
     names = [variable_name(text) for text in out]
     missing = [name for name in names if name not in received.values]
@@ -263,6 +266,7 @@ class ResultWriter:
         scope: Namespace of the rank, with the variables that a returned function may use.
         untrusted_pool: Name of the run's pool if the kernel does not load pickles from this pool.
             The writer then writes only plain data. "" if the kernel loads pickles.
+        working_ranks: Ranks that run the work, in ascending order; empty for all ranks.
     """
 
     def __init__(
@@ -272,11 +276,13 @@ class ResultWriter:
         note: Callable[[str], None],
         scope: RankNamespace,
         untrusted_pool: str = "",
+        working_ranks: Sequence[int] = (),
     ) -> None:
         self._folder, self._note, self._untrusted_pool = folder, note, untrusted_pool
         self._scope = scope
         self._host = environ.get(HOST, "?")
-        self._rank, self._world_size = int(environ["RANK"]), int(environ["WORLD_SIZE"])
+        self._rank = int(environ["RANK"])
+        self._working_ranks = working_ranks or range(int(environ["WORLD_SIZE"]))
         self._attempt = environ["TORCHELASTIC_RESTART_COUNT"]
         self._failed = self._needs_value = False
         self._written = 0
@@ -308,7 +314,7 @@ class ResultWriter:
         """
         names = [variable_name(text) for text in out]
         self._failed, self._needs_value = failed, VALUE in names
-        sent = [text for text in out if requests_value_of(text, self._rank, self._world_size)]
+        sent = [text for text in out if requests_value_of(text, self._rank, self._working_ranks)]
         mine = [variable_name(text) for text in sent]
         own = namespace if failed else {**namespace, VALUE: value}
         there = {name: own[name] for name in names if name in own}

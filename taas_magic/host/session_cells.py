@@ -108,7 +108,7 @@ class _SessionCells:
         sets = self._assigned_by(work) if order.takes_part else set()
         self._kept = (self._kept | loaded.kept) - sets
         scope = RankNamespace(self._namespace, self._kept)
-        writer = result_writer(folder, self._environ, link, self._spec, scope)
+        writer = result_writer(folder, self._environ, link, self._spec, scope, order.ranks)
         before = {name: id(value) for name, value in self._names().items()}
         if order.takes_part:
             result = shell.run(work, loaded.sources)

@@ -175,8 +175,9 @@ class CellOrder(Struct, kw_only=True):
         takes_part: Whether the rank runs the cell. If not, the rank only loads the variables that
             the notebook sent for the cell.
         shows: Whether the notebook shows the rank's displays.
-        out: Variables of `--out` to send back, such as `losses` (the variable of rank 0) or
-            `losses@3` (the variable of rank 3).
+        out: Variables of `--out` to send back, such as `losses` (the variable of the first rank
+            that runs the cell) or `losses@3` (the variable of rank 3).
+        ranks: Ranks of `--ranks`, in ascending order; empty if all ranks run the cell.
         colors: IPython's colour scheme for tracebacks.
     """
 
@@ -185,6 +186,7 @@ class CellOrder(Struct, kw_only=True):
     takes_part: bool = True
     shows: bool = False
     out: list[str] = []
+    ranks: list[int] = []
     colors: str = "neutral"
 
 

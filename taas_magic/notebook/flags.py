@@ -26,7 +26,7 @@ from IPython.core.magic_arguments import MagicArgumentParser
 from taas_magic.capture.work import VALUE
 from taas_magic.config import LOCAL, Config, DataConfig, did_you_mean, parse_size
 from taas_magic.errors import UsageError
-from taas_magic.plan import Flags, Prefill, split_name, variable_name
+from taas_magic.plan import ALL, FIRST, LAST, Flags, Prefill, split_name, variable_name
 from taas_magic.store.rule import WRITES
 
 # Matches `#!` and the name of a pool. It does not match names of interpreters, as in
@@ -427,7 +427,8 @@ FLAGS = (
         "NAMES",
         parse_out,
         "names of variables, each once, such as model,history,losses@last",
-        "Variables to return: NAME: rank 0's; NAME@3, NAME@last: that rank's; NAME@all: a list.",
+        "Variables to return: NAME: the first rank's; NAME@3, NAME@last: that rank's; "
+        "NAME@all: a list.",
         ("model,history", "model,losses@last", "loss@all"),
     ),
     Flag(
@@ -662,6 +663,8 @@ def _check_rehearsal(flags: Flags) -> None:
 def check_ranks(flags: Flags, spelling: Spelling = Spelling.CELL) -> None:
     """Raise UsageError if `--out`, `--logs` or `--ranks` names a rank number that is too large.
 
+    Also raise UsageError if `--out` names a rank that is not in `--ranks`.
+
     The ranks of the run, or of the session, have the numbers 0 to `flags.gpus - 1`.
     """
     gpus, spell = flags.gpus, spelling.spell
@@ -674,6 +677,14 @@ def check_ranks(flags: Flags, spelling: Spelling = Spelling.CELL) -> None:
     for flag, ranks in (("--logs", flags.log_ranks or ()), ("--ranks", flags.ranks)):
         if beyond := sorted(rank for rank in ranks if rank >= gpus):
             raise UsageError(f"{spell(flag)} {beyond[0]}: {run} has ranks 0 to {gpus - 1}")
+    working = {*flags.ranks, FIRST, LAST, ALL}
+    idle = [name for name in flags.out if flags.ranks and split_name(name)[1] not in working]
+    if idle:
+        rank = split_name(idle[0])[1]
+        raise UsageError(
+            f"--out {idle[0]}: rank {rank} does not run the cell. Add {rank} to --ranks, or use "
+            f"--out {idle[0]} in a cell without --ranks"
+        )
 
 
 def _check_prefill(prefill: Prefill, flags: Flags, memory: DataConfig, spelling: Spelling) -> None:

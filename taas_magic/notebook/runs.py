@@ -445,7 +445,7 @@ class Run:
             if self.is_active:
                 return returned.ReceivedResults()
             attempt, pool = self.head.last_attempt, self.plan.untrusted_pool
-            sources = returned.ResultCriteria(attempt, self.world_size, pool)
+            sources = returned.ResultCriteria(attempt, self.world_size, pool, self.plan.ranks)
             self._received = returned.receive(
                 self._folder.results, self.plan.out, sources, _names_of_notebook()
             )

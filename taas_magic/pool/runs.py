@@ -1068,7 +1068,7 @@ class PoolRun(Share):
         return range(mine.first_rank, mine.first_rank + mine.ranks)
 
     def _owned_files(self, share_host: ShareHost) -> OwnedFiles:
-        may_send = ranks_with_results(self.plan.out, self.plan.world_size)
+        may_send = ranks_with_results(self.plan)
         return OwnedFiles(self._process_numbers(share_host), self.attempt, may_send)
 
     def _may_send(self, share_host: ShareHost, event: Event) -> bool:

@@ -66,7 +66,7 @@ class Far:
         self.here = self.files.path
 
     def ask(self, request: FileRequest[Any]) -> Any:
-        may_send = ranks_with_results(self.spec.plan.out, self.spec.plan.world_size)
+        may_send = ranks_with_results(self.spec.plan)
         owned = OwnedFiles(self.spec.ranks, self.attempt, may_send)
         return self.server.answer_folder_request(self.host_rank, owned, request)
 

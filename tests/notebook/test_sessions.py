@@ -600,6 +600,12 @@ def test_a_cell_can_run_on_some_ranks_only(session: Frontend) -> None:
     ]
     said = error(session, "%%taas --session exp\nprint(mine)")
     assert "`mine` exists only on rank 1" in said and "--ranks 1\n" in said
+    # only ranks that run the cell return values
+    session.run("%%taas --session exp\np = q = rank")
+    session.run("%%taas --session exp --ranks 1 --out p@all,q,new\np = q = new = 555")
+    assert value(session, "p, q, new") == ([555], 555, 555)
+    session.run("%%taas --session exp --ranks 0,1 --out p@last,q\npass")
+    assert value(session, "p, q") == (555, 0)
     session.run("%%taas --session exp --ranks 1\nprint(mine)\ndel mine")
     assert "`mine` exists only" not in error(session, "%%taas --session exp\nmine")
 
@@ -630,6 +636,7 @@ def test_flags_that_do_not_fit_the_session_are_refused_before_anything_runs(
         "%%taas --session ex\npass": 'did you mean "exp"',
         "%%taas --gpus 2 --ranks 1\npass": "--ranks works only with --session",
         "%%taas --session exp --ranks 2\npass": '--ranks 2: session "exp" has ranks 0 to 1',
+        "%%taas --session exp --ranks 1 --out rank@0\npass": "--out rank@0: rank 0 does not run",
         "%%taas --session exp --send nowhere\npass": "the notebook has no such variable",
         "%%taas --gpus 2 --session new --max-restarts 1\npass": "cannot be combined with --session",
     }
