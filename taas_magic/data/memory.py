@@ -30,6 +30,14 @@ again. The page faults after a new mapping would take longer than copying the da
 """
 
 
+_MAP_FIXED = 0x10
+"""Flag of Linux's `mmap` for a mapping at the given address; Python's `mmap` does not have it."""
+
+_mmap = ctypes.CDLL(None, use_errno=True).mmap
+_mmap.restype = ctypes.c_void_p
+_mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_ssize_t]
+
+
 class SpanAllocator:
     """Allocator for the memory of batches in an arena; uses the first hole that is large enough.
 
@@ -101,13 +109,37 @@ class ArenaMapping:
 
         If `end` is larger than `used_bytes`, also set `used_bytes` to `end`.
         """
-        if end > self.used_bytes:
-            self.used_bytes = end
-            if end > len(self._whole):
-                # Views of the old mapping keep it alive.
-                size = os.fstat(self.descriptor).st_size
-                self._whole = memoryview(mmap.mmap(self.descriptor, size))
-        return self._whole
+        self.used_bytes = max(self.used_bytes, end)
+        whole = self._whole  # another thread may fork, and so reset the attribute at any time
+        if end > len(whole):
+            # Views of the old mapping keep it alive.
+            size = os.fstat(self.descriptor).st_size
+            whole = self._whole = memoryview(mmap.mmap(self.descriptor, size))
+        return whole
+
+    def make_private(self, spans: Sequence[tuple[int, Any]]) -> None:
+        """Give this process its own copy of spans that it reads; the views of them stay valid.
+
+        A page of the copy may also contain a part of another span. So the next call of `mapped`
+        maps the file again.
+
+        Args:
+            spans: Offset and memory of each span.
+        """
+        self._whole = memoryview(b"")
+        for offset, owner in spans:
+            extra = offset % mmap.PAGESIZE
+            address, size = ctypes.addressof(owner) - extra, ctypes.sizeof(owner) + extra
+            flags, protection = mmap.MAP_PRIVATE | _MAP_FIXED, mmap.PROT_READ | mmap.PROT_WRITE
+            at = _mmap(address, size, protection, flags, self.descriptor, offset - extra)
+            if at != address:
+                raise OSError(
+                    ctypes.get_errno(), "cannot copy a batch for a forked child; use a clone of it"
+                )
+            # Linux copies a page of a private mapping when the process writes to the page.
+            pages = (ctypes.c_ubyte * size).from_address(address)
+            for first in range(0, size, mmap.PAGESIZE):
+                pages[first] = pages[first]
 
     def view(self, offset: int, size: int) -> memoryview:
         """Return a view of the `size` bytes at `offset`, which are the memory of one batch."""
@@ -170,6 +202,7 @@ class BorrowedSpans:
         self._read: dict[SharedSpan, weakref.ref[Any]] = {}
         self._gone: deque[SharedSpan] = deque()
         self._is_closed = False
+        _all_borrowed.add(self)
 
     def add_arena(self, arena: int, descriptor: int) -> None:
         """Add an arena of the fetcher, so that `map_span` can map spans of the arena.
@@ -185,6 +218,7 @@ class BorrowedSpans:
         mapped = self._arenas[span.arena].mapped(span.offset + size)
         owner: Any = (ctypes.c_ubyte * size).from_buffer(mapped, span.offset)
         owner.borrowed = self  # keeps the connection open while the span is in use
+        owner.is_private = False
         self._read[span] = weakref.ref(owner, lambda _: self._record_unused(span))
         return memoryview(owner).cast("B")
 
@@ -194,6 +228,21 @@ class BorrowedSpans:
         while self._gone:
             spans.append(self._gone.popleft())
         return spans
+
+    def make_private(self) -> None:
+        """Replace the memory of all spans in use by copies of this process.
+
+        Call before a fork. The fetcher may reuse a span when the rank does not use it any more, but
+        the child may still read its tensors. With the copies, the child has its own values.
+        """
+        spans: dict[int, list[tuple[int, Any]]] = {}
+        for span, reference in list(self._read.items()):
+            owner = reference()
+            if owner is not None and not owner.is_private:
+                owner.is_private = True
+                spans.setdefault(span.arena, []).append((span.offset, owner))
+        for arena, found in spans.items():
+            self._arenas[arena].make_private(found)
 
     def close(self) -> None:
         """Call `on_unused` as soon as no span is in use, possibly now; spans in use stay valid."""
@@ -218,11 +267,28 @@ class BorrowedSpans:
             self._on_unused()
 
 
+_all_borrowed: weakref.WeakSet[BorrowedSpans] = weakref.WeakSet()
+
+
+def _make_spans_private() -> None:
+    """Before a fork of this process, make the spans private that the process reads."""
+    for borrowed in list(_all_borrowed):
+        borrowed.make_private()
+
+
+os.register_at_fork(before=_make_spans_private)
+
+
+def _new_block(size: int) -> mmap.mmap:
+    """Return a new block of memory, which a forked child gets as a copy."""
+    return mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+
+
 def _references(blocks: Sequence[object]) -> list[int]:
     return [sys.getrefcount(block) for block in blocks]
 
 
-_IDLE = _references([mmap.mmap(-1, 1)])[0]
+_IDLE = _references([_new_block(1)])[0]
 """Reference count of an unused block, as `_references` returns it.
 
 Only the list of blocks refers to an unused block.
@@ -258,7 +324,7 @@ class ReceiveBlocks:
         # Round up to one of eight sizes for each power of two, so that batches of similar size fit
         # into the same block.
         step = max(mmap.PAGESIZE, (1 << max(size - 1, 1).bit_length()) // _STEPS)
-        block = mmap.mmap(-1, -(-max(size, 1) // step) * step)
+        block = _new_block(-(-max(size, 1) // step) * step)
         self._blocks.append(block)
         # A dropped block lives until the last tensor in it is deleted.
         while len(self._blocks) > 1 and self.held_bytes > self._keep_bytes:

@@ -5,7 +5,7 @@ import gc
 import mmap
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import hypothesis
 import hypothesis.strategies as st
@@ -258,6 +258,61 @@ def test_a_child_process_that_drops_a_view_does_not_return_the_span(
     assert bytes(view) == b"a" * 5000
     del view
     assert lent.pop_released() == [(3, offset)]
+
+
+def fork_reader(view: memoryview) -> Callable[[], bytes]:
+    """Fork a child; return a function that gets the child's copy of `view`, as it is then."""
+    ours, theirs = socket.socketpair()
+    pid = os.fork()
+    if not pid:
+        try:
+            ours.close()
+            theirs.recv(1)
+            theirs.sendall(bytes(view))
+        finally:
+            os._exit(0)
+    theirs.close()
+
+    def read() -> bytes:
+        with ours:
+            ours.send(b".")
+            found = b"".join(iter(lambda: ours.recv(1 << 16), b""))
+        os.waitpid(pid, 0)
+        return found
+
+    return read
+
+
+def test_a_forked_child_keeps_its_copy_of_a_span_that_is_reused(
+    writer: Writer, lent: Watched
+) -> None:
+    offset, other = writer.write("a", 5000), writer.write("o", 5000)
+    view = lent.map_span(SharedSpan(3, offset), 5000)
+    unchanged = fork_reader(view)
+    view[4999:] = b"z"
+    changed = fork_reader(view)
+    mine = bytes(view)
+    del view
+    released = lent.pop_released()
+    writer.free(other)
+    writer.free(offset)
+    again = writer.write("b", 7000)
+    later = bytes(lent.map_span(SharedSpan(3, again), 7000))
+    found = unchanged(), changed()  # the children end before anything can fail
+    assert found == (b"a" * 5000, b"a" * 4999 + b"z")
+    assert mine == found[1]
+    assert (released, again) == ([(3, offset)], offset)
+    assert later == b"b" * 7000
+
+
+def test_a_forked_child_keeps_its_copy_of_a_block_that_is_reused() -> None:
+    blocks = ReceiveBlocks(MEGABYTE)
+    view = blocks.allocate(5000)
+    view[:] = b"a" * 5000
+    read = fork_reader(view)
+    del view
+    blocks.allocate(5000)[:] = b"b" * 5000
+    assert read() == b"a" * 5000
 
 
 def test_held_bytes_is_the_mapped_size_of_the_arenas(writer: Writer, lent: Watched) -> None:

@@ -68,6 +68,39 @@ def test_a_forked_child_that_ends_a_loop_cancels_no_request_of_the_rank(notebook
     assert run(notebook, FORKED, 1) == ["True 0", "retried 0"]
 
 
+LARGE_NUMBERS = """
+import taas, torch
+from torch.utils.data import DataLoader
+
+loader = taas.register(DataLoader(torch.arange(24)[:, None].repeat(1, 1 << 19)))
+"""
+LOOKS_LATER = """
+from multiprocessing import get_context
+
+def look(batch, number):
+    over.wait()
+    found.put(bool((batch == number).all()))
+
+fork = get_context("fork")
+over, found = fork.Event(), fork.SimpleQueue()
+children = []
+for number, batch in enumerate(loader):
+    children.append(fork.Process(target=look, args=(batch, number)))
+    children[-1].start()
+for _ in range(5):  # more batches than the fetcher prepares early
+    list(map(len, loader))
+over.set()
+print([found.get() for _ in children].count(True))
+for child in children:
+    child.join()
+"""
+
+
+def test_a_forked_child_keeps_its_copy_of_a_batch(notebook: Notebook) -> None:
+    notebook.define(LARGE_NUMBERS)
+    assert run(notebook, LOOKS_LATER, 1) == ["24"]
+
+
 NUMBERS = """
 import taas, torch
 from torch.utils.data import DataLoader
