@@ -131,7 +131,8 @@ class RunState:
         ended_at: End time of the run, on the caller's clock; infinity before that.
         elapsed_s: Duration of the run in seconds, from the event `RunEnded`; None if unknown.
         hangs: Hang reports by host: the time of the report, and the stacks of the host's ranks.
-        ended_hosts: Names of the hosts whose ranks have all ended, and of lost hosts.
+        ended_hosts: Names of lost hosts, and of hosts whose ranks have all ended without an
+            interrupt.
         waiting_for_input: Numbers of the ranks that wait for a line of input from the user.
         debugged: Numbers of the ranks to which a client of debugpy is attached.
         last_attempt: Number of the attempt whose results count; 0 until the run has ended.
@@ -229,7 +230,8 @@ class RunState:
             case Hang() if event.attempt == self.restarts:
                 self.hangs[event.host] = now, event.ranks
             case RanksEnded() if event.attempt == self.restarts:
-                self.ended_hosts.add(event.host)
+                if event.cause != "interrupt":  # `hang` needs the hosts of an interrupted hang
+                    self.ended_hosts.add(event.host)
             case InputRequested():
                 self.waiting_for_input.add(event.rank)
             case InputAnswered():
@@ -258,11 +260,12 @@ class RunState:
     def hang(self) -> list[RankStack]:
         """The stacks of all ranks if every host with active ranks reports a hang; else [].
 
+        If the user interrupted the hang, the property keeps these stacks after the end of the run.
         In the result, the field `since` is a time on the same clock as `began`.
         """
         there = set(self.hosts) - self.ended_hosts
         said = {host: found for host, found in self.hangs.items() if found[1] and host in there}
-        if self.has_ended or not said or there - said.keys():
+        if (self.has_ended and self.state != "INTERRUPTED") or not said or there - said.keys():
             return []
         return [
             structs.replace(row, host=host, since=at - row.quiet_s)
@@ -484,7 +487,7 @@ def _header_rows(state: RunState, now: float) -> Iterator[tuple[str, str]]:
         yield words, _row(f"<b>{escape(name)}</b> {_facts_html(found)}")
     yield from _curve_rows(state, now)
     if state.hang:
-        title, *table = hang_lines(state.hang, now)
+        title, *table = hang_lines(state, now)
         rows = _row(escape(title), f"color:{COLOURS['INTERRUPTED']}") + as_html("\n".join(table))
         yield "\n".join([title, *table]), rows
     if state.waiting_for_input and not state.has_ended:
@@ -901,19 +904,22 @@ def _kept_out_texts(files: Mapping[str, Sequence[int]]) -> list[str]:
     return shown
 
 
-def hang_lines(rows: Sequence[RankStack], now: float) -> list[str]:
-    """Return the lines about a run that hangs: a title, and a table of the ranks.
+def hang_lines(state: RunState, now: float) -> list[str]:
+    """Return the lines about a run that hangs or hung: a title, and a table of the ranks.
 
     Ranks that are at the same line of code and wait for the same event share one line (`_groups`).
     The table has at most `MAX_GROUPS` such lines.
 
     Args:
-        rows: The stacks of the ranks.
-        now: The current time, from the same clock as `RankStack.since`.
+        state: The run, whose property `hang` is not empty.
+        now: The current time, from the same clock as `state.began`.
     """
-    table = columns([_HANG_HEAD, *_hang_cells(rows, now)])
-    still = duration(now - max(row.since for row in rows))
+    now = min(now, state.ended_at)
+    table = columns([_HANG_HEAD, *_hang_cells(state.hang, now)])
+    still = duration(now - max(row.since for row in state.hang))
     title = f"no rank has made progress for {still} (%taas stacks shows all threads):"
+    if state.has_ended:
+        title = f"no rank had made progress for {still} when the run was interrupted:"
     return [title, *(f"    {line}" for line in table)]
 
 

@@ -160,7 +160,7 @@ class UrgentLines:
         notes = head.shown_notes(state)
         lines = [f"note: {note}" for note in notes[self._notes :]]
         if state.hang and not self._hangs:
-            lines += head.hang_lines(state.hang, now)
+            lines += head.hang_lines(state, now)
         self._notes, self._hangs = len(notes), bool(state.hang)
         return "".join(f"{line}\n" for line in lines)
 

@@ -365,7 +365,8 @@ class Attempt:
            user, or the time of `--timeout`. If the attempt has failed because the forkserver ended,
            replace the verdict by one with the cause "host".
         4. If the attempt is over, report the verdict, and end the ranks (`_conclude`). Otherwise,
-           check whether the ranks make progress, and report their use of CPUs, GPUs and memory.
+           report the ranks' use of CPUs, GPUs and memory. Unless the user has interrupted the run,
+           also check whether the ranks make progress.
 
         All times are in seconds of the monotonic clock.
 
@@ -387,7 +388,8 @@ class Attempt:
         if verdict is not None:
             self._conclude(verdict)
         else:
-            self.monitor.check(now)
+            if interrupted_at is None:  # an interrupted hang stays the last report of the run
+                self.monitor.check(now)
             self.usage.check(now)
 
     def _poll_ends(self) -> None:

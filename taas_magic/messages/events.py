@@ -444,7 +444,7 @@ class Hang(Event, tag="hang", kw_only=True):
     """Event of an agent: a hang has started or ended on its host.
 
     A hang starts when no rank of the host has made progress for the time of `--hang`. It ends when
-    a rank makes progress again.
+    a rank makes progress again. After an interrupt by the user, the agent sends no such event.
 
     Attributes:
         ranks: Stack reports of the host's ranks at the start of a hang; empty at the end.

@@ -75,6 +75,10 @@ def hung(notebook: Notebook, source: str, patch: pytest.MonkeyPatch, gpus: int =
         outcome = notebook.run(source, HANG, gpus=gpus)
     assert isinstance(outcome.error, KeyboardInterrupt)
     rows: list[Any] = seen[0]["ranks"]
+    assert outcome.run is not None
+    header = header_text(outcome.run.head, time.time())
+    assert re.search(r"no rank had made progress for .* when the run was interrupted:\n", header)
+    assert all(row["place"] in header for row in rows)
     return sorted(rows, key=lambda row: row["rank"])
 
 
