@@ -210,6 +210,15 @@ The results of a later run may replace these variables, but no other variables o
 """
 
 
+def came_with_result(name: str, value: Any) -> bool:
+    """Return whether a reader of results has set the notebook's variable `name` to `value`.
+
+    False for variables of `--out`.
+    """
+    known = _set_with_results.get(name)
+    return known is not None and known.value is value
+
+
 class ResultsReader:
     """Reader of the results of one run, which connects them to the notebook's namespace.
 

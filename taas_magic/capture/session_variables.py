@@ -14,6 +14,7 @@ from typing import Any
 from taas_magic.capture import process_state
 from taas_magic.capture.culprit import Destination
 from taas_magic.capture.digest import simple_digest
+from taas_magic.capture.home import came_with_result
 from taas_magic.capture.modules import ModuleSource
 from taas_magic.capture.names import THE_CELL, UsedNames, reason_used_by
 from taas_magic.capture.pickling import Pickled, ValuePickler, group_sharers
@@ -379,10 +380,11 @@ class RankVariables:
         """Return the digest or id of the notebook's value, to tell the user that the ranks differ.
 
         Return None if the user needs no note. This is the case for a module, for an object that
-        `--out` returned, for a simple value that equals the value in the ranks, and for the value
-        of the last note about this name.
+        `--out` returned, for a value that came with a result that needs it, for a simple value that
+        equals the value in the ranks, and for the value of the last note about this name.
         """
-        if _is_module(value) or self._returned.get(name) == id(value):
+        is_returned = self._returned.get(name) == id(value) or came_with_result(name, value)
+        if _is_module(value) or is_returned:
             return None
         digest = simple_digest(value)
         if digest and digest == self.owned[name]:
