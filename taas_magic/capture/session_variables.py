@@ -72,6 +72,8 @@ class VariablesToSend:
             has deleted the variable.
         at_ranks: Names of the functions and classes that are not sent because the ranks have them,
             by id of the function or class.
+        dragged: Unchanged variables that are sent again because they share objects with changed
+            variables. Each entry has the names of the changed and of the unchanged variables.
         updated: Ids of the classes that are sent. The ranks set the attributes of these classes.
         digests: Digests of the sent values, by name.
         reads: Names that the functions and classes of the cell read when their code runs, by name
@@ -88,6 +90,7 @@ class VariablesToSend:
     announced: dict[str, object] = field(default_factory=dict)
     digests: dict[str, bytes] = field(default_factory=dict)
     at_ranks: dict[int, str] = field(default_factory=dict)
+    dragged: list[tuple[list[str], list[str]]] = field(default_factory=list)
     updated: set[int] = field(default_factory=set)
     reads: Mapping[str, frozenset[str]] = field(default_factory=dict)
     needs: dict[str, str] = field(default_factory=dict)
@@ -213,9 +216,11 @@ class RankVariables:
             or _is_module(namespace[name])
         }
         for group in group_sharers(_shared_ids(needed, namespace)):
-            is_changed = not changed.isdisjoint(group)
-            if is_changed or len({self._sent[name].number for name in group}) > 1:
-                changed.update(group)
+            causes = [name for name in group if name in changed]
+            others = [name for name in group if name not in changed]
+            if others and (causes or len({self._sent[name].number for name in others}) > 1):
+                choice.dragged.append((causes, others))
+                changed.update(others)
         choice.why = {name: needed[name].why for name in reversed(needed) if name in changed}
         choice.needs = dict.fromkeys(used.lambdas, "a lambda uses it")
         for name in choice.why:
@@ -420,13 +425,24 @@ class RankVariables:
                 f"deleted in the notebook, but not in the ranks: {_quoted(deleted)}; "
                 f"`del {', '.join(deleted)}` in a cell of this session deletes {them} there, too"
             )
+        dragged = {name for _, others in choice.dragged for name in others}
         again = [
             name
             for name in choice.why
-            if name in self._sent and name not in forced and not _is_module(namespace[name])
+            if name in self._sent
+            and name not in forced | dragged
+            and not _is_module(namespace[name])
         ]
         if again:
             notes.append(f"changed in the notebook and sent again: {_quoted(again)}")
+        for causes, others in choice.dragged:
+            shares = "it shares" if len(others) == 1 else "they share"
+            it = "it" if len(others) == 1 else "them"
+            partners = f" with {_quoted(causes)}" if causes else ""
+            notes.append(
+                f"sent again because {shares} objects{partners}: {_quoted(others)}; changes that "
+                f"the ranks made to {it} are lost"
+            )
         return notes
 
 

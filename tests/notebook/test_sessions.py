@@ -523,6 +523,10 @@ def test_values_that_share_something_are_sent_together(session: Frontend) -> Non
         "True",
         "tensor([6., 5.])",
     ]
+    # a note tells a value that has changed from values that only share an object with it
+    session.run("also = [w]")
+    said = notes(session, session.run("%%taas --session exp\nalso, w.add_(1)"))
+    assert "sent again because it shares objects with `also`: `w`;" in " ".join(said.split())
     session.run("half += 1")
     assert printed(session, "%%taas --session exp\nprint(half)") == ["tensor([6.])"]
     assert printed(session, f"%%taas --session exp\n{share}") == ["True"]
