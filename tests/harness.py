@@ -3,6 +3,7 @@
 import contextlib
 import os
 import re
+import signal
 import threading
 import time
 import warnings
@@ -19,10 +20,10 @@ from taas_magic.host.system import status_of
 from taas_magic.journal.folder import RunFolder
 from taas_magic.messages import Event
 from taas_magic.notebook import launch
-from taas_magic.notebook.run import RunDriver
+from taas_magic.notebook.run import Interrupts, RunDriver
 from taas_magic.notebook.runs import Run
 from tests.events import Line, line_of
-from tests.eventually import HUNG_S
+from tests.eventually import HUNG_S, eventually
 
 ANSI = re.compile(r"\x1b\[[0-9;]*m")
 
@@ -130,6 +131,20 @@ def on_event(patch: pytest.MonkeyPatch, wanted: Any, act: Any) -> Iterator[list[
     with patch.context() as inner:
         inner.setattr(RunDriver, "queue_event", take)
         yield seen
+
+
+def interrupt_twice() -> None:
+    """Interrupt a cell of this process twice, from another thread than the cell's.
+
+    Send the second SIGINT when the first has been counted, because two signals at the same time
+    count as one.
+    """
+    interrupts = getattr(signal.getsignal(signal.SIGINT), "__self__", None)
+    assert isinstance(interrupts, Interrupts)
+    before = interrupts.count
+    os.kill(os.getpid(), signal.SIGINT)
+    eventually(lambda: interrupts.count > before)
+    os.kill(os.getpid(), signal.SIGINT)
 
 
 def below(pid: int) -> list[psutil.Process]:

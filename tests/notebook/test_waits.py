@@ -31,6 +31,7 @@ from tests.harness import (
     AGENT,
     Notebook,
     forkservers,
+    interrupt_twice,
     left_of,
     on_event,
     words,
@@ -431,9 +432,7 @@ def test_a_host_that_does_not_end_a_run_is_ended(
     def interrupt(run: RunDriver) -> None:
         while not opens_a_pipe(agent):
             threading.Event().wait(0.02)
-        os.kill(os.getpid(), signal.SIGINT)
-        threading.Event().wait(0.5)  # two signals at once would count as one
-        os.kill(os.getpid(), signal.SIGINT)
+        interrupt_twice()
 
     assert notebook.run("pass", gpus=1).error is None
     below = process_of(pools.named("local", Config())).children(recursive=True)

@@ -2,7 +2,6 @@
 
 import os
 import shutil
-import signal
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +17,7 @@ from taas_magic.notebook import pools
 from tests.cellfiles import cells_of
 from tests.events import line_of
 from tests.eventually import HUNG_S, eventually
-from tests.harness import Notebook, Outcome
+from tests.harness import Notebook, Outcome, interrupt_twice
 from tests.rig.hosts import Hosts, hosts_up
 from tests.rig.pools import enter, given_back, settings_in, ssh_pool
 from tests.store.travel_rig import tree_of
@@ -269,16 +268,14 @@ def test_two_interrupts_while_a_session_copies_the_store_end_only_the_cell(
     pool = pools.named("two", load_config(far.project)).connection
     assert pool is not None
 
-    def interrupt_twice() -> None:
+    def interrupt() -> None:
         eventually(lambda: any(len(host.runs) == 2 for host in pool.status().hosts))
-        for _ in range(2):
-            os.kill(os.getpid(), signal.SIGINT)
-            threading.Event().wait(0.5)  # two signals at the same time count as one
+        interrupt_twice()
 
     for number in POOLS["two"]:
         hosts.limit(number, "400kbit")
     try:
-        interrupting = threading.Thread(target=interrupt_twice)
+        interrupting = threading.Thread(target=interrupt)
         interrupting.start()
         outcome = far.run("print('first')", "--session s --pool two")
         interrupting.join()
