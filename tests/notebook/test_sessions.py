@@ -555,15 +555,15 @@ def test_changed_definitions_of_the_notebook_are_sent_again(session: Frontend) -
 def test_a_class_that_came_with_a_shown_object_is_not_proposed_for_sending(
     session: Frontend,
 ) -> None:
-    define = "%%taas --session exp\nclass Cfg:\n    lr = {}\nshown = Cfg(); shown"
+    define = "%%taas --session exp\nclass Shown:\n    lr = {}\nshown = Shown(); shown"
     session.run(define.format(0.1))
-    session.run("assert Cfg.lr == 0.1")  # the shown object needs the class
+    session.run("assert Shown.lr == 0.1")  # the shown object needs the class
     session.run(define.replace("; shown", "").format(0.5))
-    request = session.run("%%taas --session exp\nprint(Cfg.lr)")
+    request = session.run("%%taas --session exp\nprint(Shown.lr)")
     assert "0.5" in session.text(request) and "--send" not in notes(session, request)
-    session.run("class Cfg: lr = 1")  # the notebook's own
-    request = session.run("%%taas --session exp\nprint(Cfg.lr)")
-    assert "0.5" in session.text(request) and "`--send Cfg` sends" in notes(session, request)
+    session.run("class Shown: lr = 1")  # the notebook's own
+    request = session.run("%%taas --session exp\nprint(Shown.lr)")
+    assert "0.5" in session.text(request) and "`--send Shown` sends" in notes(session, request)
 
 
 def test_names_that_a_cells_function_reads_are_kept_up_to_date(session: Frontend) -> None:
