@@ -25,6 +25,7 @@ from taas_magic.data import service
 from taas_magic.data.sharding import UNEVEN, Uneven, first_slots_to_keep
 from taas_magic.errors import CaptureError, RegistrationError, UsageError
 from taas_magic.host.cell_main import PAYLOAD
+from taas_magic.late_imports import import_in_thread
 from taas_magic.plan import Plan
 
 if TYPE_CHECKING:
@@ -152,6 +153,7 @@ def register(
             "Register the loader in the notebook, in a cell without %%taas, and use it here by its "
             "variable"
         )
+    import_in_thread("taas_magic.data.loader")
     _check_kind(loader, uneven)
     if not isinstance(name, str | None) or not isinstance(seed, Integral | None):
         raise RegistrationError(
