@@ -45,9 +45,11 @@ class Definitions:
 
 
 class _Copies:
-    """Object by which pickle finds the existing `Definitions` as attributes, such as `copy1`.
+    """Object in `__main__` that has each `Definitions` of this process as an attribute.
 
-    pickle follows these attributes from `__main__` to the functions of a loader copy.
+    The names of the attributes are `copy1`, `copy2` and so on, one for each loader that this process
+    has unpickled. pickle saves a function of such a loader as a path of attributes, which leads
+    from `__main__` through this object to the function.
     """
 
     def __getattr__(self, key: str) -> Definitions:

@@ -464,9 +464,10 @@ def _on_other_hosts(load: LoaderUse, why: str) -> str:
 def _advised_count(load: LoaderUse, most: float, busy: float) -> tuple[int, float]:
     """Return the number of fetchers to advise, and the factor by which they would speed up ranks.
 
-    The number is the lowest number with which ranks would not wait, or would be `most` times as
-    fast. It is at most `_MAX_FETCHER_RATIO` times `load.fetchers`, and at most `load.max_fetchers`.
-    But it is always higher than `load.fetchers`, even if this exceeds a maximum.
+    The number is the lowest number of fetchers with which ranks would not wait for batches, or would
+    be `most` times as fast as now. There are two upper limits: `_MAX_FETCHER_RATIO` times
+    `load.fetchers`, and `load.max_fetchers`. If the limited number is not higher than
+    `load.fetchers`, the function returns `load.fetchers + 1` instead.
 
     Args:
         most: Maximum factor by which more fetchers could make the ranks faster.

@@ -536,7 +536,7 @@ class RehearsalView(DiscardingView):
         return self._is_writer or any(is_below(store_path, folder) for folder in self._shared)
 
     def refuse_shard(self, store_path: str) -> None:
-        """Raise PermissionError if a real run would not let this rank write the shard."""
+        """Raise PermissionError if this rank could not write a checkpoint's shard in a real run."""
         if not self._writes_to_rehearsal(store_path):
             super().refuse_shard(store_path)
 
@@ -1099,7 +1099,10 @@ def _redirect_temporary_files() -> None:
 
 
 def _save_atomically(view: StoreView) -> None:
-    """Make `torch.save` on rank 0 atomic for files in the store, by calling `taas.save`."""
+    """Make `torch.save` on rank 0 atomic for files in the store, by calling `taas.save`.
+
+    In a folder that every rank may write (`--shared-writes`), `torch.save` stays as it is.
+    """
     import torch
 
     def save(real: _Call, obj: object, f: Any, *args: Any, **kw: Any) -> None:

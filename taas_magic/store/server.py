@@ -451,18 +451,21 @@ class StoreServer:
     ) -> None:
         """Move a complete file from its temporary name to its path; discard the file on failure.
 
-        If the file at `path` is the user's, move the new file beside the user's file
-        (`a.txt.from-host`) instead. The moved file is executable only if it was executable on the
-        host, and `[store] overwrite` names the path. Record the file as made by a run, and as a
-        change for the other hosts.
+        If the file at `path` is the user's, and `[store] overwrite` in taas.toml does not name the
+        path, move the new file beside the user's file (`a.txt.from-host`) instead. In both cases,
+        the new file becomes executable only if two conditions hold: it was executable on the host,
+        and `[store] overwrite` names the path. Record the file as made by a run, and as a change
+        for the other hosts.
 
         Args:
             flushed: Result of forcing the file to the disk; awaited here.
 
         Raises:
             UnsafeError: The file was moved beside the user's file. Or the file was discarded for
-                one of these reasons: it is an executable program; it is a `.pth` file that is no
-                checkpoint; the user has made or changed both `a.txt` and `a.txt.from-host`.
+                one of these reasons: it is an executable program that `[store] overwrite` does not
+                name; it is a `.pth` file that is no checkpoint; the user has made or changed both
+                `a.txt` and `a.txt.from-host`.
+            OSError: The file could not be written to the disk or moved.
         """
         try:
             flushed.result()
