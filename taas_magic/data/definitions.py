@@ -47,9 +47,9 @@ class Definitions:
 class _Copies:
     """Object in `__main__` that has each `Definitions` of this process as an attribute.
 
-    The names of the attributes are `copy1`, `copy2` and so on, one for each loader that this process
-    has unpickled. pickle saves a function of such a loader as a path of attributes, which leads
-    from `__main__` through this object to the function.
+    The names of the attributes are `copy1`, `copy2` and so on, one for each loader that this
+    process has unpickled. pickle saves a function of such a loader as a path of attributes, which
+    leads from `__main__` through this object to the function.
     """
 
     def __getattr__(self, key: str) -> Definitions:

@@ -464,8 +464,8 @@ def _on_other_hosts(load: LoaderUse, why: str) -> str:
 def _advised_count(load: LoaderUse, most: float, busy: float) -> tuple[int, float]:
     """Return the number of fetchers to advise, and the factor by which they would speed up ranks.
 
-    The number is the lowest number of fetchers with which ranks would not wait for batches, or would
-    be `most` times as fast as now. There are two upper limits: `_MAX_FETCHER_RATIO` times
+    The number is the lowest number of fetchers with which ranks would not wait for batches, or
+    would be `most` times as fast as now. There are two upper limits: `_MAX_FETCHER_RATIO` times
     `load.fetchers`, and `load.max_fetchers`. If the limited number is not higher than
     `load.fetchers`, the function returns `load.fetchers + 1` instead.
 

@@ -30,9 +30,9 @@ def save(obj: object, f: str | os.PathLike[str] | IO[bytes], *args: Any, **kwarg
 
     In a run, every rank may call this function, but only rank 0's call writes. Ranks do not wait
     for each other here. Outside of a run, every call writes, unless the environment variable `RANK`
-    has another value than 0, for example in a program that torchrun started. In a job of a farm, the file goes to
-    the job's own folder, at the same relative path as in the project store. The file has the same
-    bytes as a file from `torch.save`.
+    has another value than 0, for example in a program that torchrun started. In a job of a farm,
+    the file goes to the job's own folder, at the same relative path as in the project store. The
+    file has the same bytes as a file from `torch.save`.
 
     Args:
         obj: Object to save.
