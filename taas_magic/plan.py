@@ -99,8 +99,9 @@ def place_fetchers(
 ) -> tuple[DataPlan, str]:
     """Choose the number of fetchers for the loaders, and assign the fetchers to hosts.
 
-    Each loader gets `cpus` fetchers on hosts that no other loader uses. If the pool has too few
-    hosts for this, loaders share fetchers. If the pool has fewer than `cpus` hosts, fetchers share
+    Each loader gets a group of `cpus` fetchers, on hosts that no other loader uses. If the pool has
+    too few hosts for this, there are only as many groups as fit, but at least one, and the loaders
+    are divided evenly among the groups. If the pool has fewer than `cpus` hosts, fetchers share
     hosts. Fetchers on the same host share the host's cores equally.
 
     Args:
@@ -108,9 +109,12 @@ def place_fetchers(
         cpus: Number of hosts for each loader; at least one.
         cores: Processors of each host of the pool.
         rank_hosts: Number of the pool's hosts that run ranks; 0 if another pool runs the ranks.
+            This number does not reduce the hosts for fetchers, because a host may run both. The
+            run waits for this number of hosts in addition.
 
     Returns:
-        The plan, and a note for the user if hosts are shared, else "".
+        The plan, and a note for the user if loaders share fetchers or fetchers share hosts, else
+        "". Hosts that fetchers share with ranks give no note.
     """
     groups = max(1, min(len(loaders), pool.max_hosts // cpus))
     hosts = min(groups * cpus, pool.max_hosts)

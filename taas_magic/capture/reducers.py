@@ -520,11 +520,12 @@ def _reduce_tensor(tensor: "torch.Tensor") -> Any:
 
 
 def _reduce_tensor_with_hooks(tensor: "torch.Tensor") -> Any:
-    """Reduce a tensor, for a rank, with its hooks.
+    """Reduce a tensor, for a rank, with its backward hooks and its hooks after `.grad` is set.
 
-    Torch itself leaves out the hooks, with or without a warning. The hooks of a tensor that is not
-    a leaf stay left out, because its graph does. Hooks that torch's `unserializable_hook` has
-    marked stay left out, too.
+    Torch itself leaves out the hooks, with or without a warning. Two kinds of hooks stay left out:
+    hooks that torch's `unserializable_hook` has marked, and hooks of a tensor that is not a leaf,
+    because the tensor's graph is left out as well. Without other hooks, return the result of
+    `_reduce_tensor`, which may be NotImplemented. The hook ids are reserved as in `_with_hook_ids`.
     """
     kinds = tensor._backward_hooks, tensor._post_accumulate_grad_hooks
     if not any(kinds) or not (tensor.is_leaf and tensor.requires_grad):

@@ -367,7 +367,8 @@ class RemoteLoader(DataLoader[Any]):
     def has_ended_early(self) -> bool:
         """Whether the latest pass has ended before its epoch's last step, for example by `--units`.
 
-        False for an epoch whose number of batches is not known.
+        False before the first pass, while a pass runs, and for an epoch whose number of batches is
+        not known. A pass that was closed counts as ended.
         """
         current = self._current
         if current is None or not current.ended or current.description is None:

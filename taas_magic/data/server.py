@@ -253,10 +253,11 @@ class RankConnection:
     def respond(self, request: LoaderRequest, prepared: PreparedResponse) -> None:
         """Queue a response; release `prepared` when the rank no longer needs it.
 
-        If the rank can read the batch in shared memory (`_lend`), queue only a message with the
-        batch's position. A small batch is first collected in `_alike`, together with similar small
-        batches. They share one header, and `queue_alike` queues them together. Any other response
-        is queued at once.
+        - If the rank can read the batch in shared memory (`_lend`), queue only a message with the
+          batch's position.
+        - Collect a small batch that the rank cannot read there in `_alike`, with similar small
+          batches. Later, `queue_alike` queues all of them with one header.
+        - Queue any other response at once.
         """
         reply = prepared.reply
         is_batch = reply.kind is ResponseKind.BATCH

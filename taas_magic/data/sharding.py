@@ -434,10 +434,10 @@ class DynamicSchedule:
         return self._voids >= self._streams or self._walked == self._batches
 
     def _guess(self, slot: int) -> int:
-        """Guess the position of a slot: the number of batches before the slot in the epoch.
+        """Guess the position of a slot: the number of slots before it that have a batch.
 
-        The guess uses the known ends of streams, and assumes that no further stream ends before the
-        slot.
+        A slot has no batch if its stream has ended earlier. The guess uses the known ends of
+        streams, and assumes that no further stream ends before the slot.
         """
         ahead = max(0, slot - self._walked)
         for stream, end in self._ends.items():

@@ -840,11 +840,12 @@ class _StoredParts:
 
 @dataclass(frozen=True)
 class _PackedCall:
-    """The function call of a job, with the arguments as a pickle.
+    """The function call of a job, together with a pickle of the arguments.
 
     Attributes:
-        work: The function with its arguments.
-        parts: First the pickle of the arguments, then the memory of each array and tensor in it.
+        work: The call as the user made it, with the arguments as objects.
+        parts: The same arguments, pickled: first the pickle, then the memory of each array and
+            tensor in it.
         needs: Names of notebook variables that functions among the arguments use.
         modules: Names of modules that the arguments refer to.
     """

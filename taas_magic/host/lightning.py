@@ -86,8 +86,8 @@ class _ScalarHooks:
         is about to stop. A batch that only accumulates gradients is not a step, and its scalars are
         not passed.
 
-        After the last batch of an epoch, this method discards the new scalars if it does not pass
-        them. Otherwise, the hooks that run after the epoch would pass these scalars.
+        After the last batch of an epoch, this method discards scalars that it does not pass. If it
+        kept them, the hooks that run after the epoch would pass them.
         """
         self._has_stepped = trainer.global_step != self._step  # False: gradients were accumulated
         self._step = trainer.global_step

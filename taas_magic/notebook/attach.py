@@ -30,11 +30,12 @@ NOT_ATTACHED = "NOT ATTACHED"
 def attach(run: Run) -> None:
     """Show a run, as recorded in its folder, until the run has ended or the user interrupts.
 
-    If the run failed, print the details of its first failure, such as the traceback, with the
-    labels of the notebook's cells. If `--timeout` ended the run, print no details.
+    If the run failed, print the details of its first failure, such as the traceback. The traceback
+    names each cell by its label in the notebook, such as `In[3]`. If `--timeout` ended the run,
+    print no details.
 
-    When the run has ended, call `heads.forget_run`. Then no later cell updates the status header of
-    an earlier view of the run.
+    The run may have been shown before, for example by its own cell. When the run has ended, call
+    `heads.forget_run`, so that later cells do not update the status header there.
 
     Raises:
         KeyboardInterrupt: The user interrupted the view. The run continues, and the error's message
