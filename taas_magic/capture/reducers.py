@@ -88,8 +88,9 @@ def _make_class(class_id: str, make: Callable[..., type], args: tuple[Any, ...])
     A class that this process has must not be made again: objects would then have two different
     classes of the same name.
 
-    The notebook has run the code that its metaclasses and base classes run for each new class. The
-    effects of this code are pickled, too. So do not run such code here.
+    The notebook's own metaclasses and base classes have run their code for this class in the
+    notebook. The effects of this code on the notebook's objects are pickled, too. So run only the
+    code of imported metaclasses and base classes here.
 
     Args:
         make: Function of cloudpickle that makes a class without attributes.
@@ -105,10 +106,13 @@ def _make_class(class_id: str, make: Callable[..., type], args: tuple[Any, ...])
     with _no_subclass_hooks(bases):
         if meta not in _ids:
             return make(*args)
-        imported = next(kind for kind in meta.__mro__ if kind not in _ids)
+        imported: Any = next(kind for kind in meta.__mro__ if kind not in _ids)
         resolved = types.resolve_bases(bases)
         originals = {"__orig_bases__": bases} if resolved is not bases else {}
-        return imported.__new__(meta, name, resolved, {**attributes, **originals})
+        namespace = {**attributes, **originals}
+        made: type = imported.__new__(meta, name, resolved, namespace)
+        imported.__init__(made, name, resolved, namespace)
+        return made
 
 
 _HOOK = "__init_subclass__"
@@ -116,7 +120,9 @@ _HOOK = "__init_subclass__"
 
 @contextmanager
 def _no_subclass_hooks(bases: Sequence[Any]) -> Iterator[None]:
-    """Make `__init_subclass__` of the notebook's classes do nothing during the `with` block.
+    """Make `__init_subclass__` of the notebook's classes only call that of imported base classes.
+
+    This holds during the `with` block.
 
     Args:
         bases: Bases of the class that is made in the block. Only the methods of these classes, and
@@ -125,12 +131,21 @@ def _no_subclass_hooks(bases: Sequence[Any]) -> Iterator[None]:
     kinds = {kind for base in types.resolve_bases(bases) for kind in base.__mro__ if kind in _ids}
     hooks = {kind: vars(kind)[_HOOK] for kind in kinds if _HOOK in vars(kind)}
     for kind in hooks:
-        type.__setattr__(kind, _HOOK, classmethod(lambda cls, **options: None))
+        type.__setattr__(kind, _HOOK, _next_hook(kind))
     try:
         yield
     finally:
         for kind, hook in hooks.items():
             type.__setattr__(kind, _HOOK, hook)
+
+
+def _next_hook(kind: Any) -> Any:
+    """Return an `__init_subclass__` for `kind` that only calls the one of the next base class."""
+
+    def call_next(cls: type[Any], /, **options: Any) -> None:
+        super(kind, cls).__init_subclass__()
+
+    return classmethod(call_next)
 
 
 def _fill_class(
@@ -522,10 +537,15 @@ def _reduce_tensor(tensor: "torch.Tensor") -> Any:
 def _reduce_tensor_with_hooks(tensor: "torch.Tensor") -> Any:
     """Reduce a tensor, for a rank, with its backward hooks and its hooks after `.grad` is set.
 
-    Torch itself leaves out the hooks, with or without a warning. Two kinds of hooks stay left out:
-    hooks that torch's `unserializable_hook` has marked, and hooks of a tensor that is not a leaf,
-    because the tensor's graph is left out as well. Without other hooks, return the result of
-    `_reduce_tensor`, which may be NotImplemented. The hook ids are reserved as in `_with_hook_ids`.
+    Torch itself leaves out the hooks, with or without a warning. These hooks stay left out:
+
+    - hooks of an installed library such as wandb, which often need objects of the notebook's
+      process;
+    - hooks that torch's `unserializable_hook` has marked;
+    - hooks of a tensor that is not a leaf, because the tensor's graph is left out as well.
+
+    Without other hooks, return the result of `_reduce_tensor`, which may be NotImplemented. The
+    hook ids are reserved as in `_with_hook_ids`.
     """
     kinds = tensor._backward_hooks, tensor._post_accumulate_grad_hooks
     if not any(kinds) or not (tensor.is_leaf and tensor.requires_grad):
@@ -541,11 +561,18 @@ def _reduce_tensor_with_hooks(tensor: "torch.Tensor") -> Any:
         OrderedDict(
             (number, hook)
             for number, hook in (hooks or {}).items()
-            if not getattr(hook, "__torch_unserializable__", False)
+            if not (getattr(hook, "__torch_unserializable__", False) or _is_of_library(hook))
         )
         for hooks in kinds
     ]
     return *reduced[:2], (*kept, RemovableHandle.next_id), None, None, _fill_tensor_hooks
+
+
+def _is_of_library(function: Any) -> bool:
+    """Return whether a function, or the class of a callable object, is in an installed package."""
+    module = sys.modules.get(getattr(function, "__module__", None) or "")
+    path = PurePath(getattr(module, "__file__", None) or "")
+    return not {"site-packages", "dist-packages"}.isdisjoint(path.parts)
 
 
 def _fill_tensor_hooks(
@@ -750,7 +777,8 @@ def _reduce_module(module: Any) -> Any:
     from torch.nn.utils import parametrize
 
     if not parametrize.is_parametrized(module):
-        has_hooks = any(value and name.endswith("hooks") for name, value in vars(module).items())
+        found = (each for name, each in vars(module).items() if name.endswith("hooks"))
+        has_hooks = any(isinstance(each, dict) and each for each in found)
         return _with_hook_ids(module.__reduce_ex__(5)) if has_hooks else NotImplemented
     kind = parametrize.type_before_parametrizations(module)
     saved = dict(vars(module)), list(module.parametrizations)

@@ -919,7 +919,7 @@ def hang_lines(state: RunState, now: float) -> list[str]:
     still = duration(now - max(row.since for row in state.hang))
     title = f"no rank has made progress for {still} (%taas stacks shows all threads):"
     if state.has_ended:
-        title = f"no rank had made progress for {still} when the run was interrupted:"
+        title = f"no rank had made progress for {still} when the interrupted run ended:"
     return [title, *(f"    {line}" for line in table)]
 
 

@@ -57,7 +57,7 @@ _MODULES = (
     "taas_magic.notebook.report",
     "taas_magic.display.variables",
 )
-"""Modules of cells and commands. These modules import all other modules that a cell needs."""
+"""Modules of cells and commands. They import most of the other modules that a cell needs."""
 
 
 @magics_class

@@ -666,7 +666,7 @@ class Session:
           the fetchers running for the new owner.
 
         After either event, wake the threads that wait for the session's end, and stop receiving
-        events of the session's own run.
+        events of the session's own run and of a cell that the user has left.
         """
         if isinstance(event, Note):
             self._notes.append(event.text)
@@ -679,6 +679,8 @@ class Session:
             self._end_event.set()
             if self._connection is not None:
                 self._connection.stop_events(self.run_id)
+                if self._left_cell is not None:
+                    self._connection.stop_events(self._left_cell[0].run.id)
 
 
 def _call_if_alive(connection: PoolConnection, request: Request[None]) -> None:

@@ -249,6 +249,25 @@ def test_classes_are_sent_without_running_the_code_that_their_creation_ran(
     frontend.run("assert options == Counted.Options()")
 
 
+def test_classes_enter_themselves_into_a_register_of_an_imported_module(
+    frontend: Frontend,
+) -> None:
+    frontend.run('''open("plugins.py", "w").write("""
+known = []
+class Plugin:
+    def __init_subclass__(cls): known.append(cls.__name__)
+""")
+import plugins
+class Mine(plugins.Plugin):
+    def __init_subclass__(cls, *, key): super().__init_subclass__()
+class Part(Mine, key="part"): pass
+''')
+    ranks = frontend.run(
+        "%%taas --gpus 1\nPart\nassert plugins.known == ['Mine', 'Part'], plugins.known" + HELD
+    )
+    assert held(frontend.text(ranks)) == {"0"}
+
+
 HOOKS = """
 import torch
 net, calls = torch.nn.Linear(1, 1, bias=False), []

@@ -111,6 +111,15 @@ def test_users_kinds_of_parameters_and_arrays_keep_class_and_attributes(path: Pa
     assert type(part) is Info and part.tolist() == picture.T.tolist()
 
 
+def test_a_module_may_have_tensors_and_arrays_as_attributes(path: Path) -> None:
+    net: Any = torch.nn.Linear(2, 1)
+    net.anchors, net.table = torch.arange(3), np.arange(3)
+    net.my_hooks = torch.ones(2)
+    back = through_a_file(net, path)
+    assert back.anchors.tolist() == back.table.tolist() == [0, 1, 2]
+    assert back.my_hooks.tolist() == [1, 1]
+
+
 class Symmetric(torch.nn.Module):
     """Parametrization that makes a matrix symmetric."""
 

@@ -77,7 +77,7 @@ def hung(notebook: Notebook, source: str, patch: pytest.MonkeyPatch, gpus: int =
     rows: list[Any] = seen[0]["ranks"]
     assert outcome.run is not None
     header = header_text(outcome.run.head, time.time())
-    assert re.search(r"no rank had made progress for .* when the run was interrupted:\n", header)
+    assert re.search(r"no rank had made progress for .* when the interrupted run ended:\n", header)
     assert all(row["place"] in header for row in rows)
     return sorted(rows, key=lambda row: row["rank"])
 
