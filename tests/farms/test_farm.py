@@ -36,6 +36,7 @@ from taas_magic.farms.messages import (
 from taas_magic.farms.table import FarmState, JobState, mime_bundle
 from taas_magic.host.spec import Origin
 from taas_magic.notebook import launch
+from taas_magic.probe import cores
 from tests.cellfiles import cells_of
 from tests.conftest import carriers
 from tests.eventually import HUNG_S, eventually
@@ -759,7 +760,7 @@ def test_a_job_whose_callback_outlasts_its_node_runs_once(
             file.write("called\n")
 
     first, second, over = str(tmp_path / "first"), tmp_path / "second", threading.Event()
-    several.define("import taas\nslow = taas.farm('many', cpus=2, nodes=(0, 1))")
+    several.define(f"import taas\nslow = taas.farm('many', cpus={cores()}, nodes=(0, 1))")
     slow = several.shell.user_ns["slow"]
     assert isinstance(slow, Farm)
     with slow:
