@@ -542,13 +542,15 @@ def _reduce_tensor_with_hooks(tensor: "torch.Tensor") -> Any:
     - hooks of an installed library such as wandb, which often need objects of the notebook's
       process;
     - hooks that torch's `unserializable_hook` has marked;
-    - hooks of a tensor that is not a leaf, because the tensor's graph is left out as well.
+    - hooks of a tensor that is not a leaf, because the tensor's graph is left out as well;
+    - hooks of a tensor whose class decides itself how its state is pickled.
 
-    Without other hooks, return the result of `_reduce_tensor`, which may be NotImplemented. The
-    hook ids are reserved as in `_with_hook_ids`.
+    If no hook remains, return the result of `_reduce_tensor`, which may be NotImplemented. The hook
+    ids are reserved as in `_with_hook_ids`.
     """
     kinds = tensor._backward_hooks, tensor._post_accumulate_grad_hooks
-    if not any(kinds) or not (tensor.is_leaf and tensor.requires_grad):
+    hooks = [_hooks_to_send(kind) for kind in kinds]
+    if not any(hooks) or not (tensor.is_leaf and tensor.requires_grad):
         return _reduce_tensor(tensor)
     from torch.utils.hooks import RemovableHandle
 
@@ -557,15 +559,17 @@ def _reduce_tensor_with_hooks(tensor: "torch.Tensor") -> Any:
         reduced = _reduce_tensor(tensor)
         if reduced is NotImplemented:
             reduced = tensor.__reduce_ex__(5)  # type: ignore[no-untyped-call]
-    kept = [
-        OrderedDict(
-            (number, hook)
-            for number, hook in (hooks or {}).items()
-            if not (getattr(hook, "__torch_unserializable__", False) or _is_of_library(hook))
-        )
-        for hooks in kinds
-    ]
-    return *reduced[:2], (*kept, RemovableHandle.next_id), None, None, _fill_tensor_hooks
+    if len(reduced) != 2:
+        return reduced
+    return *reduced, (*hooks, RemovableHandle.next_id), None, None, _fill_tensor_hooks
+
+
+def _hooks_to_send(hooks: Mapping[int, Any] | None) -> OrderedDict[int, Any]:
+    return OrderedDict(
+        (number, hook)
+        for number, hook in (hooks or {}).items()
+        if not (getattr(hook, "__torch_unserializable__", False) or _is_of_library(hook))
+    )
 
 
 def _is_of_library(function: Any) -> bool:

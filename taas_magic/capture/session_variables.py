@@ -277,10 +277,10 @@ class RankVariables:
             forced: Names in `--send`.
 
         Returns:
-            A dict with a record of each pickled variable, in the order of pickling. And a dict of
-            variables for a note to the user, with the digests or ids of their values in the
-            notebook: cells have assigned these variables, but the notebook has other values, about
-            which there was no note yet.
+            Two dicts. The first has a record of each pickled variable, in the order of pickling.
+            The second is for a note to the user. It has the variables that cells have assigned, if
+            the notebook has another value and there was no note about this value yet. Each entry is
+            the digest or the id of the notebook's value.
         """
         needed: dict[str, _Candidate] = {}
         kept: dict[str, object] = {}
@@ -384,9 +384,12 @@ class RankVariables:
     def _news(self, name: str, value: Any) -> object:
         """Return the digest or id of the notebook's value, to tell the user that the ranks differ.
 
-        Return None if the user needs no note. This is the case for a module, for an object that
-        `--out` returned, for a value that came with a result that needs it, for a simple value that
-        equals the value in the ranks, and for the value of the last note about this name.
+        Return None if the user needs no note. This is the case for these values:
+
+        - a module;
+        - an object that `--out` returned, or that came with a result that uses it;
+        - a simple value that equals the value in the ranks;
+        - the value of the last note about this name.
         """
         is_returned = self._returned.get(name) == id(value) or came_with_result(name, value)
         if _is_module(value) or is_returned:

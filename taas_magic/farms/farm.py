@@ -728,7 +728,7 @@ class Farm:
         - Any other message about a job: append the job's new output to `output.log` in the job's
           folder. Then apply the message to the state that the table shows.
         - A message about a node: apply the message to the state that the table shows. If the farm
-          gives up starting nodes, pass the message to the thread of `_end_jobs`, too.
+          gives up starting nodes, also pass the message to the thread of `_end_jobs`.
         """
         message: FarmUpdate = msgspec.convert(pair[1], FarmUpdate)
         if isinstance(message, JobOutcome) or (

@@ -120,6 +120,41 @@ def test_a_module_may_have_tensors_and_arrays_as_attributes(path: Path) -> None:
     assert back.my_hooks.tolist() == [1, 1]
 
 
+class Whole(torch.Tensor):
+    """Tensor whose class decides how its state is pickled."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _whole, (self.tolist(),), {"unit": self.unit}
+
+    unit = "cm"
+
+
+def _whole(values: list[float]) -> Whole:
+    return torch.tensor(values, requires_grad=True).as_subclass(Whole)
+
+
+@pytest.mark.filterwarnings("error")
+def test_hooks_of_tensors_are_pickled_for_ranks_only(path: Path) -> None:
+    weight: Any = torch.ones(1, requires_grad=True)
+    own: Any = _whole([1.0]).detach().requires_grad_()
+    own.unit = "mm"
+    for each in (weight, own):
+        each.register_hook(lambda grad: grad * 2)
+
+    def reduced(keeps_hooks: bool, value: torch.Tensor) -> Any:
+        rules = reducers.torch_reducers({}, keeps_hooks=keeps_hooks)
+        return rules[torch.Tensor](value)  # type: ignore[misc]
+
+    rebuild, args, hooks, _, _, fill = reduced(True, weight)
+    copy = rebuild(*args)
+    fill(copy, hooks)
+    copy.sum().backward()
+    assert copy.grad.item() == 2
+    with pytest.warns(UserWarning, match="will not be serialized"):
+        assert reduced(False, weight) is NotImplemented
+    assert reduced(True, own)[2] == {"unit": "mm"}  # the hook is left out, but not the state
+
+
 class Symmetric(torch.nn.Module):
     """Parametrization that makes a matrix symmetric."""
 

@@ -318,6 +318,16 @@ def fail_ranks(run: PoolRun, hosts: list[PoolHost]) -> None:
         run.on_event(host.address, RanksEnded(state="FAILED", failures=failures))
 
 
+async def lose_second_host(
+    run: PoolRun, hosts: list[PoolHost], pool_hosts: mock.Mock, new: PoolHost
+) -> "asyncio.Future[RunEnded]":
+    """Start a run, and lose its second host; `new` replaces it. Return the future of the end."""
+    await run.start()
+    pool_hosts.acquire.return_value = [hosts[0], new]
+    run.record_lost_host(hosts[1], "it is silent")
+    return asyncio.ensure_future(run.run_to_end())
+
+
 def test_a_run_whose_hosts_are_all_lost_during_a_restart_ends(tmp_path: Path) -> None:
     """The second host is lost while the first host tries to start the second attempt."""
 
@@ -367,10 +377,7 @@ def test_a_host_that_is_chosen_for_a_restart_counts_as_busy(
     new = PoolHost("tls://host:3", name="h3")
 
     async def play() -> None:
-        await run.start()
-        pool_hosts.acquire.return_value = [hosts[0], new]
-        run.record_lost_host(hosts[1], "it is silent")
-        ending = asyncio.ensure_future(run.run_to_end())
+        ending = await lose_second_host(run, hosts, pool_hosts, new)
         await asyncio.wait_for(first_restarts.wait(), HUNG_S)
         assert new.runs == {run.run_id} and not hosts[1].runs
         may_answer.set()
@@ -411,10 +418,7 @@ def test_an_interrupt_of_a_restart_drops_no_host_that_was_not_asked_to_start(
     new = PoolHost("tls://host:3", name="h3")
 
     async def play() -> None:
-        await run.start()
-        pool_hosts.acquire.return_value = [hosts[0], new]
-        run.record_lost_host(hosts[1], "it is silent")
-        ending = asyncio.ensure_future(run.run_to_end())
+        ending = await lose_second_host(run, hosts, pool_hosts, new)
         await asyncio.wait_for(first_restarts.wait(), HUNG_S)
         assert set(await dropped_after_halt(run, pool_hosts, "interrupt")) == {hosts[0].address}
         is_first_gone.set()
