@@ -1099,16 +1099,18 @@ def _redirect_temporary_files() -> None:
 
 
 def _save_atomically(view: StoreView) -> None:
-    """Make `torch.save` on rank 0 atomic for files in the store, by calling `taas.save`.
+    """Make `torch.save` on rank 0, and in its forks, atomic for files in the store.
 
     In a folder that every rank may write (`--shared-writes`), `torch.save` stays as it is.
     """
     import torch
 
     def save(real: _Call, obj: object, f: Any, *args: Any, **kw: Any) -> None:
-        is_path = isinstance(f, (str, os.PathLike))
-        write: Callable[..., None] = publish.save if is_path and view.resolve(str, f) else real
-        write(obj, f, *args, **kw)
+        if isinstance(f, (str, os.PathLike)) and view.resolve(str, f):
+            with publish.atomic(f) as unfinished:
+                real(obj, unfinished, *args, **kw)
+        else:
+            real(obj, f, *args, **kw)
 
     torch.save = torch.serialization.save = _redirected(torch.save, save)
 

@@ -159,6 +159,18 @@ assert torch.load("m.pt", weights_only=True)[0] == 0
     assert outcome.run.receipt.kept_out == {}
 
 
+def test_forks_of_rank_0_that_have_ranks_of_their_own_save_files(notebook: Notebook) -> None:
+    source = """
+def save_part(part):
+    os.environ["RANK"] = str(part)
+    torch.save(model, f"part{part}.pt")
+torch.multiprocessing.start_processes(save_part, nprocs=2, start_method="fork")
+"""
+    outcome = notebook.run(SAVE + source, gpus=1)
+    assert outcome.error is None, outcome.shown
+    assert sorted(os.listdir()) == ["part0.pt", "part1.pt"]
+
+
 def test_all_ranks_save_after_their_working_folder_was_removed(notebook: Notebook) -> None:
     source = f"""
 import tempfile
