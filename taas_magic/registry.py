@@ -176,7 +176,7 @@ def register(
         name or "", get_loader, number, uneven, is_named, start
     )
     _name_by_variables()
-    pickling.LOADER_REDUCERS[type(loader)] = reduce_registered_loader
+    pickling.LOADER_REDUCERS = dict.fromkeys(_registered, reduce_registered_loader)
     _warn_of_own_generators(loader)
     return loader
 

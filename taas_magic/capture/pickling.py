@@ -173,12 +173,13 @@ def _spans(mapped: mmap.mmap) -> Iterator[slice]:
 
 Handler = Callable[[Any], Any]
 
-LOADER_REDUCERS: dict[type, Callable[[Any, dict[str, Any]], Any]] = {}
-"""Functions that reduce registered loaders to remote loaders for the ranks, by type of the loader.
+LOADER_REDUCERS: dict[int, Callable[[Any, dict[str, Any]], Any]] = {}
+"""Functions that reduce registered loaders to remote loaders for the ranks, by id of the loader.
 
-`registry.py` adds these functions. The first argument of a function is a loader. The second
-argument is the dict `ValuePickler.replaced`, to which the function adds the loader, pickled for
-fetchers. If the loader is not registered, the function returns NotImplemented.
+The key is not the loader's type, because `%autoreload` changes the type. `registry.py` sets these
+functions. The first argument of a function is a loader. The second argument is the dict
+`ValuePickler.replaced`, to which the function adds the loader, pickled for fetchers. If the loader
+is no longer registered, the function returns NotImplemented.
 """
 
 
@@ -419,8 +420,8 @@ class ValuePickler(cloudpickle.Pickler):
             handler = self._handlers[kind]
         except KeyError:
             handler = self._handlers[kind] = self._handler(kind)
-        if self._to == "ranks" and kind in LOADER_REDUCERS:
-            stand_in = LOADER_REDUCERS[kind](obj, self.replaced)
+        if self._to == "ranks" and id(obj) in LOADER_REDUCERS:
+            stand_in = LOADER_REDUCERS[id(obj)](obj, self.replaced)
             if stand_in is not NotImplemented:
                 return stand_in
         return NotImplemented if handler is None else handler(obj)

@@ -474,3 +474,25 @@ def test_loaders_in_threads_of_their_own(defined: Notebook) -> None:
     cell = "before = torch.get_rng_state()\nepochs(), torch.equal(before, torch.get_rng_state())"
     for flags in CPUS[:2]:
         assert result(defined.run(cell, flags, gpus=1)) == (expected, True)
+
+
+def test_autoreload_of_the_loaders_class_keeps_the_registration(
+    defined: Notebook, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(defined.project)
+    source = (
+        "class Tokens:\n"
+        "    def __len__(self): return 4\n"
+        "    def __iter__(self): return iter([[n] for n in range(4)])\n"
+    )
+    path = defined.project / "edited_loader.py"
+    path.write_text(source)
+    defined.define("%load_ext autoreload\n%autoreload 2")
+    defined.define("import edited_loader\ntokens = taas.register(edited_loader.Tokens())")
+    path.write_text(f"{source}# edited")
+    try:
+        outcome = defined.run("print(*[n for [n] in tokens])")
+    finally:
+        defined.define("%autoreload 0")
+    assert outcome.error is None, outcome.shown
+    assert (outcome.lines[0], outcome.lines[1]) == (["0 2"], ["1 3"])
