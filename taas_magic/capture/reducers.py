@@ -708,9 +708,10 @@ def _reduce_torch_name(value: Any) -> Reduced:
 def _reduce_script(script: Any) -> Reduced:
     """Reduce a module or function of `torch.jit` to the bytes that `torch.jit.save` writes.
 
-    Also save a type of device, such as "cuda": the type of the device of the module's first
-    parameter or, without parameters, of its first buffer. If the object has neither, save "cpu".
-    From this type, the loading process chooses the device (`target_device`).
+    Also save the parameters and buffers of a module as tensors, so that the loaded module shares
+    them with other loaded objects, such as its optimizer. Also save a type of device, such as
+    "cuda": the type of the device of the first of these tensors or, without tensors, "cpu". From
+    this type, the loading process chooses the device (`target_device`).
     """
     import torch
 
@@ -718,9 +719,12 @@ def _reduce_script(script: Any) -> Reduced:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the user has already seen that torch.jit is deprecated
         torch.jit.save(script, file)
-    values = [*script.parameters(), *script.buffers()] if hasattr(script, "parameters") else []
-    device = values[0].device.type if values else "cpu"
-    return _rebuild_script, (file.getvalue(), device)
+    tensors: dict[str, torch.Tensor] = {}
+    if isinstance(script, torch.jit.ScriptModule):
+        tensors.update(script.named_parameters(remove_duplicate=False))
+        tensors.update(script.named_buffers(remove_duplicate=False))
+    device = next((each.device.type for each in tensors.values()), "cpu")
+    return _rebuild_script, (file.getvalue(), device), tensors, None, None, _fill_script
 
 
 def _rebuild_script(data: bytes, device: str) -> Any:
@@ -739,6 +743,13 @@ def _rebuild_script(data: bytes, device: str) -> Any:
         warnings.simplefilter("ignore")
         where = target_device(device)
         return torch.jit.load(io.BytesIO(data), map_location=where)  # type: ignore[no-untyped-call]
+
+
+def _fill_script(script: Any, tensors: dict[str, "torch.Tensor"]) -> None:
+    """Set the parameters and buffers of a loaded module of `torch.jit`, by their dotted names."""
+    for name, tensor in tensors.items():
+        *path, last = name.split(".")
+        setattr(functools.reduce(getattr, path, script), last, tensor)
 
 
 def torch_reducers(

@@ -189,6 +189,31 @@ def test_modules_with_parametrizations(path: Path) -> None:
     assert type(back[2]) is torch.nn.Linear and torch.equal(back[2].weight, expected)
 
 
+@pytest.mark.filterwarnings("ignore")  # torch.jit is deprecated
+def test_modules_of_torch_jit_share_their_tensors(path: Path) -> None:
+    jit: Any = torch.jit
+    plain: Any = torch.nn.ModuleDict({"tied": torch.nn.Linear(2, 2), "norm": torch.nn.Tanh()})
+    net: Any = torch.nn.Sequential(torch.nn.Linear(2, 2), plain["tied"], torch.nn.BatchNorm1d(2))
+    net[0].weight = net[1].weight
+    net[2].running_var = net[2].running_mean
+    whole = torch.nn.Sequential(jit.script(net), torch.nn.Linear(2, 1))
+    optimizer = torch.optim.SGD(whole.parameters(), lr=0.1)
+    parts = whole, optimizer, plain, dict(whole.named_buffers(remove_duplicate=False))
+    back, stepping, module, buffers = through_a_file(parts, path)
+    parameters = dict(back.named_parameters(remove_duplicate=False))
+    held = [id(each) for each in stepping.param_groups[0]["params"]]
+    assert held == list(map(id, back.parameters()))
+    assert parameters["0.0.weight"] is parameters["0.1.weight"] is module["tied"].weight
+    own = dict(back.named_buffers(remove_duplicate=False))
+    assert {name: id(each) for name, each in own.items()} == {n: id(b) for n, b in buffers.items()}
+    assert own["0.2.running_var"] is own["0.2.running_mean"]
+    values = torch.rand(4, 2)
+    before = back(values)
+    before.sum().backward()
+    stepping.step()
+    assert not torch.equal(before, back(values))
+
+
 def test_large_data_is_stored_outside_the_pickle() -> None:
     values = {"tensor": torch.ones(1 << 18), "array": np.ones(1 << 18)}
     pickled = pickling.dump(values)

@@ -2,6 +2,9 @@
 
 # %%
 import functools
+import warnings
+
+import torch
 
 
 def make_meter():
@@ -75,6 +78,11 @@ def known(n, box=[]):  # noqa: B006
 also_known, (box,) = known, known.__wrapped__.__defaults__  # type: ignore[misc]
 first = functools.partial(dict.setdefault, state := {}, "first")
 
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    jit_net = torch.jit.script(torch.nn.Linear(2, 1))
+jit_optimizer = torch.optim.SGD(jit_net.parameters(), lr=1.0)
+
 # %%
 add(1)
 add(2)
@@ -88,3 +96,7 @@ assert meter.values == [3] and Meter.made == [meter] and type(meter) is Meter
 assert also_known is known and known(1) is box and box == [1]
 first(7)
 assert state == {"first": 7}
+jit_weight = jit_net.weight.tolist()
+jit_net(torch.ones(1, 2)).sum().backward()
+jit_optimizer.step()
+assert jit_net.weight.tolist() != jit_weight
