@@ -255,7 +255,8 @@ def log(
         values: Scalars by name, for names that cannot be keyword arguments, such as `loss/train` in
             `{"loss/train": loss}`.
         step: Step of the training, the x-coordinate of the curves. By default, steps are counted
-            for each name: the first step is 0, and each further step is the last step plus 1.
+            for each name: the first step is 0, and each further step is the last step plus 1. After
+            a restart, the first step is 0 again, so a cell that resumes should pass `step`.
         all_ranks: Whether to keep one series for each rank. By default, only rank 0's values are
             kept.
         **scalars: More scalars by name.

@@ -47,6 +47,7 @@ from taas_magic.messages import (
     Metrics,
     Progress,
     RankReport,
+    RanksStarted,
     Usage,
 )
 from taas_magic.shared_files import is_unlocked, lock, replace_atomically
@@ -409,6 +410,7 @@ class JournalWriter:
         self._disk_reserve = DiskReserve(folder.path)
         self._appended_bytes = self._handled_bytes = 0
         self._descriptor: int | None = None
+        self._attempts: dict[int, int] = {}
         self._is_torn = self._is_incomplete = False
         self._thread = threading.Thread(target=self._run, name="taas-journal", daemon=True)
         self._thread.start()
@@ -451,6 +453,8 @@ class JournalWriter:
         """
         while (taken := self._waiting.get()) is not None:
             event, line = taken
+            if isinstance(event, RanksStarted):
+                self._attempts |= dict.fromkeys(event.pids, event.attempt)
             try:
                 if isinstance(event, _BULK) and not self._disk_reserve.reserve(2 * len(line)):
                     self._report_incomplete(f"{NO_ROOM} ({self.folder.events})")
@@ -494,7 +498,7 @@ class JournalWriter:
         """
         with open(self.folder.metrics, "ab", buffering=0, opener=_open_private) as table:
             end = table.tell()
-            rows = metrics.rows(event, is_first=end == 0)
+            rows = metrics.rows(event, end == 0, self._attempts.get(event.rank, 0))
             try:
                 while rows:
                     rows = rows[table.write(rows) :]

@@ -10,7 +10,7 @@ import io
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from taas_magic.errors import UsageError
 from taas_magic.messages import MetricPoint, Metrics
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 FILE = "metrics.csv"
-HEADER = ("time", "step", "rank", "name", "value")
+HEADER = ("time", "step", "rank", "name", "value", "attempt")
 
 OWN_COLUMNS = ("step", "rank", "time")
 """The first columns of a run's table of metrics; each other column contains a metric."""
@@ -217,11 +217,12 @@ def _runs(points: Sequence[float]) -> Iterator[list[tuple[int, float]]]:
             part = []
 
 
-def rows(event: Metrics, is_first: bool) -> bytes:
+def rows(event: Metrics, is_first: bool, attempt: int = 0) -> bytes:
     """Return the lines of `metrics.csv` for an event.
 
     Args:
         is_first: Whether the file is empty, so that the lines must begin with the header.
+        attempt: Attempt of the run in which the rank logged the values.
     """
     text = io.StringIO()
     table = csv.writer(text, lineterminator="\n")
@@ -229,15 +230,35 @@ def rows(event: Metrics, is_first: bool) -> bytes:
         table.writerow(HEADER)
     for point in event.points:
         value = repr(number(point))
-        table.writerow([f"{point.time:.3f}", point.step, event.rank, point.name, value])
+        table.writerow([f"{point.time:.3f}", point.step, event.rank, point.name, value, attempt])
     return text.getvalue().encode("utf-8", "backslashreplace")
+
+
+class _Line(NamedTuple):
+    time: float
+    step: int
+    rank: int
+    name: str
+    value: float
+    attempt: int
+
+
+def _lines(text: str) -> Iterator[_Line]:
+    """Yield the lines of a `metrics.csv`. A file of an older version has no column `attempt`."""
+    table = csv.reader(io.StringIO(text, newline=""))
+    next(table, None)  # the header
+    for time, step, rank, name, value, *attempt in table:
+        yield _Line(
+            float(time), int(step), int(rank), name, float(value), int(attempt[0]) if attempt else 0
+        )
 
 
 def read_metrics(folder: Path) -> Any:
     """Return all metrics of a run: one row for each step and rank, one column for each metric.
 
-    If a value was logged again, for example after a restart, the later value counts. A missing
-    value is NaN. Without a `metrics.csv`, the table is empty. An incomplete last line is ignored.
+    If a value was logged again, the later value counts. If an attempt of the run begins a metric of
+    a rank at a step, the values of earlier attempts from this step on are left out. A missing value
+    is NaN. Without a `metrics.csv`, the table is empty. An incomplete last line is ignored.
 
     Returns:
         A pandas DataFrame with the columns `step`, `rank`, `time` and the metrics; a dict of lists
@@ -246,16 +267,22 @@ def read_metrics(folder: Path) -> Any:
         `time` is `time_`. So that the columns stay unique, the column of a metric `time_` is always
         `time__`, and so on.
     """
-    found: dict[tuple[int, int], dict[str, Any]] = {}
-    names: dict[str, None] = {}
+    text = ""
     if (path := folder / FILE).exists():
         data = path.read_bytes()
-        whole = data[: data.rfind(b"\n") + 1].decode()  # the last line may be incomplete
-        for line in csv.DictReader(io.StringIO(whole, newline="")):
-            key = int(line["step"]), int(line["rank"])
-            row = found.setdefault(key, {"time": float(line["time"]), "metrics": {}})
-            row["metrics"][line["name"]] = float(line["value"])
-            names[line["name"]] = None
+        text = data[: data.rfind(b"\n") + 1].decode()  # the last line may be incomplete
+    first_steps: dict[tuple[int, str], dict[int, int]] = {}
+    for line in _lines(text):
+        first_steps.setdefault((line.rank, line.name), {}).setdefault(line.attempt, line.step)
+    found: dict[tuple[int, int], dict[str, Any]] = {}
+    names: dict[str, None] = {}
+    for line in _lines(text):
+        names[line.name] = None
+        begun = first_steps[line.rank, line.name].items()
+        if any(attempt > line.attempt and first <= line.step for attempt, first in begun):
+            continue  # a later attempt repeated this step
+        row = found.setdefault((line.step, line.rank), {"time": line.time, "metrics": {}})
+        row["metrics"][line.name] = line.value
     columns: dict[str, list[float]] = {
         "step": [step for step, _ in found],
         "rank": [rank for _, rank in found],

@@ -101,6 +101,29 @@ def test_curves_have_any_number_and_each_metric_a_column(notebook: Notebook) -> 
     compare(outcome.run, metric="extreme").savefig(io.BytesIO())
 
 
+RESUMED = """
+import os, taas
+attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+for step in (1, 2) if attempt else (0, 1, 2, 3):  # the second attempt resumes, and ends earlier
+    taas.log(step=step, given=float(10 * attempt + step))
+    taas.log(counted=float(10 * attempt + step))
+if not attempt:
+    raise ValueError("the first attempt fails")
+"""
+
+
+def test_after_a_restart_the_table_has_no_values_of_repeated_steps(notebook: Notebook) -> None:
+    outcome = notebook.run(RESUMED, "--max-restarts 1", gpus=1)
+    assert outcome.error is None and outcome.run is not None
+    table = outcome.run.metrics
+    assert table["step"].tolist() == [0, 1, 2] and table["time"].is_monotonic_increasing
+    assert table["given"].tolist() == [0.0, 11.0, 12.0]
+    assert table["counted"].tolist()[:2] == [11.0, 12.0] and math.isnan(table["counted"][2])
+    curves = state_of(outcome.run.path).curves
+    assert curves["given"][0].points == [0.0, 11.0, 12.0]
+    assert curves["counted"][0].points == [11.0, 12.0]
+
+
 def state_of(folder: Path) -> head.RunState:
     state = new_state()
     for event in RunFolder(folder).read_events():
@@ -311,7 +334,7 @@ def test_values_logged_again_replace_old_ones_and_torn_lines_are_skipped(tmp_pat
     again = MetricPoint("loss", 2, 0.25, 9.0)
     folder = table_of(tmp_path / "run", *first, again)
     with (folder / metrics.FILE).open("a") as file:
-        file.write("10.0,3,0,loss,0.1")
+        file.write("10.0,3,0,loss,0.1,0")
     found = metrics.read_metrics(folder)
     assert (list(found["step"]), list(found["loss"])) == ([0, 1, 2], [1.0, 1.0, 0.25])
     assert len(metrics.read_metrics(tmp_path / "no run")["step"]) == 0
