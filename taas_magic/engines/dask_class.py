@@ -53,7 +53,8 @@ class DaskClassEngine(Engine):
         super().__init__(pool)
         self._vehicles = Vehicles(None, None)
         self._turn = asyncio.Lock()
-        """Lock for `request_hosts` and `release_hosts`, which both change Dask's worker table."""
+        """Lock for all calls that make Dask start or end workers."""
+        self._ending: set[asyncio.Task[None]] = set()
         package = pool.engine.partition(".")[0]
         if importlib.util.find_spec(package) is None:
             extra = "taas-magic[jobqueue]" if package == _BATCH_PACKAGE else package
@@ -130,6 +131,7 @@ class DaskClassEngine(Engine):
             "options": {**place, "protocol": "tls://", "security": secure, "dashboard": False},
         }
         async with cluster:
+            _forget_workers_that_leave(cluster)
             try:
                 yield cluster.scheduler
             finally:
@@ -156,9 +158,10 @@ class DaskClassEngine(Engine):
     async def _request_hosts(self, count: int) -> list[str]:
         """Start as many Dask workers as are missing from a total of `count`.
 
-        First query the batch system for the jobs of earlier workers whose agents are not ready.
-        Each new worker gets a name that no worker has had before. At the end, record the batch jobs
-        of all workers.
+        First query the batch system for the jobs of earlier workers whose agents are not ready. If
+        such a job has ended, remove its worker, so that the next call starts another one. Each new
+        worker gets a name that no worker has had before. At the end, record the batch jobs of all
+        workers.
 
         Returns:
             One line for the user about each worker that had been requested before this call and
@@ -175,12 +178,16 @@ class DaskClassEngine(Engine):
             cluster = self._cluster
             names = [str(worker.name) for worker in cluster.scheduler.workers.values()]
             agents = {vehicle_of(name) for name in self.ready} - {""}
-            lines = await self._vehicles.describe_awaited(
-                [*map(str, cluster.worker_spec)], names, agents
-            )
-            # Never reuse a name: 15 s after a worker has left (the setting
-            # `distributed.deploy.lost-worker-timeout`), Dask closes a worker of the same name that
-            # has not joined yet.
+            try:
+                lines = await self._vehicles.describe_awaited(
+                    [*map(str, cluster.worker_spec)], names, agents
+                )
+            except JobEnded as ended:
+                await cluster.scale_down([ended.worker])
+                raise
+            # Never reuse a name. `ready` keeps the agents of lost workers. And some time after a
+            # worker has left (the setting `distributed.deploy.lost-worker-timeout`), Dask closes a
+            # worker of the same name that has not joined yet.
             for _ in range(count - len(cluster.worker_spec)):
                 cluster.worker_spec[self.new_name()] = cluster.new_spec
             try:
@@ -221,10 +228,45 @@ class DaskClassEngine(Engine):
     async def why_lost(self, agent: str) -> str:
         """Return the state of a lost host's batch job in words; "" if there is no batch job.
 
+        Then a background task ends the host's Dask worker, which may still run although its agent
+        is silent.
+
         Args:
             agent: Name of the host's agent.
         """
-        return await self._vehicles.why_lost(vehicle_of(agent))
+        worker = vehicle_of(agent)
+        why = await self._vehicles.why_lost(worker)
+        self._ending.add(ending := asyncio.create_task(self._end_worker(worker)))
+        ending.add_done_callback(self._ending.discard)
+        return why
+
+    async def _end_worker(self, name: str) -> None:
+        async with self._turn:
+            await self._cluster.scale_down([name])
+
+
+def _forget_workers_that_leave(cluster: "SpecCluster") -> None:
+    """Remove each worker that leaves the scheduler from the cluster's table `worker_spec`.
+
+    Dask would start each worker of this table again, also if no run needs the worker any more.
+    """
+    from distributed import Scheduler, SchedulerPlugin
+
+    class Leaving(SchedulerPlugin):
+        """Plugin that the scheduler informs of each worker that joins or leaves."""
+
+        name = "taas-vehicles"
+
+        def __init__(self) -> None:
+            self._names: dict[str, str] = {}
+
+        def add_worker(self, scheduler: Scheduler, worker: str) -> None:
+            self._names[worker] = str(scheduler.workers[worker].name)
+
+        def remove_worker(self, scheduler: Scheduler, worker: str, **kwargs: Any) -> None:
+            cluster.worker_spec.pop(self._names.pop(worker, None), None)
+
+    cluster.scheduler.add_plugin(Leaving())
 
 
 def _find_class(pool: PoolConfig) -> Any:
@@ -539,6 +581,18 @@ JOB_END_WAIT_S = 2.0
 """Maximum seconds that the pool waits until a batch system reports the end of a lost host's job."""
 
 
+class JobEnded(PoolError):
+    """Raised if a batch job ended before its host could start ranks.
+
+    Args:
+        worker: Name of the job's Dask worker.
+    """
+
+    def __init__(self, worker: str, message: str) -> None:
+        super().__init__(message)
+        self.worker = worker
+
+
 class Vehicles:
     """Registry of a pool's vehicles (Dask workers that start agents) and of their batch jobs.
 
@@ -573,7 +627,6 @@ class Vehicles:
             job_id = getattr(worker, "job_id", None)
             if job_id and self._jobs.get(name) != str(job_id):
                 self._jobs[name] = str(job_id)
-                self._served.discard(name)  # Dask starts a lost worker again: same name, new job
                 self._queried_at = float("-inf")
 
     async def describe_awaited(
@@ -591,7 +644,7 @@ class Vehicles:
             agents: Names of the Dask workers whose agents are ready: their hosts can start ranks.
 
         Raises:
-            PoolError: A worker's batch job ended before its agent was ready.
+            JobEnded: A worker's batch job ended before its agent was ready.
         """
         self._served |= set(agents)
         if time.monotonic() - self._queried_at < QUERY_GAP_S:
@@ -648,7 +701,7 @@ class Vehicles:
             awaited: Job id of each worker, by worker name.
 
         Raises:
-            PoolError: A job has ended, or the batch system has forgotten the job. The message has
+            JobEnded: A job has ended, or the batch system has forgotten the job. The message has
                 the last lines of the job's output. Later calls do not query this job.
         """
         if self._system is None or not awaited:
@@ -666,9 +719,10 @@ class Vehicles:
                 output = (
                     f"The end of the job's output:\n{tail}" if tail else "The job printed nothing"
                 )
-                raise PoolError(
+                raise JobEnded(
+                    name,
                     f"{self._system.title} job {job_id} ended before host {name} was ready: "
-                    f"{job or 'no longer known'}. {output}"
+                    f"{job or 'no longer known'}. {output}",
                 )
         return {name: jobs[job_id] for name, job_id in awaited.items()}
 

@@ -1,14 +1,19 @@
 """Tests of queries to batch systems: samples of their output are parsed, and real ones asked."""
 
 import asyncio
+import re
 import stat
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
+import dask
 import pytest
 
+from taas_magic.config import PoolConfig
+from taas_magic.engines.base import make_engine
 from taas_magic.engines.dask_class import (
     SYSTEMS,
     BatchJob,
@@ -18,6 +23,12 @@ from taas_magic.engines.dask_class import (
     parse_qstat,
     parse_squeue,
 )
+from taas_magic.engines.keys import Keys
+from taas_magic.errors import PoolError
+from taas_magic.pool.gate import PoolScheduler
+from taas_magic.pool.hosts import PoolHosts
+from taas_magic.pool.process import DASK_SETTINGS
+from tests.eventually import HUNG_S, eventually
 from tests.rig.pbs import Pbs, pbs_up
 from tests.rig.slurm import PATH, Slurm, slurm_up
 
@@ -176,6 +187,55 @@ def test_pbs_is_asked_for_jobs_that_wait_run_and_have_ended(pbs: Pbs) -> None:
         assert jobs[runs].reason == "exit status 271"
         assert jobs[waits].reason == "exit status 3"
         assert await system.query(["77"]) == {}
+
+    asyncio.run(live())
+
+
+@asynccontextmanager
+async def pool_on(pbs: Pbs) -> AsyncIterator[PoolHosts]:
+    """Yield the hosts of a pool whose jobs run in the queue."""
+    options = {
+        "cores": 1,
+        "memory": "1GB",
+        "interface": "lo",
+        "scheduler_options": {"host": "127.0.0.1"},
+    }
+    engine = "dask_jobqueue.PBSCluster"
+    pool = PoolConfig("hpc", engine=engine, gpus=1, start_timeout_s=HUNG_S, options=options)
+    made = make_engine(pool)
+    with dask.config.set(DASK_SETTINGS):
+        async with made.open(PoolScheduler, Keys(), str(pbs.folder)) as scheduler:
+            yield PoolHosts(scheduler, made, pool.start_timeout_s, pool.lease_s)
+
+
+@pytest.mark.fault(57)
+@pytest.mark.usefixtures("no_leftovers")
+def test_each_job_that_replaces_another_one_is_watched(pbs: Pbs) -> None:
+    """Other jobs fill the queue, so that each new job of the pool waits."""
+
+    async def live() -> None:
+        others = await asyncio.to_thread(qsub, "sleep 600\n")
+        async with pool_on(pbs) as hosts:
+            waits = [asyncio.create_task(hosts.acquire(1)) for _ in "ab"]
+            await asyncio.to_thread(
+                eventually, lambda: any("PBS job 2 QUEUED" in line for line in hosts.awaited)
+            )
+            await asyncio.to_thread(pbs.delete, "2")
+            [told], [waits_on] = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            assert "PBS job 2 ended before host hpc-0 was ready" in str(told.exception())
+            await asyncio.to_thread(eventually, lambda: "3.rig" in pbs.jobs())
+            await asyncio.to_thread(pbs.delete, others)
+            assert await waits_on == hosts.all()
+
+            await asyncio.to_thread(qsub, "sleep 600\n")
+            await asyncio.to_thread(pbs.delete, "3")
+            await asyncio.to_thread(eventually, lambda: not hosts.all())
+            again = asyncio.create_task(hosts.acquire(1))
+            line = re.compile(r"hpc-\d: PBS job 5 QUEUED \(Not Running")
+            await asyncio.to_thread(eventually, lambda: any(map(line.match, hosts.awaited)))
+            await asyncio.to_thread(pbs.delete, "5")
+            with pytest.raises(PoolError, match=r"PBS job 5 ended before host hpc-\d was ready"):
+                await again
 
     asyncio.run(live())
 
