@@ -38,9 +38,9 @@ from taas_magic.data.protocol import (
     ResponseKind,
 )
 from taas_magic.data.sharding import VOID, FetcherPart
+from taas_magic.data.watchdog import STOPPED, StoppedProcessWatchdog
 from taas_magic.data.worker import CONTROL_BYTES, ServedLoader, WorkerHandle
 from taas_magic.errors import signal_name
-from taas_magic.leases import STOPPED_S
 from taas_magic.messages import FetcherCounts
 
 _MAX_LOST_PER_REQUEST = 10
@@ -825,7 +825,7 @@ class Scheduler:
         arguments = (served, theirs, self._control)
         self._parent = context.Process(target=worker.parent_main, args=arguments)
         self._parent.start()
-        self._stopped = worker.StoppedChildWatchdog()
+        self._watchdog = StoppedProcessWatchdog()
         theirs.close()
         selector.register(self._control, selectors.EVENT_READ, self._on_worker_ended)
 
@@ -875,7 +875,7 @@ class Scheduler:
         The limit is `STOPPED_S` seconds. A stopped parent process cannot restart a worker that
         ends. After the kill, the fetcher fails with an error, and the ranks use other fetchers.
         """
-        self._stopped.kill_stopped([self._parent.pid])
+        self._watchdog.kill_stopped([self._parent.pid])
 
     def close(self) -> None:
         """End all workers and their parent process, and wait for the end of the parent process.
@@ -1045,7 +1045,7 @@ class Scheduler:
         if exitcode < 0:
             how = f"was killed by {signal_name(exitcode)}"
         if ended.was_stopped:
-            how = f"was stopped (SIGSTOP) for {STOPPED_S:.0f} s and killed"
+            how = STOPPED
         how_ended = (
             f'worker {number} of {self._served.where} (loader "{self._served.name}", '
             f"pid {ended.pid}) {how}; it was started again"

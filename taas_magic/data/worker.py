@@ -16,14 +16,13 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import wait
 from typing import Any
 
 import msgspec
-import psutil
 import torch
 
 from taas_magic.capture.modules import claim_taas
@@ -32,7 +31,7 @@ from taas_magic.data.dataset import BatchSource, NoBatch, UserCodeFailed, hinted
 from taas_magic.data.memory import Arena, ArenaMapping
 from taas_magic.data.protocol import Command, LoaderRequest, Reply, RequestKind, ResponseKind
 from taas_magic.data.sharding import UNHINTED, VOID, FetcherPart, is_compared
-from taas_magic.leases import STOPPED_S
+from taas_magic.data.watchdog import StoppedProcessWatchdog
 
 MESSAGE_BYTES = 128 << 10
 """Size limit in bytes of a message between a server and a worker."""
@@ -429,42 +428,6 @@ def _failed(failure: UserCodeFailed) -> _ResponseParts:
     return ResponseKind.ERROR, encode.raw(body), 1, 0
 
 
-class StoppedChildWatchdog:
-    """Watchdog that kills child processes suspended by SIGSTOP for `STOPPED_S`.
-
-    Attributes:
-        ended: Process ids of the children that the watchdog has killed.
-    """
-
-    def __init__(self) -> None:
-        self.ended: set[int] = set()
-        self._since: dict[int, float] = {}
-
-    def kill_stopped(self, children: Iterable[int]) -> None:
-        """Kill the children that have been suspended by SIGSTOP for `STOPPED_S`.
-
-        Call this method about once a second, because it measures how long each child has been
-        stopped.
-
-        Args:
-            children: Process ids of the children to check. The caller must not have reaped any of
-                them (`waitpid`), because the system may reuse the id of a reaped process.
-        """
-        now, stopped = time.monotonic(), [pid for pid in children if _is_stopped(pid)]
-        self._since = {pid: self._since.get(pid, now) for pid in stopped}
-        for pid, since in self._since.items():
-            if now - since >= STOPPED_S:
-                os.kill(pid, signal.SIGKILL)
-                self.ended.add(pid)
-
-
-def _is_stopped(pid: int) -> bool:
-    try:
-        return bool(psutil.Process(pid).status() == psutil.STATUS_STOPPED)
-    except psutil.NoSuchProcess:  # reaped by multiprocessing at the start of another process
-        return False
-
-
 def parent_main(served: ServedLoader, control: socket.socket, servers: socket.socket) -> None:
     """Run the process that is the parent of one loader's workers.
 
@@ -484,7 +447,7 @@ def parent_main(served: ServedLoader, control: socket.socket, servers: socket.so
     loader = _preload(served)
     inherited = control if served.context == "fork" else None
     processes: dict[int, Any] = {}
-    stopped = StoppedChildWatchdog()
+    watchdog = StoppedProcessWatchdog()
     try:
         while True:
             sentinels = {process.sentinel: number for number, process in processes.items()}
@@ -503,12 +466,12 @@ def parent_main(served: ServedLoader, control: socket.socket, servers: socket.so
                     number = sentinels[ready]
                     process = processes.pop(number)
                     process.join()
-                    was_stopped = process.pid in stopped.ended
+                    was_stopped = process.pid in watchdog.killed
                     ended = protocol.WorkerChange(
                         number, process.pid, process.exitcode, was_stopped
                     )
                     control.send(_encode(ended))
-            stopped.kill_stopped(process.pid for process in processes.values())
+            watchdog.kill_stopped(process.pid for process in processes.values())
     except (BrokenPipeError, ConnectionResetError):
         return  # the server has ended
     finally:

@@ -29,6 +29,7 @@ import psutil
 
 from taas_magic import messages, probe
 from taas_magic.data import service
+from taas_magic.data.watchdog import STOPPED, StoppedProcessWatchdog
 from taas_magic.errors import PoolError, TaasError, signal_name
 from taas_magic.host import forkserver, link, rendezvous, stacks
 from taas_magic.host.files import HostFiles
@@ -64,7 +65,6 @@ from taas_magic.host.watch import (
     failed_ranks,
     host_failure,
 )
-from taas_magic.leases import STOPPED_S
 from taas_magic.messages import (
     AnswerInput,
     DebuggerChanged,
@@ -781,22 +781,12 @@ class _RunningFetcher:
         why: Reason of the fetcher's failure; "" if there is no failure, or no known reason.
         has_noted_writes: Whether a note has told the user that the fetcher's writes to the project
             store are not saved.
-        stopped_at: Time at which the process was first seen suspended by SIGSTOP, in seconds of the
-            monotonic clock; None if the process is not suspended.
     """
 
     spec: FetcherSpec
     process: Any
     why: str = ""
     has_noted_writes: bool = False
-    stopped_at: float | None = None
-
-    def is_stopped(self) -> bool:
-        """Return whether the process is suspended by SIGSTOP."""
-        try:
-            return bool(psutil.Process(self.process.pid).status() == psutil.STATUS_STOPPED)
-        except psutil.NoSuchProcess:
-            return False
 
 
 class HostFetchers(HostShare):
@@ -805,6 +795,7 @@ class HostFetchers(HostShare):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self._running: dict[connection.Connection, _RunningFetcher] = {}
+        self._watchdog = StoppedProcessWatchdog()
 
     def stacks(self) -> RunStacks:
         """Return the stacks of the fetchers and their workers. Blocks for some seconds."""
@@ -841,7 +832,7 @@ class HostFetchers(HostShare):
                 self._end_fetcher(control)
             for one in self._running.values():
                 self._check_for_writes(one)
-                self._kill_if_stopped(one)
+            self._watchdog.kill_stopped(one.process.pid for one in self._running.values())
 
     def _specs(self) -> Iterator[FetcherSpec]:
         """Yield the description of each fetcher that the run's plan has on this host.
@@ -931,18 +922,6 @@ class HostFetchers(HostShare):
             one.has_noted_writes = True
             self.note(f"not saved (fetchers do not write the project store): {names[0]}")
 
-    def _kill_if_stopped(self, one: _RunningFetcher) -> None:
-        """Kill a fetcher that SIGSTOP has suspended for `STOPPED_S` seconds, and store the reason.
-
-        The pool can then replace the fetcher.
-        """
-        now = time.monotonic()
-        since = one.stopped_at if one.stopped_at is not None else now
-        one.stopped_at = since if one.is_stopped() else None
-        if one.stopped_at is not None and now - since >= STOPPED_S:
-            one.why = f"it was stopped (SIGSTOP) for {STOPPED_S:.0f} s and killed"
-            one.process.kill()
-
     def _end_fetcher(self, control: connection.Connection) -> None:
         """Wait up to `_EXIT_S` seconds for a fetcher to exit, else kill it; then report its end.
 
@@ -967,6 +946,7 @@ class HostFetchers(HostShare):
 
     def _how_one_ended(self, one: _RunningFetcher) -> str:
         code = one.process.exitcode
-        how = one.why or (f"killed by {signal_name(code)}" if code < 0 else f"exit code {code}")
+        why = f"it {STOPPED}" if one.process.pid in self._watchdog.killed else one.why
+        how = why or (f"killed by {signal_name(code)}" if code < 0 else f"exit code {code}")
         log = f"logs/fetcher-{one.spec.plan.number}.log"
         return f"{one.spec.who} ended: {how} (see {log} of the run)"

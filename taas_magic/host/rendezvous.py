@@ -21,11 +21,9 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import Any, cast
 
-import psutil
-
+from taas_magic.data.watchdog import STOPPED, StoppedProcessWatchdog
 from taas_magic.errors import PoolError, signal_name
 from taas_magic.host import forkserver
-from taas_magic.leases import STOPPED_S
 
 STORE_TIMEOUT_S = 300.0
 """Argument `timeout`, in seconds, of the TCPStore that serves the ranks of an attempt."""
@@ -68,8 +66,7 @@ class Rendezvous:
         self._listener = socket.create_server((address, 0), family=family, backlog=_BACKLOG)
         self.port: int = self._listener.getsockname()[1]
         self._server: Any = None
-        self._stopped_at: float | None = None
-        self._was_stopped = False
+        self._watchdog = StoppedProcessWatchdog()
 
     def start(self) -> None:
         """Start the process that serves the ranks' key-value store.
@@ -86,22 +83,8 @@ class Rendezvous:
         store in ranks raise errors. Call this method regularly: the time is measured from the first
         call that finds the process suspended.
         """
-        if not self._is_stopped():
-            self._stopped_at = None
-            return
-        now = time.monotonic()
-        self._stopped_at = now if self._stopped_at is None else self._stopped_at
-        if now - self._stopped_at >= STOPPED_S:
-            self._was_stopped = True
-            self._server.kill()
-
-    def _is_stopped(self) -> bool:
-        """Return whether SIGSTOP has suspended the process that serves the key-value store."""
-        try:
-            status = psutil.Process(self._server.pid).status() if self._server is not None else ""
-        except psutil.NoSuchProcess:
-            return False
-        return bool(status == psutil.STATUS_STOPPED)
+        if self._server is not None:
+            self._watchdog.kill_stopped([self._server.pid])
 
     def why_ended(self) -> str:
         """Return text for the user: how the process of the ranks' key-value store has ended.
@@ -112,8 +95,8 @@ class Rendezvous:
         if code is None:
             return ""
         how = f"was killed by {signal_name(code)}" if code < 0 else f"exited with code {code}"
-        if self._was_stopped:
-            how = f"was stopped (SIGSTOP) for {STOPPED_S:.0f} s and killed"
+        if self._watchdog.killed:
+            how = STOPPED
         return f"process {self._server.pid}, which serves the ranks' key-value store, {how}"
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Tests of the server's handle of a worker (`WorkerHandle`), and of `StoppedChildWatchdog`."""
+"""Tests of the server's handle of a worker (`WorkerHandle`), and of `StoppedProcessWatchdog`."""
 
 import socket
 import subprocess
@@ -9,7 +9,8 @@ import msgspec
 import pytest
 
 from taas_magic.data.protocol import LoaderRequest, Reply, RequestKind, ResponseKind
-from taas_magic.data.worker import StoppedChildWatchdog, WorkerHandle
+from taas_magic.data.watchdog import StoppedProcessWatchdog
+from taas_magic.data.worker import WorkerHandle
 
 
 @pytest.fixture
@@ -44,6 +45,6 @@ def test_a_child_that_was_reaped_meanwhile_is_no_error() -> None:
     """The watchdog may check a child that `Process.start()` of multiprocessing has reaped."""
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
-    watchdog = StoppedChildWatchdog()
+    watchdog = StoppedProcessWatchdog()
     watchdog.kill_stopped([ended.pid])
-    assert not watchdog.ended
+    assert not watchdog.killed
