@@ -341,41 +341,6 @@ def unload(shell: "InteractiveShell") -> None:
 _loaded: dict["InteractiveShell", Callable[[], None]] = {}
 
 
-class _WarmUp:
-    """A warm-up of the local pool. `%load_ext` starts the warm-up.
-
-    The warm-up runs in a thread, because its imports would delay `%load_ext`.
-    """
-
-    def __init__(self, settings: Config) -> None:
-        self._settings, self._is_cancelled = settings, False
-        self._lock = threading.Lock()
-
-    def start(self) -> None:
-        """Start a thread that warms the local pool and then imports modules for the first cell."""
-        context = contextvars.copy_context()
-        threading.Thread(
-            target=context.run, args=(self._run,), name="taas-load", daemon=True
-        ).start()
-
-    def cancel(self) -> None:
-        """Cancel the warm-up if it has not begun. A warm-up that has begun continues."""
-        with self._lock:
-            self._is_cancelled = True
-
-    def _run(self) -> None:
-        from taas_magic.notebook import pools
-
-        with self._lock:
-            if not self._is_cancelled:
-                pools.warm(self._settings)
-        import_in_thread(*_MODULES)  # now, so that the first cell starts sooner
-
-
-_warm_ups: list[_WarmUp] = []
-"""All warm-ups of the local pool; `%taas down` cancels each one that has not begun."""
-
-
 def _warm_local(magics: TaasMagics) -> None:
     """Start a thread that warms the local pool. Print a message if taas.toml is invalid."""
     try:
@@ -383,8 +348,31 @@ def _warm_local(magics: TaasMagics) -> None:
     except UsageError as error:
         sys.stderr.write(f"taas: cannot warm up a pool: {error}\n")
         return
-    _warm_ups.append(_WarmUp(settings))
-    _warm_ups[-1].start()
+    _pending_warm_ups.append(settings)
+    context = contextvars.copy_context()
+    threading.Thread(
+        target=context.run, args=(_warm_up, settings), name="taas-load", daemon=True
+    ).start()
+
+
+_pending_warm_ups: list[Config] = []
+"""Settings of each warm-up of the local pool that has not begun. `%taas down` clears the list."""
+
+_warm_up_lock = threading.Lock()
+
+
+def _warm_up(settings: Config) -> None:
+    """Warm the local pool unless the warm-up was cancelled, then import modules for the first cell.
+
+    Runs in a thread of its own, because the imports would delay `%load_ext`.
+    """
+    from taas_magic.notebook import pools
+
+    with _warm_up_lock:
+        if settings in _pending_warm_ups:
+            _pending_warm_ups.remove(settings)
+            pools.warm(settings)
+    import_in_thread(*_MODULES)  # now, so that the first cell starts sooner
 
 
 def _print_line(text: str) -> None:
@@ -804,8 +792,8 @@ def _down(words: Sequence[str], settings: Config) -> str:
 
     pool = settings.pool(_optional_word("down", words) or LOCAL)
     if pool.name == LOCAL:
-        for warm_up in _warm_ups:
-            warm_up.cancel()
+        with _warm_up_lock:
+            _pending_warm_ups.clear()
     pools.down(pool.name, settings)
     return f'Pool "{pool.name}" is down.'
 

@@ -1,7 +1,6 @@
 """The magics in a real IPython shell, where a fake replaces the modules `launch` and `pools`."""
 
 import sys
-import threading
 from collections.abc import Iterator
 from operator import attrgetter
 from pathlib import Path
@@ -371,10 +370,9 @@ def test_a_warm_up_that_has_not_begun_before_down_does_not_begin(
     shell: InteractiveShell, launch: FakeLaunch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The warm-up's thread may still be importing Dask when `%taas down` runs."""
-    warm_up = magic._WarmUp(Config())
-    monkeypatch.setattr(magic, "_warm_ups", [warm_up])
+    monkeypatch.setattr(magic, "_pending_warm_ups", [Config()])
     assert run(shell, "%taas down") is None
-    warm_up._run()
+    magic._warm_up(Config())
     assert ("warm", "local") not in launch.asked
 
 
@@ -390,9 +388,7 @@ def test_loading_warms_the_local_pool_in_a_thread(
 
     monkeypatch.delenv("TAAS_WARM")
     # Replaced only in `magic`, because other threads of this process start threads too.
-    monkeypatch.setattr(
-        "taas_magic.notebook.magic.threading", SimpleNamespace(Thread=thread, Lock=threading.Lock)
-    )
+    monkeypatch.setattr("taas_magic.notebook.magic.threading", SimpleNamespace(Thread=thread))
     taas_magic.load_ipython_extension(shell)
     assert launch.asked == []
     threads[0]["target"](*threads[0]["args"])
