@@ -6,7 +6,7 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -31,23 +31,12 @@ all other messages would wait.
 _SHOWN_COLLECTIVES = 3
 
 
-class ReportSender(Protocol):
-    """Function that sends a rank's batch counts and metrics to the agent immediately."""
-
-    def __call__(self, *, waits_for_gpu: bool) -> None:
-        """Send the counts of received batches, and the metrics whose values are available.
-
-        Args:
-            waits_for_gpu: Whether to wait until the GPU has computed the values of all metrics.
-        """
-
-
 @contextmanager
 def send_heartbeats(
     link: AgentLink,
     fed: RankFeed | SessionLoaders | None,
     cut_connections: Callable[[int], None] | None = None,
-) -> Iterator[ReportSender]:
+) -> Iterator[Callable[[bool], None]]:
     """Send a rank's heartbeats to the agent, in a new thread, until the `with` block ends.
 
     The thread sends a heartbeat every `RANK_BEAT_S` seconds. A heartbeat has the main thread's
@@ -75,7 +64,8 @@ def send_heartbeats(
             function with the number of the cell whose collective must end. None outside a session.
 
     Yields:
-        Function that sends the counts and metrics immediately.
+        Function that sends the counts and metrics immediately. Its argument says whether the
+        function first waits until the GPU has computed the values of all metrics.
     """
     main, ended, reporting = threading.get_ident(), threading.Event(), threading.Lock()
     run_address = {name: os.environ[name] for name in ("MASTER_ADDR", "MASTER_PORT")}
@@ -91,7 +81,7 @@ def send_heartbeats(
         for at in range(0, len(points), _POINTS):
             link.send(Metrics(points=points[at : at + _POINTS]))
 
-    def report(*, waits_for_gpu: bool) -> None:
+    def report(waits_for_gpu: bool) -> None:
         with reporting:  # one thread at a time, so that the newest counts are sent last
             send(waits_for_gpu)
 

@@ -17,16 +17,13 @@ import types
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
 from taas_magic.host import tracebacks
 from taas_magic.host.link import AgentLink, LineReader, rank_file
 from taas_magic.messages import CellOrder, RankFinished, RankIdle, RankTakesInterrupts
-
-if TYPE_CHECKING:
-    from taas_magic.host.heartbeat import ReportSender
 
 _DISTRIBUTED = f"{os.sep}torch{os.sep}distributed{os.sep}"
 _SHELLS_OWN = re.compile(r"_{1,3}|_\d+|_i{1,3}|_i\d+|In|Out|_ih|_oh|_dh|__taas\w*")
@@ -60,7 +57,7 @@ class Prompt:
         self._is_running = self._was_cut = False
         self._number = 0
 
-    def serve(self, report: "ReportSender") -> None:
+    def serve(self, report: Callable[[bool], None]) -> None:
         """Run each cell that the agent sends. Return when the agent sends the order to end.
 
         SIGINT has no effect between cells. After each cell, calls `report`, sends `RankFinished` if
@@ -68,8 +65,9 @@ class Prompt:
         process that a cell forked reaches the end of the cell, the child flushes stdout and exits.
 
         Args:
-            report: Function that sends batch counts and metrics to the agent. After a cell that
-                succeeded, the function first waits until the GPU has computed the metrics.
+            report: Function that sends batch counts and metrics to the agent. If its argument is
+                True, as after a cell that succeeded, the function first waits until the GPU has
+                computed the metrics.
         """
         signal.signal(signal.SIGINT, _ignore)
         while (order := _order_of(self._orders.read_line())).number:
@@ -79,7 +77,7 @@ class Prompt:
                     sys.stdout.flush()
                 os._exit(0 if has_succeeded else 1)
             self._is_running = False
-            report(waits_for_gpu=has_succeeded)
+            report(has_succeeded)
             if has_succeeded:
                 self._link.send(RankFinished())
             self._link.send(RankIdle(was_cut=self._was_cut))

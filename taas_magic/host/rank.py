@@ -208,7 +208,7 @@ def _work_and_wait(
             flush_output()
             os._exit(0 if succeeded else 1)
         if succeeded and prompt is None:
-            report(waits_for_gpu=True)
+            report(True)  # wait until the GPU has computed the values of all metrics
             link.send(RankFinished())
         # Wait for threads inside the block, because they may still use a loader.
         threading._shutdown()  # type: ignore[attr-defined]
