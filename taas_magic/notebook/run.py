@@ -257,7 +257,9 @@ class RunFetchers:
         self._forwarding_thread: threading.Thread | None = None
         self._closing = False
         self._pool_wait = PoolWait(pool)
-        self._connection: PoolConnection | None = None
+        self.connection: PoolConnection | None = None
+        """Connection to the process of the fetchers' pool; None before it is open."""
+
         self._start_call = BackgroundCall(self._start)
 
     def wait_for_start(self, interrupts: Interrupts, show_line: Callable[[str], None]) -> None:
@@ -271,8 +273,8 @@ class RunFetchers:
 
     def raise_if_ended(self) -> None:
         """Raise ConnectionEnded if the fetchers have ended because their pool's process ended."""
-        if self._connection is not None:
-            self._connection.raise_if_ended()
+        if self.connection is not None:
+            self.connection.raise_if_ended()
 
     def record_event(self, event: Event) -> None:
         """Pass an event about a fetcher to `listen`, and queue the event for the ranks' pool.
@@ -309,17 +311,11 @@ class RunFetchers:
         """Name of the pool that runs the fetchers."""
         return self._pool.name
 
-    @property
-    def connection(self) -> PoolConnection | None:
-        """Connection to the process of the fetchers' pool; None before it is open."""
-        return self._connection
-
     def detach(self) -> None:
         """Stop receiving the fetchers' events, and leave the fetchers running.
 
         Call this after another kernel has taken over the session that uses the fetchers.
         """
-        self._closing = True
         self._close(is_detached=True)
 
     def end(self) -> list[Event]:
@@ -331,7 +327,6 @@ class RunFetchers:
         Returns:
             A `FetcherEnded` event for each fetcher.
         """
-        self._closing = True
         self._close(is_detached=False)
         data = self._spec.plan.data
         return [FetcherEnded(number=it.number) for it in (data.fetchers if data else ())]
@@ -347,7 +342,6 @@ class RunFetchers:
             is_detached: Whether the run was detached. If True, leave the fetchers running, and only
                 stop receiving their events.
         """
-        self._closing = True
         with suppress(KeyboardInterrupt):
             interrupts.wait_for(lambda: self._close(is_detached), max_interrupts=2)
 
@@ -357,10 +351,11 @@ class RunFetchers:
         Before a kill, cancel the wait for the fetchers' hosts. Finally, with or without a kill, end
         the thread that forwards events to the ranks' pool, and wait until the thread has ended.
         """
+        self._closing = True
         if not is_detached:
             self._kill()
-        elif self._connection is not None:
-            self._connection.stop_events(self._share_id)
+        elif self.connection is not None:
+            self.connection.stop_events(self._share_id)
         self._events.put(None)
         if self._forwarding_thread is not None:
             self._forwarding_thread.join()
@@ -381,21 +376,21 @@ class RunFetchers:
 
         data = self._spec.plan.data
         if self._waits and data is not None:
-            self._connection = self._pool.open(data.pool_hosts, show_lines, self._pool_wait)
+            self.connection = self._pool.open(data.pool_hosts, show_lines, self._pool_wait)
         else:
-            self._connection = self._pool.connect(wait=self._pool_wait)
+            self.connection = self._pool.connect(wait=self._pool_wait)
         if not self._closing:
-            self._connection.launch_fetchers(self._spec, listen)
+            self.connection.launch_fetchers(self._spec, listen)
         if self._closing:
             self._kill()
 
     def _kill(self) -> None:
         """Stop waiting for the fetchers' hosts, stop receiving events, and kill the fetchers."""
         self._pool_wait.cancel()
-        if self._connection is not None:
+        if self.connection is not None:
             with suppress(PoolError):  # the pool's process has ended, and so have the fetchers
-                self._connection.stop_events(self._share_id)
-                self._connection.halt(self._share_id, "kill")
+                self.connection.stop_events(self._share_id)
+                self.connection.halt(self._share_id, "kill")
 
     def _forward_events(self, connection: PoolConnection, run_id: str) -> None:
         # `pop_events` may remove the None that ends this loop, so `_closing` also ends the loop.
