@@ -286,7 +286,7 @@ class Controller(SchedulerPlugin):
         self._scheduler = scheduler
         self._runs: dict[str, Share] = {}
         self._fetchers_of: dict[str, EndFetchers] = {}
-        """For each detached run, by run id: the function that ends its fetchers."""
+        """For each detached run with fetchers, by run id: the function that ends its fetchers."""
 
         self._notifying = 0
         """Number of `notify` commands that are running."""
@@ -431,9 +431,11 @@ class Controller(SchedulerPlugin):
             name = run.plan.session
             return f"it is a cell of session {name}; `%taas detach {name}` detaches the session"
         try:
-            self._fetchers_of[run.run_id] = await self._take_over_fetchers(run)
+            end_fetchers = await self._take_over_fetchers(run)
         except (PoolError, OSError) as error:
             return f"its fetchers cannot be taken over: {error}"
+        if end_fetchers is not None:
+            self._fetchers_of[run.run_id] = end_fetchers
         run.publish(Detached())  # the last event of the run that its kernel receives
         run.owner = ""
         await run.refuse_input()
@@ -497,8 +499,6 @@ class Controller(SchedulerPlugin):
         elif isinstance(share, PoolRun) and share is not session:
             share.publish(Detached())
             session.orphaned_cell = share.run_id
-            # This entry marks the cell as detached: `_run_to_end` calls `notify` when it has ended.
-            self._fetchers_of[share.run_id] = _end_no_fetchers
             self._tasks.start(share.refuse_input())
 
     def _send_events_to(self, run: PoolRun, fetchers: PoolFetchers) -> None:
@@ -513,8 +513,8 @@ class Controller(SchedulerPlugin):
     async def _end_fetchers(self, run: PoolRun) -> None:
         """End the fetchers of `run` if no kernel owns them, because no kernel will end them.
 
-        For a detached run, call the function that `_take_over_fetchers` returned, and ignore its
-        errors. For a session, kill each of its fetchers that has lost its kernel.
+        For a detached run, call the function that `_take_over_fetchers` returned, if any, and
+        ignore its errors. For a session, kill each of its fetchers that has lost its kernel.
         """
         if end_fetchers := self._fetchers_of.pop(run.run_id, None):
             with contextlib.suppress(PoolError, OSError):  # the fetchers ended with their pool
@@ -523,7 +523,7 @@ class Controller(SchedulerPlugin):
             if not fetchers.owner:
                 await fetchers.halt("kill")
 
-    async def _take_over_fetchers(self, run: PoolRun) -> "EndFetchers":
+    async def _take_over_fetchers(self, run: PoolRun) -> EndFetchers | None:
         """Take over a run's fetchers from its kernel, if the run has fetchers.
 
         From now on, the fetchers' events no longer travel through the kernel. If the fetchers run
@@ -531,7 +531,7 @@ class Controller(SchedulerPlugin):
         another pool, ask the process of that pool to send the events to this process.
 
         Returns:
-            A function that ends the fetchers. If the run has no fetchers, it does nothing.
+            A function that ends the fetchers; None if the run has no fetchers.
 
         Raises:
             PoolError: The other pool's process does not respond, or the fetchers have ended.
@@ -544,7 +544,7 @@ class Controller(SchedulerPlugin):
             self._send_events_to(run, here)
             return partial(here.halt, "kill")
         if run.plan.data is None:
-            return _end_no_fetchers
+            return None
         folder = Path(run.folder.context().data_folder)
         return await take_over_fetchers(folder, data_id, run.publish_fetcher_events, self._tasks)
 
@@ -587,7 +587,8 @@ class Controller(SchedulerPlugin):
             run.send_event(encoded)
         with contextlib.suppress(OSError):  # the fetchers must end, even if the disk has failed
             await asyncio.to_thread(journal.folder.payload.unlink)
-        is_detached = run.run_id in self._fetchers_of
+        is_session = run.session_id == run.run_id  # `notify` does not run for sessions
+        is_detached = not run.owner and not is_session
         await self._end_fetchers(run)
         if is_detached:
             self._notifying += 1
@@ -839,10 +840,6 @@ def _open_journal(folder: RunFolder, send_event: EncodedEventSink) -> JournalWri
             loop.call_soon_threadsafe(send_event, encode(note))
 
     return JournalWriter(folder, report_incomplete)
-
-
-async def _end_no_fetchers() -> None:
-    """Do nothing. Used as the `EndFetchers` function of a run for which no fetchers must end."""
 
 
 async def _last_event_of(run: PoolRun) -> RunEnded:

@@ -176,7 +176,6 @@ def test_a_pool_whose_notify_command_runs_does_not_count_as_idle(
 
         run = mock.Mock(PoolRun, run_id="detached", session_id="", owner="")
         run.run_to_end.return_value = RunEnded(state="SUCCEEDED")
-        controller._fetchers_of[run.run_id] = mock.AsyncMock()
         with (
             mock.patch("taas_magic.pool.controller.notify", run_command),
             mock.patch.object(
