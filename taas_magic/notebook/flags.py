@@ -217,7 +217,7 @@ def parse_out(text: str) -> tuple[str, ...]:
 
 
 def parse_ranks(text: str) -> frozenset[int]:
-    """Parse the value of `--logs`, such as `0,2-5` or `all`.
+    """Parse the value of `--logs` or `--ranks`, such as `0,2-5` or `all`.
 
     Returns:
         The numbers of the ranks; the empty set stands for all ranks.
@@ -235,18 +235,6 @@ def parse_ranks(text: str) -> frozenset[int]:
             raise ValueError(text)
         found.update(range(bounds[0], bounds[1] + 1))
     return frozenset(found)
-
-
-def parse_sorted_ranks(text: str) -> tuple[int, ...]:
-    """Parse the value of `--ranks`, such as `0`, `1,3`, `0,2-5` or `all`.
-
-    Returns:
-        The numbers of the ranks in ascending order; the empty tuple stands for all ranks.
-
-    Raises:
-        ValueError: A part is not a number or an ascending range.
-    """
-    return tuple(sorted(parse_ranks(text)))
 
 
 def parse_send(text: str) -> tuple[str, ...]:
@@ -442,7 +430,7 @@ FLAGS = (
     Flag(
         "--ranks",
         "RANKS",
-        parse_sorted_ranks,
+        lambda text: tuple(sorted(parse_ranks(text))),
         "ranks such as 0 or 1,3",
         "Ranks of the session that run the cell; default: all.",
         ("0", "1,3"),
