@@ -708,7 +708,7 @@ class Pool:
         """
         wait = wait or PoolWait(self)
         with self._joining:
-            found = self._ready_connection() or self._connect_anew(wait, on_wait, starts=True)
+            found = self._join(wait, on_wait, starts=True)
             assert found is not None
             wait.raise_if_over()
             return found
@@ -723,9 +723,7 @@ class Pool:
                 kernel, or it did not accept this kernel.
         """
         with self._joining:
-            return self._ready_connection() or self._connect_anew(
-                PoolWait(self), lambda lines: None
-            )
+            return self._join(PoolWait(self))
 
     def _ready_connection(self) -> PoolConnection | None:
         """Return the open connection if the pool's process sends beats, else None.
@@ -743,10 +741,13 @@ class Pool:
         found.close(f'pool "{self.name}" did not answer: {found.silence_message()}')
         return None
 
-    def _connect_anew(
-        self, wait: PoolWait, on_wait: Callable[[list[str]], None], starts: bool = False
+    def _join(
+        self,
+        wait: PoolWait,
+        on_wait: Callable[[list[str]], None] = lambda lines: None,
+        starts: bool = False,
     ) -> PoolConnection | None:
-        """Connect to the pool's process, and store the connection in this object.
+        """Return the open connection, or connect to the pool's process and store the connection.
 
         If the process ends normally before it accepts this kernel, find or start another process.
         If the process does not respond, report this to `on_wait`, kill the process, and find or
@@ -761,6 +762,8 @@ class Pool:
         Raises:
             PoolError: No process accepted this kernel, or `_connect_to` or `_find_or_start` raised.
         """
+        if (ready := self._ready_connection()) is not None:
+            return ready
         for _ in range(_MAX_PROCESSES):
             process = self._find_or_start(wait, starts)
             if process is None:
@@ -908,9 +911,7 @@ class Pool:
         self.end_count += 1
         with self._joining:  # a thread that is starting the process now stops waiting for it
             try:
-                found = self._ready_connection() or self._connect_anew(
-                    PoolWait(self), lambda lines: None
-                )
+                found = self._join(PoolWait(self))
                 if found is not None:
                     found.end_process()
             except PoolError:
