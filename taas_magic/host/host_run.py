@@ -509,6 +509,8 @@ class HostRun(HostShare):
         OSError: This is the run's first host, but `spec.master_addr` is no address of this host.
     """
 
+    _attempt_type: type[Attempt] = Attempt
+
     def __init__(self, spec: ShareSpec, *about: Any) -> None:
         # This line is the first, because it may raise an exception. Before it, there is nothing to
         # clean up.
@@ -626,11 +628,6 @@ class HostRun(HostShare):
         self._addresses = service.addresses_folder(base)
         self._write_fetcher_addresses()
 
-    def _new_attempt(self) -> Attempt:
-        return Attempt.create(
-            self.local, self.host_address, self.folder, self.emit, self._on_message
-        )
-
     def _start_ranks(self) -> Attempt:
         """Create an attempt, start its ranks and, on the run's first host, start its rendezvous.
 
@@ -640,7 +637,9 @@ class HostRun(HostShare):
             PoolError: This host cannot reach the rendezvous.
         """
         spec, own_rendezvous = self.spec, self._rendezvous
-        attempt = self._new_attempt()
+        attempt = self._attempt_type.create(
+            self.local, self.host_address, self.folder, self.emit, self._on_message
+        )
         self._attempt = attempt
         self._readers.append(attempt.reader)  # children that outlive the attempt may keep writing
         port = spec.master_port

@@ -276,6 +276,8 @@ class CellAttempt(_AttemptOfSession):
 class HostSession(HostRun):
     """Runner of a session's ranks on this host. At most one cell uses the ranks at a time."""
 
+    _attempt_type = SessionAttempt
+
     def __init__(self, spec: ShareSpec, *about: Any) -> None:
         self._cell: ShareSpec | None = None
         self._cell_over = threading.Event()
@@ -345,11 +347,6 @@ class HostSession(HostRun):
             reader=ours.reader,
             processes=ours.processes,
             killed=ours.killed,
-        )
-
-    def _new_attempt(self) -> SessionAttempt:
-        return SessionAttempt.create(
-            self.local, self.host_address, self.folder, self.emit, self._on_message
         )
 
     def _start_ranks(self) -> Attempt:
