@@ -4,6 +4,7 @@ A run sends variables of an IPython shell to its ranks. A script has no shell, s
 creates a shell for the script. The new shell has the variables of the module `__main__`.
 """
 
+import inspect
 import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -19,12 +20,7 @@ from taas_magic.capture.work import VALUE, VALUES, CellWork, FunctionWork, Work,
 from taas_magic.config import Config, load_config, working_folder
 from taas_magic.errors import RunError, UsageError
 from taas_magic.notebook import flags, launch, rehearsal
-from taas_magic.notebook.options import (
-    check_arguments,
-    check_callable,
-    refuse_shared_names,
-    text_of_value,
-)
+from taas_magic.notebook.options import check_callable, refuse_shared_names, text_of_value
 from taas_magic.plan import Flags
 
 if TYPE_CHECKING:
@@ -114,11 +110,33 @@ def run(
     check_callable("taas.run", function)
     _check_types(given)
     refuse_shared_names("taas.run", function, given.keys())
-    check_arguments("taas.run", function, args, kwargs)
+    _check_arguments(function, args, kwargs)
     shell, settings = _shell(), load_config(working_folder())
     asked = _flags(given, settings)
     work = FunctionWork(function, args, kwargs, f"taas.run({function_name(function)}, ...)")
     return _execute(asked, work, shell, settings)
+
+
+def _check_arguments(
+    function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> None:
+    """Check that the user's function accepts the arguments that `taas.run` passes to it.
+
+    This also finds a misspelled option of `taas.run`, because the function does not accept it. If
+    the function's signature is unknown, check nothing.
+
+    Raises:
+        UsageError: The function does not accept the arguments.
+    """
+    try:  # a decorated function may have other parameters than the function that it wraps
+        signature = inspect.signature(function, follow_wrapped=False)
+    except (TypeError, ValueError):  # a function written in C may have no signature
+        return
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        called = f"{function_name(function)}{signature}"
+        raise UsageError(f"taas.run: these are not the arguments of {called}: {error}") from None
 
 
 def _check_types(given: Mapping[str, Any]) -> None:

@@ -2,7 +2,7 @@
 
 import inspect
 import reprlib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection
 from typing import Any
 
 from taas_magic.capture.work import function_name
@@ -33,32 +33,6 @@ def check_callable(what: str, function: object) -> None:
 def text_of_value(value: object) -> str:
     """Return the type of a value and the beginning of its text, for messages."""
     return f"{type(value).__name__} {reprlib.repr(value)}"
-
-
-def check_arguments(
-    what: str, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> None:
-    """Check that the function accepts the arguments. A wrong option name is found in this way.
-
-    If the function's signature is unknown, check nothing.
-
-    Args:
-        what: The call that gets the arguments, such as "taas.run".
-        function: The user's function.
-
-    Raises:
-        UsageError: The function does not accept the arguments.
-    """
-    try:  # a decorated function may have other parameters than the function that it wraps
-        signature = inspect.signature(function, follow_wrapped=False)
-    except (TypeError, ValueError):  # a function written in C may have no signature
-        return
-    try:
-        signature.bind(*args, **kwargs)
-    except TypeError as error:
-        raise UsageError(
-            f"{what}: these are not the arguments of {function_name(function)}{signature}: {error}"
-        ) from None
 
 
 def refuse_shared_names(what: str, function: Callable[..., Any], given: Collection[str]) -> None:
