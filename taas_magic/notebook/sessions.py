@@ -59,18 +59,20 @@ DEATH_SEEN_S = 15.0
 ENDED_BY_COMMAND = "a command such as `%taas end` or `%taas down` ended it"
 """Reason that `Session.why_ended` returns for the session's end if it knows no other reason."""
 
-FIXED = {
-    **{"gpus": "--gpus", "pool": "--pool", "env": "--env", "store": "--store"},
-    **{"store_writes": "--store-writes", "shared_writes": "--shared-writes"},
-    **{"uneven_hosts": "--uneven-hosts", "detach": "--detach"},
-}
-"""Flags whose values in a session's first cell hold for all its cells, by the field of `Flags`."""
+FIXED = (
+    "gpus",
+    "pool",
+    "env",
+    "store",
+    "store_writes",
+    "shared_writes",
+    "uneven_hosts",
+    "detach",
+)
+"""Fields of `Flags` whose values in a session's first cell hold for all its cells."""
 
-NOT_IN_SESSIONS = {
-    **{"max_restarts": "--max-restarts", "profile": "--profile"},
-    **{"units": "--units", "prefill": "--prefill"},
-}
-"""Flags that cells of a session must not set, by the field of `Flags`."""
+NOT_IN_SESSIONS = ("max_restarts", "profile", "units", "prefill")
+"""Fields of `Flags` that cells of a session must not set."""
 
 _NAME = re.compile(r"[A-Za-z_][\w.-]{0,63}")
 _NO_NAME = re.compile(r"name '(\w+)' is not defined")
@@ -220,10 +222,10 @@ class Session:
             UsageError: The cell gives a flag in `FIXED` a value that differs from the first cell's.
         """
         mine, nothing = self.flags, Flags(gpus=0)
-        for name, flag in FIXED.items():
-            asked = getattr(flags, name)
+        for name in FIXED:
+            asked, flag = getattr(flags, name), _flag(name)
             if asked not in (getattr(nothing, name), getattr(mine, name)):
-                words = shlex.join(_flag_words(mine, name, flag))
+                words = shlex.join(_flag_words(mine, name))
                 has = f"with {words}" if words else f"without {flag}"
                 if name == "gpus":
                     has = f"with {mine.gpus} rank{'s' * (mine.gpus > 1)}"
@@ -709,17 +711,16 @@ def for_cell(flags: Flags, *, registers: bool = True) -> Session | None:
             name of a running detached session of this project.
     """
     if not flags.session:
-        misplaced = {"ranks": "--ranks", "send": "--send"}
-        if given := [flag for name, flag in misplaced.items() if getattr(flags, name)]:
+        if given := [name for name in ("ranks", "send") if getattr(flags, name)]:
             raise UsageError(
-                f"{given[0]} works only with --session NAME, whose ranks stay between cells"
+                f"{_flag(given[0])} works only with --session NAME, whose ranks stay between cells"
             )
         return None
     if not _NAME.fullmatch(flags.session):
         raise UsageError(f'--session needs a name (--session exp); got "{flags.session}"')
-    for name, flag in NOT_IN_SESSIONS.items():
+    for name in NOT_IN_SESSIONS:
         if getattr(flags, name):
-            raise UsageError(f"{flag} cannot be combined with --session")
+            raise UsageError(f"{_flag(name)} cannot be combined with --session")
     known = _sessions.get(flags.session)
     if known is not None and (known.is_started or known.running_cell) and not known.has_ended:
         return known
@@ -767,28 +768,32 @@ def _start_line(flags: Flags) -> str:
     The line has only the flags that concern the whole session.
     """
     words = ["--gpus", str(flags.gpus), "--session", flags.session]
-    for name, flag in {"cpus": "--cpus", "data_pool": "--data-pool", **FIXED}.items():
+    for name in ("cpus", "data_pool", *FIXED):
         if name != "gpus":
-            words += _flag_words(flags, name, flag)
+            words += _flag_words(flags, name)
     return f"%%taas {shlex.join(words)}"
 
 
-def _flag_words(flags: Flags, name: str, flag: str) -> list[str]:
+def _flag(name: str) -> str:
+    """Return the flag that sets a field of `Flags`, such as "--data-pool" for `data_pool`."""
+    return "--" + name.replace("_", "-")
+
+
+def _flag_words(flags: Flags, name: str) -> list[str]:
     """Return the words of the `%%taas` line that give a flag its value; [] for the default value.
 
     Args:
         name: Field of `Flags` with the value.
-        flag: Name of the flag, such as "--pool".
     """
     value = getattr(flags, name)
     if value == getattr(Flags(gpus=0), name):
         return []
     if value is True:
-        return [flag]
+        return [_flag(name)]
     values = value if isinstance(value, tuple) else (value,)
     if name == "env":
         values = tuple(f"{key}={text}" for key, text in value.items())
-    return [word for each in values for word in (flag, str(each))]
+    return [word for each in values for word in (_flag(name), str(each))]
 
 
 def replace(name: str, interrupts: Interrupts) -> Session:
