@@ -121,18 +121,18 @@ def _device_type() -> str:
     return "cuda" if probe.count_gpus() else "cpu"
 
 
-_IMPORT_PATHS = {
-    "Run": "taas_magic.notebook.runs:Run",
-    "compare": "taas_magic.notebook.runs:compare",
-    "farm": "taas_magic.farms.farm:farm",
-    "federation": "taas_magic.federation.federation:federation",
-    "log": "taas_magic.host.metrics:log",
-    "run": "taas_magic.notebook.functions:run",
-    "runs": "taas_magic.notebook.runs:runs",
-    "save": "taas_magic.store.publish:save",
-    "step": "taas_magic.host.profile:step",
+_MODULES = {
+    "Run": "taas_magic.notebook.runs",
+    "compare": "taas_magic.notebook.runs",
+    "farm": "taas_magic.farms.farm",
+    "federation": "taas_magic.federation.federation",
+    "log": "taas_magic.host.metrics",
+    "run": "taas_magic.notebook.functions",
+    "runs": "taas_magic.notebook.runs",
+    "save": "taas_magic.store.publish",
+    "step": "taas_magic.host.profile",
 }
-"""Import path `MODULE:NAME` of each object that `__getattr__` imports, by public name."""
+"""Module of each object that `__getattr__` imports, by the object's name."""
 
 
 def __getattr__(name: str) -> Any:
@@ -156,10 +156,9 @@ def __getattr__(name: str) -> Any:
         return getattr(sys.modules.get("taas_magic.notebook.launch"), "last_run", None)
     if name == "device_type":
         return _device_type()
-    if name in _IMPORT_PATHS:
-        module, _, attribute = _IMPORT_PATHS[name].partition(":")
+    if (module := _MODULES.get(name)) is not None:
         import_in_thread(module)
-        globals()[name] = getattr(sys.modules[module], attribute)
+        globals()[name] = getattr(sys.modules[module], name)
         return globals()[name]
     raise AttributeError(f"module 'taas' has no attribute {name!r}; it has: {', '.join(__all__)}")
 

@@ -488,7 +488,7 @@ def _shape_of(entry: RegisteredLoader, loader: Any, parts: "LoaderParts") -> "Lo
         seed=entry.seed,
         dataset=type(dataset).__qualname__,
         attributes=_small_attributes(dataset),
-        has_set_epoch=_has_method(dataset, "set_epoch"),
+        has_set_epoch=_has_set_epoch(dataset),
         has_state=iterable
         and all(hasattr(dataset, it) for it in ("state_dict", "load_state_dict")),
         # Not in the pickle stream of the ranks, because a sampler may hold millions of indices.
@@ -536,7 +536,7 @@ def _may_vary(parts: "LoaderParts") -> bool:
     has a method `set_epoch`.
     """
     has_sampler = parts.sampler is not None or parts.batch_sampler is not None
-    return has_sampler and (_has_own_sampler(parts) or _has_method(parts.dataset, "set_epoch"))
+    return has_sampler and (_has_own_sampler(parts) or _has_set_epoch(parts.dataset))
 
 
 def _has_own_sampler(parts: "LoaderParts") -> bool:
@@ -554,8 +554,8 @@ def _has_own_sampler(parts: "LoaderParts") -> bool:
     return False
 
 
-def _has_method(dataset: Any, method: str) -> bool:
-    return callable(getattr(dataset, method, None))
+def _has_set_epoch(dataset: Any) -> bool:
+    return callable(getattr(dataset, "set_epoch", None))
 
 
 def _small_attributes(dataset: Any) -> dict[str, Any]:
@@ -604,7 +604,7 @@ def _warn_of_own_generators(loader: Any) -> None:
             "torch, numpy.random or random, which are seeded, or seed it in __getitem__",
             stacklevel=3,
         )
-    elif keeps_dataset(loader) and not _has_method(loader.dataset, "set_epoch"):
+    elif keeps_dataset(loader) and not _has_set_epoch(loader.dataset):
         warnings.warn(
             f"{kept}. Every epoch begins with a copy of the registered dataset, so all epochs are "
             "equal: give the dataset a method set_epoch(epoch) that seeds the generator",

@@ -320,7 +320,7 @@ def encode(value: object) -> Encoded:
             _heads.clear()
         pickled, _, numbered = _pickle(value, _FastPickler)
         rows = [_tensor_row(at, one) for at, one in enumerate(numbered)]
-        known = _heads[form] = _head(pickled, [len(buffer) for buffer in buffers], rows)
+        known = _heads[form] = _head(pickled, buffers, rows)
     return Encoded(known[0], buffers, known[1])
 
 
@@ -396,12 +396,15 @@ def _encode_any(value: object) -> Encoded:
         pickled, arrays, tensors = _pickle(value, _CloudPickler)
     rows, spans = _choose_spans(tensors, first_buffer=len(arrays))
     buffers = (*(array.raw() for array in arrays), *spans)
-    head, body_bytes = _head(pickled, [len(buffer) for buffer in buffers], rows)
+    head, body_bytes = _head(pickled, buffers, rows)
     return Encoded(head, buffers, body_bytes)
 
 
-def _head(pickled: bytes, sizes: list[int], rows: list[TensorRow]) -> tuple[bytes, int]:
-    """Return the padded table of contents, and the size of the whole body."""
+def _head(
+    pickled: bytes, buffers: Sequence[memoryview], rows: list[TensorRow]
+) -> tuple[bytes, int]:
+    """Return the padded table of contents of a batch, and the size of the whole body."""
+    sizes = [len(buffer) for buffer in buffers]
     table = pickle.dumps((sizes, [tuple(row) for row in rows]), protocol=5)
     head = _PREFIX.pack(len(table), len(pickled)) + table + pickled
     head += _ZEROS[: -len(head) % protocol.ALIGN]

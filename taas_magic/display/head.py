@@ -436,7 +436,11 @@ def _rank_table(state: RunState, now: float) -> list[str]:
     is_last = state.has_ended or state.final_title
     if is_last or not state.rank_table or now - state.rank_table_at >= REDRAW_GAP_S:
         ranks = sorted(state.processes)
-        rows = [_rank_cells(rank, state) for rank in ranks[:MAX_ROWS]] if state.usage else []
+        rows = [
+            _rank_cells(rank, state.processes[rank], state.usage.get(rank), state)
+            for rank in ranks[:MAX_ROWS]
+            if state.usage
+        ]
         state.rank_table = _ranks_lines(rows)
         if len(ranks) > MAX_ROWS and rows:
             state.rank_table.append(f"… and {len(ranks) - MAX_ROWS:,} more ranks")
@@ -991,7 +995,7 @@ def ranks_text(found: RunStacks, state: RunState) -> str:
     rank runs".
     """
     rows = [
-        _cells(row.rank, (row.host, row.pid), _usage_of(row), state)
+        _rank_cells(row.rank, (row.host, row.pid), _usage_of(row), state)
         for row in sorted(found.ranks, key=lambda row: row.rank)
     ]
     return "\n".join([*_ranks_lines(rows), *found.silent]) or "no rank runs"
@@ -1027,11 +1031,7 @@ def _ranks_lines(rows: Sequence[tuple[str, ...]]) -> list[str]:
     return columns([tuple(row[number] for number in shown) for row in (_RANKS_HEAD, *rows)])
 
 
-def _rank_cells(rank: int, state: RunState) -> tuple[str, ...]:
-    return _cells(rank, state.processes[rank], state.usage.get(rank), state)
-
-
-def _cells(
+def _rank_cells(
     rank: int, process: tuple[str, int], usage: RankUsage | None, state: RunState
 ) -> tuple[str, ...]:
     """Return the texts of one rank's row in the table of ranks, in the order of `_RANKS_HEAD`.

@@ -31,6 +31,8 @@ MERGE_WAIT_S = 0.005
 After a collective returns, the ranks print within a few milliseconds of one another.
 """
 
+_MAX_RANGES = 6
+
 
 class ShownLine(NamedTuple):
     """A line to show now, and the numbers of the ranks that printed it, in ascending order."""
@@ -39,15 +41,15 @@ class ShownLine(NamedTuple):
     text: str
 
 
-def rank_ranges(ranks: Iterable[int], max_ranges: int = 6) -> str:
+def rank_ranges(ranks: Iterable[int]) -> str:
     """Format ascending rank numbers as ranges, such as `0-2,5,7-9`.
 
-    If there are more than `max_ranges` ranges, "…" replaces the last ones.
+    If there are more than `_MAX_RANGES` ranges, "…" replaces the last ones.
     """
     runs = groupby(enumerate(ranks), lambda pair: pair[1] - pair[0])
     spans = [[rank for _, rank in run] for _, run in runs]
     words = [f"{span[0]}-{span[-1]}" if len(span) > 1 else f"{span[0]}" for span in spans]
-    return ",".join(words if len(words) <= max_ranges else [*words[:max_ranges], "…"])
+    return ",".join(words if len(words) <= _MAX_RANGES else [*words[:_MAX_RANGES], "…"])
 
 
 class LineMerger:

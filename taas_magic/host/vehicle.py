@@ -162,7 +162,7 @@ class Vehicle(WorkerPlugin):
             # A nanny ends its worker itself. If another program runs the worker in its own process,
             # such as a local Dask cluster, the program must go on.
             if not worker.nanny and _is_dask_command():
-                _exit_within(EXIT_S)
+                _start_exit_timer()
         self._close_worker(worker, f"its agent ended with exit code {code}")
 
     def _close_worker(self, worker: Worker, why: str) -> None:
@@ -174,14 +174,14 @@ def _is_dask_command() -> bool:
     return "dask" in (spec.name if spec is not None else Path(sys.argv[0]).name)
 
 
-def _exit_within(seconds: float) -> None:
-    """Start a timer that ends the vehicle's process, which runs this code, after a time.
+def _start_exit_timer() -> None:
+    """Start a timer that ends the vehicle's process, which runs this code, after `EXIT_S` seconds.
 
     Without the timer, the vehicle's process might never end. Its event loop may wait forever for a
     heartbeat of Dask, if the pool's process ended before the vehicle's process got SIGTERM. The
     batch system cannot end the vehicle's process: the shell that started the vehicle has ended, and
     without this shell the batch system does not find the vehicle.
     """
-    timer = threading.Timer(seconds, os._exit, (1,))
+    timer = threading.Timer(EXIT_S, os._exit, (1,))
     timer.daemon = True
     timer.start()

@@ -40,6 +40,12 @@ and C++ writers.
 _NOTEBOOK = ".ipynb"
 """Suffix of notebooks. The search skips them, because the front end saves them during a run."""
 
+_CLOCK_REALTIME_COARSE = 5
+"""Id of Linux's coarse clock (linux/time.h), for which Python has no constant.
+
+File systems use this clock for the times of files.
+"""
+
 
 @dataclass(frozen=True)
 class Receipt:
@@ -102,7 +108,7 @@ class ReceiptBuilder:
     def __init__(self, store: str, shared: Iterable[str]) -> None:
         self._store, self._shared = store, tuple(shared)
         self._lock = threading.Lock()
-        self._began_ns = _now_ns()
+        self._began_ns = time.clock_gettime_ns(_CLOCK_REALTIME_COARSE)
         self._reported: dict[tuple[int, str], None] = {}
         self._sent: dict[str, int] = {}
         self._refused: dict[str, str] = {}
@@ -259,12 +265,3 @@ def _status(path: str) -> os.stat_result | None:
         return os.lstat(path)
     except OSError:
         return None
-
-
-_CLOCK_REALTIME_COARSE = 5
-"""Id of Linux's coarse clock (linux/time.h), for which Python has no constant."""
-
-
-def _now_ns() -> int:
-    """Return the time since 1970 in nanoseconds, on the clock that file systems use."""
-    return time.clock_gettime_ns(_CLOCK_REALTIME_COARSE)
