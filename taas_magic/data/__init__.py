@@ -10,5 +10,6 @@ docs/data.md shows the flow in one picture. The modules (`a -> b` means that a u
 * Used by ranks and fetchers: protocol.py, encode.py, memory.py.
 * sharding.py decides which rank gets which batch.
 * service.py reads and writes the files in the run folder.
+* watchdog.py kills processes that SIGSTOP has suspended for too long. Agents use it, too.
 * accelerated.py integrates registered loaders with accelerate.
 """
