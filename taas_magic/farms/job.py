@@ -38,6 +38,7 @@ from taas_magic.farms.messages import (
 from taas_magic.host import cell_main, tracebacks
 from taas_magic.host.forkserver import DEFERRED_MODULES
 from taas_magic.host.link import flush_output
+from taas_magic.host.system import seed_torch_and_numpy
 from taas_magic.store.guard import StoreProtection, apply_rule
 from taas_magic.store.publish import SAVES_FOLDER_VARIABLE
 
@@ -242,9 +243,7 @@ def _make_call(assignment: JobAssignment) -> tuple[Any, dict[str, Any], list[str
     main = sys.modules["__main__"] = sys.modules["__mp_main__"] = ModuleType("__main__")
     main.__spec__ = ModuleSpec(cell_main.__name__, None)  # spawned children import it
     random.seed()
-    torch.default_generator.seed()
-    if (numpy := sys.modules.get("numpy")) is not None:
-        numpy.random.seed()
+    seed_torch_and_numpy()
     kept = assignment.payload
     held = SharedBytes(kept) if isinstance(kept, bytes) else None
     os.environ[cell_main.PAYLOAD] = path = held.path if held else str(kept)

@@ -27,6 +27,7 @@ from flwr.supercore.constant import (
 from flwr.supercore.superexec.executor import ExecutionSpec, LaunchResult, SubprocessExecutor
 
 from taas_magic.errors import signal_name
+from taas_magic.host.system import seed_torch_and_numpy
 
 IMPORTS = "TAAS_FEDERATION_IMPORTS"
 """Name of the environment variable with the modules that the apps need, separated by commas."""
@@ -161,11 +162,12 @@ class _AppForks:
 def _run_app(spec: ExecutionSpec) -> None:
     """Run an app in this fork, with the arguments that Flower's own SuperExec would pass.
 
-    First set SIGTERM and SIGINT to their default handlers. If `spec.suppress_output` is set,
-    discard all output.
+    First set SIGTERM and SIGINT to their default handlers, and seed random generators anew. If
+    `spec.suppress_output` is set, discard all output.
     """
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    seed_torch_and_numpy()
     if spec.suppress_output:
         nothing = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nothing, 1)

@@ -42,6 +42,7 @@ from taas_magic.host.profile import StepProfiler, use_profiler
 from taas_magic.host.session_cells import session_prompt
 from taas_magic.host.shell import RankShell
 from taas_magic.host.spec import LocalShare, ProcessSpec
+from taas_magic.host.system import seed_torch_and_numpy
 from taas_magic.journal import timeline
 from taas_magic.messages import (
     Note,
@@ -227,9 +228,7 @@ def _apply_run_environment(spec: ProcessSpec, environ: Mapping[str, str]) -> Non
     # Remove the start method that the forkserver has set, so that the cell may set one.
     multiprocessing.set_start_method(None, force=True)
     multiprocessing.current_process().name = "MainProcess"
-    torch.default_generator.seed()  # Python's `random` reseeds itself after a fork
-    if (numpy := sys.modules.get("numpy")) is not None:
-        numpy.random.seed()
+    seed_torch_and_numpy()
     os.environ.clear()
     os.environ.update({**spec.environ, **environ, **spec.share.plan.env})
     os.environ[cell_main.PAYLOAD] = str(spec.share.folder.payload)

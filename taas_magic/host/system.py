@@ -173,6 +173,18 @@ def _prctl(option: int, value: int) -> None:
         raise OSError(code, os.strerror(code), f"prctl({option})")
 
 
+def seed_torch_and_numpy() -> None:
+    """Give the global random generators of torch and numpy new random seeds, if they are imported.
+
+    A forked process must call this function, because it has copies of its parent's generators.
+    Python's `random` needs no call, because it seeds itself anew after a fork.
+    """
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.default_generator.seed()
+    if (numpy_random := sys.modules.get("numpy.random")) is not None:
+        numpy_random.seed()
+
+
 TRACKERS_END_S = 10.0
 """Seconds that resource trackers have to exit after the processes that use them have ended."""
 

@@ -4,6 +4,7 @@
 import time
 
 import numpy as np
+import torch
 from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp import ServerApp
@@ -20,7 +21,8 @@ def train(message, context):
         examples = len(file.read())
     print("trains in round", message.content["config"]["server-round"], flush=True)
     (weights,) = message.content["arrays"].to_numpy_ndarrays()
-    metrics = MetricRecord({"num-examples": examples, "seen": float(examples)})
+    drawn = {"torch": torch.rand(1).item(), "numpy": np.random.rand()}
+    metrics = MetricRecord({"num-examples": examples, "seen": float(examples), **drawn})
     content = {"arrays": ArrayRecord([weights + examples]), "metrics": metrics}
     return Message(RecordDict(content), reply_to=message)
 

@@ -140,12 +140,15 @@ def test_data_stays_on_its_host_and_the_result_comes_back(sites: Notebook, hosts
         hosts.exec(number, "touch", "-d", "1 minute ago", SINCE)
         hosts.exec(number, "sh", "-c", f"mkdir -p /srv/data && printf {text} > /srv/data/own")
     per_host = {name: {"data": "/srv/data/own"} for name in hosts.names}
-    run = federate(sites, per_host, rounds=1, timeout=300)
+    run = federate(sites, per_host, rounds=2, timeout=300)
     result = sites.shell.user_ns["result"]
     mean = (32 * 32 + 64 * 64) / 96  # weighted by examples
-    assert result.arrays.to_numpy_ndarrays()[0].tolist() == pytest.approx([mean] * 2)
-    assert result.train_metrics_clientapp[1]["seen"] == pytest.approx(mean)
-    assert "serves 1 rounds" in run.logs(0)
+    assert result.arrays.to_numpy_ndarrays()[0].tolist() == pytest.approx([2 * mean] * 2)
+    first, second = result.train_metrics_clientapp[1], result.train_metrics_clientapp[2]
+    assert first["seen"] == pytest.approx(mean)
+    for library in ("torch", "numpy"):  # each round draws other random numbers
+        assert first[library] != second[library]
+    assert "serves 2 rounds" in run.logs(0)
     for number, text in texts.items():
         others = [holding(hosts, other, text[:32]) for other in (1, 2) if other != number]
         assert holding(hosts, number, text[:32]) == ["/srv/data/own"] and others == [[]]
