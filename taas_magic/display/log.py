@@ -265,7 +265,7 @@ TIMES = "\N{MULTIPLICATION SIGN}"
 
 
 class LogSummary:
-    """Summary of the log's lines that are too many for a cell, shown below the cell's other output.
+    """Summary of the lines of a log beyond the cell's limit. Shown below the cell's other output.
 
     The summary has the number of these lines, the lines with errors, and the last lines.
 

@@ -60,9 +60,9 @@ _CHECK_S = 0.02
 
 
 class _AttemptOfSession(Attempt):
-    """An attempt whose failures say why taas-magic killed a rank of a session.
+    """Base class of `SessionAttempt` and `CellAttempt`.
 
-    Base class of `SessionAttempt` and `CellAttempt`.
+    If taas-magic itself kills a rank, the rank's failure says why.
 
     Attributes:
         killed: By rank, the reason why taas-magic killed the rank. The session and its cells share

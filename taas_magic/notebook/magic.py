@@ -545,9 +545,9 @@ def _cell_to_watch(session: "Run") -> "Run":
 def _detach(words: Sequence[str], settings: Config) -> str:
     """Detach a session of this kernel, or an active run.
 
-    A session has a name, and the id of the run that started the session. If the argument is neither
-    of a session, it is the name or id of an active run. Without an argument, detach the newest
-    active run that is not a session.
+    The argument is the name of a session, the id of the run that started a session, or the name or
+    id of any other active run. Without an argument, detach the newest active run that is not a
+    session.
 
     Returns:
         A text that says how to take the session over again, or how to show the run again.

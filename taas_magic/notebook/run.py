@@ -531,12 +531,12 @@ class RunDriver:
 
     @contextmanager
     def ending_on_error(self, view: View | SilentView) -> Iterator[None]:
-        """If the block fails, record and show the run's end, and raise the block's error.
+        """If the `with` block fails, record and show the run's end, and raise the block's error.
 
-        The block must be the part of the run before the ranks start. Record the end in the run's
-        journal, and close the view. The state is INTERRUPTED after a KeyboardInterrupt, LOST after
-        a ConnectionEnded, and FAILED after a StoreError or any other PoolError. After an error of
-        any other type, record nothing.
+        Use this context manager for the part of the run before the ranks start. It records the end
+        in the run's journal, and closes the view. The state is INTERRUPTED after a
+        KeyboardInterrupt, LOST after a ConnectionEnded, and FAILED after a StoreError or any other
+        PoolError. After an error of any other type, record nothing.
         """
         try:
             yield
@@ -662,16 +662,16 @@ class RunDriver:
         show_line: Callable[[str], None],
         is_lost: Callable[[], bool],
     ) -> None:
-        """Pass the further events of a session's cell that the user has left to `listener`.
+        """Pass further events to `listener` until this run, which the user has left, has ended.
 
-        Block until the cell has ended. Then stop receiving its events.
+        The run is a cell of a session. After its end, stop receiving its events.
 
         Args:
             connection: Connection on which the run was started.
             interrupts: The user's interrupts.
             show_line: Function called with a line for the user, if the cell has not ended yet.
-            is_lost: Returns whether the end of the cell will not be reported, because its session
-                has ended.
+            is_lost: Function that returns whether the session has ended. If it has, the end of the
+                cell will not be reported, and the wait ends.
 
         Raises:
             PoolError: The pool's process is silent.
@@ -698,8 +698,8 @@ class RunDriver:
     def store_results(self, namespace: dict[str, Any]) -> None:
         """Store the results in the notebook and print notes; then raise the run's error, if any.
 
-        The results are the variables of `--out`. If a failed run has returned some, print their
-        names. If the run was detached, do nothing.
+        The results are the variables of `--out`. If a failed run has returned some of them,
+        print the names of these variables. If the run was detached, do nothing.
 
         Args:
             namespace: The notebook's variables, by name. The results are added here.

@@ -91,8 +91,8 @@ class Session:
         failed_rank: Number of the rank that failed first in the last failed cell; None if no cell
             has failed.
         plan: Plan of the session's own run, which starts the ranks; None before the first cell.
-        hosts: Names of the hosts that run the ranks. Before the start of a restarted session, the
-            hosts of the ended ranks: they get the new ranks if the pool has them.
+        hosts: Names of the hosts that run the ranks. In a session that replaces an ended session,
+            before the new ranks start: the hosts of the old ranks, which the pool prefers.
         running_cell: Run id of the cell that this kernel runs in the session now; "" for none.
         has_unknown_names: Whether this kernel has taken the session over and does not know yet
             which variables the ranks have.
@@ -698,8 +698,8 @@ def _call_if_alive(connection: PoolConnection, request: Request[None]) -> None:
 def for_cell(flags: Flags, *, registers: bool = True) -> Session | None:
     """Return the session that a cell runs in; None if the cell has no `--session`.
 
-    If no session with this name is running or starts for its first cell, return a new session. Its
-    ranks are not started yet.
+    If no session with this name is running or starting, return a new session, whose ranks are not
+    started yet.
 
     Args:
         flags: Flags of the cell.
@@ -783,7 +783,7 @@ def _flag_words(flags: Flags, name: str) -> list[str]:
     """Return the words of the `%%taas` line that give a flag its value; [] for the default value.
 
     Args:
-        name: Field of `Flags` with the value.
+        name: Field of `Flags` that the flag sets.
     """
     value = getattr(flags, name)
     if value == getattr(Flags(gpus=0), name):

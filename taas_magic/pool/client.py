@@ -760,7 +760,8 @@ class Pool:
             The connection. None if no process is running and `starts` is False.
 
         Raises:
-            PoolError: No process accepted this kernel, or `_connect_to` or `_find_or_start` raised.
+            PoolError: No process accepted this kernel. Also for the reasons that `_connect_to` and
+                `_find_or_start` document.
         """
         if (ready := self._ready_connection()) is not None:
             return ready

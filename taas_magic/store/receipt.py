@@ -117,8 +117,8 @@ class ReceiptBuilder:
     def record(self, rank: int, message: StoreMessage) -> None:
         """Record a rank's message about a write to the store, or about the store's protection.
 
-        If the rank has moved the file away that it wrote instead of the store's file
-        (`message.is_moved`), remove the rank's write of this path from the record.
+        If the message says that the rank has moved the written file away from `message.path`
+        (`message.is_moved`), remove the rank's earlier write of this path from the record.
         """
         with self._lock:
             if isinstance(message, StoreWriteReported) and message.is_moved:
