@@ -452,6 +452,9 @@ class Share(ABC):
     ) -> list[PoolHost]:
         """Wait until the pool has `count` hosts, check their modules and versions, and return them.
 
+        If the pool returns a host to the engine during the check, wait and check again. The pool
+        does so if another run's wait for hosts fails.
+
         Args:
             preferred: Addresses of hosts that are chosen first.
             retry_s: Seconds for which this call tries again, every `RETRY_HOSTS_S`, if hosts are
@@ -465,7 +468,6 @@ class Share(ABC):
         while True:
             try:
                 hosts = await self._acquire_hosts_once(count, preferred)
-                break
             except PoolError as error:
                 if self.is_halted or time.monotonic() >= until:
                     raise
@@ -475,8 +477,13 @@ class Share(ABC):
                     self.publish(Note(text=line))
                 with contextlib.suppress(asyncio.TimeoutError):
                     await asyncio.wait_for(self._halted.wait(), RETRY_HOSTS_S)
-        await self._require_fit(hosts)
-        return hosts
+                continue
+            [unfit] = await asyncio.gather(self._require_fit(hosts), return_exceptions=True)
+            if any(host.is_returned for host in hosts):
+                continue
+            if unfit is not None:
+                raise unfit
+            return hosts
 
     async def _acquire_hosts_once(self, count: int, preferred: Collection[str]) -> list[PoolHost]:
         """Wait until the pool has `count` hosts, or until `halt` is called; return the hosts.

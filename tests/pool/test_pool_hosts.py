@@ -30,6 +30,7 @@ from taas_magic.messages import (
     EndRun,
     Failure,
     FetcherEnded,
+    GetHostFacts,
     GetStatus,
     Halt,
     HostEnded,
@@ -131,18 +132,23 @@ def test_messages_of_strangers_are_refused_and_counted(with_host: Callable[[Play
     with_host(play)
 
 
+def fetchers_without_a_module(folder: Path) -> LaunchFetchers:
+    """Return a request for fetchers that need a module which no host has."""
+    plan = make_plan(Flags(gpus=1), HostCapacity(gpus=1, cores=1), "a-run")
+    data = DataPlan("local", hosts=1, pool_hosts=1, fetchers=(), crosses=False, cores=1)
+    plan, origin = structs.replace(plan, data=data), Origin("/", {}, ())
+    run = RunSpec(plan, str(folder), origin, requires=("nonesuch_module",))
+    return LaunchFetchers("kernel", run)
+
+
 def test_a_host_whose_fetchers_cannot_start_does_not_count_as_busy(
     with_host: Callable[[Play], None], tmp_path: Path
 ) -> None:
     """If the host still counted as busy, the pool would never give it back and never end."""
 
     async def play(scheduler: PoolScheduler, controller: Controller, member: PoolHost) -> None:
-        plan = make_plan(Flags(gpus=1), HostCapacity(gpus=1, cores=1), "a-run")
-        data = DataPlan("local", hosts=1, pool_hosts=1, fetchers=(), crosses=False, cores=1)
-        plan, origin = structs.replace(plan, data=data), Origin("/", {}, ())
-        run = RunSpec(plan, str(tmp_path), origin, requires=("nonesuch_module",))
         controller.add_client(scheduler, "kernel")
-        said = await controller.launch_fetchers(LaunchFetchers("kernel", run))
+        said = await controller.launch_fetchers(fetchers_without_a_module(tmp_path))
         assert "nonesuch_module" in said.error
         assert not member.runs
         for _ in range(10):  # let the run's remaining tasks end
@@ -220,6 +226,32 @@ def test_a_host_that_cannot_describe_itself_is_replaced(with_host: Callable[[Pla
             await controller.pool_hosts.release(lambda host: False)
             [taken] = await controller.pool_hosts.acquire(1)
         assert failed and taken.address not in failed
+
+    with_host(play)
+
+
+def test_a_host_that_a_failed_wait_has_returned_is_replaced(
+    with_host: Callable[[Play], None], tmp_path: Path
+) -> None:
+    """While a run checks its host, the wait of another run fails, and all idle hosts go back."""
+
+    async def play(scheduler: PoolScheduler, controller: Controller, _: PoolHost) -> None:
+        [chosen] = await controller.pool_hosts.acquire(1)
+        call, checked = controller.pool_hosts.call, list[str]()
+
+        async def return_first(address: str, request: Request[Any], *limit: float) -> Any:
+            if isinstance(request, GetHostFacts):
+                checked.append(address)
+                if len(checked) == 1:
+                    await controller.pool_hosts.release()
+            return await call(address, request, *limit)
+
+        controller.add_client(scheduler, "kernel")
+        with mock.patch.object(controller.pool_hosts, "call", return_first):
+            said = await controller.launch_fetchers(fetchers_without_a_module(tmp_path))
+        assert "nonesuch_module" in said.error
+        assert checked[0] == chosen.address and len(set(checked)) == 2
+        controller.remove_client(scheduler, "kernel")
 
     with_host(play)
 
