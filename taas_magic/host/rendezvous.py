@@ -4,8 +4,8 @@ The agent of the run's first host binds the store's port. A fork of the forkserv
 because agents do not import torch. Each attempt has a new store, because the store of an earlier
 attempt contains the addresses of ranks that have ended.
 
-Ranks also use the store to wait for one another before they end (`await_all_ending`), and to agree
-on the contents of their loaders (`LoaderAgreement`).
+Ranks also use the store to wait for one another before they end (`await_all_ending`), to agree on
+the contents of their loaders (`LoaderAgreement`), and before they gather results (`exchange`).
 """
 
 import functools
@@ -16,7 +16,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any, cast
@@ -35,7 +35,7 @@ _BACKLOG = 1024
 _HOROVOD_SERVER = "horovod.runner.http.http_server"
 _HOROVOD_KEY = "taas/horovod"
 _HOROVOD_ANSWER_S = 60.0
-_ANSWER_S, _CHECK_S = 5.0, 0.01
+_ANSWER_S, _CHECK_S, _EXCHANGE_S = 5.0, 0.01, 0.1
 _AGREE_S = 60.0
 """Maximum seconds to wait for a value that another rank stores, such as the order of an epoch.
 
@@ -169,6 +169,29 @@ def await_all_ending(environ: Mapping[str, str], limit_s: float) -> None:
         # Not `store.wait`, because torch logs warnings when it times out.
         while not store.check([_ALL_END_KEY]) and time.monotonic() < until:
             time.sleep(_CHECK_S)
+
+
+def exchange(
+    environ: Mapping[str, str], key: str, value: bytes, ranks: Collection[int]
+) -> dict[int, bytes]:
+    """Store a value of this rank for the other ranks; return the values of `ranks`.
+
+    Waits until all of `ranks` have stored their values. The wait has no time limit, because the
+    other ranks may still work. A signal handler, such as Python's for SIGINT, may end the wait.
+
+    Args:
+        environ: torchrun's environment variables of this rank.
+        key: Name of the exchange. Each rank calls this function once with the name.
+
+    Raises:
+        RuntimeError: The process of the key-value store has ended.
+    """
+    store = connect(environ, _AGREE_S)
+    store.set(f"{key}/{environ['RANK']}", value)
+    keys = {rank: f"{key}/{rank}" for rank in sorted(ranks)}
+    while keys and not store.check([*keys.values()]):
+        time.sleep(_EXCHANGE_S)
+    return {rank: store.get(it) for rank, it in keys.items()}
 
 
 class LoaderAgreement:

@@ -19,6 +19,7 @@ import re
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +31,9 @@ from taas_magic.capture.home import RankNamespace, ResultPickler, ResultsReader
 from taas_magic.capture.pickling import Pickled, group_sharers
 from taas_magic.capture.plain import PlainWriter, read_plain
 from taas_magic.capture.work import VALUE
+from taas_magic.host import rendezvous
 from taas_magic.host.spec import HOST
-from taas_magic.messages import from_json
+from taas_magic.messages import from_json, to_json
 from taas_magic.plan import ALL, requests_value_of, split_name, variable_name
 
 _ERROR_CHARS = 300
@@ -87,6 +89,18 @@ class ResultsHeader(Struct):
     names: list[str] = []
     missing: dict[str, str] = {}
     is_plain: bool = False
+
+
+class _ShardedNames(Struct):
+    """Message of a rank to the other ranks before they gather sharded values.
+
+    Attributes:
+        names: Names of `--out` whose values are sharded on the rank.
+        failed: Whether the work failed on the rank, so that the rank gathers nothing.
+    """
+
+    names: list[str]
+    failed: bool
 
 
 @dataclass(frozen=True)
@@ -280,6 +294,7 @@ class ResultWriter:
     ) -> None:
         self._folder, self._note, self._untrusted_pool = folder, note, untrusted_pool
         self._scope = scope
+        self._environ = dict(environ)
         self._host = environ.get(HOST, "?")
         self._rank = int(environ["RANK"])
         self._working_ranks = working_ranks or range(int(environ["WORLD_SIZE"]))
@@ -298,7 +313,8 @@ class ResultWriter:
         raised.
 
         1. Write the values that are not sharded.
-        2. Gather and write the sharded values. Only rank 0 writes a gathered model.
+        2. Gather and write the sharded values that all ranks of their meshes have. Only rank 0
+           writes a gathered model.
         3. Write the reasons for missing values, to an archive without values.
 
         Args:
@@ -326,9 +342,13 @@ class ResultWriter:
             if name not in there:
                 self._record_missing(name, self._why_missing(namespace))
         self._write_values(plain)
+        ungathered = self._find_ungathered(sharded) if names else {}
         for name, held in sharded.items():
             keeps = self._rank == 0 if _has_model(held) else name in mine
-            self._gather_and_write(name, held, keeps)
+            if name not in ungathered:
+                self._gather_and_write(name, held, keeps)
+            elif keeps or name in mine:
+                self._record_missing(name, ungathered[name])
         if self._missing:
             try:
                 self._write_archive(Pickled(b"", ()), ResultsHeader(missing=self._missing))
@@ -431,6 +451,36 @@ class ResultWriter:
         if pickler.unwrapped:
             self._note(f"{_listed(values)}: a DistributedDataParallel is returned as its `.module`")
 
+    def _find_ungathered(self, sharded: Mapping[str, Any]) -> dict[str, str]:
+        """Return the sharded values that cannot be gathered, each with the reason.
+
+        A collective would wait forever for a rank that lacks the value or has failed. So tell the
+        other ranks which sharded values this rank has, and wait until the ranks whose shards are
+        needed do the same. If the work has failed on this rank, only tell the other ranks.
+        """
+        if self._environ["WORLD_SIZE"] == "1":
+            return {}
+        needed = {name: [] if self._failed else _ranks_of(it) for name, it in sharded.items()}
+        run = self._folder.parent.name
+        mine = to_json(_ShardedNames(list(sharded), self._failed))
+        try:
+            found = rendezvous.exchange(
+                self._environ, f"taas/sharded/{run}", mine, {*chain(*needed.values())}
+            )
+        except RuntimeError as error:  # the key-value store has ended with its host
+            return dict.fromkeys(sharded, f"it is sharded, and {_error_text(error)}")
+        told = {rank: from_json(it, _ShardedNames) for rank, it in found.items()}
+        ungathered = {}
+        for name, rank in [(name, rank) for name, ranks in needed.items() for rank in ranks]:
+            if told[rank].failed:
+                ungathered[name] = f"it is sharded, and rank {rank} failed before it was gathered"
+            elif name not in told[rank].names:
+                ungathered[name] = (
+                    f"it is sharded, and rank {rank} has no such sharded variable; assign it on "
+                    "every rank"
+                )
+        return ungathered
+
     def _gather_and_write(self, name: str, value: Any, keeps: bool) -> None:
         """Gather a sharded value by a collective of all ranks, and write the whole value.
 
@@ -468,6 +518,26 @@ def is_sharded(value: Any) -> bool:
     """Return whether a value is a sharded tensor or module, or contains one."""
     kinds = _sharded_types()
     return bool(kinds) and any(isinstance(each, kinds) for each in _leaves(value))
+
+
+def _ranks_of(value: Any) -> list[int]:
+    """Return the ranks that have shards of a value, and so must take part when it is gathered.
+
+    The result is empty if torch does not know the ranks, because a process group is closed.
+    """
+    import torch.distributed as dist
+
+    kinds, ranks = _sharded_types(), set[int]()
+    sharded: list[Any] = [each for each in _leaves(value) if isinstance(each, kinds)]
+    try:
+        for each in sharded:
+            if is_model(each):
+                ranks |= {*dist.get_process_group_ranks(each.process_group)}
+            else:
+                ranks |= {*each.device_mesh.mesh.flatten().tolist()}
+    except Exception:  # torch's type of the error depends on its version
+        return []
+    return sorted(ranks)
 
 
 def _has_model(value: Any) -> bool:

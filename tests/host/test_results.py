@@ -176,6 +176,29 @@ def test_sharded_values_are_gathered(notebook: Notebook) -> None:
     assert any("as its full state_dict()" in event["text"] for event in outcome.of_kind("note"))
 
 
+def test_a_sharded_value_that_a_rank_lacks_is_named_and_not_waited_for(notebook: Notebook) -> None:
+    source = """
+half = init_device_mesh("cpu", (2, 1), mesh_dim_names=("each", "both"))["both"]
+if rank == 0:
+    best = model.state_dict()
+    alone = torch.distributed.tensor.distribute_tensor(whole["bias"], half)
+"""
+    session = "--session unequal"
+    try:
+        assert notebook.run(MEET + SHARD, session).error is None
+        outcome = notebook.run(source, f"{session} --out best,model,alone")
+        failed = notebook.run("best = model.weight\nassert not rank", f"{session} --out best")
+    finally:
+        notebook.shell.run_line_magic("taas", "end unequal")
+    assert isinstance(outcome.error, ResultError) and outcome.run is not None
+    assert set(outcome.run.missing) == {"best"}
+    assert "rank 1 has no such sharded variable" in outcome.run.missing["best"]
+    assert set(outcome.run.out["model"]) == {"weight", "bias"}
+    assert outcome.run.out["alone"].shape == (6,)
+    assert isinstance(failed.error, RankFailed) and failed.run is not None
+    assert "rank 1 failed before it was gathered" in failed.run.missing["best"]
+
+
 def test_sharded_values_without_a_process_group_are_named(notebook: Notebook) -> None:
     source = "dist.destroy_process_group()\nhistory = [rank]"
     outcome = notebook.run(MEET + SHARD + source, "--out model,history")
