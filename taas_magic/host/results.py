@@ -52,6 +52,10 @@ _TOO_LARGE = (
     "limit"
 )
 
+_ONLY_ON_RANK_0 = (
+    "a sharded model is gathered only on rank 0; request it without `@all`, or without gather=True"
+)
+
 GATHER = (
     "on all ranks and before the process group is closed: `.full_tensor()` of a tensor, "
     "get_model_state_dict or get_optimizer_state_dict of torch.distributed.checkpoint.state_dict "
@@ -345,7 +349,10 @@ class ResultWriter:
         ungathered = self._find_ungathered(sharded) if names else {}
         for name, held in sharded.items():
             keeps = self._rank == 0 if _has_model(held) else name in mine
-            if name not in ungathered:
+            if _has_model(held) and self._is_of_many(name, out):
+                if self._rank == 0:
+                    self._record_missing(name, _ONLY_ON_RANK_0)
+            elif name not in ungathered:
                 self._gather_and_write(name, held, keeps)
             elif keeps or name in mine:
                 self._record_missing(name, ungathered[name])
@@ -354,6 +361,10 @@ class ResultWriter:
                 self._write_archive(Pickled(b"", ()), ResultsHeader(missing=self._missing))
             except OSError as error:
                 self._note(f"writing into the run's folder raised {_error_text(error)}")
+
+    def _is_of_many(self, name: str, out: Sequence[str]) -> bool:
+        """Return whether `out` requests a variable from more than one rank."""
+        return len(self._working_ranks) > 1 and (name, ALL) in map(split_name, out)
 
     def _why_missing(self, namespace: Mapping[str, Any]) -> str:
         if self._failed:

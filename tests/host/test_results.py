@@ -162,9 +162,12 @@ def test_sharded_values_are_gathered(notebook: Notebook) -> None:
         "import typing\nclass Part(typing.NamedTuple):\n    weights: list\n    rank: int"
     )
     source = "part = {'named': Part([model.weight], rank)}\nlist(model.parameters())"
-    outcome = notebook.run(MEET + SHARD + source, "--out model,part@last,whole,optimizer")
+    source += "\nof_each = model"
+    out = "--out model,part@last,whole,optimizer,of_each@all"
+    outcome = notebook.run(MEET + SHARD + source, out)
     assert isinstance(outcome.error, ResultError)
-    assert outcome.run is not None and set(outcome.run.missing) == {"optimizer"}
+    assert outcome.run is not None and set(outcome.run.missing) == {"optimizer", "of_each"}
+    assert "a sharded model is gathered only on rank 0" in outcome.run.missing["of_each"]
     assert "get_optimizer_state_dict" in outcome.run.missing["optimizer"]
     space = notebook.shell.user_ns
     assert space["model"].keys() == space["whole"].keys()
