@@ -10,11 +10,13 @@ import sys
 import threading
 import types
 import warnings
-from collections.abc import Mapping
+from asyncio import CancelledError
+from collections.abc import Coroutine, Mapping
 from contextlib import suppress
 from importlib.machinery import ModuleSpec
 from typing import Any
 
+from IPython.core.async_helpers import get_asyncio_loop
 from IPython.core.compilerop import CachingCompiler
 from IPython.core.displayhook import DisplayHook
 from IPython.core.displaypub import DisplayPublisher
@@ -181,6 +183,7 @@ class RankShell(InteractiveShell):
     depth = 0
     _drawn = ""
     _has_hidden = False
+    _is_cancelling = False
     _at_start: Mapping[str, Any] = {}
     display_pub_class = AnyTrait(_LinkDisplayPublisher)
     displayhook_class = AnyTrait(_LinkDisplayHook)
@@ -200,6 +203,7 @@ class RankShell(InteractiveShell):
         - `input`, `sys.stdin` and `breakpoint()` ask the user.
         - `sys.ps1` does not exist, so that Lightning does not assume an interactive session.
         - When the program imports tqdm.notebook or hydra, the module is adapted to ranks.
+        - An interrupt also ends a cell that waits in an `await`.
         - `users_names` and `%who` leave out the names that `__main__` has now.
 
         Args:
@@ -231,6 +235,7 @@ class RankShell(InteractiveShell):
             main.__dict__, RankShell._call.__code__, _LinkDisplayHook.__call__.__code__
         )
         self.breakpoints.install()
+        self.loop_runner = self._run_coroutine
         self.colors = colors
         if hasattr(self.InteractiveTB, "set_colors"):  # IPython 8 needs this call for tracebacks
             self.InteractiveTB.set_colors(colors)
@@ -371,6 +376,25 @@ class RankShell(InteractiveShell):
             self._has_hidden = True
             self.link.send(Note(text=HIDDEN_DISPLAYS))
 
+    def _run_coroutine(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+        """Run a cell with an `await` in IPython's event loop, and return its result.
+
+        If an interrupt ends the loop, cancel the cell, so that its `finally` blocks run. IPython's
+        own function would leave the cell pending, and the next `await` would continue it.
+        """
+        loop = get_asyncio_loop()
+        task = loop.create_task(coroutine)
+        try:
+            return loop.run_until_complete(task)
+        except BaseException:
+            self._is_cancelling = True
+            task.cancel()
+            with suppress(BaseException):
+                loop.run_until_complete(task)
+            raise
+        finally:
+            self._is_cancelling = False
+
     async def run_code(self, *args: Any, **kwargs: Any) -> bool:
         """Run code as IPython does. While the code runs, `depth` is larger by 1."""
         self.depth += 1
@@ -400,7 +424,8 @@ class RankShell(InteractiveShell):
         - The cell continues after the exception. A SystemExit counts as the end of the cell.
         - An earlier exception is the rank's failure.
 
-        For `sys.exit(0)`, do nothing. In a child that the cell forked, send no message. In the
+        Do nothing for `sys.exit(0)`. Also do nothing for the CancelledError by which
+        `_run_coroutine` ends an interrupted cell, because the KeyboardInterrupt follows. In a child that the cell forked, send no message. In the
         forkserver, only show the exception.
         """
         value = exc_tuple[1] if exc_tuple else sys.exc_info()[1]
@@ -409,6 +434,8 @@ class RankShell(InteractiveShell):
             return
         is_exit = isinstance(value, SystemExit)
         if value is None or (isinstance(value, SystemExit) and not value.code):
+            return
+        if self._is_cancelling and isinstance(value, CancelledError):
             return
         cell: CellWork | None = self.compile.cell
         is_last = kwargs.get("running_compiled_code") or (cell is not None and cell.is_one_script)

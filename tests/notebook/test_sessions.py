@@ -848,6 +848,20 @@ def test_an_interrupt_ends_collectives_that_do_not_match_and_the_ranks_stay(
     assert printed(session, "%%taas --session exp\nprint(kept)") == ["0", "1"]
 
 
+def test_an_interrupted_await_ends_with_its_cleanup(session: Frontend) -> None:
+    cell = "import asyncio, signal\nended = []\n"
+    cell += "asyncio.get_running_loop().call_soon(signal.raise_signal, signal.SIGINT)\n"
+    cell += "try:\n    await asyncio.Event().wait()\nfinally:\n    ended.append('cleaned')"
+    said = error(session, f"%%taas --session exp\n{cell}")
+    assert "KeyboardInterrupt" in said and "CancelledError" not in said
+    after = "%%taas --session exp\nawait asyncio.sleep(0)\nprint(ended)"
+    assert printed(session, after) == ["['cleaned']"]
+    # errors of later cells have the notebook's line numbers, and are shown, whatever their type
+    cell = "task = asyncio.ensure_future(asyncio.sleep(9))\ntask.cancel()\nawait task"
+    said = error(session, f"%%taas --session exp\n{cell}")
+    assert "CancelledError" in said and "line 4" in said
+
+
 def test_a_rank_that_does_not_return_from_a_cell_ends_the_session(session: Frontend) -> None:
     cell = "import signal\nsignal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])\n"
     cell += "if rank == 1:\n    raise ValueError\nprint('ready', flush=True)\n"
