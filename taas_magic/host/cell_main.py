@@ -9,7 +9,8 @@ When the child first looks up a name in its main module, this module loads the n
 - If the run's work is a function, all names come from the run's payload.
 - If the work is a `%%taas` cell, the names of earlier cells come from the payload. For the cell's
   own names, the child runs the cell's imports, definitions and constants again. If the cell has an
-  `if __name__ == "__main__":`, the child runs all statements of the cell, as for a script.
+  `if __name__ == "__main__":`, the child runs all statements of the cell, as for a script, except
+  statements with magics, shell commands or a top-level `await`.
 
 This module imports little at its top, because each such child imports it.
 """
@@ -18,6 +19,7 @@ import ast
 import os
 import sys
 import threading
+from inspect import CO_COROUTINE
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,16 +36,17 @@ _is_loaded = False
 def definitions(tree: ast.Module) -> ast.Module:
     """Return the statements of a cell that a child process must run to have the cell's names.
 
-    If the cell's top level has an `if` that tests `__name__`, return all statements. Otherwise,
-    return only the imports, functions, classes and constants at the cell's top level.
+    If the cell's top level has an `if` that tests `__name__`, return all statements that need no
+    IPython. Otherwise, return only the imports, functions, classes and constants at the cell's top
+    level.
     """
-    for statement in tree.body:
-        if isinstance(statement, ast.If) and any(
-            isinstance(part, ast.Name) and part.id == "__name__"
-            for part in ast.walk(statement.test)
-        ):
-            return tree
-    body = [statement for statement in tree.body if _only_defines(statement)]
+    has_guard = any(
+        isinstance(part, ast.Name) and part.id == "__name__"
+        for statement in tree.body
+        if isinstance(statement, ast.If)
+        for part in ast.walk(statement.test)
+    )
+    body = [it for it in tree.body if _only_defines(it) or (has_guard and not _needs_ipython(it))]
     return ast.Module(body=body, type_ignores=[])
 
 
@@ -62,6 +65,16 @@ def _only_defines(statement: ast.stmt) -> bool:
     except (ValueError, TypeError, SyntaxError):
         return False
     return True
+
+
+def _needs_ipython(statement: ast.stmt) -> bool:
+    """Return whether only IPython can run a statement of a cell.
+
+    True for a statement with a magic, a shell command (`!ls`) or a top-level `await`.
+    """
+    module = ast.Module(body=[statement], type_ignores=[])
+    code = compile(module, "<cell>", "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+    return bool(code.co_flags & CO_COROUTINE) or "get_ipython" in code.co_names
 
 
 def load(path: Path, namespace: dict[str, Any]) -> "Work":
@@ -117,8 +130,9 @@ def _find(name: str) -> Any:
         return main[name]
     raise AttributeError(
         f"{name!r} is not defined in this child process. A child process has the names of earlier "
-        "cells, and from the %%taas cell only imports, functions, classes and constants (its whole "
-        'top level if the cell has an `if __name__ == "__main__":`)'
+        "cells, and from the %%taas cell only imports, functions, classes and constants (or all "
+        "statements without magics and top-level `await`, if the cell has an "
+        '`if __name__ == "__main__":`)'
     )
 
 

@@ -36,6 +36,10 @@ if __name__ == "__main__":
 """
     outcome = notebook.run(source, gpus=1)
     assert outcome.lines[0] == ["imported __main__", "imported __mp_main__", "child 1"]
+    # only a rank can run magics and a top-level await
+    for needs_shell in ("%matplotlib inline\n", "import asyncio\nawait asyncio.sleep(0)\n"):
+        outcome = notebook.run(needs_shell + source, gpus=1)
+        assert outcome.lines[0] == ["imported __main__", "imported __mp_main__", "child 1"]
 
 
 def test_random_numbers_differ_between_ranks_and_runs(notebook: Notebook) -> None:
