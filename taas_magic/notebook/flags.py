@@ -705,6 +705,11 @@ def _words(line: str) -> list[str]:
     try:
         return shlex.split(_uncommented(line))
     except ValueError:
+        if line.rstrip().endswith("\\"):
+            raise UsageError(
+                f"%%taas {line.strip()}: flags cannot continue on the next line; write them on one "
+                "line, or use several lines of `#pragma taas`"
+            ) from None
         raise UsageError(
             f"%%taas {line.strip()}: a quote is not closed (--name 'two words')"
         ) from None

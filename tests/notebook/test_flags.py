@@ -151,6 +151,7 @@ def test_each_field_of_flags_has_a_flag() -> None:
         ),
         ("--gpus 2 --dry-run=1", "--dry-run takes no value"),
         ("--gpus 2 --name 'x", "a quote is not closed"),
+        ("--gpus 2 \\", "flags cannot continue on the next line"),
         ("--gpus 2 --rehearse 0", '--rehearse needs a number of batches such as 3; got "0"'),
         ("--gpus 2 --rehearse --rehearse 4", "--rehearse was given twice"),
         *(
