@@ -287,7 +287,7 @@ TAAS_IS_HERE = (
     "taas: `import taas` imports taas-magic, not pip's package of that name. No restart is needed."
 )
 INSTALLS_TAAS = re.compile(
-    r"^\s*[!%]{0,2}\s*(?:\S+\s+-m\s+|uv\s+)?pip[\d.]*\s+install\s"
+    r"^[ \t]*(?:[!%]{1,2}[ \t]*)?(?:\S+\s+-m\s+|uv\s+)?pip[\d.]*\s+install\s"
     r"(?:[^#\n]*[\s'\"/])?taas(?:$|[\s'\"=<>~!;\[@]|-\d)",
     re.MULTILINE,
 )
