@@ -425,8 +425,8 @@ class RankShell(InteractiveShell):
         - An earlier exception is the rank's failure.
 
         Do nothing for `sys.exit(0)`. Also do nothing for the CancelledError by which
-        `_run_coroutine` ends an interrupted cell, because the KeyboardInterrupt follows. In a child that the cell forked, send no message. In the
-        forkserver, only show the exception.
+        `_run_coroutine` ends an interrupted cell, because the KeyboardInterrupt follows. In a child
+        that the cell forked, send no message. In the forkserver, only show the exception.
         """
         value = exc_tuple[1] if exc_tuple else sys.exc_info()[1]
         if self.link is None:  # in the forkserver (`prepare`)
