@@ -463,7 +463,7 @@ class ValuePickler(cloudpickle.Pickler):
         if (numpy := module_if_imported("numpy")) is not None:
             rules[numpy.ndarray] = reduce_array
         if "torch" in sys.modules:
-            rules |= torch_reducers(self._storages, keeps_hooks=self._to == "ranks")
+            rules |= torch_reducers(self._storages, keeps_hooks=self._to in ("ranks", "jobs"))
         if "IPython" in sys.modules:
             from IPython.core.interactiveshell import InteractiveShell
 

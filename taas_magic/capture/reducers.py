@@ -535,7 +535,7 @@ def _reduce_tensor(tensor: "torch.Tensor") -> Any:
 
 
 def _reduce_tensor_with_hooks(tensor: "torch.Tensor") -> Any:
-    """Reduce a tensor, for a rank, with its backward hooks and its hooks after `.grad` is set.
+    """Reduce a tensor with its backward hooks and its hooks after `.grad` is set.
 
     Torch itself leaves out the hooks, with or without a warning. These hooks stay left out:
 

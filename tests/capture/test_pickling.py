@@ -134,7 +134,7 @@ def _whole(values: list[float]) -> Whole:
 
 
 @pytest.mark.filterwarnings("error")
-def test_hooks_of_tensors_are_pickled_for_ranks_only(path: Path) -> None:
+def test_hooks_of_tensors_are_left_out_of_results(path: Path) -> None:
     weight: Any = torch.ones(1, requires_grad=True)
     own: Any = _whole([1.0]).detach().requires_grad_()
     own.unit = "mm"

@@ -250,6 +250,23 @@ second = multiply(1)
     assert (names["first"], names["second"]) == (2 * 3 + 5, 10 * 3 + 5)
 
 
+def test_jobs_get_the_hooks_of_the_notebooks_tensors(
+    planted: Notebook, names: dict[str, Any]
+) -> None:
+    planted.define("""
+hooked, also_hooked = torch.ones(1, requires_grad=True), torch.ones(1, requires_grad=True)
+hooked.register_hook(lambda grad: grad * 2)
+def triple_gradient(tensor):
+    tensor.grad *= 3
+also_hooked.register_post_accumulate_grad_hook(triple_gradient)
+def gradients_with(given):
+    (hooked + given).backward()
+    return hooked.grad.item(), given.grad.item()
+gradients = farm.submit(gradients_with, also_hooked).result()
+""")
+    assert names["gradients"] == (2, 3)
+
+
 def test_short_jobs_share_a_process_and_fresh_ones_have_their_own(
     farm: Farm, names: dict[str, Any]
 ) -> None:
