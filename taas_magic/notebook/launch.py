@@ -431,8 +431,8 @@ def run_to_end(
         if is_shown and session is None:
             _prune_runs(config)  # now, while the ranks start
         driver.follow(connection, view, interrupts, detaches)
-    if is_shown and session is not None and time.monotonic() - _pruned_at > PRUNE_S:
-        _prune_runs(config)
+        if is_shown and session is not None and time.monotonic() - _pruned_at > PRUNE_S:
+            _prune_runs(config)
 
 
 def _prune_runs(config: Config) -> None:

@@ -705,7 +705,7 @@ class RunDriver:
             namespace: The notebook's variables, by name. The results are added here.
 
         Raises:
-            KeyboardInterrupt: The run was interrupted or stopped.
+            KeyboardInterrupt: The run was interrupted or stopped, or this call was interrupted.
             ResultError: The run succeeded, but not all variables of `--out` could be returned.
             RunError: The work failed on a rank.
             PoolError: The run was lost, or failed before a rank started.
@@ -713,7 +713,13 @@ class RunDriver:
         """
         if self.is_detached:
             return
-        out = self.run.out
+        try:
+            out = self.run.out
+        except KeyboardInterrupt:
+            raise interrupted(
+                f"Stopped by you while the values of run {self.run_id} were loaded. The run has "
+                "ended; `taas.last_run.out` loads its values"
+            ) from None
         namespace.update(out)
         sys.stdout.writelines(f"{note}\n" for note in self.run.result_notes)
         if out and self.run.state not in ("SUCCEEDED", "INTERRUPTED"):

@@ -115,6 +115,26 @@ for step in range(600):
     assert notebook.shell.user_ns["history"][:3] == [0, 1, 2]
 
 
+def test_an_interrupt_while_values_are_loaded_does_not_lose_them(notebook: Notebook) -> None:
+    notebook.define("""
+import os, signal
+loads, home = [], os.getpid()
+def load_slowly():
+    if os.getpid() == home:
+        loads.append(1)
+        if len(loads) == 1:
+            signal.raise_signal(signal.SIGINT)
+    return "loaded"
+class SlowValue:
+    def __reduce__(self):
+        return load_slowly, ()
+""")
+    outcome = notebook.run("slow = SlowValue()", "--out slow", gpus=1)
+    assert isinstance(outcome.error, KeyboardInterrupt) and outcome.run is not None
+    assert f"while the values of run {outcome.run.id} were loaded" in outcome.shown
+    assert outcome.run.state == "SUCCEEDED" and outcome.run.out == {"slow": "loaded"}
+
+
 def test_a_value_can_be_requested_from_another_rank(notebook: Notebook) -> None:
     source = (
         "import os\nrank = first = int(os.environ.pop('RANK'))\nonly = 'here' if rank else None"

@@ -119,6 +119,19 @@ def test_the_newest_run_after_the_first_cell_is_this_cell(session: Frontend) -> 
     session.run("%taas end first")
 
 
+def test_an_interrupt_while_old_runs_are_removed_does_not_fail_the_cell(session: Frontend) -> None:
+    session.run(
+        "import signal\nfrom taas_magic.notebook import launch as launching\n"
+        "old_runs = launching.journal.prune, launching.PRUNE_S\n"
+        "launching.journal.prune = lambda *limits: signal.raise_signal(signal.SIGINT)\n"
+        "launching.PRUNE_S = -1.0"
+    )
+    try:
+        session.run("%%taas --session exp\npass")
+    finally:
+        session.run("launching.journal.prune, launching.PRUNE_S = old_runs")
+
+
 def test_stop_without_a_name_keeps_an_idle_session(session: Frontend) -> None:
     session.run("%%taas --session exp\nkept = rank")
     assert "No run is running" in session.fail("%taas stop")["evalue"]
