@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from IPython.core.display_functions import clear_output, publish_display_data
+from IPython.core.displaypub import CapturingDisplayPublisher
 from IPython.core.getipython import get_ipython
 from msgspec import structs
 
@@ -53,11 +54,14 @@ class NotebookScreen:
         self._clears_first = False
 
     def show(self, state: RunState, now: float) -> None:
-        """Show the status header, or update it if it has changed."""
-        is_shown, before = bool(self._head), self._head
-        self._head = head.mime_bundle(state, now)
-        if self._head != before:
-            self._publish_head(update=is_shown)
+        """Show the status header, or update it if it has changed.
+
+        While `%%capture` captures the cell's output, only `close` updates the header, because
+        IPython would store each update.
+        """
+        publisher = getattr(get_ipython(), "display_pub", None)
+        if not (self._head and isinstance(publisher, CapturingDisplayPublisher)):
+            self._update_head(state, now)
 
     def open(self, state: RunState, now: float) -> None:
         """Show the status header and, below it, the table of an active run's ranks."""
@@ -113,7 +117,7 @@ class NotebookScreen:
         """
         if self._shows_ranks:
             self._publish_ranks("", update=True)
-        self.show(state, now)
+        self._update_head(state, now)
 
     def _clear_now(self) -> None:
         """If `clear` was called since the last output, clear the cell, and show the header again.
@@ -133,6 +137,12 @@ class NotebookScreen:
         transient = {"display_id": f"{self._run_id}:ranks"}
         data = {"text/html": html, "text/plain": ""}
         publish_display_data(data, transient=transient, update=update)
+
+    def _update_head(self, state: RunState, now: float) -> None:
+        is_shown, before = bool(self._head), self._head
+        self._head = head.mime_bundle(state, now)
+        if self._head != before:
+            self._publish_head(update=is_shown)
 
     def _publish_head(self, update: bool) -> None:
         transient = {"display_id": f"{self._run_id}:head"}
@@ -285,7 +295,8 @@ def screen_for(shell: "InteractiveShell | None", plan: Plan) -> Screen:
     A shell without a kernel writes to a terminal. For a kernel, the request to run the cell shows
     the kind of frontend. The frontend is a notebook if the request has the id of a cell
     (JupyterLab, Notebook 7, VS Code), or allows no input by the user (nbclient). Otherwise, the
-    frontend is a console, which cannot update displays.
+    frontend is a console, which cannot update displays. If the request runs no cell, but the
+    callback of a widget, the widget that shows the output cannot update displays either.
 
     Args:
         shell: The IPython shell of this process; None outside of IPython.
@@ -294,8 +305,9 @@ def screen_for(shell: "InteractiveShell | None", plan: Plan) -> Screen:
     if not hasattr(shell, "kernel"):
         return TerminalScreen()
     request: Mapping[str, Any] = getattr(shell, "get_parent", dict)()
+    runs_cell = request.get("header", {}).get("msg_type", "execute_request") == "execute_request"
     asks = request.get("content", {}).get("allow_stdin", False)
-    is_of_console = asks and "cellId" not in request.get("metadata", {})
+    is_of_console = not runs_cell or (asks and "cellId" not in request.get("metadata", {}))
     kind = ConsoleScreen if is_of_console else NotebookScreen
     return kind(plan.run_id, plan.session)
 

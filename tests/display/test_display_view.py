@@ -319,6 +319,48 @@ def test_a_console_gets_the_last_lines_of_a_flood_at_the_end(client: BlockingKer
     assert f"[0] 11 {9999:090}\nSUCCEEDED digits" in text
 
 
+def test_a_run_in_a_widgets_callback_shows_its_end_as_text(client: BlockingKernelClient) -> None:
+    """JupyterLab's Output widget ignores updates of displays."""
+    run_in(
+        client,
+        """
+        def on_open(comm, message):
+            stage = Stage()
+            stage.play(lines(0, "a"), seconds=1.0)
+            stage.end(ended())
+        get_ipython().kernel.comm_manager.register_target("runs", on_open)
+        """,
+    )
+    opened = client.session.msg(
+        "comm_open", {"comm_id": "1", "target_name": "runs", "data": {}, "metadata": {}}
+    )
+    client.shell_channel.send(opened)
+    text, state = "", ""
+    while state != "idle":
+        message = client.get_iopub_msg(timeout=HUNG_S)
+        if message["parent_header"].get("msg_id") == opened["header"]["msg_id"]:
+            text += message["content"].get("text", "")
+            state = message["content"].get("execution_state", "")
+    assert "SUCCEEDED digits · ranks 2" in text
+
+
+def test_captured_output_has_only_the_first_and_the_last_header(execute: Execute) -> None:
+    [stream] = contents(
+        execute("""
+        from IPython.utils.capture import capture_output
+        with capture_output() as captured:
+            stage = Stage()
+            for step in range(50):
+                stage.play(event("progress", rank=0, text=f"{step}%"), seconds=1.0)
+            stage.end(ended())
+        headers = [it._repr_mime_("text/plain") for it in captured.outputs]
+        print(len([it for it in headers if it]), "SUCCEEDED" in headers[-1])
+        """),
+        "stream",
+    )
+    assert stream["text"] == "2 True\n"
+
+
 def test_a_restart_is_a_line_of_the_log(execute: Execute) -> None:
     messages = execute("""
         failure = {"rank": 1, "host": "gpu1", "pid": 7, "how": "signal", "signal": "SIGKILL"}
