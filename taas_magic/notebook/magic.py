@@ -225,14 +225,18 @@ class TaasMagics(Magics):
     def _compile_name(self, raw: str) -> str:
         """Return the file name under which the kernel compiled the cell that called the magic.
 
-        If `raw` is the cell that the user sees, the cell's stack frame has the name. Otherwise,
-        code called the magic by `run_cell_magic`; compute the name from the text `raw`.
+        If `raw` is the cell that the user sees, the cell's stack frame has the name. Frames of
+        other code in the notebook's namespace, such as code that `%%time` runs, do not count.
+        Otherwise, code called the magic by `run_cell_magic`; compute the name from the text `raw`.
         """
+        from taas_magic.capture.payload import cell_number
+
         frame = sys._getframe()
         while frame.f_back is not None and raw == self._raw_cell:
             frame = frame.f_back
-            if frame.f_globals is self.shell.user_ns:
-                return frame.f_code.co_filename
+            name = frame.f_code.co_filename
+            if frame.f_globals is self.shell.user_ns and cell_number(self.shell, name) is not None:
+                return name
         shell = self.shell
         return str(shell.compile.get_code_name(raw, shell.transform_cell(raw), 0))
 

@@ -225,6 +225,15 @@ def test_a_mistake_is_one_line_and_starts_nothing(
     assert len(capsys.readouterr().out.strip().splitlines()) == 1
 
 
+def test_a_cell_below_another_magic_has_the_file_of_the_notebooks_cell(
+    shell: InteractiveShell, launch: FakeLaunch
+) -> None:
+    for number in (1, 2):
+        assert run(shell, "%%time\n%%taas --gpus 2\nx = 1") is None
+        cell = asked_cell(launch)
+        assert (cell.execution_count, cell.line_offset) == (number, 2)
+
+
 def test_an_interrupt_before_the_ranks_start_is_one_line(
     shell: InteractiveShell, launch: FakeLaunch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
