@@ -357,7 +357,10 @@ class RankShell(InteractiveShell):
     def publish(
         self, data: Any, metadata: Any, display_id: str | None = None, update: bool = False
     ) -> None:
-        """Send a display to the agent, without representations that are too large for a browser.
+        """Send a display to the agent, without representations that a browser cannot show.
+
+        These are representations that are too large (`without_large_parts`), and those of widgets,
+        because a widget's model exists only in the rank.
 
         If the displays of this rank are not shown (`shows`), do not send the display. Instead, send
         the user a note at the first display.
@@ -369,6 +372,7 @@ class RankShell(InteractiveShell):
         """
         if self.link is not None and self.shows:
             shown = without_large_parts(data)
+            shown.pop("application/vnd.jupyter.widget-view+json", None)
             self.link.send_in_order(
                 Display(data=shown, metadata=metadata, display_id=display_id, update=update)
             )

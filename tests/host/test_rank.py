@@ -147,6 +147,15 @@ def test_displays_of_other_ranks_are_mentioned_and_shown_on_request(
     assert not notebook.run("1 + 1").of_kind("note")  # rank 1's value is not shown
 
 
+def test_a_widget_is_shown_as_text_because_the_notebook_lacks_its_model(
+    notebook: Notebook,
+) -> None:
+    pytest.importorskip("ipywidgets")
+    outcome = notebook.run("import ipywidgets\nipywidgets.IntSlider(3)", gpus=1)
+    [shown] = outcome.of_kind("display")
+    assert set(shown["data"]) == {"text/plain"} and "IntSlider" in shown["data"]["text/plain"]
+
+
 @pytest.mark.parametrize("end", ["\\n", ""])
 def test_lines_displays_and_clearings_keep_their_order(notebook: Notebook, end: str) -> None:
     source = f"""
