@@ -1,5 +1,6 @@
 """Find, open, list, check and end the pools that this kernel uses."""
 
+import platform
 import sys
 import tempfile
 import threading
@@ -212,12 +213,19 @@ def pool_of_session(run: Run, config: Config) -> PoolConnection:
     Raises:
         UsageError: taas.toml has no such pool any more.
         PoolError: The pool's process has ended or does not respond, or the pool's settings have
-            changed.
+            changed. Or the session belongs to another machine, which shares this machine's state
+            folder.
     """
     pool, folder = named(run.pool, config), run.context.pool_folder
     if str(pool.folder.path) != folder:  # the session was started in another notebook's folder
         pool = Pool(config.pool(run.pool), Path(run.context.project))
     if str(pool.folder.path) != folder:
+        pool_address = read_address(Path(folder))
+        if pool_address is not None and pool_address.machine != platform.node():
+            raise PoolError(
+                f"the session belongs to machine {pool_address.machine}: use the session in a "
+                f"notebook on that machine"
+            )
         raise PoolError(
             f'the settings of pool "{run.pool}" or the versions of this kernel are not those with '
             f"which the session was started ({folder})"

@@ -18,6 +18,7 @@ class PoolAddress(Struct):
         project: Path of the project folder (the notebook's folder).
         made_of: Versions of Python, torch and taas-magic that the pool's process uses. A kernel
             with other versions does not connect.
+        machine: Name of the machine on which the pool's process runs.
     """
 
     address: str
@@ -25,6 +26,7 @@ class PoolAddress(Struct):
     project: str
     made_of: KernelVersions
     pid: int = 0
+    machine: str = ""
 
 
 def read_address(folder: Path) -> PoolAddress | None:

@@ -189,16 +189,17 @@ def ask_pool(folder: Path, request: Request[_T]) -> _T:
     pool_address = read_address(folder)
     if pool_address is None or is_unlocked(folder / "lock"):
         raise PoolError(f"the pool's process has ended ({folder})")
+    who = f"the pool's process on machine {pool_address.machine}"
     try:
         client = _connect(pool_address, lambda: None)
     except OSError as error:
-        raise PoolError(f"the pool's process does not answer: {error} ({folder})") from error
+        raise PoolError(f"{who} does not answer: {error} ({folder})") from error
     try:
         asking = send_request(client.scheduler, request)
         answer = asyncio.run_coroutine_threadsafe(asking, client.loop.asyncio_loop)
         return answer.result(ANSWER_S)
     except (OSError, futures.TimeoutError) as error:
-        raise PoolError(f"the pool's process does not answer: {error} ({folder})") from error
+        raise PoolError(f"{who} does not answer: {error} ({folder})") from error
     finally:
         disconnect(client)
 

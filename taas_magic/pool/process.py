@@ -11,6 +11,7 @@ import gc
 import hashlib
 import logging
 import os
+import platform
 import subprocess
 import sys
 import threading
@@ -142,11 +143,12 @@ class PoolFolder:
     def path(self) -> Path:
         """Path of the pool's folder. The first access creates the folder.
 
-        The name contains a digest of the pool's settings, the project folder, and the versions of
-        Python, torch and taas-magic. So different settings or versions have different folders, and
-        therefore different processes of the pool.
+        The name contains a digest of this machine's name, the pool's settings, the project folder,
+        and the versions of Python, torch and taas-magic. If any of these differ, the folders
+        differ, and therefore the processes of the pool. Machines may share the state folder.
         """
-        mark = f"{sys.prefix}|{self._project}|{self._config}|{this_kernel()}"
+        place = f"{platform.node()}|{sys.prefix}|{self._project}"
+        mark = f"{place}|{self._config}|{this_kernel()}"
         digest = hashlib.sha256(os.fsencode(mark)).hexdigest()[:_DIGEST]
         path = state_dir() / "pools" / f"{self._config.name}-{digest}"
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -319,8 +321,14 @@ async def _run_pool(engine: Engine, folder: Path, settings: PoolSettings) -> Non
     keys = Keys()
     async with engine.open(PoolScheduler, keys, str(folder)) as scheduler:
         controller = Controller(scheduler, engine, engine.pool, settings.linger_s)
-        made_of, pid = this_kernel(), os.getpid()
-        pool_address = PoolAddress(scheduler.address, keys.kernel(), settings.project, made_of, pid)
+        pool_address = PoolAddress(
+            scheduler.address,
+            keys.kernel(),
+            settings.project,
+            this_kernel(),
+            os.getpid(),
+            platform.node(),
+        )
         path = folder / "pool.json"
         try:
             with replace_atomically(path) as file:

@@ -3,6 +3,8 @@
 import contextlib
 import gc
 import os
+import platform
+import shlex
 import socket
 import ssl
 import stat
@@ -32,6 +34,7 @@ from tests.events import line_of
 from tests.eventually import HUNG_S
 from tests.frontend import Frontend
 from tests.harness import Notebook, below, left_of, listening_ports
+from tests.rig.hosts import missing
 
 UNFORESEEN = """
 import sys
@@ -155,6 +158,46 @@ pool.close()
         [sys.executable, "-c", source], capture_output=True, text=True, check=True, timeout=HUNG_S
     )
     assert done.stdout.split() == ["1", connection_of(the_pool(notebook)).address]
+
+
+@pytest.mark.network
+@pytest.mark.skipif(bool(missing()), reason=missing())
+def test_another_machine_with_the_same_home_folder_has_a_pool_of_its_own(
+    notebook: Notebook,
+) -> None:
+    source = """
+from pathlib import Path
+from taas_magic.config import Config
+from taas_magic.errors import PoolError
+from taas_magic.messages import GetStatus
+from taas_magic.notebook import pools
+from taas_magic.notebook.runs import runs
+from taas_magic.pool.client import ask_pool
+pool, run = pools.named("local", Config()), runs()[0]
+for ask in (
+    lambda: ask_pool(Path(run.context.pool_folder), GetStatus()),
+    lambda: pools.pool_of_session(run, Config()),
+):
+    try:
+        ask()
+    except PoolError as error:
+        print(error)
+print(pool.open().address)
+pool.down()
+"""
+    assert notebook.run("pass").error is None
+    program = shlex.join([sys.executable, "-c", source])
+    namespaces = ["--mount", "--mount-proc", "--uts", "--net", "--pid", "--fork", "--kill-child"]
+    script = f"hostname elsewhere; ip link set lo up; {program}"
+    machine = ["unshare", *namespaces, "sh", "-c", script]
+    done = subprocess.run(machine, capture_output=True, text=True, check=False, timeout=HUNG_S)
+    assert done.returncode == 0, done.stderr
+    of_pool, of_session, address = done.stdout.strip().splitlines()
+    name = platform.node()
+    assert f"the pool's process on machine {name} does not answer" in of_pool
+    assert f"the session belongs to machine {name}" in of_session
+    here = connection_of(the_pool(notebook))
+    assert address != here.address and here.is_ready
 
 
 @pytest.mark.process
