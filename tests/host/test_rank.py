@@ -151,7 +151,7 @@ def test_a_widget_is_shown_as_text_because_the_notebook_lacks_its_model(
     notebook: Notebook,
 ) -> None:
     pytest.importorskip("ipywidgets")
-    outcome = notebook.run("import ipywidgets\nipywidgets.IntSlider(3)", gpus=1)
+    outcome = notebook.run("import ipywidgets\ndisplay(ipywidgets.IntSlider(3))", gpus=1)
     [shown] = outcome.of_kind("display")
     assert set(shown["data"]) == {"text/plain"} and "IntSlider" in shown["data"]["text/plain"]
 
