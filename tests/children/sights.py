@@ -132,6 +132,13 @@ def saves_with_libraries() -> None:
     assert dataset.dataset("dataset").count_rows() == 1
     feather.write_feather(table, "out/table.feather")
     assert feather.read_table("out/table.feather").num_rows == 1
+    assert parquet.read_schema("table.parquet").names == ["a"]
+    assert parquet.read_metadata("table.parquet").num_rows == 1
+    assert parquet.ParquetDataset("dataset").read().num_rows == 1
+    datasets = importlib.import_module("datasets")
+    datasets.Dataset.from_dict({"a": [1, 2]}).save_to_disk("words")
+    mapped = datasets.load_from_disk("words").map(lambda row: {"b": row["a"] + 1})
+    assert sorted(mapped.shuffle(seed=0)["b"]) == [2, 3]
 
 
 def is_refused_in_a_subprocess() -> str:
