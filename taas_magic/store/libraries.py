@@ -31,7 +31,7 @@ class _Call(NamedTuple):
         position: Index of the path in the positional arguments; `self` of a method has index 0.
         parameter: Name of the path's parameter.
         writes: Whether the function writes; None if this depends on its argument `mode`.
-        makes_folder: Whether the function makes a folder at the path.
+        makes_folder: Whether the function writes a folder at the path.
     """
 
     module: str
@@ -47,6 +47,7 @@ CALLS = (
     _Call("safetensors", "safe_open", 0, "filename", writes=False),
     _Call("tokenizers", "Tokenizer.save", 1, "path", writes=True),
     _Call("tokenizers", "Tokenizer.from_file", 0, "path", writes=False),
+    _Call("tokenizers.models", "Model.save", 1, "folder", writes=True, makes_folder=True),
     _Call("torch.jit._script", "RecursiveScriptModule.save", 1, "f", writes=True),
     _Call("torch.jit._script", "ScriptModule.save", 1, "f", writes=True),
     _Call("torch.jit", "load", 0, "f", writes=False),
@@ -176,7 +177,10 @@ def _redirect_argument(view: StoreView, call: _Call, path: Any, mode: Any) -> An
         mode: The caller's `mode` argument; used only if `call.writes` is None.
     """
     if call.makes_folder:
-        return library_write_path(view, view.path_to_write, path)
+        redirected = library_write_path(view, view.path_to_write, path)
+        if redirected is not path:  # the folder may exist only in the store
+            os.makedirs(redirected, exist_ok=True)
+        return redirected
     if call.writes or (call.writes is None and mode not in ("r", "rb")):
         needs_content = call.writes is None and not str(mode).startswith(("w", "x"))
         return library_write_path(

@@ -110,6 +110,9 @@ def saves_with_libraries() -> None:
         assert file.keys() == ["weight"]
     Tokenizer(models.BPE()).save("tokenizer.json")
     assert Tokenizer.from_file("tokenizer.json").get_vocab_size() == 0
+    vocabulary = models.WordLevel({"a": 0}, unk_token="a")
+    assert [os.path.basename(it) for it in vocabulary.save("folder")] == ["vocab.json"]
+    assert "vocab.json" in os.listdir("folder")
     script = jit.script(torch.nn.Linear(2, 3))
     jit.save(script, "script.pt")
     jit.trace(torch.nn.Linear(2, 3), torch.ones(1, 2)).save("out/traced.pt")
