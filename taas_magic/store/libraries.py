@@ -50,6 +50,7 @@ CALLS = (
     _Call("tokenizers.models", "Model.save", 1, "folder", writes=True, makes_folder=True),
     _Call("torch.jit._script", "RecursiveScriptModule.save", 1, "f", writes=True),
     _Call("torch.jit._script", "ScriptModule.save", 1, "f", writes=True),
+    _Call("torch.jit", "ScriptFunction.save", 1, "filename", writes=True),
     _Call("torch.jit", "load", 0, "f", writes=False),
     _Call("h5py", "File.__init__", 1, "name", writes=None),
     _Call("pyarrow", "OSFile", 0, "path", writes=None),

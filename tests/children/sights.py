@@ -118,6 +118,8 @@ def saves_with_libraries() -> None:
     jit.trace(torch.nn.Linear(2, 3), torch.ones(1, 2)).save("out/traced.pt")
     for name in ("script.pt", "out/traced.pt"):
         assert jit.load(name)(torch.ones(1, 2)).shape == (1, 3)
+    jit.save(jit.trace(torch.sin, torch.ones(1)), "out/function.pt")
+    assert jit.load("out/function.pt")(torch.zeros(1)) == 0
     exported = torch.export.export(torch.nn.Linear(2, 3), (torch.ones(1, 2),))
     torch.export.save(exported, "m.pt2")
     torch.export.load("m.pt2")
