@@ -569,7 +569,8 @@ def install(view: StoreView) -> None:
     - Redirect torch's file writer, and the trace files of torch's profiler.
 
     Only for rank 0 of a real run: make `torch.save` atomic. For every other view: redirect
-    `torch.from_file` and `torch.UntypedStorage.from_file`.
+    `torch.from_file` and `torch.UntypedStorage.from_file`, and `torch.save` to paths that are not
+    ASCII.
 
     Only for a `DiscardingView` or `RehearsalView`, with which a rank reads files that it has
     written to another folder instead of the store:
@@ -590,6 +591,7 @@ def install(view: StoreView) -> None:
     _redirect_temporary_files()
     if isinstance(view, RefusingView | DiscardingView):
         _redirect_torch_maps(view)
+        _open_for_torch_save()
     else:
         _save_atomically(view)
     if isinstance(view, DiscardingView):
@@ -1109,6 +1111,23 @@ def _save_atomically(view: StoreView) -> None:
         if isinstance(f, (str, os.PathLike)) and view.resolve(str, f):
             with publish.atomic(f) as unfinished:
                 real(obj, unfinished, *args, **kw)
+        else:
+            real(obj, f, *args, **kw)
+
+    torch.save = torch.serialization.save = _redirected(torch.save, save)
+
+
+def _open_for_torch_save() -> None:
+    """Make `torch.save` write to a path that is not ASCII by `open`, which is redirected.
+
+    Without this, older versions of torch open such a path by `io.FileIO`, which is not redirected.
+    """
+    import torch
+
+    def save(real: _Call, obj: object, f: Any, *args: Any, **kw: Any) -> None:
+        if isinstance(f, (str, os.PathLike)) and not os.fspath(f).isascii():
+            with open(f, "wb") as file:
+                real(obj, file, *args, **kw)
         else:
             real(obj, f, *args, **kw)
 

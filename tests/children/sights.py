@@ -2,12 +2,14 @@
 
 import glob
 import importlib
+import io
 import os
 import pathlib
 import shutil
 import subprocess
 import sys
 from typing import Any
+from unittest import mock
 
 import numpy
 import torch
@@ -28,6 +30,13 @@ def changes(path: str) -> None:
 
 def writes_by_torch(path: str) -> None:
     torch._C.PyTorchFileWriter(path)
+
+
+def saves_under_a_name_beyond_ascii() -> None:
+    # Older versions of torch write such a file by io.FileIO.
+    with mock.patch.object(torch.serialization, "open", io.FileIO, create=True):
+        saves("größe.pt", 3.0)
+    assert loads("größe.pt") == 3.0
 
 
 def saves_and_finds() -> None:

@@ -105,6 +105,14 @@ def test_libraries_that_open_files_themselves_are_redirected(
     assert tree_of(base / "store") == before
 
 
+def test_a_checkpoint_with_a_name_beyond_ascii_is_redirected(
+    base: Path, rank: ProtectedProcess
+) -> None:
+    rank.call(sights.saves_under_a_name_beyond_ascii)
+    assert rank.call(protected.kept_out) == [str(base / "store" / "größe.pt")]
+    assert "größe.pt" not in os.listdir(base / "store")
+
+
 def test_an_error_of_the_system_names_the_rule(base: Path) -> None:
     protection = strongest_protection()
     if protection is StoreProtection.PYTHON:
