@@ -654,6 +654,7 @@ def _reading_calls(view: StoreView) -> dict[str, _Call]:
     reads_link = partial(_call_on_existing, view, follow=False)
     return {
         "stat": reads,
+        "statvfs": reads,
         "lstat": reads_link,
         "readlink": reads_link,
         "getxattr": reads,

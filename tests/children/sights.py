@@ -46,6 +46,7 @@ def saves_and_finds() -> None:
         assert os.path.exists(path) and os.path.isfile(path) and os.path.getsize(path) > 100
         assert pathlib.Path(path).exists() and os.access(path, os.R_OK | os.W_OK)
         assert loads(path) == 3.0
+    assert shutil.disk_usage("out").total > 0
     numpy.save("out/array.npy", numpy.arange(3))
     assert numpy.load("out/array.npy").tolist() == [0, 1, 2]
     assert numpy.load("out/array.npy", mmap_mode="r")[1] == 1
