@@ -142,9 +142,10 @@ def call_probe(
 def _probe_program(function: str, arguments: Mapping[str, object]) -> bytes:
     """Return the source code of a program that calls a function of `probe`.
 
-    The program prints `MARK` and the function's result as JSON, in one line. Every Python since 2.6
-    can run the program. A Python before 3.8 is too old for `probe`. There, the program prints a
-    dict with only the version of Python.
+    The program begins a new line, because the last line of a login script may lack its newline.
+    There it prints `MARK` and the function's result as JSON. Every Python since 2.6 can run the
+    program. A Python before 3.8 is too old for `probe`. There, the program prints a dict with only
+    the version of Python.
     """
     source = Path(probe.__file__).read_text(encoding="utf-8")
     lines = [
@@ -158,7 +159,7 @@ def _probe_program(function: str, arguments: Mapping[str, object]) -> bytes:
         "    names = {'__name__': 'taas_probe'}",
         "    exec(compile(source, 'taas_probe', 'exec'), names)",
         f"    answer = names[{function!r}](**asked)",
-        f"sys.stdout.write({json.dumps(MARK)} + json.dumps(answer) + '\\n')",
+        f"sys.stdout.write('\\n' + {json.dumps(MARK)} + json.dumps(answer) + '\\n')",
     ]
     return "\n".join(lines).encode("ascii") + b"\n"
 

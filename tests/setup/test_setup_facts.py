@@ -68,7 +68,7 @@ def test_facts_of_this_machine_need_no_shell(shell: SubShell) -> None:
 
 
 def test_what_a_login_script_prints_does_no_harm(shell: SubShell) -> None:
-    shell.profile = "Welcome!\n{no json\n"
+    shell.profile = "Welcome!\n{no json\n\033]0;there\007"
     assert ask_host(shell, sys.executable).python == platform.python_version()
 
 
