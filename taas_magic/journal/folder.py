@@ -18,6 +18,7 @@ and a reader skips lines that are incomplete.
 
 import contextlib
 import errno
+import functools
 import os
 import queue
 import shutil
@@ -116,7 +117,8 @@ def state_dir() -> Path:
     The folder is `$TAAS_STATE_DIR`, else `$XDG_STATE_HOME/taas`, else `~/.local/state/taas`.
 
     Raises:
-        PoolError: The folder cannot be created or written, or the user has no home folder.
+        PoolError: The folder cannot be created or written, its file system has no locks, or the
+            user has no home folder.
     """
     base = os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")
     path = Path(os.environ.get("TAAS_STATE_DIR") or os.path.join(base, "taas"))
@@ -126,9 +128,24 @@ def state_dir() -> Path:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         if not os.access(path, os.W_OK | os.X_OK):
             raise OSError(errno.EACCES, os.strerror(errno.EACCES))
+        _require_locks(path)
     except OSError as error:
         raise cannot_write(path, error) from error
     return path
+
+
+@functools.cache
+def _require_locks(folder: Path) -> None:
+    """Check, once for each folder, that the folder's file system has locks.
+
+    Raises:
+        OSError: The file system has no locks, for example Lustre without the mount option `flock`.
+    """
+    try:
+        is_unlocked(folder / "lock")
+    except OSError as error:  # if the file cannot be made, later writes say why
+        if error.errno in (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK):
+            raise OSError(error.errno, "its file system has no file locks (flock)") from error
 
 
 def cannot_write(path: Path, error: OSError) -> PoolError:

@@ -85,7 +85,7 @@ def error(frontend: Frontend, request: str) -> str:
 @pytest.mark.fault(63)
 @as_root
 def test_a_home_that_cannot_be_written_or_is_full_and_a_full_tmpdir(scene: Scene) -> None:
-    """The state folder is below the home folder. One kernel meets all three faults."""
+    """The state folder is below the home folder. One kernel meets all faults."""
     home = scene.folder / "home"
     home.mkdir()
     with (
@@ -95,6 +95,7 @@ def test_a_home_that_cannot_be_written_or_is_full_and_a_full_tmpdir(scene: Scene
     ):
         a_home_that_cannot_be_written_is_told_in_one_line(frontend)
         subprocess.run(["mount", "-o", "remount,rw", home], check=True)
+        a_home_without_file_locks_is_told_in_one_line(frontend)
         assert "[0] next" in frontend.text(frontend.run(NEXT))
         frontend.run(LOADER)
         a_full_tmpdir_fails_the_cell_and_no_other(scene, frontend)
@@ -109,6 +110,24 @@ def a_home_that_cannot_be_written_is_told_in_one_line(frontend: Frontend) -> Non
             r"PoolError: cannot write to .*, the folder of runs and pools: .*",
             error(frontend, refused),
         )
+
+
+def a_home_without_file_locks_is_told_in_one_line(frontend: Frontend) -> None:
+    frontend.run(
+        "import errno, fcntl, os\n"
+        "flock = fcntl.flock\n"
+        "def refuse(*arguments):\n"
+        "    raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))\n"
+        "fcntl.flock = refuse"
+    )
+    refused = frontend.send(NEXT)
+    frontend.finish(refused)
+    assert re.fullmatch(
+        r"PoolError: cannot write to .*/taas, the folder of runs and pools: its file system has no "
+        r"file locks \(flock\); correct this, or set TAAS_STATE_DIR .*",
+        error(frontend, refused),
+    )
+    frontend.run("fcntl.flock = flock")
 
 
 def a_full_tmpdir_fails_the_cell_and_no_other(scene: Scene, frontend: Frontend) -> None:
