@@ -577,6 +577,9 @@ def output_tail(folder: Path, job_id: str) -> str:
 QUERY_GAP_S = 2.0
 """Minimum seconds between two queries of a batch system for the jobs of missing hosts."""
 
+LONGEST_QUERY_GAP_S = 30.0
+"""Maximum seconds between two queries; the gap grows while the states of all jobs stay the same."""
+
 JOB_END_WAIT_S = 2.0
 """Maximum seconds that the pool waits until a batch system reports the end of a lost host's job."""
 
@@ -611,7 +614,9 @@ class Vehicles:
 
         Their agents are ready, their jobs have ended, or the pool has returned their hosts.
         """
-        self._queried_at = float("-inf")
+        self._queried_at, self._gap_s = float("-inf"), QUERY_GAP_S
+        self._workers: list[set[str]] = []
+        """Arguments of the last call of `describe_awaited`."""
         self._lines: list[str] = []
 
     def record_jobs(self, workers: Iterable[tuple[object, Any]]) -> None:
@@ -634,9 +639,11 @@ class Vehicles:
     ) -> list[str]:
         """Return one line for the user about each requested worker whose agent is not ready.
 
-        The lines contain job states from the batch system. A call within `QUERY_GAP_S` seconds
-        after the last query returns the lines of that query, unless `record_jobs` has found a new
-        job since then. From this call on, the jobs of the workers in `agents` are not queried.
+        The lines contain job states from the batch system. A call soon after the last query returns
+        the lines of that query, unless `record_jobs` has found a new job since then. "Soon" means
+        `QUERY_GAP_S` seconds at first. Each query with the same result makes this time longer, up
+        to `LONGEST_QUERY_GAP_S`. Other lines or arguments make it short again. From this call on,
+        the jobs of the workers in `agents` are not queried.
 
         Args:
             requested: Names of all requested Dask workers.
@@ -647,17 +654,21 @@ class Vehicles:
             JobEnded: A worker's batch job ended before its agent was ready.
         """
         self._served |= set(agents)
-        if time.monotonic() - self._queried_at < QUERY_GAP_S:
+        workers = [*map(set, (requested, up, agents))]
+        if workers != self._workers:
+            self._workers, self._gap_s = workers, QUERY_GAP_S
+        if time.monotonic() - self._queried_at < self._gap_s:
             return self._lines
         jobs = await self._query_jobs(
             {n: j for n, j in self._jobs.items() if n not in self._served}
         )
         self._queried_at = time.monotonic()
         awaited = sorted(set(requested) - set(agents))
-        self._lines = [
-            f"{name}: {self._describe_job(jobs.get(name), name in up)}" for name in awaited
-        ]
-        return self._lines
+        lines = [f"{name}: {self._describe_job(jobs.get(name), name in up)}" for name in awaited]
+        is_same = lines == self._lines
+        self._gap_s = min(1.2 * self._gap_s, LONGEST_QUERY_GAP_S) if is_same else QUERY_GAP_S
+        self._lines = lines
+        return lines
 
     def forget(self, kept: Collection[str]) -> None:
         """Stop querying the batch jobs of all workers whose names are not in `kept`."""

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,6 +22,17 @@ class Told(BatchSystem):
 
     async def query(self, job_ids: Collection[str]) -> dict[str, BatchJob]:
         return {job_id: self.jobs[job_id] for job_id in job_ids if job_id in self.jobs}
+
+
+@dataclass(frozen=True)
+class Counting(Told):
+    """A batch system that counts the queries."""
+
+    queries: list[Collection[str]] = field(default_factory=list)
+
+    async def query(self, job_ids: Collection[str]) -> dict[str, BatchJob]:
+        self.queries.append(job_ids)
+        return await super().query(job_ids)
 
 
 @dataclass
@@ -61,6 +73,32 @@ def test_the_report_follows_the_state_of_the_batch_job(vehicles: Vehicles) -> No
     assert look(vehicles) == ["hpc-0: Slurm job 1 PENDING (Resources)"]
     assert "the agent starts" in look(vehicles, up=["hpc-0"])[0]
     assert look(vehicles, up=["hpc-0"], agents=["hpc-0"]) == []
+
+
+def test_a_job_that_stays_queued_is_queried_ever_more_rarely(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The pool looks once a second for an hour. When a worker joins, the gap is short again."""
+    system = Counting("Slurm", lambda ids: [], parse_squeue, jobs={"1": PENDING})
+    now, gap_s = [0.0], 2.0
+    monkeypatch.setattr(waiting, "QUERY_GAP_S", gap_s)
+    monkeypatch.setattr(waiting, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    vehicles = Vehicles(system, tmp_path)
+    vehicles.record_jobs([("hpc-0", Submitted("1"))])
+
+    def look_for(seconds: float, up: Collection[str] = ()) -> list[str]:
+        until = now[0] + seconds
+        while now[0] < until:
+            now[0] += 1
+            lines = look(vehicles, up)
+        return lines
+
+    look_for(3600)
+    assert 3600 / waiting.LONGEST_QUERY_GAP_S <= len(system.queries) < 150
+    system.jobs["1"] = RUNNING
+    assert look_for(waiting.LONGEST_QUERY_GAP_S) == ["hpc-0: Slurm job 1 RUNNING"]
+    look_for(300)
+    assert "the agent starts" in look_for(gap_s, up=["hpc-0"])[0]
 
 
 def test_a_batch_job_that_ends_early_raises_one_error(vehicles: Vehicles, system: Told) -> None:
