@@ -430,7 +430,13 @@ def run_to_end(
             fetchers.forward_events(connection)
         if is_shown and session is None:
             _prune_runs(config)  # now, while the ranks start
-        driver.follow(connection, view, interrupts, detaches)
+        driver.follow(
+            connection,
+            view,
+            interrupts,
+            detaches,
+            outlives_kernel=lambda: session is not None and session.is_detached,
+        )
         if is_shown and session is not None and time.monotonic() - _pruned_at > PRUNE_S:
             _prune_runs(config)
 

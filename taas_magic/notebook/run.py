@@ -70,6 +70,13 @@ KILL_WAIT_S = 15.0
 Then the cell ends, although its ranks may still be stopping.
 """
 
+SHUTDOWN_WAIT_S = 1.0
+"""Seconds for which a kernel defers the first interrupt of a cell of a detached session.
+
+Before Jupyter restarts or shuts down a kernel, it interrupts the kernel. If the request to shut
+down arrives within this time, the cell continues without the kernel.
+"""
+
 SILENT_NOTE_S = 5.0
 """Seconds without a heartbeat of the pool's process after which the status header shows a note."""
 
@@ -79,6 +86,7 @@ SILENT_LOST_S = 60.0
 DETACHED = "DETACHED"
 """Title of the status header of a detached run."""
 
+_SHUTDOWN_POLL_S = 0.02
 _ENDS = ("signal", "exit", "end", "stopped", "host")
 """Values of `Failure.how` for a lost host, or for a rank whose process has ended or soon ends."""
 
@@ -464,6 +472,20 @@ def drain_events(events: "queue.SimpleQueue[Event | None]") -> list[Event]:
     return found
 
 
+def _is_shut_down(interrupts: Interrupts) -> bool:
+    """Wait until the kernel is asked to shut down, and return True; return False if it is not.
+
+    The wait ends after `SHUTDOWN_WAIT_S` seconds, or when the user interrupts a second time. The
+    kernel's control thread receives the request, and sets the shell's `exit_now`.
+    """
+    until = time.monotonic() + SHUTDOWN_WAIT_S
+    while interrupts.count == 1 and time.monotonic() < until:
+        if getattr(get_ipython(), "exit_now", False):
+            return True
+        time.sleep(_SHUTDOWN_POLL_S)
+    return False
+
+
 class RunDriver:
     """The kernel's side of a run: starts the run, shows the run, and stores its results.
 
@@ -599,6 +621,7 @@ class RunDriver:
         view: View | SilentView,
         interrupts: Interrupts,
         detaches: bool = False,
+        outlives_kernel: Callable[[], bool] = lambda: False,
     ) -> None:
         """Show the run until it has ended or is detached, then close the view. This call blocks.
 
@@ -611,6 +634,9 @@ class RunDriver:
         `LEAVE_S` seconds after the second interrupt, the cell ends nevertheless. Then the cell's
         error names the hosts on which ranks are still stopping.
 
+        If `outlives_kernel()` is True, and the kernel is asked to shut down within
+        `SHUTDOWN_WAIT_S` seconds after the first interrupt, the run counts as detached instead.
+
         At the end, stop receiving the run's events. But if the run is a cell of a session and has
         not ended, queue its further events for `follow_left`. If the run was detached, the status
         header says so, and the first cell after the run's end may update this header. From the
@@ -621,6 +647,7 @@ class RunDriver:
             view: View of the run.
             interrupts: The user's interrupts.
             detaches: Whether to detach the run as soon as all ranks have started.
+            outlives_kernel: Function that returns whether the run continues if the kernel ends.
         """
         interrupts.wake = lambda: self._events.put(None)
         interrupts_sent, give_up_at, can_ask = 0, float("inf"), not detaches
@@ -634,7 +661,9 @@ class RunDriver:
                 detaches = False
                 self._detach(connection)
             now = time.monotonic()
-            if interrupts.count > interrupts_sent:
+            if interrupts.count == 1 > interrupts_sent and outlives_kernel():
+                self.is_detached |= _is_shut_down(interrupts)
+            if interrupts.count > interrupts_sent and not self.is_detached:
                 interrupts_sent = interrupts.count
                 self._halt(connection, "interrupt" if interrupts_sent == 1 else "kill")
                 give_up_at = min(

@@ -8,7 +8,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.eventually import eventually
+from tests.eventually import HUNG_S, eventually
 from tests.frontend import Frontend, kernel
 from tests.harness import left_of
 from tests.notebook.test_detach import kill
@@ -126,6 +126,43 @@ def test_another_kernel_takes_over_a_session_whose_kernel_was_killed(
     subprocess.run([*TERMINAL[:-2], "end", "exp"], check=True, stdout=subprocess.DEVNULL)
     assert not left_of(processes)
     assert 'detached session "exp" has ended' in error(other, "%%taas --session exp\npass")
+
+
+def hold_interrupts(frontend: Frontend) -> None:
+    """Let the kernel wait `HUNG_S` seconds for a shutdown request after an interrupt."""
+    module = "__import__('taas_magic.notebook.run', fromlist=['Run'])"
+    frontend.run(f"{module}.SHUTDOWN_WAIT_S = {HUNG_S}")
+
+
+def test_the_cell_of_a_detached_session_survives_a_restart_and_a_shutdown_of_its_kernel(
+    kernel_of_its_own: Frontend, tmp_path: Path
+) -> None:
+    other, restarted, shut_down = kernel_of_its_own, tmp_path / "one", tmp_path / "two"
+    with kernel(tmp_path / "project", TAAS_WARM="0") as ending:
+        ending.run(START)
+        hold_interrupts(ending)
+        cell = ending.send(WAITS.format(go=restarted))
+        ending.wait(lambda: ending.text(cell).count("begun") == 2)
+        ending.manager.restart_kernel(now=False)
+        restarted.touch()
+        ending.client.wait_for_ready(timeout=HUNG_S)
+        ending.run("%taas attach exp")
+        assert value(ending, "__import__('taas').last_run.out") == {"done": 10}
+
+        hold_interrupts(ending)
+        cell = ending.send(WAITS.format(go=shut_down))
+        ending.wait(lambda: ending.text(cell).count("begun") == 2)
+        ending.manager.shutdown_kernel(now=False)
+    shut_down.touch()
+    other.run("%taas attach exp")
+    assert value(other, "__import__('taas').last_run.out") == {"done": 10}
+    # without a shutdown request, an interrupt still ends the cell
+    cell = other.send(WAITS.format(go=tmp_path / "never"))
+    other.wait(lambda: other.text(cell).count("begun") == 2)
+    other.manager.interrupt_kernel()
+    assert other.finish(cell)["ename"] == "KeyboardInterrupt"
+    assert value(other, "__import__('taas').last_run.state.value") == "INTERRUPTED"
+    other.run("%taas end exp")
 
 
 @pytest.mark.nightly
