@@ -62,28 +62,53 @@ _CHECK_S = 0.02
 class _AttemptOfSession(Attempt):
     """Base class of `SessionAttempt` and `CellAttempt`.
 
-    If taas-magic itself kills a rank, the rank's failure says why.
-
     Attributes:
         killed: By rank, the reason why taas-magic killed the rank. The session and its cells share
             this dict.
+        cut: Ranks whose process group was broken by an interrupt in an earlier cell, and that have
+            created no new process group since. The session and its cells share this set.
     """
 
-    def __init__(self, *args: Any, killed: dict[int, str] | None = None, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        killed: dict[int, str] | None = None,
+        cut: set[int] | None = None,
+        **kwargs: Any,
+    ) -> None:
         super().__init__(*args, **kwargs)
         self.killed = {} if killed is None else killed
+        self.cut = set() if cut is None else cut
 
     def collect_failures(self, verdict: Verdict) -> list[Failure]:
         """Return the failures of this host's ranks, as `Attempt.collect_failures` does.
 
-        If taas-magic itself killed a rank, the field `advice` of the rank's failure says why.
+        If taas-magic itself killed a rank, the field `advice` of the rank's failure says why. If a
+        collective failed because its process group was broken in an earlier cell, `advice` says so.
         """
+        new = {state.rank for state in self.ranks.states() if state.has_new_group}
+        has_broken_group = bool(self.cut - new)
         return [
-            structs.replace(failure, advice=self.killed[failure.rank])
-            if failure.rank in self.killed
-            else failure
+            structs.replace(failure, advice=self._advice(failure, has_broken_group))
             for failure in super().collect_failures(verdict)
         ]
+
+    def _advice(self, failure: Failure, has_broken_group: bool) -> str:
+        if failure.rank in self.killed:
+            return self.killed[failure.rank]
+        if failure.consequence and has_broken_group:
+            return (
+                "the process group was interrupted in a collective of an earlier cell: "
+                f"{self._repair_text()}"
+            )
+        return failure.advice
+
+    def _repair_text(self) -> str:
+        """Return a sentence that says how the user can repair a broken process group."""
+        return (
+            "call dist.destroy_process_group() and dist.init_process_group() on all ranks before "
+            f"the next collective, or `%taas restart {self._spec.plan.session}`"
+        )
 
 
 class SessionAttempt(_AttemptOfSession):
@@ -181,21 +206,19 @@ class CellAttempt(_AttemptOfSession):
         """Whether the agent has interrupted the ranks in this cell."""
         return self._interrupted_at is not None
 
-    def note_if_cut(self) -> None:
-        """If ranks have cut their connections to other ranks, send the user a note.
+    def record_cut_groups(self) -> None:
+        """Update `cut` after the cell. If ranks have cut their connections, send the user a note.
 
         Ranks cut their connections when an interrupt must end a collective. The note says that the
         user must create a new process group or restart the session.
         """
-        if cut := [state.rank for state in self.ranks.states() if state.was_cut]:
+        states = self.ranks.states()
+        self.cut -= {state.rank for state in states if state.has_new_group}
+        if cut := [state.rank for state in states if state.was_cut]:
+            self.cut |= {*cut}
             ranks = f"rank{'s' * (len(cut) > 1)} {', '.join(map(str, cut))}"
-            name = self._spec.plan.session
-            text = (
-                f"the process group was interrupted in a collective ({ranks}): call "
-                "dist.destroy_process_group() and dist.init_process_group() on all ranks before "
-                f"the next collective, or `%taas restart {name}`"
-            )
-            self._emit(Note(text=text))
+            why = f"the process group was interrupted in a collective ({ranks})"
+            self._emit(Note(text=f"{why}: {self._repair_text()}"))
 
     def _interrupt(self, since: float) -> None:
         """Send SIGINT, once, to the ranks that run the cell. Store the time of the first interrupt.
@@ -334,7 +357,7 @@ class HostSession(HostRun):
         """Return a new attempt that can run `cell` on the session's ranks.
 
         First directs all further output and messages of the ranks to the cell's run. The attempt
-        uses the session's pipes, processes and record of killed ranks.
+        uses the session's pipes, processes and records of killed and cut ranks.
         """
         ours = self._attempt
         assert isinstance(ours, SessionAttempt)
@@ -347,6 +370,7 @@ class HostSession(HostRun):
             reader=ours.reader,
             processes=ours.processes,
             killed=ours.killed,
+            cut=ours.cut,
         )
 
     def _start_ranks(self) -> Attempt:
@@ -450,4 +474,4 @@ class HostCell(HostRun):
     def _rank_end_steps(self) -> Iterator[Callable[[], None]]:
         if isinstance(self._attempt, CellAttempt):
             yield self._attempt.close
-            yield self._attempt.note_if_cut
+            yield self._attempt.record_cut_groups

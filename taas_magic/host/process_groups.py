@@ -9,6 +9,7 @@ forever for connections.
 import functools
 import inspect
 import os
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -24,9 +25,13 @@ class ProcessGroupPrefixes:
     With a new prefix, a process group cannot read the values of an earlier process group in the
     session's key-value store. The prefix contains the number of the cell, and the number of the
     process group in this cell.
+
+    Args:
+        on_create: Function called before a new process group is created.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, on_create: Callable[[], None]) -> None:
+        self._on_create = on_create
         self._cell = self._groups = 0
 
     def begin_cell(self, number: int) -> None:
@@ -57,6 +62,7 @@ class ProcessGroupPrefixes:
             if is_default and passed.get("store") is None and "MASTER_PORT" in os.environ:
                 kwargs |= self._connect_to_store(passed)
                 args, kwargs = (), {**passed, **kwargs, "init_method": None}
+            self._on_create()
             original(*args, **kwargs)
 
         dist.init_process_group = init_process_group

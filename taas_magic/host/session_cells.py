@@ -25,7 +25,7 @@ from taas_magic.host.prompt import Prompt, users_names
 from taas_magic.host.shell import RankShell
 from taas_magic.host.spec import ProcessSpec
 from taas_magic.journal.folder import RunFolder
-from taas_magic.messages import CellNames, CellOrder, Note, RankErrorSent
+from taas_magic.messages import CellNames, CellOrder, Note, RankCreatesGroup, RankErrorSent
 from taas_magic.store import redirect
 
 
@@ -64,7 +64,7 @@ class _SessionCells:
         )
         self._modules: dict[str, ModuleSource] = {}
         self._kept: frozenset[str] = frozenset()
-        self._groups = ProcessGroupPrefixes()
+        self._groups = ProcessGroupPrefixes(lambda: link.send(RankCreatesGroup()))
         self._groups.install()
 
     def run(self, order: CellOrder) -> bool:

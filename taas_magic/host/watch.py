@@ -28,6 +28,7 @@ from taas_magic.messages import (
     Note,
     RankBeat,
     RankCalledExit,
+    RankCreatesGroup,
     RankErrorSent,
     RankFinished,
     RankIdle,
@@ -106,6 +107,8 @@ class RankState:
     """Whether the rank has ended the cell and waits at the prompt of its session."""
     was_cut: bool = False
     """Whether the rank has cut its connections to other ranks, to end a collective."""
+    has_new_group: bool = False
+    """Whether the rank has created a new default process group in the cell."""
     left_at: float | None = None
     stopped_at: float | None = None
     etype: str = ""
@@ -653,6 +656,8 @@ class Ranks:
                     state.is_reporting = False
                 case RankFinished():
                     state.finished = True
+                case RankCreatesGroup():
+                    state.has_new_group = True
                 case RankIdle():
                     state.has_returned, state.takes_interrupt = True, False
                     state.was_cut = message.was_cut

@@ -76,6 +76,7 @@ from taas_magic.messages.ranks import (
     FetcherFailed,
     RankBeat,
     RankCalledExit,
+    RankCreatesGroup,
     RankErrorSent,
     RankFinished,
     RankIdle,

@@ -123,6 +123,10 @@ class RankIdle(RankMessage, tag="returned", kw_only=True):
     was_cut: bool = False
 
 
+class RankCreatesGroup(RankMessage, tag="creates_group"):
+    """Message of a session's rank: it creates a new default process group of torch.distributed."""
+
+
 # The agent uses these messages for the run's receipt (`store.receipt.ReceiptBuilder`).
 
 

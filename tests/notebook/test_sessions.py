@@ -835,7 +835,13 @@ def test_an_error_on_a_rank_ends_the_cell_and_not_the_session(session: Frontend)
     assert "the process group was interrupted in a collective (rank 0)" in notes(session, request)
     anew = "dist.destroy_process_group()\ndist.init_process_group('gloo')\n"
     total = "x = torch.ones(1)\ndist.all_reduce(x)\nprint(x.item())"
+    said = error(session, f"%%taas --session exp\n{total}")
+    assert "advice: the process group was interrupted in a collective of an earlier cell" in said
     assert printed(session, f"%%taas --session exp\n{anew}{total}") == ["2.0"]
+    # the new process group is a different one, so its failures have a different cause
+    leaves = "if rank == 1:\n    dist.destroy_process_group()\nelse:\n    dist.all_reduce(x)"
+    said = error(session, f"%%taas --session exp\n{leaves}")
+    assert "advice: no rank failed before this one" in said
 
 
 def test_a_device_mesh_creates_the_process_group_again(session: Frontend) -> None:
