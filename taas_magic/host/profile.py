@@ -8,7 +8,7 @@ import os
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -135,10 +135,16 @@ class StepProfiler:
         self._profile.stop()
 
     def _write(self, profile: Any) -> None:
-        self._file.parent.mkdir(mode=0o700, exist_ok=True)
+        """Write the trace. If this fails, only record the reason, which `close` shows."""
         part = self._file.with_name(f".{self._file.name}")
-        profile.export_chrome_trace(str(part))
-        part.rename(self._file)
+        try:
+            self._file.parent.mkdir(mode=0o700, exist_ok=True)
+            profile.export_chrome_trace(str(part))
+            part.rename(self._file)
+        except (OSError, RuntimeError) as error:
+            self._why_empty = f"the trace could not be written: {error}"
+            with suppress(OSError):
+                part.unlink()
 
 
 _profiler: StepProfiler | None = None

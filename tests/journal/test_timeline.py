@@ -94,6 +94,19 @@ def test_a_note_says_that_the_programs_own_profiler_disables_profile(notebook: N
     assert outcome.run.head.notes.count(text) == 1
 
 
+def test_a_trace_that_cannot_be_written_is_noted_and_the_cell_goes_on(notebook: Notebook) -> None:
+    ahead = f"""
+from pathlib import Path
+run = max(Path({str(notebook.state_dir)!r}, "runs").iterdir())
+(run / {timeline.FOLDER!r}).write_text("a file where the folder of the traces would be")
+"""
+    outcome = notebook.run(f"{ahead}{TRAIN}print(step)", "--profile 2", gpus=1)
+    assert outcome.error is None and outcome.run is not None, outcome.shown
+    assert outcome.lines[0][-1] == "4"
+    [note] = [note for note in outcome.run.head.notes if "--profile" in note]
+    assert "has recorded nothing: the trace could not be written: " in note
+
+
 def trace(host: str = "a", **changes: Any) -> Trace:
     """Return the trace of a rank with one step of 100 us, whose last 40 us are a collective."""
     collectives = changes.pop("collectives", {"gloo:all_reduce": [Span(60, 100)]})
