@@ -80,7 +80,7 @@ def describe_variables() -> Any:
     """
     return msgspec.to_builtins(
         {
-            name: _described(value)
+            name: _described_safely(value)
             for name, value in list(vars(sys.modules["__main__"]).items())
             if not name.startswith("_")
             and name not in _SHELLS_OWN
@@ -121,6 +121,14 @@ def measure_memory() -> Any:
     host = os.environ.get(HOST) or socket.gethostname()
     rss_bytes = psutil.Process().memory_info().rss
     return msgspec.to_builtins(RankMemory(host, rss_bytes, gpu_bytes))
+
+
+def _described_safely(value: Any) -> Variable:
+    """Return the description of a value; only its type if an attribute of the value raises."""
+    try:
+        return _described(value)
+    except Exception:  # attributes of the user's classes may run any code
+        return Variable(type(value).__name__)
 
 
 def _described(value: Any) -> Variable:

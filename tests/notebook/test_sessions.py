@@ -1019,7 +1019,8 @@ def test_the_variables_of_a_session_are_listed_and_a_restart_deletes_them(
 ) -> None:
     session.run(
         "%%taas --session exp\nsame = torch.zeros(3)\nother = torch.ones(2) * rank\n"
-        "sizes = torch.zeros(rank + 1)\nif rank == 1: alone = 1"
+        "sizes = torch.zeros(rank + 1)\nif rank == 1: alone = 1\n"
+        "lazy = torch.nn.LazyLinear(3).weight"
     )
     listed = session.text(session.run("%taas vars exp"))
     rows = {line.split()[0]: line for line in listed.splitlines()}
@@ -1027,6 +1028,7 @@ def test_the_variables_of_a_session_are_listed_and_a_restart_deletes_them(
     assert rows["other"].endswith("equal shapes, values differ")
     assert rows["sizes"].endswith("shapes differ: (1,), (2,)")
     assert rows["alone"].endswith("only on rank 1")
+    assert "UninitializedParameter" in rows["lazy"]
     assert re.search(
         r"exp +local +2 +\S+ +[\d.]+ MB +none", session.text(session.run("%taas sessions"))
     )
