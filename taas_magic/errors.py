@@ -7,6 +7,7 @@
     ├── CaptureError
     ├── ResultError
     ├── StoreError
+    │   └── SaveError
     ├── RunError
     │   ├── RankFailed
     │   │   └── RunTimeout
@@ -66,6 +67,14 @@ class ResultError(TaasError):
 
 class StoreError(TaasError):
     """Raised if the project store cannot be used as requested; the message names the path."""
+
+
+class SaveError(StoreError, OSError, RuntimeError):
+    """Raised if `taas.save` or `torch.save` cannot write a file.
+
+    In plain Python, `torch.save` raises RuntimeError or OSError. So code that catches one of them
+    also catches this exception.
+    """
 
 
 class RunError(TaasError):

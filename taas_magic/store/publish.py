@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
-from taas_magic.errors import StoreError
+from taas_magic.errors import SaveError
 from taas_magic.shared_files import lock
 
 SAVES_FOLDER_VARIABLE = "TAAS_SAVES"
@@ -42,7 +42,7 @@ def save(obj: object, f: str | os.PathLike[str] | IO[bytes], *args: Any, **kwarg
         **kwargs: Further arguments of `torch.save`.
 
     Raises:
-        StoreError: The file could not be written; an old file at the path is unchanged.
+        SaveError: The file could not be written; an old file at the path is unchanged.
     """
     import torch
 
@@ -84,11 +84,11 @@ def atomic(path: str | os.PathLike[str]) -> Iterator[str]:
     `path`. If `path` is a symbolic link, the link's target is replaced. If the block fails, the old
     file stays, and the temporary file is removed.
 
-    Before this function raises StoreError, it clears the local variables in the traceback, so that
+    Before this function raises SaveError, it clears the local variables in the traceback, so that
     the system frees the disk space of the temporary file.
 
     Raises:
-        StoreError: The block or the move raised OSError, or torch's RuntimeError for a full disk.
+        SaveError: The block or the move raised OSError, or torch's RuntimeError for a full disk.
             Other errors of the block are raised as they are.
     """
     destination = os.path.realpath(path)
@@ -107,7 +107,7 @@ def atomic(path: str | os.PathLike[str]) -> Iterator[str]:
                 raise
             message = _cannot_write(destination, unfinished, error)
             _release_frames(error)
-            raise StoreError(message) from error
+            raise SaveError(message) from error
 
 
 @contextlib.contextmanager
@@ -122,7 +122,7 @@ def _folder_beside(destination: str) -> Iterator[str]:
     the same name as the destination.
 
     Raises:
-        StoreError: The folder cannot be made.
+        SaveError: The folder cannot be made.
     """
     parent, name = os.path.split(destination)
     prefix = f".{name}."
@@ -132,7 +132,7 @@ def _folder_beside(destination: str) -> Iterator[str]:
                 remove_leftover(Path(parent, other))
         folder = tempfile.mkdtemp(_SUFFIX, prefix, parent)
     except OSError as error:
-        raise StoreError(f"{destination} cannot be written: {error.strerror}") from error
+        raise SaveError(f"{destination} cannot be written: {error.strerror}") from error
     descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
     try:
         with contextlib.suppress(OSError):  # without locks, `remove_leftover` removes no folder

@@ -28,6 +28,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NoReturn
 
+from taas_magic.errors import SaveError
 from taas_magic.store import publish
 from taas_magic.store.rule import is_below
 
@@ -1047,10 +1048,13 @@ def _redirect_torch_writer(view: StoreView) -> None:
     class PyTorchFileWriter(real):
         def __init__(self, file: Any, *args: Any, **kw: Any) -> None:
             redirected = file
-            if isinstance(file, (str, os.PathLike)):
-                redirected, _ = _redirect_path(view, partial(path_to_open, view), file, follow=True)
             try:
+                if isinstance(file, (str, os.PathLike)):
+                    target = partial(path_to_open, view)
+                    redirected, _ = _redirect_path(view, target, file, follow=True)
                 super().__init__(redirected, *args, **kw)
+            except FileNotFoundError as error:  # code that expects torch's type catches this type
+                raise SaveError(f"torch cannot write {file}: {error}") from error
             except RuntimeError as error:
                 raise RuntimeError(f"torch cannot write {file}: {error}") from error
 

@@ -92,7 +92,7 @@ def test_a_rank_sees_its_own_writes_together_with_the_stores_files(notebook: Not
     outcome = notebook.run(sights.read_text() + SIGHTS)
     assert outcome.error is None, outcome.shown
     [no_folder, no_file, no_file_at_all] = outcome.lines[1]
-    assert no_folder.startswith("FileNotFoundError")
+    assert no_folder.startswith("SaveError")
     assert f"{notebook.project}/missing/m.pt" in no_folder
     assert no_file.startswith("FileNotFoundError") and "'missing.bin'" in no_file
     assert no_file_at_all.startswith("IsADirectoryError")
@@ -169,6 +169,22 @@ torch.multiprocessing.start_processes(save_part, nprocs=2, start_method="fork")
     outcome = notebook.run(SAVE + source, gpus=1)
     assert outcome.error is None, outcome.shown
     assert sorted(os.listdir()) == ["part0.pt", "part1.pt"]
+
+
+def test_a_save_into_a_missing_folder_raises_what_torch_raises(notebook: Notebook) -> None:
+    source = """
+dist.barrier()
+for errors in (RuntimeError, OSError):
+    try:
+        torch.save(model, f"{errors.__name__}/m.pt")
+    except errors:
+        dist.barrier()  # no rank makes the folder before the others have failed, too
+        os.makedirs(errors.__name__, exist_ok=True)
+        torch.save(model, f"{errors.__name__}/m.pt")
+"""
+    outcome = notebook.run(SAVE + source)
+    assert outcome.error is None, outcome.shown
+    assert os.path.getsize("RuntimeError/m.pt") and os.path.getsize("OSError/m.pt")
 
 
 def test_all_ranks_save_after_their_working_folder_was_removed(notebook: Notebook) -> None:
