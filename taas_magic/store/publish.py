@@ -21,6 +21,7 @@ SAVES_FOLDER_VARIABLE = "TAAS_SAVES"
 """Name of the environment variable with the folder for files that a farm's job saves."""
 
 _SUFFIX = ".taas-saving"
+_PREFIX_BYTES = 200
 _TORCH_CANNOT_WRITE = ("inline_container", "write(): fd")
 """Parts of the text of the RuntimeError that torch raises if the disk is full."""
 
@@ -125,7 +126,9 @@ def _folder_beside(destination: str) -> Iterator[str]:
         SaveError: The folder cannot be made.
     """
     parent, name = os.path.split(destination)
-    prefix = f".{name}."
+    # The name of the folder is longer than `name`, which may already have the maximum length.
+    begin = name.encode(errors="ignore")[:_PREFIX_BYTES].decode(errors="ignore")
+    prefix = f".{begin}."
     try:
         for other in os.listdir(parent):
             if other.startswith(prefix):

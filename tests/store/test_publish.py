@@ -107,6 +107,13 @@ def test_an_object_that_cannot_be_pickled_leaves_the_old_file(tmp_path: Path) ->
     assert torch.load(tmp_path / "m.pt") == 1 and os.listdir(tmp_path) == ["m.pt"]
 
 
+def test_a_long_name_is_no_obstacle(tmp_path: Path) -> None:
+    for name in ("m" * 255, "é" * 127):
+        save(1, tmp_path / name)
+        assert torch.load(tmp_path / name) == 1
+    assert len(os.listdir(tmp_path)) == 2
+
+
 def test_a_missing_folder_is_named(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match=r"missing/m\.pt"):
         save(1, tmp_path / "missing" / "m.pt")
