@@ -254,11 +254,13 @@ def _lines(text: str) -> Iterator[_Line]:
 
 
 def read_metrics(folder: Path) -> Any:
-    """Return all metrics of a run: one row for each step and rank, one column for each metric.
+    """Return all metrics of a run: a row for each step and rank, and a column for each metric.
 
-    If a value was logged again, the later value counts. If an attempt of the run begins a metric of
-    a rank at a step, the values of earlier attempts from this step on are left out. A missing value
-    is NaN. Without a `metrics.csv`, the table is empty. An incomplete last line is ignored.
+    If a rank logs a metric again at the same step, as programs do that count steps from 0 in each
+    epoch, this value and the rank's later values get new rows. If an attempt of the run begins a
+    metric of a rank at a step, the values of earlier attempts from this step on are left out. A
+    missing value is NaN. Without a `metrics.csv`, the table is empty. An incomplete last line is
+    ignored.
 
     Returns:
         A pandas DataFrame with the columns `step`, `rank`, `time` and the metrics; a dict of lists
@@ -274,23 +276,29 @@ def read_metrics(folder: Path) -> Any:
     first_steps: dict[tuple[int, str], dict[int, int]] = {}
     for line in _lines(text):
         first_steps.setdefault((line.rank, line.name), {}).setdefault(line.attempt, line.step)
-    found: dict[tuple[int, int], dict[str, Any]] = {}
+    found: list[tuple[_Line, dict[str, float]]] = []  # a row's first line, and its metrics
+    open_rows: dict[int, dict[int, dict[str, float]]] = {}  # by rank, then by step
     names: dict[str, None] = {}
     for line in _lines(text):
         names[line.name] = None
         begun = first_steps[line.rank, line.name].items()
         if any(attempt > line.attempt and first <= line.step for attempt, first in begun):
             continue  # a later attempt repeated this step
-        row = found.setdefault((line.step, line.rank), {"time": line.time, "metrics": {}})
-        row["metrics"][line.name] = line.value
+        of_rank = open_rows.setdefault(line.rank, {})
+        if line.name in of_rank.get(line.step, {}):
+            of_rank.clear()
+        if (row := of_rank.get(line.step)) is None:
+            row = of_rank[line.step] = {}
+            found.append((line, row))
+        row[line.name] = line.value
     columns: dict[str, list[float]] = {
-        "step": [step for step, _ in found],
-        "rank": [rank for _, rank in found],
-        "time": [row["time"] for row in found.values()],
+        "step": [line.step for line, _ in found],
+        "rank": [line.rank for line, _ in found],
+        "time": [line.time for line, _ in found],
     }
     for name in names:
         column = f"{name}_" if name.rstrip("_") in OWN_COLUMNS else name
-        columns[column] = [row["metrics"].get(name, math.nan) for row in found.values()]
+        columns[column] = [row.get(name, math.nan) for _, row in found]
     try:
         import pandas  # type: ignore[import-untyped]
     except ImportError:
@@ -301,8 +309,9 @@ def read_metrics(folder: Path) -> Any:
 def draw_metric(tables: Mapping[str, Any], metric: str | None) -> "Figure":
     """Draw the same metric of several runs over the steps, one line for each run's rank 0.
 
-    Values beyond `_DRAWN_LIMIT` are drawn at this limit, because matplotlib cannot draw the range
-    of all floating-point numbers. NaN and infinity are left out.
+    If the steps of a run go back, for example at each epoch, the line has a gap there. Values
+    beyond `_DRAWN_LIMIT` are drawn at this limit, because matplotlib cannot draw the range of all
+    floating-point numbers. NaN and infinity are left out.
 
     Args:
         tables: The tables from `read_metrics`, by the name of the run.
@@ -333,8 +342,18 @@ def draw_metric(tables: Mapping[str, Any], metric: str | None) -> "Figure":
             for step, rank, value in zip(table["step"], table["rank"], table[metric], strict=True)
             if rank == 0 and math.isfinite(value)
         ]
-        steps, values = zip(*points, strict=True) if points else ((), ())
+        steps, values = zip(*_with_gaps(points), strict=True) if points else ((), ())
         axes.plot(steps, values, label=name)
     axes.legend()
     pyplot.close(figure)  # otherwise a notebook shows it twice: as a value, and at the cell's end
     return figure
+
+
+def _with_gaps(points: Iterable[tuple[float, float]]) -> Iterator[tuple[float, float]]:
+    """Yield pairs (step, value), and a pair of NaNs before each step that is below the last one."""
+    last = -math.inf
+    for step, value in points:
+        if step < last:
+            yield math.nan, math.nan
+        yield step, value
+        last = step

@@ -109,17 +109,28 @@ for step in (1, 2) if attempt else (0, 1, 2, 3):  # the second attempt resumes, 
     taas.log(counted=float(10 * attempt + step))
 if not attempt:
     raise ValueError("the first attempt fails")
+for epoch in range(2):
+    for step in range(2):
+        taas.log(step=step, score=float(10 * epoch + step))
+        taas.log(step=step, rate=0.5)
 """
 
 
-def test_after_a_restart_the_table_has_no_values_of_repeated_steps(notebook: Notebook) -> None:
+def test_the_table_repeats_steps_of_epochs_but_not_those_of_a_restart(notebook: Notebook) -> None:
     outcome = notebook.run(RESUMED, "--max-restarts 1", gpus=1)
     assert outcome.error is None and outcome.run is not None
     table = outcome.run.metrics
-    assert table["step"].tolist() == [0, 1, 2] and table["time"].is_monotonic_increasing
-    assert table["given"].tolist() == [0.0, 11.0, 12.0]
-    assert table["counted"].tolist()[:2] == [11.0, 12.0] and math.isnan(table["counted"][2])
+    assert table["step"].tolist() == [0, 1, 2, 0, 1] and table["time"].is_monotonic_increasing
+    assert table["given"].dropna().tolist() == [0.0, 11.0, 12.0]
+    assert table["counted"].dropna().tolist() == [11.0, 12.0]
+    scores = table[["score", "rate"]].dropna()
+    assert scores.index.tolist() == [0, 1, 3, 4] and set(scores["rate"]) == {0.5}
+    assert scores["score"].tolist() == [0.0, 1.0, 10.0, 11.0]
+    [axes] = compare(outcome.run, metric="score").axes
+    steps = list(numpy.asarray(axes.lines[0].get_xdata()))
+    assert steps == pytest.approx([0, 1, math.nan, 0, 1], nan_ok=True)
     curves = state_of(outcome.run.path).curves
+    assert curves["score"][0].points == scores["score"].tolist()
     assert curves["given"][0].points == [0.0, 11.0, 12.0]
     assert curves["counted"][0].points == [11.0, 12.0]
 
@@ -329,14 +340,15 @@ def table_of(folder: Path, *points: MetricPoint) -> Path:
     return folder
 
 
-def test_values_logged_again_replace_old_ones_and_torn_lines_are_skipped(tmp_path: Path) -> None:
+def test_values_logged_again_get_rows_and_torn_lines_are_skipped(tmp_path: Path) -> None:
     first = [MetricPoint("loss", step, 1.0, 5.0) for step in range(3)]
     again = MetricPoint("loss", 2, 0.25, 9.0)
-    folder = table_of(tmp_path / "run", *first, again)
+    folder = table_of(tmp_path / "run", *first, again, MetricPoint("rate", 1, 0.5, 9.5))
     with (folder / metrics.FILE).open("a") as file:
         file.write("10.0,3,0,loss,0.1,0")
     found = metrics.read_metrics(folder)
-    assert (list(found["step"]), list(found["loss"])) == ([0, 1, 2], [1.0, 1.0, 0.25])
+    assert list(found["step"]) == [0, 1, 2, 2, 1]  # the rate has a row of the second pass
+    assert list(found["loss"][:4]) == [1.0, 1.0, 1.0, 0.25]
     assert len(metrics.read_metrics(tmp_path / "no run")["step"]) == 0
 
 
@@ -373,7 +385,7 @@ def test_runs_are_compared_by_a_metric_that_all_have(tmp_path: Path) -> None:
 def test_a_row_that_was_only_partly_written_leaves_nothing_in_the_table() -> None:
     folder, said = RunFolder.create("r1", PlanHead("r1", "", "local", 1), ""), list[str]()
     # The file is large, so that the limit below concerns no other file.
-    folder.metrics.write_bytes(b"time,step,rank,name,value\n" + b"1.0,0,0,loss,1.0\n" * 100_000)
+    folder.metrics.write_bytes(b"time,step,rank,name,value\n" + b"1.0,0,0,old,1.0\n" * 100_000)
     limit_bytes = folder.metrics.stat().st_size + 10
     writer = JournalWriter(folder, said.append)
     previous = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -387,7 +399,8 @@ def test_a_row_that_was_only_partly_written_leaves_nothing_in_the_table() -> Non
     writer.append(logged(2, 3.0))
     writer.close()
     table = metrics.read_metrics(folder.path)
-    assert list(table["step"]) == [0, 2] and list(table["loss"]) == [1.0, 3.0]
+    assert len(table["step"]) == 100_001
+    assert list(table["step"])[-1] == 2 and list(table["loss"])[-1] == 3.0
     assert said == [f"File too large ({folder.events})"]
 
 
