@@ -431,6 +431,9 @@ def _keep_ddp_groups() -> None:
     occur. The reason: torch joins gloo's threads while it holds the GIL, and one of these threads
     may wait for the GIL (pytorch/pytorch#56297). While the process exits, this deadlock cannot
     occur, because Python then ends each thread that requests the GIL.
+
+    A DDP model whose constructor failed may have no process group.
     """
     ddp = torch.nn.parallel.DistributedDataParallel
-    _kept_groups.extend(it.process_group for it in gc.get_objects() if issubclass(type(it), ddp))
+    models = (it for it in gc.get_objects() if issubclass(type(it), ddp))
+    _kept_groups.extend(getattr(it, "process_group", None) for it in models)
