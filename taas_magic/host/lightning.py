@@ -1,15 +1,17 @@
-"""Pass the scalars of Lightning's `self.log` to `taas.log`.
+"""Pass the scalars of Lightning's `self.log` to `taas.log`, and report a Trainer that trains alone.
 
 Lightning asks installed packages for callbacks, by entry points. pyproject.toml names two functions
 as such entry points: `lightning_callbacks` and `pytorch_lightning_callbacks`. Lightning calls one
 of the two functions for each Trainer. Only this call imports Lightning.
 """
 
+import os
 import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from taas_magic.host.metrics import is_recording, log_accepted
+from taas_magic.messages import Note
 
 if TYPE_CHECKING:
     import torch
@@ -68,8 +70,11 @@ class _ScalarHooks:
         """Reset the hooks' state for a call of `fit`, `validate`, `test` or `predict`.
 
         Also record whether a logger of the Trainer uses a `SummaryWriter` of TensorBoard. If so,
-        the hooks pass no scalars, because `record_tensorboard` passes them.
+        the hooks pass no scalars, because `record_tensorboard` passes them. If the Trainer trains
+        without the other ranks, send the user a note.
         """
+        if stage == "fit":
+            _report_lone_trainer(trainer.world_size)
         self._seen = {}
         self._step = trainer.global_step
         self._has_stepped = self._is_logged_step = False
@@ -157,6 +162,31 @@ class _ScalarHooks:
             # The first step has the number 0. A scalar with the name "step" replaces the number.
             step = trainer.global_step - self._has_stepped
             log_accepted(new, int(new.pop("step", step)))
+
+
+def _report_lone_trainer(world_size: int) -> None:
+    """Send the user a note if a Trainer uses fewer ranks than the run has.
+
+    This happens if the Trainer gets no `devices` where there is no GPU: Lightning then uses one
+    process.
+
+    Args:
+        world_size: Number of ranks that the Trainer uses.
+    """
+    from taas_magic.host.shell import RankShell
+
+    n_ranks, n_hosts = int(os.environ["WORLD_SIZE"]), int(os.environ["GROUP_WORLD_SIZE"])
+    # A process that the cell has spawned has no shell.
+    if world_size >= n_ranks or not RankShell.initialized() or RankShell.instance().link is None:
+        return
+    nodes = f", num_nodes={n_hosts}" if n_hosts > 1 else ""
+    RankShell.instance().link.send(
+        Note(
+            text=f"Lightning's Trainer uses {world_size} of the {n_ranks} ranks, so each rank "
+            "trains a model of its own, on all data of a loader that is not registered. Write "
+            f'Trainer(devices={os.environ["LOCAL_WORLD_SIZE"]}{nodes}, strategy="ddp")'
+        )
+    )
 
 
 def _is_due(trainer: Any, step: int) -> bool:

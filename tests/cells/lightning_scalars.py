@@ -14,7 +14,7 @@ warnings.simplefilter("ignore")
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 
 
-def train(package, name, logger):
+def train(package, name, logger, **placement):
     class Model(package.LightningModule):  # type: ignore[name-defined]
         def __init__(self):
             super().__init__()
@@ -48,8 +48,6 @@ def train(package, name, logger):
     trainer = package.Trainer(
         max_epochs=2,
         accelerator="cpu",
-        devices=2,
-        strategy="ddp",
         logger=logger,
         log_every_n_steps=2,
         accumulate_grad_batches=2,
@@ -57,12 +55,15 @@ def train(package, name, logger):
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
+        **placement,
     )
     trainer.fit(Model(), loader, loader)
     trainer.test(trainer.model, loader, verbose=False)
 
 
-train(lightning.pytorch, "csv", CSVLogger("."))
-train(pytorch_lightning, "none", False)
-train(lightning.pytorch, "wandb", WandbLogger("wandb", offline=True))
-train(lightning.pytorch, "tensorboard", TensorBoardLogger("."))
+ddp = {"devices": 2, "strategy": "ddp"}
+train(lightning.pytorch, "csv", CSVLogger("."), **ddp)
+train(pytorch_lightning, "none", False, **ddp)
+train(lightning.pytorch, "wandb", WandbLogger("wandb", offline=True), **ddp)
+train(lightning.pytorch, "tensorboard", TensorBoardLogger("."), **ddp)
+train(lightning.pytorch, "alone", False)
