@@ -9,6 +9,7 @@ import importlib
 import io
 import logging
 import mmap
+import operator
 import os
 import pickle
 import struct
@@ -453,6 +454,7 @@ class ValuePickler(cloudpickle.Pickler):
                 for kind in ATTRIBUTES_MADE_BY_CONSTRUCTOR
             },
             **{kind: self._unless_importable(r) for kind, r in REDUCERS.items()},
+            Enum: _reduce_member,
             PurePath: reduce_path,
             io.BytesIO: None,
             io.StringIO: None,
@@ -710,6 +712,19 @@ def _reduce_code(code: CodeType) -> tuple[Any, ...]:
 
 def _make_code(make: Callable[..., CodeType], args: tuple[Any, ...], filename: str) -> CodeType:
     return make(*args).replace(co_filename=filename)
+
+
+def _reduce_member(member: Any) -> Any:
+    """Reduce a member of the notebook's Enum to its class and name.
+
+    Python itself pickles the class and the value. But the copy of some values, such as a function
+    or NaN, does not equal the value, so the class would not find the member. Members of importable
+    classes, and members of a Flag without a name of their own, are left to Python.
+    """
+    cls, name = type(member), member._name_
+    if is_importable(cls) or cls.__members__.get(name) is not member:
+        return NotImplemented
+    return operator.getitem, (cls, name)
 
 
 def _refuse(why: str, value: Any) -> Any:

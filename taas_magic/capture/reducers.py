@@ -6,6 +6,7 @@ too much of it. A reducer returns a value of the form that an object's `__reduce
 
 import builtins
 import copy
+import copyreg
 import ctypes
 import dataclasses
 import functools
@@ -58,16 +59,22 @@ def reduce_by_value(cls: type, reduced: Reduced, *, is_update: bool) -> Reduced:
     class_id = _ids.setdefault(cls, uuid.uuid4().hex)
     _classes[class_id] = cls
     make, args, state, _, _, fill = reduced
-    if not issubclass(cls, Enum):
+    names = cls.__members__ if issubclass(cls, Enum) else {}
+    if issubclass(cls, Enum):
+        make = _make_enum
+        parts = {name: _parts_of(member) for name, member in names.items()}
+        args = type(cls), cls.__name__, cls.__bases__, parts, cls.__qualname__
+    else:
         args[3]["__qualname__"] = cls.__qualname__  # cloudpickle sends it only for an Enum
     if "__slots__" in vars(cls) and not issubclass(cls, tuple | Enum):
         # cloudpickle would set `__slots__` only after the class is made. That has no effect.
         args[3]["__slots__"] = vars(cls)["__slots__"]
-    attributes = {name: state[0][name] for name in vars(cls) if name in state[0]}
-    state = (attributes | state[0], *state[1:])  # restores the order: cloudpickle sorts by name
+    # This order is the class's own: cloudpickle sorts by name. An alias in an Enum is no attribute.
+    ordered = {name: state[0][name] for name in vars(cls) if name in state[0]} | state[0]
+    state = ({name: each for name, each in ordered.items() if name not in names}, *state[1:])
     members = {
         name: {n: v for n, v in vars(member).items() if n not in _SET_BY_ENUM}
-        for name, member in (cls.__members__.items() if issubclass(cls, Enum) else ())
+        for name, member in names.items()
     }
     saved = class_id, fill, state, is_update, members
     return _make_class, (class_id, make, args), saved, None, None, _fill_class
@@ -81,6 +88,53 @@ def reduce_to_id(cls: type) -> Reduced:
 _SET_BY_ENUM = frozenset({"_value_", "_name_", "__objclass__", "_sort_order_"})
 """Attributes that `Enum` sets on each member."""
 
+_Parts = tuple[type, tuple[Any, ...], Any]
+"""Parts of an Enum's member: base class with the data, arguments of its `__new__`, and value."""
+
+
+def _parts_of(member: Any) -> _Parts:
+    cls, base, value = type(member), type(member)._member_type_, member._value_
+    if base is object:
+        return base, (), value
+    make, args, *_ = base.__reduce_ex__(member, 4)
+    if make is copyreg.__newobj__:  # type: ignore[attr-defined]
+        return base, args[1:], value
+    return base, args if make is cls else (value,), value
+
+
+def _make_enum(
+    meta: Any, name: str, bases: tuple[type, ...], members: dict[str, _Parts], qualname: str
+) -> type[Enum]:
+    """Make an Enum with its members, but without its methods and other attributes.
+
+    The methods `__new__` and `__init__` of the Enum have run in the notebook. They do not run again
+    here, because they would need the arguments that the user wrote. Methods that replace them are
+    removed after they have made the members.
+
+    Args:
+        members: Parts of each member, by its name. A further name of a member, an alias, has the
+            same value.
+    """
+    parts = iter(members.values())
+
+    def make_member(cls: Any, *args: Any) -> Any:
+        base: Any
+        base, own_args, value = next(parts)
+        member = base.__new__(cls, *own_args)
+        member._value_ = value
+        return member
+
+    namespace: Any = type(Enum).__prepare__(name, bases)
+    namespace["__qualname__"] = qualname
+    namespace["__new__"], namespace["__init__"] = make_member, lambda *args: None
+    namespace["__reduce_ex__"] = Enum.__reduce_ex__  # else, Python 3.10 may replace it
+    for member_name in members:
+        namespace[member_name] = member_name
+    made: type[Enum] = _imported_metaclass(meta).__new__(meta, name, bases, namespace)
+    for temporary in ("__new_member__", "__init__", "__reduce_ex__"):
+        type.__delattr__(made, temporary)
+    return made
+
 
 def _make_class(class_id: str, make: Callable[..., type], args: tuple[Any, ...]) -> type:
     """Return the class with this id; if this process does not have the class, make it.
@@ -93,7 +147,8 @@ def _make_class(class_id: str, make: Callable[..., type], args: tuple[Any, ...])
     code of imported metaclasses and base classes here.
 
     Args:
-        make: Function of cloudpickle that makes a class without attributes.
+        make: Function that makes a class without attributes: cloudpickle's or, for an Enum,
+            `_make_enum`.
         args: Arguments of `make`. For a class that is no Enum, these are the metaclass, the name,
             the bases, the first attributes, and values for cloudpickle.
     """
@@ -101,18 +156,21 @@ def _make_class(class_id: str, make: Callable[..., type], args: tuple[Any, ...])
     if known is not None:
         return known
     meta, name, bases, attributes, *_ = args
-    if not isinstance(meta, type):  # an Enum
-        return make(*args)
     with _no_subclass_hooks(bases):
-        if meta not in _ids:
+        if meta not in _ids or make is _make_enum:
             return make(*args)
-        imported: Any = next(kind for kind in meta.__mro__ if kind not in _ids)
+        imported = _imported_metaclass(meta)
         resolved = types.resolve_bases(bases)
         originals = {"__orig_bases__": bases} if resolved is not bases else {}
         namespace = {**attributes, **originals}
         made: type = imported.__new__(meta, name, resolved, namespace)
         imported.__init__(made, name, resolved, namespace)
         return made
+
+
+def _imported_metaclass(meta: Any) -> Any:
+    """Return the metaclass itself or, if it is of the notebook, its next imported base class."""
+    return next(kind for kind in meta.__mro__ if kind not in _ids)
 
 
 _HOOK = "__init_subclass__"

@@ -289,6 +289,14 @@ def test_enums_with_attributes_record_arrays_and_a_class_without_module(notebook
     assert notebook.in_rank(source) == [9, "s", True, True, 1, "rec.array", "hi"]
 
 
+ENUMS, ENUMS_IN_RANK = cells_of("kinds_of_enums")
+
+
+def test_enums_with_aliases_flags_functions_and_values_of_their_own(notebook: Notebook) -> None:
+    notebook.run(ENUMS + ENUMS_IN_RANK)
+    assert notebook.in_rank(ENUMS_IN_RANK) == "as in the notebook"
+
+
 def test_notebook_classes_inside_a_dataloaders_processes(notebook: Notebook) -> None:
     notebook.run(DEFINITIONS)
     source = """

@@ -14,7 +14,7 @@ LISTED = {
     "capture/culprit.py": {"_buffers", "_modules", "_parameters", "torch._dynamo.eval_frame"},
     "capture/plain.py": {"_backward_hooks", "_metadata"},
     "capture/reducers.py": {
-        *("_cdata", "_iterator", "_sort_order_", "_untyped_storage"),
+        *("_cdata", "_iterator", "_member_type_", "_sort_order_", "_untyped_storage"),
         *("_backward_hooks", "_post_accumulate_grad_hooks"),
     },
     "data/accelerated.py": {"_add_dataloader", "_dataloaders"},
