@@ -110,9 +110,16 @@ class StoreView:
         """
         return None
 
-    def path_to_move(self, store_path: str) -> str | None:
-        """Return the path to move or link instead of `store_path`; None for `store_path` itself."""
+    def path_to_move(self, store_path: str, *, may_link: bool = False) -> str | None:
+        """Return the path to move or link instead of `store_path`; None for `store_path` itself.
+
+        Args:
+            may_link: Whether the returned path may be a symbolic link to the file of the store.
+        """
         return None
+
+    def replace_link(self, store_path: str, *, needs_content: bool) -> None:
+        """Do nothing. `DiscardingView` overrides this method to protect the targets of links."""
 
     def own_path(self, store_path: str) -> str | None:
         """Return the path of this rank's own version of `store_path`; None if there is none.
@@ -344,23 +351,54 @@ class DiscardingView(StoreView):
         is_folder = folder or os.path.isdir(self.common_path(store_path))
         return self.own_path(store_path) or self._make_placeholder(is_folder)
 
-    def path_to_move(self, store_path: str) -> str:
+    def path_to_move(self, store_path: str, *, may_link: bool = False) -> str:
         """Return the path that a call must move instead of `store_path`, and report a write.
 
         The returned path is the first of these that exists:
 
         - the rank's own version of `store_path`: the file that the rank has written to its scratch
           folder
-        - for a regular file of the store, a copy that this method makes
+        - for a regular file of the store, a copy that this method makes; if the file is larger than
+          `COPY_LIMIT_BYTES`, a symbolic link to the file
         - otherwise, an empty placeholder that this method makes
+
+        Args:
+            may_link: Whether the returned path may be a symbolic link to the file of the store.
+                Outside the scratch folder, such a link could replace a file of rank 0.
 
         Raises:
             PermissionError: The file must be copied, and is larger than `COPY_LIMIT_BYTES`.
         """
-        path = self.path_to_change(store_path)
-        if os.path.isfile(self.common_path(store_path)) and path != self.own_path(store_path):
-            self._copy(self.common_path(store_path), path)
+        path, common_path = self.path_to_change(store_path), self.common_path(store_path)
+        if os.path.isfile(common_path) and path != self.own_path(store_path):
+            if may_link and os.path.getsize(common_path) > COPY_LIMIT_BYTES:
+                os.remove(path)
+                os.symlink(common_path, path)
+            else:
+                self._copy(common_path, path)
         return path
+
+    def replace_link(self, store_path: str, *, needs_content: bool) -> None:
+        """If the rank's own version is a link to a file of the store, remove or replace the link.
+
+        Call this method before the own version is opened for writing. Otherwise, the write would go
+        to the file of the store.
+
+        Args:
+            needs_content: Whether to replace the link by a copy of its target.
+
+        Raises:
+            PermissionError: The target must be copied, and is larger than `COPY_LIMIT_BYTES`.
+        """
+        path = self.redirected_path(store_path)
+        if not os.path.islink(path) or not is_below(os.path.realpath(path), self.store):
+            return
+        if needs_content and os.path.isfile(path):
+            copy = self._make_placeholder(folder=False)
+            self._copy(os.path.realpath(path), copy)
+            os.replace(copy, path)
+        else:
+            os.remove(path)
 
     def record_move(self, path: Path) -> None:
         """Report that the rank has moved a file or folder of its scratch folder away.
@@ -636,7 +674,7 @@ def _writing_calls(view: StoreView) -> dict[str, _Call]:
         "setxattr": changes,
         "removexattr": changes,
         "truncate": partial(
-            _write, view, partial(view.path_to_write, needs_content=True), follow=True
+            _write, view, partial(path_to_open, view, needs_content=True), follow=True
         ),
         "rename": moves,
         "replace": moves,
@@ -830,6 +868,7 @@ def path_to_open(view: StoreView, store_path: str, *, needs_content: bool = Fals
     """
     if os.path.isdir(store_path):
         return None
+    view.replace_link(store_path, needs_content=needs_content)
     return view.path_to_write(store_path, needs_content=needs_content)
 
 
@@ -935,7 +974,9 @@ def _move(view: StoreView, across: _Call, real: _Call, src: Path, dst: Path, **k
         kw: The caller's keyword arguments: `src_dir_fd` and `dst_dir_fd`.
     """
     is_gone = _is_gone(view, src, kw.get("src_dir_fd"))
-    source, kw["src_dir_fd"] = _redirect_path(view, view.path_to_move, src, kw.get("src_dir_fd"))
+    may_link = view.resolve(str, dst, kw.get("dst_dir_fd"), follow=False) is not None
+    path_to_move = partial(view.path_to_move, may_link=may_link)
+    source, kw["src_dir_fd"] = _redirect_path(view, path_to_move, src, kw.get("src_dir_fd"))
     target, kw["dst_dir_fd"] = _redirect_path(view, view.path_to_write, dst, kw.get("dst_dir_fd"))
     if source is not src and is_gone:
         return

@@ -28,6 +28,11 @@ def changes(path: str) -> None:
         file.write(b"mine")
 
 
+def begins_with(path: str) -> bytes:
+    with open(path, "rb") as file:
+        return file.read(4)
+
+
 def writes_by_torch(path: str) -> None:
     torch._C.PyTorchFileWriter(path)
 

@@ -153,6 +153,29 @@ def test_changing_a_huge_file_is_refused(base: Path, rank: ProtectedProcess) -> 
     assert caught.value.etype == "PermissionError" and "huge.bin" in caught.value.text
 
 
+def test_a_huge_file_is_renamed_without_a_copy(base: Path, rank: ProtectedProcess) -> None:
+    """The system does not protect the store here: a write through a link would change the store."""
+    size = redirect.COPY_LIMIT_BYTES + 1
+    with (base / "store" / "huge.bin").open("wb") as file:
+        file.write(b"huge")
+        file.truncate(size)
+    rank.call(os.rename, "huge.bin", "renamed.bin")
+    rank.call(os.rename, "renamed.bin", "again.bin")
+    assert rank.call(sights.begins_with, "again.bin") == b"huge"
+    for change, *arguments in ((sights.changes, "again.bin"), (os.truncate, "again.bin", 2)):
+        with pytest.raises(Raised, match="open it for reading") as caught:
+            rank.call(change, *arguments)
+        assert caught.value.etype == "PermissionError"
+    rank.call(Path.write_text, Path("again.bin"), "mine")
+    assert rank.call(sights.begins_with, "again.bin") == b"mine"
+    with pytest.raises(Raised, match="open it for reading"):
+        rank.call(os.rename, "huge.bin", str(base / "outside" / "huge.bin"))
+    assert not os.path.lexists(base / "outside" / "huge.bin")
+    assert sights.begins_with(str(base / "store" / "huge.bin")) == b"huge"
+    assert os.path.getsize(base / "store" / "huge.bin") == size
+    assert not (base / "store" / "again.bin").exists()
+
+
 def test_writes_of_rank_0_are_recorded(base: Path) -> None:
     setting = Setting(str(base / "store"), str(base / "scratch"), StoreProtection.PYTHON, rank=0)
     with protected.protected_process(setting) as rank:
