@@ -182,11 +182,12 @@ def exchange(
     Args:
         environ: torchrun's environment variables of this rank.
         key: Name of the exchange. Each rank calls this function once with the name.
+        ranks: Ranks whose values to wait for. If empty, only store the value of this rank.
 
     Raises:
         RuntimeError: The process of the key-value store has ended.
     """
-    store = connect(environ, _AGREE_S)
+    store = connect(environ, _AGREE_S if ranks else _ANSWER_S)
     store.set(f"{key}/{environ['RANK']}", value)
     keys = {rank: f"{key}/{rank}" for rank in sorted(ranks)}
     while keys and not store.check([*keys.values()]):

@@ -469,7 +469,7 @@ class ResultWriter:
         other ranks which sharded values this rank has, and wait until the ranks whose shards are
         needed do the same. If the work has failed on this rank, only tell the other ranks.
         """
-        if self._environ["WORLD_SIZE"] == "1":
+        if self._environ["WORLD_SIZE"] == "1" or not _sharded_types():
             return {}
         needed = {name: [] if self._failed else _ranks_of(it) for name, it in sharded.items()}
         run = self._folder.parent.name
