@@ -120,7 +120,7 @@ def test_the_table_repeats_steps_of_epochs_but_not_those_of_a_restart(notebook: 
     outcome = notebook.run(RESUMED, "--max-restarts 1", gpus=1)
     assert outcome.error is None and outcome.run is not None
     table = outcome.run.metrics
-    assert table["step"].tolist() == [0, 1, 2, 0, 1] and table["time"].is_monotonic_increasing
+    assert table["step"].tolist() == [0, 1, 2, 0, 1]
     assert table["given"].dropna().tolist() == [0.0, 11.0, 12.0]
     assert table["counted"].dropna().tolist() == [11.0, 12.0]
     scores = table[["score", "rate"]].dropna()
