@@ -72,6 +72,18 @@ _CLOSED = re.compile(
     r"connection (closed|reset) by (remote )?peer|broken pipe|remote process exit", re.IGNORECASE
 )
 
+LIGHTNING_ADVICE = (
+    'each rank is one process of the Trainer: write Trainer(devices=N, strategy="ddp"), where N is '
+    'the number of ranks on each host, int(os.environ["LOCAL_WORLD_SIZE"]). On CPUs, '
+    'devices="auto" means 1'
+)
+
+# Errors of Trainers with a wrong number of devices, or with a strategy that starts processes.
+_LIGHTNING = re.compile(
+    r"in Lightning, but the product .* does not match the world size"
+    r"|/strategies/launchers/multiprocessing\.py"
+)
+
 _FRAME = re.compile(r'\s*File "(?P<file>.*)", line (?P<line>\d+)')
 
 
@@ -166,8 +178,9 @@ def details(failure: Failure) -> list[str]:
     - The last known Python stack of the rank.
     - The last lines of the rank's log, unless the rank raised an exception.
     - The path of the rank's log.
-    - The failure's own advice. Without such advice, advice on a missing or broken GPU, or on a
-      connection that another rank has closed, if the message is about one.
+    - The failure's own advice. Without such advice, advice on a missing or broken GPU, on the
+      arguments of Lightning's Trainer, or on a connection that another rank has closed, if the
+      message is about one of these.
 
     Details without content are left out. If the traceback, the message or the last lines are longer
     than `DETAIL_LINES` lines, a note replaces the middle lines.
@@ -184,6 +197,8 @@ def details(failure: Failure) -> list[str]:
         lines += [f"    {line}" for line in cut_middle(tail)]
     lines += [f"full log: {failure.log_path}"] if failure.log_path else []
     advice = failure.advice or gpu_advice(failure.etype, failure.message)
+    if not advice and _LIGHTNING.search(failure.message):
+        advice = LIGHTNING_ADVICE
     if not advice and failure.consequence and _CLOSED.search(failure.message):
         advice = CLOSED_ADVICE
     lines += [f"advice: {cut(advice)}"] if advice else []

@@ -10,11 +10,13 @@ from typing import Any
 
 import pytest
 
+from taas_magic.display.failure import LIGHTNING_ADVICE
 from taas_magic.host import metrics
 from taas_magic.host.lightning import lightning_callbacks, pytorch_lightning_callbacks
 from taas_magic.host.metrics import MetricBuffer
 from tests.cellfiles import cells_of
 from tests.harness import Notebook
+from tests.nightly import nightly
 
 [TRAININGS] = cells_of("lightning_scalars")
 NAMES = ("csv", "none", "wandb", "tensorboard")
@@ -60,6 +62,30 @@ def test_ranks_record_the_same_scalars_as_lightnings_csv_logger(notebook: Notebo
             name: pytest.approx(series) for name, series in logged.items()
         }, training
     assert {*counts.values()} == {1}, counts
+
+
+MISPLACED = """
+import lightning, torch
+class Model(lightning.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(1, 1)
+    def training_step(self, batch):
+        return self.layer(batch).sum()
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.01)
+placement = {"accelerator": "cpu", "devices": "auto", "strategy": STRATEGY}
+trainer = lightning.Trainer(**placement, max_epochs=1, logger=False, enable_checkpointing=False)
+trainer.fit(Model(), torch.utils.data.DataLoader(torch.ones(4, 1)))
+"""
+
+
+@pytest.mark.parametrize("strategy", ["ddp", nightly("ddp_notebook")])
+def test_a_trainer_that_does_not_fit_the_ranks_gets_advice(
+    strategy: str, notebook: Notebook
+) -> None:
+    outcome = notebook.run(f"STRATEGY = {strategy!r}\n{MISPLACED}")
+    assert f"advice: {LIGHTNING_ADVICE}" in outcome.shown
 
 
 FACTORIES = {
