@@ -25,6 +25,7 @@ METRICS_VARIABLE = "TAAS_METRICS"
 NAME_CHARS = 1000
 """Maximum number of characters in the name of a metric."""
 
+_USAGE = "write taas.log(step=step, loss=loss) or taas.log({'loss': loss}, step=step)"
 _NOT_SHOWN = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff]")
 _GPU_POLL_S = 0.01
 _STEP_LIMIT = 1 << 63
@@ -236,7 +237,7 @@ def use_buffer(buffer: MetricBuffer | None) -> None:
 def log(
     values: Mapping[str, Any] | None = None,
     /,
-    *,
+    *wrong: Any,
     step: int | None = None,
     all_ranks: bool = False,
     **scalars: Any,
@@ -259,16 +260,23 @@ def log(
             a restart, the first step is 0 again, so a cell that resumes should pass `step`.
         all_ranks: Whether to keep one series for each rank. By default, only rank 0's values are
             kept.
+        *wrong: Not allowed. The step and other scalars must be keyword arguments.
         **scalars: More scalars by name.
 
     Raises:
-        TypeError: A name is not a string, a value is neither a number nor a tensor or array with
-            one element, or the step is not an integer.
+        TypeError: A positional argument is wrong, a name is not a string, a value is neither a
+            number nor a tensor or array with one element, or the step is not an integer.
         ValueError: A value is too large for a float, the step does not fit into 64 bits, or a name
             has control characters or more than 1,000 characters.
     """
+    if wrong:
+        raise TypeError(_USAGE)
     if _buffer is not None:
-        _buffer.add({**(values or {}), **scalars}, step, all_ranks)
+        try:
+            found = scalars if values is None else {**values, **scalars}
+        except TypeError:
+            raise TypeError(_USAGE) from None
+        _buffer.add(found, step, all_ranks)
 
 
 def is_recording() -> bool:

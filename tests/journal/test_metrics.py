@@ -80,6 +80,11 @@ try:
 except ValueError as error:
     print(error)
 taas.log({"time": 1.0, "time_": 2.0, "time__": 3.0}, step=0)
+for wrong in (("loss", 3), ({"loss": 3}, 3), (3,), (0,), ([("loss", 3)],)):
+    try:
+        taas.log(*wrong)
+    except TypeError as error:
+        print(error)
 """
 
 
@@ -91,6 +96,7 @@ def test_curves_have_any_number_and_each_metric_a_column(notebook: Notebook) -> 
         "taas.log: the name 'a\\nb' has control characters or surrogates",
         f"taas.log: the name '{'x' * 20}'… has 1,001 characters; at most 1,000 are allowed",
         "taas.log: step is too large; it must fit into 64 bits",
+        *["write taas.log(step=step, loss=loss) or taas.log({'loss': loss}, step=step)"] * 5,
     ]
     table = outcome.run.metrics
     assert table.loc[0, ["time_", "time__", "time___"]].tolist() == [1.0, 2.0, 3.0]
