@@ -273,45 +273,56 @@ class LogSummary:
         has_unshown_lines: Whether lines were added after the last call of `text`.
     """
 
-    def __init__(self, run_id: str) -> None:
-        self._run_id = run_id
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self._ranks = set[int]()
         self._lines = self._bytes = 0
         self._errors: list[str] = []
         self._last: deque[str] = deque(maxlen=LAST_LINES)
         self.has_unshown_lines = False
 
-    def count(self, n_lines: int, n_bytes: int) -> None:
+    def count(self, ranks: Iterable[int], n_lines: int, n_bytes: int) -> None:
         """Count `n_lines` further lines, with `n_bytes` bytes in total, beyond the cell's limit.
 
         Call this method for lines that a host dropped. For lines with a known text, call
         `add_lines`.
+
+        Args:
+            ranks: The ranks that printed each of the lines.
         """
+        self._ranks.update(ranks)
         self._lines += n_lines
         self._bytes += n_bytes
         self.has_unshown_lines = True
 
-    def add_lines(self, prefix: str, lines: Sequence[str], errors: Sequence[str]) -> None:
+    def add_lines(
+        self, ranks: Iterable[int], prefix: str, lines: Sequence[str], errors: Sequence[str]
+    ) -> None:
         """Count lines beyond the cell's limit; keep the last lines and the errors for the summary.
 
         Args:
+            ranks: The ranks that printed each of the lines.
             prefix: Names of the ranks that printed the lines, as text to put before each line.
             lines: All lines to add.
             errors: The lines of `lines` that look like errors. The caller limits their number.
         """
-        self.count(len(lines), sum(map(len, lines)) + len(lines))
+        self.count(ranks, len(lines), sum(map(len, lines)) + len(lines))
         self._last.extend(f"{prefix}{_short(line)}" for line in lines[-LAST_LINES:])
         self._errors += [f"{prefix}{_short(line)}" for line in errors]
 
     def text(self) -> str:
         """Return the text of the summary, and set `has_unshown_lines` to False.
 
-        The text has the number and size of the lines beyond the limit, a command that shows all
-        lines, the lines with errors, if any, and the last lines.
+        The text has the number and size of the lines beyond the limit, the command that shows
+        a rank's log, the lines with errors, if any, and the last lines.
         """
         self.has_unshown_lines = False
         size = size_text(self._bytes)
         s = "s" * (self._lines != 1)
-        first = f"… {self._lines:,} line{s} more ({size}): %taas logs {self._run_id}"
+        # Without --rank, the command shows the rank that failed first, or rank 0.
+        is_named = self._plan.world_size > 1 and len(self._ranks) == 1
+        rank = f" --rank {min(self._ranks)}" if is_named else ""
+        first = f"… {self._lines:,} line{s} more ({size}): %taas logs {self._plan.run_id}{rank}"
         title = f"errors in these lines (at most {ERRORS[1]} are shown):"
         errors = [title, *self._errors, "the last lines:"] if self._errors else []
         return "\n".join([first, *errors, *self._last])
@@ -375,7 +386,7 @@ class LogText:
         if not self._plan.shows_lines(event.rank):
             return
         if self.summary is not None:
-            self.summary.count(event.lines, event.bytes)
+            self.summary.count([event.rank], event.lines, event.bytes)
             return
         lines, size_bytes = self._dropped[event.rank]
         self._dropped[event.rank] = lines + event.lines, size_bytes + event.bytes
@@ -394,7 +405,7 @@ class LogText:
         if self.summary is None:
             self._pieces.append(f"{text}\n")
         else:
-            self.summary.add_lines("", [text], [text])
+            self.summary.add_lines([], "", [text], [text])
 
     def add_due_lines(self, now: float) -> None:
         """Add lines of ranks, and a note on dropped lines, if they are due at the time `now`.
@@ -447,13 +458,13 @@ class LogText:
             texts = [line.text for line in group]
             prefix = self._prefix(ranks)
             if self.summary is not None:
-                self.summary.add_lines(prefix, texts, self._budget.select_errors(texts))
+                self.summary.add_lines(ranks, prefix, texts, self._budget.select_errors(texts))
                 continue
             fit, errors = self._budget.select(texts)
             self._pieces += [f"{prefix}{text}\n" for text in fit]
             if len(fit) < len(texts):
-                self.summary = LogSummary(self._plan.run_id)
-                self.summary.add_lines(prefix, texts[len(fit) :], errors)
+                self.summary = LogSummary(self._plan)
+                self.summary.add_lines(ranks, prefix, texts[len(fit) :], errors)
 
     def _prefix(self, ranks: tuple[int, ...]) -> str:
         if len(ranks) > 1:

@@ -113,6 +113,19 @@ def test_a_full_cell_shows_further_lines_only_in_one_display_of_the_last_lines()
     assert not text.has_text
 
 
+def test_the_command_below_a_full_cell_names_a_rank_that_has_all_further_lines() -> None:
+    text = log_text(2)
+    text.add_lines(lines(1, *["x" * 99] * 10_000), 0.0)
+    text.flush()
+    assert text.summary is not None
+    assert text.summary.text().splitlines()[0].endswith(": %taas logs r1 --rank 1")
+    text.add_line("── restart ──")
+    text.add_dropped(dropped(1, 10, 1000))
+    assert text.summary.text().splitlines()[0].endswith(": %taas logs r1 --rank 1")
+    text.add_dropped(dropped(0, 10, 1000))
+    assert text.summary.text().splitlines()[0].endswith(": %taas logs r1")
+
+
 def test_once_the_cell_is_full_no_later_line_gets_in_before() -> None:
     text = log_text(1)
     text.add_lines(lines(0, "x" * (log.CELL_BYTES - 10), "too long for what is left", "fits"), 0.0)
