@@ -843,9 +843,9 @@ def _reduce_module(module: Any) -> Any:
     """Reduce a module with parametrizations, such as weight norm, or with hooks.
 
     Torch gives each module with parametrizations a class of its own, which refuses to be pickled.
-    So save the class that the module had before, its attributes, and the names of the parametrized
-    tensors. For a module with hooks, `_with_hook_ids` says what is added. Leave all other modules
-    to torch.
+    So save the class that the module had before, the state that this class pickles, and the names
+    of the parametrized tensors. For a module with hooks, `_with_hook_ids` says what is added. Leave
+    all other modules to torch.
     """
     from torch.nn.utils import parametrize
 
@@ -853,12 +853,12 @@ def _reduce_module(module: Any) -> Any:
         found = (each for name, each in vars(module).items() if name.endswith("hooks"))
         has_hooks = any(isinstance(each, dict) and each for each in found)
         return _with_hook_ids(module.__reduce_ex__(5)) if has_hooks else NotImplemented
-    kind = parametrize.type_before_parametrizations(module)
-    saved = dict(vars(module)), list(module.parametrizations)
+    kind: Any = parametrize.type_before_parametrizations(module)
+    saved = kind.__getstate__(module), list(module.parametrizations)
     return kind.__new__, (kind,), saved, None, None, _fill_parametrized
 
 
-def _fill_parametrized(module: Any, saved: tuple[dict[str, Any], list[str]]) -> None:
+def _fill_parametrized(module: Any, saved: tuple[Any, list[str]]) -> None:
     """Set the state of a module that pickle has just made, and register its parametrizations.
 
     Registering temporary parametrizations lets torch make the module's class. Afterwards, the
@@ -868,7 +868,7 @@ def _fill_parametrized(module: Any, saved: tuple[dict[str, Any], list[str]]) -> 
     from torch.nn.utils import parametrize
 
     own, names = saved
-    vars(module).update(own)
+    module.__setstate__(own)
     parametrizations = module.parametrizations
     del module.parametrizations
     for name in names:  # creates the class and its properties; the empty parameters are temporary

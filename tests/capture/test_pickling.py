@@ -164,7 +164,7 @@ class Symmetric(torch.nn.Module):
 
 def test_modules_with_parametrizations(path: Path) -> None:
     lines = torch.nn.Linear(3, 3), torch.nn.Linear(3, 3), torch.nn.Linear(3, 3)
-    net = torch.nn.Sequential(*lines, torch.nn.Conv1d(3, 2, 1))
+    net: Any = torch.nn.Sequential(*lines, torch.nn.Conv1d(3, 2, 1))
     parametrizations.weight_norm(net[0])
     parametrizations.orthogonal(net[1])
     parametrize.register_parametrization(net[2], "weight", Symmetric())
@@ -185,8 +185,22 @@ def test_modules_with_parametrizations(path: Path) -> None:
     optimizer.step()
     assert torch.equal(net(values), back(values))
     parametrize.remove_parametrizations(back[2], "weight")
-    expected: Any = net[2].weight
-    assert type(back[2]) is torch.nn.Linear and torch.equal(back[2].weight, expected)
+    assert type(back[2]) is torch.nn.Linear and torch.equal(back[2].weight, net[2].weight)
+
+
+@pytest.mark.parametrize("kind", [torch.nn.RNN, torch.nn.GRU, torch.nn.LSTM])
+def test_recurrent_modules_with_parametrizations(path: Path, kind: Any) -> None:
+    net = kind(2, 3, num_layers=2, bidirectional=True)
+    parametrizations.weight_norm(net, "weight_hh_l0")
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    back, stepping = through_a_file([net, optimizer], path)
+    values = torch.rand(4, 2)
+    before = net(values)[0]
+    for one, its in (net, optimizer), (back, stepping):
+        one(values)[0].sum().backward()
+        its.step()
+    assert torch.equal(net(values)[0], back(values)[0])
+    assert not torch.equal(net(values)[0], before)
 
 
 @pytest.mark.filterwarnings("ignore")  # torch.jit is deprecated
