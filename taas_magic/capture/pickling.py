@@ -3,6 +3,7 @@
 An archive is one file with a pickle and its out-of-band buffers.
 """
 
+import argparse
 import array
 import functools
 import importlib
@@ -242,6 +243,20 @@ def load_each(
         yield value
 
 
+_BEGIN_OF_PICKLE = b"".join(
+    (
+        pickle.PROTO + b"\x05",
+        pickle.GLOBAL + b"argparse\nSUPPRESS\n",
+        pickle.MEMOIZE,
+        pickle.POP,
+    )
+)
+"""Opcodes that make `argparse.SUPPRESS` the first object in the memo of pickle.
+
+argparse compares this string by `is`. So the receiver must get its own string, not a copy.
+"""
+
+
 class ValuePickler(cloudpickle.Pickler):
     """Pickler that adds several values to one pickle, in which shared objects stay shared.
 
@@ -291,6 +306,8 @@ class ValuePickler(cloudpickle.Pickler):
         self._to = to or ("notebook" if namespace is None else "ranks")
         apart = None if self._to == "fetchers" else self.buffers.append
         super().__init__(self._file, protocol=5, buffer_callback=apart)
+        self._file.write(_BEGIN_OF_PICKLE)
+        self.memo = {id(argparse.SUPPRESS): (0, argparse.SUPPRESS)}
         self.needs: dict[str, None] = {}
         self.modules: set[str] = set()
         self.filenames: set[str] = set()

@@ -1,8 +1,10 @@
 """Objects that several variables share, and asserts that their copies share them too."""
 
 # %%
+import argparse
 import functools
 import warnings
+from argparse import SUPPRESS
 
 import torch
 
@@ -78,6 +80,9 @@ def known(n, box=[]):  # noqa: B006
 also_known, (box,) = known, known.__wrapped__.__defaults__  # type: ignore[misc]
 first = functools.partial(dict.setdefault, state := {}, "first")
 
+options = argparse.ArgumentParser(argument_default=SUPPRESS)
+options.add_argument_group().add_argument("--lr", type=float)
+
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     jit_net = torch.jit.script(torch.nn.Linear(2, 1))
@@ -96,6 +101,8 @@ assert meter.values == [3] and Meter.made == [meter] and type(meter) is Meter
 assert also_known is known and known(1) is box and box == [1]
 first(7)
 assert state == {"first": 7}
+options.add_argument("--seed", type=int, default=SUPPRESS)
+assert vars(options.parse_args(["--lr", "3"])) == {"lr": 3.0}
 jit_weight = jit_net.weight.tolist()
 jit_net(torch.ones(1, 2)).sum().backward()
 jit_optimizer.step()
