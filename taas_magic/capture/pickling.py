@@ -47,6 +47,7 @@ from taas_magic.capture.reducers import (
     reduce_array,
     reduce_by_value,
     reduce_descriptor,
+    reduce_dict,
     reduce_directory_store,
     reduce_file,
     reduce_lru_cache,
@@ -476,6 +477,7 @@ class ValuePickler(cloudpickle.Pickler):
             io.BytesIO: None,
             io.StringIO: None,
             io.IOBase: reduce_file,
+            dict: reduce_dict,
         }
         if (kind := getattr(sys.modules.get("zarr.storage"), "DirectoryStore", None)) is not None:
             rules[kind] = reduce_directory_store

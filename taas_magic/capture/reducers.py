@@ -404,6 +404,27 @@ def _fill_single_dispatch(function: Any, state: tuple[dict[str, Any], dict[type,
         function.register(kind, implementation)
 
 
+def reduce_dict(value: Any) -> Any:
+    """Reduce an instance of a dict's subclass that is its own `__dict__`.
+
+    pickle's own rules would copy the items to a separate `__dict__`. Return NotImplemented for any
+    other dict, and if the class decides itself how its objects are pickled.
+    """
+    kind: Any = type(value)
+    plain: Any = object
+    has_rule = kind.__reduce__ is not plain.__reduce__ or hasattr(kind, "__setstate__")
+    if has_rule or kind.__reduce_ex__ is not plain.__reduce_ex__:
+        return NotImplemented
+    if not kind.__dictoffset__ or vars(value) is not value:
+        return NotImplemented
+    make, args, _, _, items = value.__reduce_ex__(5)
+    return make, args, (), None, items, _set_own_dict
+
+
+def _set_own_dict(value: Any, state: tuple[()]) -> None:
+    value.__dict__ = value
+
+
 def _reduce_new_type(new_type: Any) -> Reduced:
     where = {"__module__": new_type.__module__, "__qualname__": new_type.__qualname__}
     return typing.NewType, (new_type.__name__, new_type.__supertype__), where

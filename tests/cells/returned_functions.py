@@ -22,6 +22,12 @@ def remembered(x):
     return x
 
 
+class Settings(dict):
+    def __init__(self, *args, **values):
+        super().__init__(*args, **values)
+        self.__dict__ = self
+
+
 class Stepper:
     def step(self):
         return STEP
@@ -53,6 +59,7 @@ class Trained(Stepper):
 holder = Trained()
 functions = [notebooks, called, remembered, UNSET]
 holder.functions = functions  # type: ignore[attr-defined]
+holder.settings = Settings(lr=0.1)  # type: ignore[attr-defined]
 assert called(1) == 5 and holder.run() == 5 and is_unset()
 
 
@@ -86,3 +93,6 @@ assert all(a is b for a, b in zip(found, expected, strict=True))
 assert type(pickle.loads(pickle.dumps(holder))) is Trained
 add(3)
 assert mean() == 5
+settings = holder.settings  # type: ignore[attr-defined]
+settings.lr = 0.2
+assert type(settings) is Settings and settings["lr"] == 0.2

@@ -83,6 +83,16 @@ first = functools.partial(dict.setdefault, state := {}, "first")
 options = argparse.ArgumentParser(argument_default=SUPPRESS)
 options.add_argument_group().add_argument("--lr", type=float)
 
+
+class Settings(dict):
+    def __init__(self, *args, **values):
+        super().__init__(*args, **values)
+        self.__dict__ = self
+
+
+settings = Settings(lr=0.1, parent=None)
+settings["parent"] = settings
+
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     jit_net = torch.jit.script(torch.nn.Linear(2, 1))
@@ -103,6 +113,8 @@ first(7)
 assert state == {"first": 7}
 options.add_argument("--seed", type=int, default=SUPPRESS)
 assert vars(options.parse_args(["--lr", "3"])) == {"lr": 3.0}
+settings["lr"] = 0.2
+assert settings["parent"] is settings and settings.lr == 0.2
 jit_weight = jit_net.weight.tolist()
 jit_net(torch.ones(1, 2)).sum().backward()
 jit_optimizer.step()
