@@ -268,7 +268,7 @@ def test_the_log_of_a_rank_that_raised_has_its_traceback(
     [
         ("", "open('no/such', 'w')", "FileNotFoundError: [Errno 2] No such file"),
         ("--store-writes refuse", "open('x', 'w')", "PermissionError: [Errno 13] rank 1 may not"),
-        ("", "pass\nimport taas; taas.save({}, '/no/such.pt')", "StoreError: "),
+        ("", "pass\nimport taas; taas.save({}, '/no/such.pt')", "SaveError: "),
         ("", "for batch in failing: pass", 'Cell In[{}]", line 6, in __getitem__'),
     ],
 )
