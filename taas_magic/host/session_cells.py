@@ -64,8 +64,12 @@ class _SessionCells:
         )
         self._modules: dict[str, ModuleSource] = {}
         self._kept: frozenset[str] = frozenset()
-        self._groups = ProcessGroupPrefixes(lambda: link.send(RankCreatesGroup()))
+        self._groups = ProcessGroupPrefixes(self._report_new_group)
         self._groups.install()
+
+    def _report_new_group(self) -> None:
+        if self._link.is_own:  # not a child that the cell forked
+            self._link.send(RankCreatesGroup())
 
     def run(self, order: CellOrder) -> bool:
         """Run a cell, and send its results or failure; return whether the cell succeeded.

@@ -116,6 +116,8 @@ class StackSample:
         answers: Whether the rank's heartbeat thread responds. None for a process that is not a
             rank.
         has_finished: Whether the process is a rank that has run the cell to its end.
+        has_returned: Whether the process is a session's rank that has ended the cell, and waits for
+            the next cell.
         children: The same data about each child process.
         cpus: Average number of CPUs that a rank and its descendants used while the data was
             collected. 0 for a process that is not a rank.
@@ -128,6 +130,7 @@ class StackSample:
     pending: list[str] = field(default_factory=list)
     answers: bool | None = None
     has_finished: bool = False
+    has_returned: bool = False
     children: list["StackSample"] = field(default_factory=list)
     memory_bytes: int = 0
     cpus: float = 0.0
@@ -150,7 +153,7 @@ class StackSample:
         return kind(
             pid=self.pid,
             command=self.command,
-            place=code_position(self.main),
+            place="the end of the cell" if self.has_returned else code_position(self.main),
             waits_for=waits_for(self),
             system=self.state,
             threads={n: [str(frame) for frame in t] for n, t in self.threads.items()},
@@ -179,7 +182,8 @@ def waits_for(sample: StackSample) -> str:
 
     The first of these conditions that is true decides which text the function returns:
 
-    1. The process has ended, is suspended, is in an uninterruptible system call, or is ending.
+    1. The process has ended, is suspended, is in an uninterruptible system call, is ending, or has
+       ended the cell.
     2. The thread is in a function of torch.distributed, or in `os.fork`.
     3. The thread waits for a batch, for the user's input, or in a known waiting function of the
        standard library. The batch may be of a DataLoader or of a registered loader.
@@ -196,6 +200,8 @@ def waits_for(sample: StackSample) -> str:
         return "SIGCONT: another program stopped it (SIGSTOP)"
     if sample.state == psutil.STATUS_DISK_SLEEP:
         return "an uninterruptible system call"
+    if sample.has_returned:
+        return "nothing: it has finished the cell"
     if sample.has_finished:
         return "the end of its process: its threads, or functions registered by atexit"
     called = next((frame for frame in sample.main if _C10D.search(frame.file)), None)
@@ -483,7 +489,8 @@ class StackMonitor:
         if state.ended:
             return StackSample(state.pid, state=_GONE)
         sample = _sample_from_psutil(state.pid)
-        sample.command, sample.has_finished = "", state.finished
+        sample.command = ""
+        sample.has_finished, sample.has_returned = state.finished, state.has_returned
         sample.answers = state.sample is not None or time.monotonic() - state.beat_at < _BEATS_S
         if state.sample is not None:
             sample.pending, sample.threads = state.sample.pending, state.sample.threads

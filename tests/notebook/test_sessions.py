@@ -867,6 +867,20 @@ def test_an_interrupt_ends_collectives_that_do_not_match_and_the_ranks_stay(
     assert printed(session, "%%taas --session exp\nprint(kept)") == ["0", "1"]
 
 
+def test_a_hang_report_says_which_ranks_have_finished_the_cell(session: Frontend) -> None:
+    hung = session.send("%%taas --session exp --hang 1\nif rank == 0:\n    dist.barrier()")
+    title = "no rank has made progress"
+    session.wait(
+        lambda: (
+            bool(session.contents(hung, "update_display_data")) and title in notes(session, hung)
+        )
+    )
+    row = next(line for line in notes(session, hung).splitlines() if line.split()[:1] == ["1"])
+    session.manager.interrupt_kernel()
+    assert session.finish(hung)["status"] == "error"
+    assert re.search(r" the end of the cell +nothing: it has finished the cell$", row), row
+
+
 def test_an_interrupted_await_ends_with_its_cleanup(session: Frontend) -> None:
     cell = "import asyncio, signal\nended = []\n"
     cell += "asyncio.get_running_loop().call_soon(signal.raise_signal, signal.SIGINT)\n"
