@@ -98,7 +98,9 @@ class TaasMagics(Magics):
 
         A cell lacks a variable of the ranks if the cell raises NameError for a name that an earlier
         `%%taas` cell assigned only on its ranks. If a detached run returns this variable, the hint
-        says how to get it from the run. Otherwise, the hint advises `--out`.
+        says how to get it from the run. Otherwise, the hint advises `--out`. If no such cell
+        assigned the name, but the ranks of another session than the cell's have the variable, the
+        hint names this session.
 
         IPython calls this method for its event `post_run_cell`.
         """
@@ -115,6 +117,12 @@ class TaasMagics(Magics):
             _print_line(
                 f"`{name}` was set in an earlier %%taas cell, but is not in the notebook: "
                 f"run that cell again with --out {name}"
+            )
+        elif name and (session := _session_with(name, result.error_in_exec)):
+            _print_line(
+                f"`{name}` is a variable of session {session}: run the cell with --session "
+                f"{session}, or return the variable to the notebook: %%taas --session {session} "
+                f"--out {name}"
             )
 
     def variable_names(self) -> list[str]:
@@ -250,6 +258,23 @@ def _missing_name(error: BaseException | None) -> str | None:
         return None
     found = re.search(r"name '(\w+)' is not defined", str(error))
     return found[1] if found else None
+
+
+def _session_with(name: str, error: BaseException | None) -> str:
+    """Return the name of a session whose cells assigned the variable `name`; "" for none.
+
+    Args:
+        error: Error of the cell that lacks the variable. The session of this cell does not count.
+    """
+    # If the module was not imported, there is no session.
+    if (sessions := sys.modules.get("taas_magic.notebook.sessions")) is None:
+        return ""
+    from taas_magic.notebook import launch
+
+    run = launch.last_run
+    own = run.plan.session if run is not None and isinstance(error, RunError) else ""
+    found = (one.name for one in sessions.live() if name in one.names.owned and one.name != own)
+    return next(found, "")
 
 
 @contextlib.contextmanager

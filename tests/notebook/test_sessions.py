@@ -163,6 +163,16 @@ def test_a_cell_without_a_session_lacks_the_sessions_variables(session: Frontend
     assert printed(session, f"%%taas --gpus 2\n{cell}") == ["False False"]
 
 
+def test_a_cell_that_lacks_a_variable_of_a_session_gets_a_hint(session: Frontend) -> None:
+    session.run("%%taas --session exp\nonly_in_exp = rank")
+    hint = "`only_in_exp` is a variable of session exp: run the cell with --session exp, or return"
+    for cell in ("only_in_exp", "%%taas --gpus 1\nprint(only_in_exp)"):
+        said = error(session, cell)
+        assert "NameError" in said and said.count(hint) == 1, said
+    deletes = "if rank == 1:\n    del only_in_exp\nonly_in_exp"
+    assert hint not in error(session, f"%%taas --session exp\n{deletes}")
+
+
 def test_a_name_has_the_notebooks_value_unless_a_cell_of_the_session_assigned_it(
     session: Frontend,
 ) -> None:
