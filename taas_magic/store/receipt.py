@@ -28,7 +28,7 @@ from taas_magic.messages import (
 from taas_magic.store.manifest import ManifestEntry
 from taas_magic.store.publish import remove_leftover
 from taas_magic.store.rule import is_below
-from taas_magic.store.tree import Tree, TreeEntry, printable
+from taas_magic.store.tree import Tree, TreeEntry, folders_of, printable
 
 SEARCH_LIMIT_S = 0.25
 """Maximum seconds to search a store for files that a run wrote.
@@ -75,20 +75,22 @@ class Receipt:
     def with_event(self, event: StoreReceipt) -> "Receipt":
         """Return a copy of this receipt with the receipt of one more host added.
 
-        A path that any host lists as written is not missing. The result is complete only if this
-        receipt and the host's receipt are both complete.
+        A path that any host lists as written is not missing, and the folders of a written path are
+        not missing either. The result is complete only if this receipt and the host's receipt are
+        both complete.
         """
         kept_out = {path: set(ranks) for path, ranks in self.kept_out.items()}
         for file in event.kept_out:
             kept_out.setdefault(file.path, set()).add(file.rank)
         missing = {file.path for file in event.kept_out if not file.in_store}
         written = {**self.written, **{file.path: file.bytes for file in event.written}}
+        in_store = {*written, *(folder for path in written for folder in folders_of(path))}
         return Receipt(
             written=written,
             kept_out={path: tuple(sorted(ranks)) for path, ranks in sorted(kept_out.items())},
             # A host that does not share the store reports a path as missing although rank 0 wrote
-            # the file on another host. So remove all written paths.
-            missing=(self.missing | missing) - set(written),
+            # the file, or made the folder, on another host. So remove what the store has.
+            missing=(self.missing | missing) - in_store,
             shared=tuple(event.shared),
             means=self.means or event.means,
             complete=self.complete and event.complete,

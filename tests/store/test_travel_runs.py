@@ -182,15 +182,18 @@ while not os.path.exists("m.pt"):
 print(torch.load("m.pt", weights_only=True)[0].item())
 torch.save(model, "m.pt")
 dist.barrier()
+os.makedirs("out", exist_ok=True)
+torch.save(model, "out/m.pt")
 """
     outcome = far.run(SAVE + source, "--pool two", gpus=4)
     assert outcome.error is None, outcome.shown
     assert {lines[-1] for lines in outcome.lines.values()} == {"0.0"}
-    assert torch.load("m.pt", weights_only=True).tolist() == [0.0] * 4
+    for name in ("m.pt", "out/m.pt"):
+        assert torch.load(name, weights_only=True).tolist() == [0.0] * 4
     assert outcome.run is not None
     receipt = outcome.run.receipt
-    assert set(receipt.written) == {"m.pt"} and receipt.kept_out == {"m.pt": (1, 2, 3)}
-    assert not receipt.missing
+    assert set(receipt.written) == {"m.pt", "out/m.pt"} and not receipt.missing
+    assert all(receipt.kept_out[name] == (1, 2, 3) for name in ("m.pt", "out/m.pt"))
 
 
 def test_other_hosts_follow_checkpoints_that_rank_0_rotates(far: Notebook) -> None:
