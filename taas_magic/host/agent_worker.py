@@ -63,6 +63,7 @@ from taas_magic.messages import (
     RunStacks,
     SetFetcherAddress,
     StartingHost,
+    UpdateStoreCopy,
     encode,
     escaped,
     from_json,
@@ -227,6 +228,7 @@ class AgentWorker(ClosedWorker):
             AnswerInput: self.forward_command,
             PauseClocks: self.forward_command,
             GetStacks: self.stacks,
+            UpdateStoreCopy: self.update_store_copy,
         }
         self._answers = handlers(answers)
         self.stream_handlers |= {CALL: self._on_call, BEAT_ACK: lease.renew}
@@ -351,6 +353,19 @@ class AgentWorker(ClosedWorker):
         """
         share = self._shares.get(request.run_id)
         return RunStacks() if share is None else await asyncio.to_thread(share.stacks)
+
+    async def update_store_copy(self, request: UpdateStoreCopy) -> str:
+        """Copy changed files of the project store to this host, for a session's fetchers.
+
+        Do nothing if the fetchers have ended on this host.
+
+        Returns:
+            "", or the reason why the files could not be copied.
+        """
+        share = self._shares.get(request.run_id)
+        if not isinstance(share, HostFetchers):
+            return ""
+        return await asyncio.to_thread(share.update_store_copy)
 
     def _run_share(self, run_id: str, share: HostShare) -> None:
         """Run a share to its end, then remove the share from `_shares`. Runs in the share's thread.

@@ -12,7 +12,7 @@ import re
 import shutil
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 
 from msgspec import structs
@@ -295,6 +295,19 @@ class StoreCopy:
             update_mirror(self._mirror, self._send_request, fresh=True)
         self._start_transfer(folders)
 
+    def update(self) -> None:
+        """Copy to the mirror what has changed in the store, while fetchers read the mirror.
+
+        Files that the fetchers wrote to folders of `--shared-writes` stay in the mirror.
+
+        Raises:
+            StoreError: The store cannot be copied, or the mirror is not in use any more.
+            PoolError: The pool's process does not respond.
+        """
+        with closing(self._mirror.share()) as mirror:
+            kept = [self.locate(folder) for folder in self._rule.shared]
+            update_mirror(mirror, self._send_request, fresh=True, kept=kept)
+
     def finish_copying(self) -> None:
         """Send the remaining changed files to the store, and stop the transfer in both directions.
 
@@ -449,6 +462,18 @@ class HostFiles:
         if self._folder is not None:
             self._folder.begin_attempt(spec.attempt)
         return self._local_share(spec)
+
+    def update_store_copy(self) -> None:
+        """Copy to this host what has changed in the project store, while fetchers run.
+
+        If this host shares the store, or `copy_in` has not copied the store yet, do nothing.
+
+        Raises:
+            StoreError: The store cannot be copied, or the fetchers have ended.
+            PoolError: The pool's process does not respond.
+        """
+        if self._store_copy is not None:
+            self._store_copy.update()
 
     def record(self, rank: int, message: StoreMessage) -> None:
         """Record a rank's message about a write to the project store, for the receipt.

@@ -805,6 +805,20 @@ class HostFetchers(HostShare):
             found.append(sample.report(FetcherStack, fetcher=one.spec.plan.number))
         return RunStacks(fetchers=found)
 
+    def update_store_copy(self) -> str:
+        """Copy changed files of the project store to this host before a cell of a session.
+
+        Returns:
+            "", or the reason why the files could not be copied. If the fetchers have been asked to
+            end, always "".
+        """
+        try:
+            self._files.update_store_copy()
+        except TaasError as error:
+            if self.stopped_at is None:
+                return f"the fetchers on host {self.host} cannot read changed files: {error}"
+        return ""
+
     def _run_processes(self) -> None:
         """Start the fetchers, and forward their messages to the pool until all fetchers have ended.
 

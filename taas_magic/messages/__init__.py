@@ -94,7 +94,6 @@ from taas_magic.messages.ranks import (
 from taas_magic.messages.requests import (
     AgentKeys,
     AgentSettings,
-    AllowRestarts,
     AnswerInput,
     DescribeHost,
     Detach,
@@ -111,6 +110,7 @@ from taas_magic.messages.requests import (
     HostStatus,
     PauseClocks,
     PoolStatus,
+    PrepareFetchers,
     RegisterKernel,
     Request,
     RequestHandler,
@@ -120,6 +120,7 @@ from taas_magic.messages.requests import (
     StartResponse,
     TakeOverFetchers,
     TakeOverSession,
+    UpdateStoreCopy,
     WaitForHosts,
     handlers,
     make_handler,

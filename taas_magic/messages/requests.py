@@ -163,12 +163,14 @@ class TakeOverFetchers(Request[list[AnyEvent] | None]):
     run_id: str
 
 
-class AllowRestarts(Request[None]):
-    """Request of a kernel to a pool's process: let a session's fetchers in this pool restart again.
+class PrepareFetchers(Request[str]):
+    """Request of a kernel to a pool's process: prepare a session's fetchers for a cell.
 
     The kernel sends this request when the session begins a cell. During this cell, the fetchers of
     each earlier cell may restart once. If all fetchers of an earlier cell have already ended
-    unexpectedly, they restart when this request arrives.
+    unexpectedly, they restart when this request arrives. The pool's process responds when the
+    fetchers' hosts have copied the changed files of the project store (`UpdateStoreCopy`). The
+    response is "", or the reason why a host could not copy them.
 
     Attributes:
         session: Run id of the session.
@@ -272,6 +274,19 @@ class AnswerInput(Request[None]):
     number: int
     line: str | None = None
     is_refused: bool = False
+
+
+class UpdateStoreCopy(Request[str]):
+    """Request to a host: copy changed files of the project store for a session's fetchers.
+
+    If the host shares the store, or the fetchers have ended, it copies nothing. The response is "",
+    or the reason why the files could not be copied.
+
+    Attributes:
+        run_id: Id of the fetchers.
+    """
+
+    run_id: str
 
 
 class GetStacks(Request[RunStacks]):

@@ -369,6 +369,7 @@ def run_to_end(
     - If the run has `--prefill`, wait until the fetchers have prepared the data. Then request the
       ranks' hosts, and wait for them.
     - If a session has no ranks yet, start them. (If it has ranks, no step requests hosts for them.)
+      Wait until the fetchers of the session's earlier cells have the changed files.
     - Start the run, and follow it until it has ended or is detached.
 
     Do not end the fetchers of a detached run. If a cell of a session has started, do not end its
@@ -419,6 +420,7 @@ def run_to_end(
                 start_session(
                     session, connection, spec.origin, driver.cell_text(), config, interrupts
                 )
+                session.wait_for_fetchers(interrupts)
                 connection, spec = session.connection, spec.for_session()
             driver.start(
                 connection, spec, fetchers.pop_events() if fetchers else [], view, interrupts

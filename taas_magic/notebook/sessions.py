@@ -15,6 +15,7 @@ from collections.abc import Collection, Iterable, Iterator
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 from msgspec import structs
 
@@ -27,7 +28,6 @@ from taas_magic.errors import PoolError, UsageError, interrupted, listed
 from taas_magic.host.spec import Origin, RunSpec
 from taas_magic.journal.folder import RunContext, RunFolder, state_dir
 from taas_magic.messages import (
-    AllowRestarts,
     CellNames,
     Detach,
     Detached,
@@ -37,6 +37,7 @@ from taas_magic.messages import (
     Lines,
     LinesDropped,
     Note,
+    PrepareFetchers,
     RanksKilled,
     Request,
     RunEnded,
@@ -44,7 +45,7 @@ from taas_magic.messages import (
     to_json,
 )
 from taas_magic.notebook import pools, runs
-from taas_magic.notebook.run import Interrupts, RunDriver, RunFetchers
+from taas_magic.notebook.run import BackgroundCall, Interrupts, RunDriver, RunFetchers
 from taas_magic.notebook.runs import Run
 from taas_magic.plan import DataPlan, Flags, Plan, new_run_id
 from taas_magic.pool.client import PoolConnection
@@ -74,6 +75,7 @@ FIXED = (
 NOT_IN_SESSIONS = ("max_restarts", "profile", "units", "prefill")
 """Fields of `Flags` that cells of a session must not set."""
 
+_T = TypeVar("_T")
 _NAME = re.compile(r"[A-Za-z_][\w.-]{0,63}")
 _NO_NAME = re.compile(r"name '(\w+)' is not defined")
 _MAX_LISTED = 12
@@ -134,6 +136,7 @@ class Session:
         self._fetchers: dict[int, RunFetchers] = {}
         """Fetchers of the session's loaders, by the number of the cell that sent the loaders."""
 
+        self._preparing: list[BackgroundCall[str | None]] = []
         self._closing: list[threading.Thread] = []
 
     @property
@@ -249,7 +252,7 @@ class Session:
         - For the session's first cell, make the plan of the session's own run, which starts the
           ranks: the cell's plan with a new run id, and without options that concern only the cell.
         - Discard the ranks' reports on the last cell.
-        - Allow the fetchers of each earlier cell one restart.
+        - Begin to prepare the fetchers of earlier cells; `wait_for_fetchers` waits for the end.
 
         Raises:
             PoolError: The session is running a cell, which another thread of the kernel started.
@@ -260,8 +263,7 @@ class Session:
                 f"it: %taas stop {self.running_cell}"
             )
         self._loaded, self._changes = set(), []
-        if self._n_fetchers:
-            self._allow_restarts()
+        self._prepare_fetchers()
         if self.plan is None:
             self.plan = structs.replace(
                 plan,
@@ -433,17 +435,33 @@ class Session:
         self._fetchers[self._cells] = fetchers
         fetchers.forward_events(self.connection, self.run_id)
 
-    def _allow_restarts(self) -> None:
-        """Allow the fetchers of each earlier cell one restart during the cell that begins now.
+    def _prepare_fetchers(self) -> None:
+        """Begin to prepare the fetchers of earlier cells for the cell that begins now.
 
-        Send an `AllowRestarts` request to the process of each pool that runs ranks or fetchers of
-        the session. Background threads send the requests, so the cell need not wait for responses.
+        Send a `PrepareFetchers` request to the process of each pool that runs ranks or fetchers of
+        the session. Background threads send the requests; `wait_for_fetchers` waits for responses.
         """
+        self._preparing = []
+        if not self._n_fetchers:
+            return
         of_fetchers = {fetchers.connection for fetchers in self._fetchers.values()}
         for connection in {self._connection, *of_fetchers} - {None}:
             assert connection is not None
-            request = partial(_call_if_alive, connection, AllowRestarts(self.run_id))
-            threading.Thread(target=request, name="taas-restarts", daemon=True).start()
+            self._preparing.append(BackgroundCall(partial(self._prepare_in_pool, connection)))
+
+    def _prepare_in_pool(self, connection: PoolConnection, show_lines: object) -> str | None:
+        return _call_if_alive(connection, PrepareFetchers(self.run_id))
+
+    def wait_for_fetchers(self, interrupts: Interrupts) -> None:
+        """Wait until the fetchers of earlier cells can read the files that the cell's ranks read.
+
+        Raises:
+            PoolError: A host could not copy the changed files of the project store.
+            KeyboardInterrupt: The user interrupted the wait.
+        """
+        for call in self._preparing:
+            if why := call.wait(interrupts):
+                raise PoolError(why)
 
     def count_cell(self) -> int:
         """Add 1 to the number of the session's cells, and return the number of the new cell."""
@@ -685,14 +703,15 @@ class Session:
                     self._connection.stop_events(self._left_cell[0].run.id)
 
 
-def _call_if_alive(connection: PoolConnection, request: Request[None]) -> None:
-    """Send a request to a pool's process. If the process has ended or does not respond, do nothing.
+def _call_if_alive(connection: PoolConnection, request: Request[_T]) -> _T | None:
+    """Send a request to a pool's process, and return the response.
 
-    The caller needs no error: if the process has ended, its sessions have also ended, and the next
-    cell of the session reports this.
+    If the process has ended or does not respond, return None. The caller needs no error: if the
+    process has ended, its sessions have also ended, and the next cell of the session reports this.
     """
     with suppress(PoolError):
-        connection.call(request)
+        return connection.call(request)
+    return None
 
 
 def for_cell(flags: Flags, *, registers: bool = True) -> Session | None:

@@ -30,7 +30,6 @@ from taas_magic.host.spec import (
 )
 from taas_magic.journal.folder import JournalWriter, RunFolder
 from taas_magic.messages import (
-    AllowRestarts,
     AnswerInput,
     Detach,
     Detached,
@@ -45,6 +44,7 @@ from taas_magic.messages import (
     HostStatus,
     Note,
     PoolStatus,
+    PrepareFetchers,
     RegisterKernel,
     RunEnded,
     RunStacks,
@@ -314,7 +314,7 @@ class Controller(SchedulerPlugin):
                 Detach: self.detach,
                 TakeOverSession: self.take_over_session,
                 TakeOverFetchers: self.take_over_fetchers,
-                AllowRestarts: self.allow_restarts,
+                PrepareFetchers: self.prepare_fetchers,
                 Halt: self.halt,
                 AnswerInput: self.answer_input,
                 GetStatus: self.status,
@@ -642,13 +642,21 @@ class Controller(SchedulerPlugin):
             self._tasks.start(run_to_end())
         return StartResponse(hosts=hosts)
 
-    async def allow_restarts(self, request: AllowRestarts) -> None:
-        """Allow a session's fetchers in this pool to restart once for the session's next cell.
+    async def prepare_fetchers(self, request: PrepareFetchers) -> str:
+        """Prepare a session's fetchers in this pool for the session's next cell.
 
-        If all fetchers of an earlier cell have already ended unexpectedly, they start again now.
+        Allow the fetchers to restart once. If all fetchers of an earlier cell have already ended
+        unexpectedly, they start again now. Then wait until the fetchers' hosts have copied the
+        changed files of the project store.
+
+        Returns:
+            "", or the reason why a host could not copy the files.
         """
-        for fetchers in self._fetchers_of_session(request.session):
+        shares = self._fetchers_of_session(request.session)
+        for fetchers in shares:
             fetchers.allow_restart()
+        problems = await asyncio.gather(*(each.update_store_copies() for each in shares))
+        return next(filter(None, problems), "")
 
     def _fetchers_of_session(self, session_id: str) -> list[PoolFetchers]:
         shares = [share for share in self._runs.values() if share.session_id == session_id]

@@ -50,6 +50,7 @@ from taas_magic.messages import (
     SessionState,
     SetFetcherAddress,
     StateChanged,
+    UpdateStoreCopy,
     Usage,
 )
 from taas_magic.plan import DataPlan, Plan, ranks_with_results
@@ -61,9 +62,9 @@ from taas_magic.store.requests import FileRequest
 FILES_S = 4000.0
 """Maximum seconds for a host to respond if it must first copy files.
 
-A host copies files before the next attempt of a run, and before the first cell of a session. The
-limit is longer than `CLEAN_UP_S` and `START_S`, the maximum times that the agent waits for these
-copies.
+A host copies files before the next attempt of a run, and before the first cell of a session. A host
+with fetchers of a session also copies files before each later cell. The limit is longer than
+`CLEAN_UP_S` and `START_S`, the maximum times that the agent waits for these copies.
 """
 
 FURTHER_REPORTS_S = 0.3
@@ -619,6 +620,7 @@ class PoolFetchers(Share):
         """
 
         self._restarts = FetcherRestarts(run.plan, 1 if run.session else run.plan.max_restarts)
+        self._update_lock = asyncio.Lock()
         self._pending_restarts = 0
         """Number of restarts that have begun and not ended."""
 
@@ -679,6 +681,24 @@ class PoolFetchers(Share):
         """
         if not self.is_halted:
             self._publish_all(*self._restarts.allow_one_restart())
+
+    async def update_store_copies(self) -> str:
+        """Let all hosts of the fetchers copy the changed files of the project store.
+
+        If an earlier call still waits for the hosts, first wait for its end. Ignore hosts that are
+        lost, because other fetchers provide their batches.
+
+        Returns:
+            "", or the reason why a host could not copy the files.
+        """
+        async with self._update_lock:
+            request = UpdateStoreCopy(self.run_id)
+            calls = (
+                self._pool_hosts.call(address, request, FILES_S)
+                for address in self._running_addresses()
+            )
+            answers = await asyncio.gather(*calls, return_exceptions=True)
+        return next((answer for answer in answers if isinstance(answer, str) and answer), "")
 
     async def _start_again(self) -> None:
         """Start all fetchers again, after their hosts have cleaned up after the ended fetchers.

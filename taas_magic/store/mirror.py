@@ -29,6 +29,7 @@ from taas_magic.store.requests import (
     SendRequest,
     part_lists,
 )
+from taas_magic.store.rule import is_below
 from taas_magic.store.tree import (
     DamagedError,
     IncomingFile,
@@ -163,7 +164,9 @@ An attempt fails if a file arrives damaged, or changes while it is copied.
 _ASK_AGAIN_S = 0.05
 
 
-def update_mirror(mirror: Mirror, send_request: SendRequest, fresh: bool = False) -> Manifest:
+def update_mirror(
+    mirror: Mirror, send_request: SendRequest, fresh: bool = False, kept: Collection[str] = ()
+) -> Manifest:
     """Make the mirror equal to the store; fetch only content that the mirror does not have.
 
     If the notebook's side is searching the store, wait for the result. If a file cannot be fetched,
@@ -173,9 +176,11 @@ def update_mirror(mirror: Mirror, send_request: SendRequest, fresh: bool = False
     Args:
         fresh: Whether the first attempt needs a new search of the store. If False, the first
             attempt uses the result of the run's last search.
+        kept: Absolute paths of folders in the mirror. Files and folders in these folders stay if
+            they did not come from the store, unless the store has something at the same path.
 
     Returns:
-        Manifest of the store, which now also describes the mirror.
+        Manifest of the store, which now also describes the mirror, except for what stays in `kept`.
 
     Raises:
         StoreError: The mirror cannot be written, or some files could not be fetched undamaged in
@@ -189,7 +194,7 @@ def update_mirror(mirror: Mirror, send_request: SendRequest, fresh: bool = False
             listed = send_request(ListFiles())
         want = listed.safe()
         try:
-            damaged = _apply_manifest(mirror, want, send_request)
+            damaged = _apply_manifest(mirror, want, send_request, kept)
         except OSError as error:
             where = f"{mirror.path}: {error.strerror} ({error.filename or 'its disk'})"
             raise StoreError(f"the project store cannot be copied to {where}") from error
@@ -203,7 +208,9 @@ def update_mirror(mirror: Mirror, send_request: SendRequest, fresh: bool = False
     )
 
 
-def _apply_manifest(mirror: Mirror, want: Manifest, send_request: SendRequest) -> list[str]:
+def _apply_manifest(
+    mirror: Mirror, want: Manifest, send_request: SendRequest, kept: Collection[str]
+) -> list[str]:
     """Make the mirror equal to `want`; fetch only files whose content the mirror does not have.
 
     1. Hash the files whose content may be wanted, and remove all other files (`_scan_files`).
@@ -218,7 +225,8 @@ def _apply_manifest(mirror: Mirror, want: Manifest, send_request: SendRequest) -
     Returns:
         Paths of the files that could not be fetched, or arrived damaged.
     """
-    tree, there = mirror.tree, _scan_files(mirror, {entry.path for entry in want.entries})
+    tree = mirror.tree
+    there = _scan_files(mirror, {entry.path for entry in want.entries}, kept)
     kinds = {entry.path: entry.is_folder for entry in want.entries}
     folders = [path for path, is_folder in kinds.items() if is_folder]
     missing = [path for path in folders if path not in there or not there[path].is_folder]
@@ -265,7 +273,9 @@ def _copy_known_content(
     return rest
 
 
-def _scan_files(mirror: Mirror, wanted: Collection[str]) -> dict[str, ManifestEntry]:
+def _scan_files(
+    mirror: Mirror, wanted: Collection[str], kept: Collection[str]
+) -> dict[str, ManifestEntry]:
     """List and hash the files of a mirror whose content may be wanted; remove all other files.
 
     The content of a file may be wanted if the file's path is in `wanted`, or if `mirror.hashes`
@@ -273,23 +283,25 @@ def _scan_files(mirror: Mirror, wanted: Collection[str]) -> dict[str, ManifestEn
     has its content under the old name.
 
     Files that cannot be read, and special files such as links, are always removed. All folders
-    stay.
+    stay. In the folders `kept`, files that are not wanted stay, too. The result lists neither these
+    files nor the folders that did not come from the store.
 
     Returns:
         The remaining files and folders by path, outer folders first.
     """
     found: dict[str, ManifestEntry] = {}
     for tree_entry in mirror.tree.walk():
+        is_kept = any(is_below(os.path.join(mirror.path, tree_entry.path), it) for it in kept)
         with suppress(OSError):  # the entry is not a regular file, or cannot be read
             if (
-                tree_entry.is_folder
+                (tree_entry.is_folder and not is_kept)
                 or tree_entry.path in wanted
                 or tree_entry.path in mirror.hashes
             ):
                 found[tree_entry.path] = ManifestEntry.of(
                     tree_entry, mirror.hashes.hash_of(mirror.tree, tree_entry)
                 )
-        if tree_entry.path not in found:
+        if tree_entry.path not in found and not is_kept:
             mirror.tree.remove(tree_entry.path)
     return found
 

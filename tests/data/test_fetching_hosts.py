@@ -1,6 +1,7 @@
 """Tests of fetchers on other hosts than the ranks, over a slow, lossy or broken network."""
 
 import contextlib
+import shutil
 import threading
 from collections.abc import Callable, Iterator
 
@@ -8,6 +9,7 @@ import psutil
 import pytest
 
 from taas_magic.config import load_config
+from taas_magic.errors import PoolError
 from taas_magic.notebook import pools
 from tests.data import ledger
 from tests.events import Line
@@ -157,6 +159,56 @@ def test_data_goes_from_fetcher_host_to_rank_host_and_nowhere_else(
     data_bytes = 40 * 500_000 * 4
     assert arrived > data_bytes
     assert by_caller < data_bytes / 4
+
+
+SCALED = """
+class Scaled(Dataset):
+    def __len__(self):
+        return 12
+
+    def __getitem__(self, index):
+        if not hasattr(self, "made"):
+            self.made = "cache/made.txt"
+            open(self.made, "w").write("made once")
+        assert open(self.made).read()
+        return float(open("scale.txt").read())
+
+scaled = taas.register(DataLoader(Scaled(), batch_size=1, num_workers=1))
+"""
+
+
+def test_a_sessions_fetchers_read_the_files_that_the_notebook_has_changed(
+    remote: Notebook,
+) -> None:
+    """The files that the fetchers themselves wrote to a folder of `--shared-writes` stay.
+
+    The first batches of a cell may have been prepared before the notebook changed the file.
+    """
+    scale, shared = remote.project / "scale.txt", remote.project / "cache"
+    big = remote.project / "big.bin"
+    shared.mkdir()
+    scale.write_text("1")
+    remote.define(SCALED)
+    flags = "--cpus 1 --session scaled --shared-writes cache --out read"
+    source = "read = [open('scale.txt').read(), *(batch.item() for batch in scaled)]"
+    try:
+        for content in ("1", "2", "3"):
+            scale.write_text(content)
+            train(remote, flags, source)
+            read = remote.shell.user_ns["read"]
+            assert (read[0], read[-1]) == (content, float(content))
+        with big.open("wb") as file:
+            file.truncate(2 << 30)
+        outcome = remote.run(source, f"--pool g {flags}", gpus=1)
+        assert isinstance(outcome.error, PoolError)
+        assert "cannot read changed files: the project store" in str(outcome.error)
+        big.unlink()
+        train(remote, flags, source)
+    finally:
+        big.unlink(missing_ok=True)
+        remote.define("%taas end scaled")
+        scale.unlink()
+        shutil.rmtree(shared)
 
 
 def during(outcome_of: Callable[[], Outcome], hosts: Hosts, harm: Callable[[], None]) -> Outcome:

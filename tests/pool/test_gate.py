@@ -23,7 +23,6 @@ from taas_magic.errors import PoolError, ProtocolError
 from taas_magic.host.spec import LaunchFetchers, LaunchRanks, Origin, RunSpec, StartShare
 from taas_magic.journal.folder import RunFolder
 from taas_magic.messages import (
-    AllowRestarts,
     AnswerInput,
     DescribeHost,
     Detach,
@@ -37,11 +36,13 @@ from taas_magic.messages import (
     Halt,
     HostHello,
     PauseClocks,
+    PrepareFetchers,
     RegisterKernel,
     Request,
     SetFetcherAddress,
     TakeOverFetchers,
     TakeOverSession,
+    UpdateStoreCopy,
     WaitForHosts,
     from_bytes,
     leaf_subclasses,
@@ -201,7 +202,7 @@ def test_only_the_allowed_processes_may_send_each_request(
         GetStacks,
     }
     by_kernels |= {GetHostFacts, EndPool, RegisterKernel, Detach, TakeOverFetchers, AnswerInput}
-    by_kernels |= {TakeOverSession, AllowRestarts}
+    by_kernels |= {TakeOverSession, PrepareFetchers}
     of_hosts: Kinds = {
         DescribeHost,
         GetHostFacts,
@@ -211,7 +212,7 @@ def test_only_the_allowed_processes_may_send_each_request(
         SetFetcherAddress,
         GetStacks,
     }
-    of_hosts |= {AnswerInput, PauseClocks}
+    of_hosts |= {AnswerInput, PauseClocks, UpdateStoreCopy}
     kinds = {it for it in leaf_subclasses(Request) if it.__module__.startswith("taas_magic.")}
     assert kinds == by_hosts | by_kernels | of_hosts | {GetAgentKeys}
     ops = {kind.op() for kind in kinds}
