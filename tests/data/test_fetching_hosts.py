@@ -203,7 +203,9 @@ def test_a_sessions_fetchers_read_the_files_that_the_notebook_has_changed(
         assert isinstance(outcome.error, PoolError)
         assert "cannot read changed files: the project store" in str(outcome.error)
         big.unlink()
-        train(remote, flags, source)
+        scale.write_text("4")
+        train(remote, f"{flags} --send scaled", source)
+        assert remote.shell.user_ns["read"] == ["4", *[4.0] * 12]
     finally:
         big.unlink(missing_ok=True)
         remote.define("%taas end scaled")
