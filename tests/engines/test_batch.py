@@ -5,11 +5,12 @@ import re
 import stat
 import subprocess
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
 
 import dask
+import psutil
 import pytest
 
 from taas_magic.config import PoolConfig
@@ -199,6 +200,8 @@ async def pool_on(pbs: Pbs) -> AsyncIterator[PoolHosts]:
         "memory": "1GB",
         "interface": "lo",
         "scheduler_options": {"host": "127.0.0.1"},
+        # The job of a lost host ends only some time after its processes.
+        "job_script_prologue": ["trap \"trap '' TERM; sleep 4\" EXIT"],
     }
     engine = "dask_jobqueue.PBSCluster"
     pool = PoolConfig("hpc", engine=engine, gpus=1, start_timeout_s=HUNG_S, options=options)
@@ -211,7 +214,10 @@ async def pool_on(pbs: Pbs) -> AsyncIterator[PoolHosts]:
 @pytest.mark.fault(57)
 @pytest.mark.usefixtures("no_leftovers")
 def test_each_job_that_replaces_another_one_is_watched(pbs: Pbs) -> None:
-    """Other jobs fill the queue, so that each new job of the pool waits."""
+    """Other jobs fill the queue, so that new jobs of the pool wait.
+
+    At the end, all processes of a job are stopped. The pool ends the job, too.
+    """
 
     async def live() -> None:
         others = await asyncio.to_thread(qsub, "sleep 600\n")
@@ -227,15 +233,26 @@ def test_each_job_that_replaces_another_one_is_watched(pbs: Pbs) -> None:
             await asyncio.to_thread(pbs.delete, others)
             assert await waits_on == hosts.all()
 
-            await asyncio.to_thread(qsub, "sleep 600\n")
+            others = await asyncio.to_thread(qsub, "sleep 600\n")
+            for_two = asyncio.create_task(hosts.acquire(2))
+            await asyncio.to_thread(eventually, lambda: "5.rig" in pbs.jobs())
             await asyncio.to_thread(pbs.delete, "3")
-            await asyncio.to_thread(eventually, lambda: not hosts.all())
-            again = asyncio.create_task(hosts.acquire(1))
-            line = re.compile(r"hpc-\d: PBS job 5 QUEUED \(Not Running")
+            line = re.compile(r"hpc-\d: PBS job 6 QUEUED \(Not Running")
             await asyncio.to_thread(eventually, lambda: any(map(line.match, hosts.awaited)))
-            await asyncio.to_thread(pbs.delete, "5")
-            with pytest.raises(PoolError, match=r"PBS job 5 ended before host hpc-\d was ready"):
-                await again
+            await asyncio.to_thread(pbs.delete, "6")
+            with pytest.raises(PoolError, match=r"PBS job 6 ended before host hpc-\d was ready"):
+                await for_two
+
+            await asyncio.to_thread(pbs.delete, others)
+            [host] = await hosts.acquire(1)
+            stopped = pbs.processes("7")
+            for process in stopped:
+                process.suspend()
+            await hosts.drop(host.address, "it is silent")
+            await asyncio.to_thread(eventually, lambda: pbs.jobs()["7.rig"] == "F")
+            for process in stopped:
+                with suppress(psutil.NoSuchProcess):
+                    process.resume()
 
     asyncio.run(live())
 

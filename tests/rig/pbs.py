@@ -24,6 +24,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from tests.eventually import HUNG_S
 
 SERVER = "rig"
@@ -55,6 +57,12 @@ class Pbs:
         """Return the state letter of each job, by job id."""
         with _state(self.folder) as state:
             return {job_id: job["state"] for job_id, job in state["jobs"].items()}
+
+    def processes(self, job_id: str) -> list[psutil.Process]:
+        """Return the processes of a running job."""
+        with _state(self.folder) as state:
+            first = psutil.Process(state["jobs"][_whole(job_id)]["pid"])
+        return [first, *first.children(recursive=True)]
 
     def wait_until_empty(self) -> None:
         """Wait until no job waits or runs."""
