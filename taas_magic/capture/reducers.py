@@ -869,17 +869,18 @@ def _reduce_module(module: Any) -> Any:
     all other modules to torch.
     """
     from torch.nn.utils import parametrize
+    from torch.utils.hooks import RemovableHandle
 
     if not parametrize.is_parametrized(module):
         found = (each for name, each in vars(module).items() if name.endswith("hooks"))
         has_hooks = any(isinstance(each, dict) and each for each in found)
         return _with_hook_ids(module.__reduce_ex__(5)) if has_hooks else NotImplemented
     kind: Any = parametrize.type_before_parametrizations(module)
-    saved = kind.__getstate__(module), list(module.parametrizations)
+    saved = kind.__getstate__(module), list(module.parametrizations), RemovableHandle.next_id
     return kind.__new__, (kind,), saved, None, None, _fill_parametrized
 
 
-def _fill_parametrized(module: Any, saved: tuple[Any, list[str]]) -> None:
+def _fill_parametrized(module: Any, saved: tuple[Any, list[str], int]) -> None:
     """Set the state of a module that pickle has just made, and register its parametrizations.
 
     Registering temporary parametrizations lets torch make the module's class. Afterwards, the
@@ -888,7 +889,8 @@ def _fill_parametrized(module: Any, saved: tuple[Any, list[str]]) -> None:
     import torch
     from torch.nn.utils import parametrize
 
-    own, names = saved
+    own, names, next_id = saved
+    _reserve_hook_ids(next_id)
     module.__setstate__(own)
     parametrizations = module.parametrizations
     del module.parametrizations

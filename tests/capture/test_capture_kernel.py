@@ -300,6 +300,23 @@ def test_hooks_of_the_notebook_run_in_ranks_beside_new_hooks(frontend: Frontend)
     frontend.run("assert len(net._forward_hooks) == 3")
 
 
+def test_new_hooks_of_a_parametrized_module_do_not_replace_its_old_hooks(
+    frontend: Frontend,
+) -> None:
+    frontend.run("""
+import torch
+normed = torch.nn.utils.parametrizations.weight_norm(torch.nn.Linear(1, 1))
+old_hooks = [normed.register_forward_hook(lambda *args: None).id]
+""")
+    ranks = frontend.run(
+        """%%taas --gpus 1
+new_hooks = [normed.register_forward_hook(lambda *args: None).id for _ in range(1000)]
+assert len(normed._forward_hooks) == 1001 and not {*old_hooks} & {*new_hooks}"""
+        + HELD
+    )
+    assert held(frontend.text(ranks)) == {"0"}
+
+
 def test_annotations_are_not_evaluated_if_an_earlier_cell_imports_them_from_future(
     frontend: Frontend,
 ) -> None:
