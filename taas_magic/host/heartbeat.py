@@ -69,7 +69,8 @@ def send_heartbeats(
     """
     main, ended, reporting = threading.get_ident(), threading.Event(), threading.Lock()
     run_address = {name: os.environ[name] for name in ("MASTER_ADDR", "MASTER_PORT")}
-    metrics = MetricBuffer(int(os.environ["RANK"]))
+    run_ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    metrics = MetricBuffer(run_ranks[0])
     use_buffer(metrics)
     if is_recording():
         when_imported("torch.utils.tensorboard.writer", record_tensorboard)
@@ -98,7 +99,7 @@ def send_heartbeats(
                 continue
             if asked:
                 link.send(RankStackSample(tracebacks.sample_threads(main), _pending_collectives()))
-                if why := _why_ranks_wait(run_address, main):
+                if why := _why_ranks_wait(run_address, run_ranks, main):
                     link.send(Note(text=why))
             else:
                 begun, spins = collective_progress()
@@ -123,8 +124,11 @@ def send_heartbeats(
         use_buffer(None)
 
 
-def _why_ranks_wait(run_address: Mapping[str, str], thread: int) -> str:
-    """Return a message for the user if the cell has set a rendezvous address where no rank listens.
+def _why_ranks_wait(run_address: Mapping[str, str], run_ranks: tuple[int, int], thread: int) -> str:
+    """Return a message for the user if `init_process_group` waits because of wrong arguments.
+
+    There are two such cases: The cell has passed a wrong rank or number of ranks. Or the cell has
+    set a rendezvous address where no rank listens.
 
     While torchrun's variable TORCHELASTIC_USE_AGENT_STORE is True, every rank connects to the
     rendezvous address as a client, and no rank listens. The run itself listens at its own address.
@@ -134,22 +138,25 @@ def _why_ranks_wait(run_address: Mapping[str, str], thread: int) -> str:
 
     Args:
         run_address: Values that the run gave to the variables `MASTER_ADDR` and `MASTER_PORT`.
+        run_ranks: Number of this rank, and the number of ranks of the run.
         thread: Identifier of the thread that runs the cell.
 
     Returns:
-        The message; "" if the address is unchanged, or if TORCHELASTIC_USE_AGENT_STORE is not True.
+        The message; "" if the arguments are right and the address is unchanged, or if
+        TORCHELASTIC_USE_AGENT_STORE is not True.
     """
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True):
         return ""
     changed = [name for name, value in run_address.items() if os.environ.get(name) != value]
-    method = _init_method(thread)
+    passed = _init_arguments(thread)
+    method = str(passed.get("init_method") or "")
     if method.startswith("tcp://") and not method.endswith(f":{run_address['MASTER_PORT']}"):
         set_by, remedy = f"passed init_method={method!r}", "Leave out init_method"
     elif changed:
         names = " and ".join(changed)
         set_by, remedy = f"changed {names}", f"Leave {names} unchanged"
     else:
-        return ""
+        return _wrong_rank(passed, *run_ranks)
     return (
         f"the program {set_by} while TORCHELASTIC_USE_AGENT_STORE is set, so that no rank listens "
         f"at this address and all ranks wait. {remedy}, or delete TORCHELASTIC_USE_AGENT_STORE "
@@ -157,18 +164,39 @@ def _why_ranks_wait(run_address: Mapping[str, str], thread: int) -> str:
     )
 
 
-def _init_method(thread: int) -> str:
-    """Return the `init_method` of the `init_process_group` call in which a thread is now.
+def _wrong_rank(passed: Mapping[str, Any], own_rank: int, n_ranks: int) -> str:
+    """Return a message if a program passed a wrong rank, or number of ranks; "" otherwise.
 
-    Return "" if the thread is in no such call, or if the call has no `init_method`.
+    Args:
+        passed: Arguments of `init_process_group`. A rank or number of -1 means that the program
+            passed none.
+        own_rank: Number of this rank.
+        n_ranks: Number of ranks of the run.
+    """
+    size = passed.get("world_size", -1)
+    if not passed.get("init_method"):  # the program passed a store
+        return ""
+    if size not in (-1, n_ranks):
+        wrong = f"passed world_size={size} to init_process_group, but there are {n_ranks} ranks"
+    elif (rank := passed.get("rank", -1)) not in (-1, own_rank):
+        wrong = f"passed rank={rank} to init_process_group on another rank"
+    else:
+        return ""
+    return f"the program {wrong}, so that all ranks wait. Leave out rank and world_size"
+
+
+def _init_arguments(thread: int) -> dict[str, Any]:
+    """Return the arguments of the `init_process_group` call in which a thread is now, by name.
+
+    Return {} if the thread is in no such call.
 
     Args:
         thread: Identifier of the thread.
     """
     for frame, _ in traceback.walk_stack(tracebacks.current_frames().get(thread)):
-        if frame.f_code.co_name == "init_process_group" and frame.f_locals.get("init_method"):
-            return str(frame.f_locals["init_method"])
-    return ""
+        if frame.f_code.co_name == "init_process_group" and "init_method" in frame.f_locals:
+            return dict(frame.f_locals)
+    return {}
 
 
 def collective_progress() -> tuple[list[tuple[int, int]], bool]:

@@ -43,6 +43,7 @@ from taas_magic.plan import Flags, HostCapacity, make_plan
 from tests.events import Line, failure, line_of, new_state
 from tests.eventually import HUNG_S, eventually
 from tests.harness import AFTER_BEATS, Notebook, on_event
+from tests.nightly import nightly
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::ResourceWarning"),
@@ -585,19 +586,34 @@ def test_a_lost_host_does_not_delay_the_report_of_a_hang() -> None:
 
 
 @pytest.mark.parametrize(
-    ("call", "said"),
+    ("call", "said", "advice"),
     [
-        ('os.environ["MASTER_PORT"] = "29517"; dist.init_process_group("gloo")', "MASTER_PORT"),
+        (
+            'os.environ["MASTER_PORT"] = "29517"; dist.init_process_group("gloo")',
+            "MASTER_PORT",
+            "TORCHELASTIC_USE_AGENT_STORE",
+        ),
         (
             'dist.init_process_group("gloo", "tcp://127.0.0.1:29517", rank=rank, world_size=2)',
             "init_method='tcp://127.0.0.1:29517'",
+            "TORCHELASTIC_USE_AGENT_STORE",
+        ),
+        (
+            'dist.init_process_group("gloo", rank=0, world_size=2)',
+            "passed rank=0 to init_process_group on another rank",
+            "Leave out rank and world_size",
+        ),
+        nightly(
+            'dist.init_process_group("gloo", rank=rank, world_size=4)',
+            "passed world_size=4 to init_process_group, but there are 2 ranks",
+            "Leave out rank and world_size",
         ),
     ],
 )
-def test_a_note_says_why_ranks_wait_at_an_address_where_nobody_listens(
-    notebook: Notebook, monkeypatch: pytest.MonkeyPatch, call: str, said: str
+def test_a_note_says_why_ranks_wait_in_init_process_group(
+    notebook: Notebook, monkeypatch: pytest.MonkeyPatch, call: str, said: str, advice: str
 ) -> None:
-    """The cell sets the address of the rendezvous itself, as `initDist` in a guide for PBS does."""
+    """Guides for PBS set the address, as in `initDist`; tutorials pass the rank."""
 
     def says_why(event: Line) -> bool:
         return event["kind"] == "note" and said in event["text"]
@@ -610,7 +626,7 @@ rank = int(os.environ["RANK"])
     with on_event(monkeypatch, says_why, stop) as seen:
         outcome = notebook.run(source, HANG)
     assert isinstance(outcome.error, KeyboardInterrupt)
-    assert "TORCHELASTIC_USE_AGENT_STORE" in seen[0]["text"]
+    assert advice in seen[0]["text"]
 
 
 def knows_use(report: Line) -> bool:
