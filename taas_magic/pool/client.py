@@ -642,12 +642,12 @@ class Pool:
         """Return the open connection to the pool's process if at least `hosts` hosts are ready.
 
         A host is ready when it can start ranks. Return None if too few hosts are ready, if there is
-        no connection, or if the process sends no beats. Start nothing.
+        no connection, or if the process sends no beats or has begun to end. Start nothing.
         """
         found = self.connection
         with suppress(PoolError):  # the process has just ended or been stopped
-            if found is not None and found.is_ready and len(found.status().hosts) >= hosts:
-                return found
+            if found is not None and found.is_ready and found.register():
+                return found if len(found.status().hosts) >= hosts else None
         return None
 
     def open(
@@ -727,10 +727,13 @@ class Pool:
             return self._join(PoolWait(self))
 
     def _ready_connection(self) -> PoolConnection | None:
-        """Return the open connection if the pool's process sends beats, else None.
+        """Return the open connection if the pool's process sends beats and accepts this kernel.
 
-        If the process has sent no beat for `SILENT_S`, wait up to `_PATIENCE_S` for a beat. If none
-        arrives, close the connection.
+        Return None if the process has begun to end. If the process has sent no beat for `SILENT_S`,
+        wait up to `_PATIENCE_S` for a beat. If none arrives, close the connection, and return None.
+
+        Raises:
+            PoolError: The process became silent during this call.
         """
         if (found := self.connection) is None:
             return None
@@ -738,7 +741,9 @@ class Pool:
         while found.is_silent and time.monotonic() < until:
             time.sleep(_CHECK_S)  # this kernel may have been too busy to read beats
         if found.is_ready:
-            return found
+            with suppress(ConnectionEnded):
+                return found if found.register() else None
+            return None
         found.close(f'pool "{self.name}" did not answer: {found.silence_message()}')
         return None
 

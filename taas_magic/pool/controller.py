@@ -670,10 +670,12 @@ class Controller(SchedulerPlugin):
                 first passed to the run, so that its ranks learn the fetchers' addresses.
 
         Raises:
-            PoolError: The kernel is gone, or the start failed.
+            PoolError: The kernel is gone, the pool is ending, or the start failed.
             OSError: The run folder cannot be read.
         """
         self._runs[share.run_id] = share
+        if self._kernels.is_ending:
+            raise PoolError("its process is ending")
         if share.owner not in self._kernels.connected:
             raise PoolError("the notebook's kernel is gone")
         if isinstance(share, PoolRun):

@@ -291,7 +291,9 @@ def test_a_kernel_that_connects_while_its_pool_ends_gets_a_new_pool(tmp_path: Pa
     first.open()
     late.connect()
     ending = connection_of(first)
+    assert late.connection_with(1)
     ending.call(EndPool())
+    assert late.connection_with(1) is None, "a cell waits for the next process"
     while (first.folder.path / "pool.json").exists():
         threading.Event().wait(0.001)
     assert late.open().process.pid != ending.process.pid
