@@ -9,8 +9,10 @@ Kernels and pools import this module when they start, so it must load fast. It i
 `packaging.version`, because the other modules of `packaging` take 30 ms.
 """
 
+import errno
 import importlib.metadata
 import json
+import os
 import platform
 import re
 import shlex
@@ -387,7 +389,10 @@ def _disk_problems(facts: HostFacts) -> Iterator[HostProblem]:
     free = f"{facts.free_bytes / 1024**3:.1f} GiB free at {facts.cache}"
     move = "Free some, or set XDG_CACHE_HOME there to a folder on another disk"
     if facts.cache_error:
-        yield HostProblem(ERROR, f"{facts.cache} cannot be written: {facts.cache_error}", move)
+        is_full = facts.cache_error in map(os.strerror, (errno.ENOSPC, errno.EDQUOT))
+        allow = "Make it writable, or set XDG_CACHE_HOME there to another folder"
+        what = f"{facts.cache} cannot be written: {facts.cache_error}"
+        yield HostProblem(ERROR, what, move if is_full else allow)
     elif facts.free_bytes < MIN_FREE_BYTES:
         yield HostProblem(ERROR, free, move)
     elif facts.free_bytes < LOW_FREE_BYTES:
