@@ -98,6 +98,8 @@ class SshTarget:
         jump: Jump host through which the connection goes; None for a direct connection.
         proxy_command: Shell command of the setting ProxyCommand; None if there is none.
         adds_new_keys: Whether to accept and store the key of a host that no known_hosts file lists.
+        config_file: The only configuration file that was read, as with `ssh -F`; "" for the user's
+            file and the system's.
     """
 
     label: str
@@ -112,6 +114,7 @@ class SshTarget:
     proxy_command: str | None = None
     connect_timeout_s: float = CONNECT_TIMEOUT_S
     adds_new_keys: bool = False
+    config_file: str = ""
 
     @property
     def address(self) -> str:
@@ -214,6 +217,7 @@ def find_target(
         proxy_command=_expand_tokens(commands[0], tokens) if commands else None,
         connect_timeout_s=_seconds(settings.get("connecttimeout", ()), CONNECT_TIMEOUT_S),
         adds_new_keys=settings.get("stricthostkeychecking") in _ADDS_NEW_KEYS,
+        config_file=os.path.expanduser(config_file or ""),
     )
 
 
@@ -668,13 +672,15 @@ def login_refused_message(target: SshTarget, failure: AuthFailure) -> str:
         tried.append("  no ssh agent (SSH_AUTH_SOCK is not set)")
     elif not _agent_answers():
         tried.append(f"  the ssh agent does not answer ({os.environ['SSH_AUTH_SOCK']})")
+    words = f"-F {shlex.quote(target.config_file)} " if target.config_file else ""
+    words += target.label
     return "\n".join(
         [
             f"host {target.label}: SSH authentication as {target.user!r} at "
             f"{target.address} failed. Tried:",
             *tried,
-            f"`ssh {target.label}` must work without a question; `ssh-copy-id {target.label}` "
-            "puts your public key there",
+            f"`ssh {words}` must work without a question; `ssh-copy-id {words}` puts your public "
+            "key there",
         ]
     )
 

@@ -232,6 +232,7 @@ def test_a_refused_login_says_who_where_and_what_was_tried(
     assert f"`ssh-add {locked}`" in message
     assert f"{tmp_path}/none: there is no such file" in message
     assert "no ssh agent" in message
+    assert f"`ssh -F {tmp_path}/config ada@{hosts.name(1)}` must work" in message
 
 
 @pytest.fixture
