@@ -169,7 +169,7 @@ def _make_class(class_id: str, make: Callable[..., type], args: tuple[Any, ...])
 
 
 def _imported_metaclass(meta: Any) -> Any:
-    """Return the metaclass itself or, if it is of the notebook, its next imported base class."""
+    """Return `meta` or, if the notebook defines `meta`, its first base class that is imported."""
     return next(kind for kind in meta.__mro__ if kind not in _ids)
 
 

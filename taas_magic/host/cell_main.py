@@ -108,7 +108,7 @@ def _find(name: str) -> Any:
     """Return the object with this name in a child's main module.
 
     The first call for a name that does not begin with `__` loads all names from the run's payload.
-    If the loading raises an exception, this call raises it, too, and the next call tries again.
+    If the loading raises an exception, so does this call. Then the next call loads the names again.
 
     `become_main` makes this function the main module's `__getattr__` (PEP 562). So Python calls
     this function for each name that the main module does not have.

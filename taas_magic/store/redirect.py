@@ -354,13 +354,11 @@ class DiscardingView(StoreView):
     def path_to_move(self, store_path: str, *, may_link: bool = False) -> str:
         """Return the path that a call must move instead of `store_path`, and report a write.
 
-        The returned path is the first of these that exists:
-
-        - the rank's own version of `store_path`: the file that the rank has written to its scratch
-          folder
-        - for a regular file of the store, a copy that this method makes; if the file is larger than
-          `COPY_LIMIT_BYTES`, a symbolic link to the file
-        - otherwise, an empty placeholder that this method makes
+        - If the rank has written the file to its scratch folder, return the path of this own
+          version.
+        - For any other regular file of the store, make a copy in the scratch folder, and return its
+          path. For a file larger than `COPY_LIMIT_BYTES`, make a symbolic link instead.
+        - Otherwise, make an empty placeholder, and return its path.
 
         Args:
             may_link: Whether the returned path may be a symbolic link to the file of the store.
