@@ -836,7 +836,8 @@ def test_only_rank_0_writes_in_every_cell(session: Frontend) -> None:
 
 
 def test_an_error_on_a_rank_ends_the_cell_and_not_the_session(session: Frontend) -> None:
-    cell = "%%taas --session exp\nkept = rank\nif rank == 1:\n    1 / 0\n"
+    # rank 1 fails only after rank 0 has run the line above the barrier
+    cell = "%%taas --session exp\nkept = rank\ndist.barrier()\nif rank == 1:\n    1 / 0\n"
     said = error(session, cell)
     assert "ZeroDivisionError" in said and "Cell In" in said
     assert printed(session, "%%taas --session exp\nprint(kept)") == ["0", "1"]
