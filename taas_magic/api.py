@@ -8,6 +8,8 @@ import sys
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+import taas_magic
+from taas_magic import load_ipython_extension as load_ipython_extension  # for `%load_ext taas`
 from taas_magic.errors import (
     CaptureError,
     JobFailed,
@@ -26,6 +28,8 @@ from taas_magic.late_imports import import_in_thread
 from taas_magic.registry import is_registered, register, registered, unregister
 
 if TYPE_CHECKING:
+    from IPython.core.interactiveshell import InteractiveShell
+
     from taas_magic.farms.farm import farm
     from taas_magic.federation.federation import federation
     from taas_magic.host.metrics import log
@@ -106,6 +110,12 @@ def get_worker_info() -> Any:
         int(os.environ.get(name, n)) for name, n in (("RANK", 0), ("WORLD_SIZE", 1))
     )
     return SimpleNamespace(id=rank, num_workers=world_size, seed=torch.initial_seed())
+
+
+def unload_ipython_extension(shell: "InteractiveShell") -> None:
+    """Undo `%load_ext taas`, but keep `sys.modules["taas"]`, which `%reload_ext taas` needs."""
+    taas_magic.unload_ipython_extension(shell)
+    sys.modules.setdefault("taas", sys.modules[__name__])
 
 
 def _device_type() -> str:

@@ -375,6 +375,13 @@ def test_unloading_removes_the_magics_the_comment_form_and_the_completions(
     assert shell.Completer.custom_matchers == []
 
 
+def test_load_ext_taas_loads_the_extension(shell: InteractiveShell) -> None:
+    taas_magic.unload_ipython_extension(shell)
+    for command, is_loaded in (("load", True), ("reload", True), ("unload", False)):
+        assert run(shell, f"%{command}_ext taas") is None
+        assert (shell.find_cell_magic("taas") is not None) is is_loaded
+
+
 def test_a_warm_up_that_has_not_begun_before_down_does_not_begin(
     shell: InteractiveShell, launch: FakeLaunch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
