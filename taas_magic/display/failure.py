@@ -84,6 +84,11 @@ _LIGHTNING = re.compile(
     r"|/strategies/launchers/multiprocessing\.py"
 )
 
+EVENT_LOOP_ADVICE = (
+    "a rank runs an event loop only in a cell with a top-level `await`. Await the task in the cell "
+    "(`await asyncio.create_task(…)`), or call `asyncio.run` in a function"
+)
+
 _FRAME = re.compile(r'\s*File "(?P<file>.*)", line (?P<line>\d+)')
 
 
@@ -179,8 +184,8 @@ def details(failure: Failure) -> list[str]:
     - The last lines of the rank's log, unless the rank raised an exception.
     - The path of the rank's log.
     - The failure's own advice. Without such advice, advice on a missing or broken GPU, on the
-      arguments of Lightning's Trainer, or on a connection that another rank has closed, if the
-      message is about one of these.
+      arguments of Lightning's Trainer, on asyncio, or on a connection that another rank has closed,
+      if the message is about one of these.
 
     Details without content are left out. If the traceback, the message or the last lines are longer
     than `DETAIL_LINES` lines, a note replaces the middle lines.
@@ -199,6 +204,8 @@ def details(failure: Failure) -> list[str]:
     advice = failure.advice or gpu_advice(failure.etype, failure.message)
     if not advice and _LIGHTNING.search(failure.message):
         advice = LIGHTNING_ADVICE
+    if not advice and failure.message == "no running event loop":
+        advice = EVENT_LOOP_ADVICE
     if not advice and failure.consequence and _CLOSED.search(failure.message):
         advice = CLOSED_ADVICE
     lines += [f"advice: {cut(advice)}"] if advice else []

@@ -6,6 +6,7 @@ import re
 import pytest
 import torch
 
+from taas_magic.display.failure import EVENT_LOOP_ADVICE
 from taas_magic.errors import CaptureError, RankFailed
 from taas_magic.host.shell import HIDDEN_DISPLAYS
 from tests.harness import Notebook
@@ -100,6 +101,13 @@ print("awaited")
     assert outcome.error is None
     assert "hello world" in outcome.lines[0]
     assert outcome.lines[0][-2:] == ["['one', 'two']", "awaited"]
+
+
+def test_a_task_of_asyncio_needs_a_cell_with_await(notebook: Notebook) -> None:
+    source = "import asyncio\nasync def work(): return 5\ntask = asyncio.create_task(work())"
+    assert f"advice: {EVENT_LOOP_ADVICE}" in notebook.run(source, gpus=1).shown
+    awaited = notebook.run(f"{source}\nprint(await task)", gpus=1)
+    assert (awaited.error, awaited.lines[0]) == (None, ["5"])
 
 
 def test_syntax_that_the_user_adds_to_the_kernel_works(notebook: Notebook) -> None:
