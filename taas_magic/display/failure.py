@@ -6,7 +6,7 @@ not reach the browser.
 
 import re
 import sys
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -222,21 +222,20 @@ def other_failures_text(
         failures: All failures of the run, including the first failure.
 
     Returns:
-        Two values: a line of text, and a list of lines. The line of text says how many ranks failed
-        because of the first failure, and how many ranks failed for other reasons. The list has one
-        line for each cause, with the ranks, and one line for each failed host. After `MAX_OTHERS`
-        lines, a last line has the number of further lines. Both values are empty if there are no
-        other failures, or if `--timeout` has ended the run.
+        Two values: a line of text, and a list of lines. The line of text says how many ranks and
+        hosts failed because of the first failure, and how many failed for other reasons. The list
+        has one line for each cause, with the ranks, and one line for each failed host. After
+        `MAX_OTHERS` lines, a last line has the number of further lines. Both values are empty if
+        there are no other failures, or if `--timeout` has ended the run.
     """
     if first is not None and first.how == "timeout":
         return "", []
     rest = [it for it in failures if first is None or _process(it) != _process(first)]
-    n_consequences = sum(failure.consequence for failure in rest)
-    counts = {" because of this": n_consequences, ", too": len(rest) - n_consequences}
+    counts = Counter((failure.rank is None, not failure.consequence) for failure in rest)
     summary = "; ".join(
-        f"{n_ranks:,} other rank{'s' * (n_ranks > 1)} failed{how}"
-        for how, n_ranks in counts.items()
-        if n_ranks
+        f"{count:,} other {'host' if is_host else 'rank'}{'s' * (count > 1)} failed"
+        + (", too" if is_cause else " because of this")
+        for (is_host, is_cause), count in sorted(counts.items())
     )
     alike: defaultdict[tuple[str, bool], list[int]] = defaultdict(list)
     for failure in rest:

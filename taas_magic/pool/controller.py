@@ -75,8 +75,11 @@ FIRST_KERNEL_S = 20.0
 The kernel may still be importing modules.
 """
 
-_WHY_ENDED = "a kernel ended the pool (`%taas down`)"
-"""Message for the user about a run or a wait for hosts that `%taas down` has ended."""
+_WHY_ENDED = "the command `down` ended the pool"
+"""Message for the user about a run or a wait for hosts that `down` has ended.
+
+The user may have called `down` in any notebook (`%taas down`) or in a terminal.
+"""
 
 _ANSWERED_S = 2.0
 """Maximum seconds that an ending pool waits until its cancelled waits for hosts have ended."""
@@ -158,8 +161,8 @@ class Kernels:
     def why_not_started(self, error: Exception) -> str:
         """Return the message for a kernel whose wait for hosts, or whose start of a run, failed.
 
-        The message is the text of `error`. But if the pool is ending, the message says that a
-        kernel has ended the pool.
+        The message is the text of `error`. But if the pool is ending, the message says that `down`
+        has ended the pool.
         """
         return _WHY_ENDED if self.is_ending else str(error)
 
@@ -759,7 +762,7 @@ class Controller(SchedulerPlugin):
         """Cancel all waits for hosts, kill all runs, then end the pool's process.
 
         From the start of this call, the pool accepts no further kernel and no further wait for
-        hosts. The last event of a run says that a kernel ended the pool, unless the run was halted
+        hosts. The last event of a run says that `down` ended the pool, unless the run was halted
         for another reason. The process ends 0.1 s later.
         """
         self._kernels.is_ending = True

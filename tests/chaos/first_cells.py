@@ -31,7 +31,7 @@ CELLS = (
 DEEDS = ("kill pool", "down", "interrupt", "restart kernel", "kill kernel")
 CLEAR = {
     "kill pool": r'pool "local"(:| did not start:) (its|the connection to its) process \d+ ',
-    "down": r"KeyboardInterrupt|this kernel ended|a kernel ended the pool",
+    "down": r"KeyboardInterrupt|this kernel ended|the command `down` ended the pool",
     "interrupt": "KeyboardInterrupt|aborted",
 }
 """For each deed: a pattern that the message of a failed cell must match to be clear."""

@@ -146,6 +146,13 @@ def test_failures_that_are_consequences_are_collapsed() -> None:
     ]
 
 
+def test_failed_hosts_are_not_counted_as_ranks() -> None:
+    hosts = [failure(None, "host", host=f"h{number}", message="full") for number in (1, 2, 3)]
+    summary, lines = other_failures_text(hosts[0], [*hosts, failure(7, "exit", exitcode=5)])
+    assert summary == "1 other rank failed, too; 2 other hosts failed, too"
+    assert len(lines) == 3
+
+
 def test_many_different_failures_are_bounded() -> None:
     rest = [failure(rank, message=f"no {rank}") for rank in range(4, 1000)]
     _, lines = other_failures_text(failure(), rest)

@@ -972,7 +972,7 @@ def test_a_cell_of_a_session_is_detached_only_with_its_session(
 def test_a_session_whose_pool_was_ended_says_so(session: Frontend) -> None:
     session.run("%taas down")
     said = error(session, "%%taas --session exp\npass")
-    assert 'session "exp" has ended: a kernel ended the pool (`%taas down`)' in said
+    assert 'session "exp" has ended: the command `down` ended the pool' in said
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
