@@ -577,7 +577,7 @@ def find(asked: str | None, kinds: str = "run") -> Run:
         UsageError: There is no such run. The message lists the newest runs.
     """
     for run in sessions_last():
-        if asked is None or run.id.startswith(asked) or run.name == asked:
+        if asked is None or _matches(run, asked):
             return run
     listed = ", ".join(run.id for run in islice(sessions_last(), 5))
     if not listed:
@@ -585,8 +585,25 @@ def find(asked: str | None, kinds: str = "run") -> Run:
     raise UsageError(f'No {kinds} "{asked}". The newest runs are: {listed}')
 
 
+def _matches(run: Run, asked: str) -> bool:
+    """Return whether `asked` is the id, the beginning of the id, or the name of a run."""
+    return run.id.startswith(asked) or run.name == asked
+
+
+def _find_preferring_active(asked: str, kinds: str = "run") -> Run:
+    """Find the newest active run that matches `asked`; if none is active, do the same as `find`.
+
+    An active session's own run is not preferred to an ended run, so that no command ends or
+    detaches a session if the user means a cell.
+    """
+    newest = find(asked, kinds)
+    if newest.is_active or newest.id == asked:
+        return newest
+    return next((run for run in runs() if _matches(run, asked) and run.is_active), newest)
+
+
 def find_active(asked: str | None, *, chooses_sessions: bool = True) -> Run:
-    """Find an active run.
+    """Find an active run: the newest active run that matches `asked`.
 
     Return a session's own run, which started the session's ranks, only if no other run matches.
 
@@ -599,7 +616,7 @@ def find_active(asked: str | None, *, chooses_sessions: bool = True) -> Run:
         UsageError: There is no such run, the run is not active, or no run is active.
     """
     if asked is not None:
-        run = find(asked)
+        run = _find_preferring_active(asked)
         if not run.is_active:
             raise UsageError(f"run {run.id} is not running: {run.state}")
         return run
@@ -615,6 +632,7 @@ def find_to_attach(
 ) -> Run:
     """Find the run that `%taas attach` shows.
 
+    If several runs match a name, choose the newest active run, or the newest run if none is active.
     Without a name, choose the newest active run of the project, or the newest run of the project if
     no run of the project is active. If the project has no runs, choose among all runs in this way.
 
@@ -629,7 +647,7 @@ def find_to_attach(
             attach sessions, too.
     """
     if asked is not None:
-        return find(asked, "run or session")
+        return _find_preferring_active(asked, "run or session")
     found = [run for run in newest_first() if not is_hidden(run)]
     among = [run for run in found if run.context.project == str(project)] or found
     are_active = [run for run in among if run.is_active]

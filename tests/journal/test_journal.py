@@ -167,6 +167,30 @@ def test_without_a_name_attach_chooses_an_active_or_the_newest_run() -> None:
     writer.close()
 
 
+def test_of_runs_with_the_same_name_commands_prefer_an_active_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ended = event("ended", state="SUCCEEDED")
+    make_run("20260101-1", ended, name="two")
+    writer = write(make_run("20260101-2", name="two"), event("state", state="RUNNING"))
+    make_run("20260101-3", ended, name="two")
+    own = write(make_run("20260101-4"), event("state", state="RUNNING"))  # of a session
+    (own.folder.path / runs.SESSION_FILE).write_text("{}")
+    monkeypatch.setattr(pools, "stop", lambda run, settings: None)
+    assert run_command("stop two", Config()) == "stopping run 20260101-2"
+    assert run_command("stop 20260101", Config()) == "stopping run 20260101-2"
+    assert runs.find_to_attach("two", Path("/here")).id == "20260101-2"
+    assert runs.find_to_attach("20260101-1", Path("/here")).id == "20260101-1"
+    assert runs.find("two").id == "20260101-3"
+    writer.close()
+    with pytest.raises(UsageError, match="run 20260101-3 is not running: SUCCEEDED"):
+        run_command("stop two", Config())
+    with pytest.raises(UsageError, match="run 20260101-3 is not running: SUCCEEDED"):
+        run_command("stop 20260101", Config())
+    assert runs.find_to_attach("two", Path("/here")).id == "20260101-3"
+    own.close()
+
+
 def test_logs_are_read_by_rank() -> None:
     folder = make_run("r1")
     folder.log(1).write_bytes(b"gr\xc3\xbcn \xff\n")
