@@ -204,9 +204,13 @@ class Config(Struct, frozen=True):
 
 
 def did_you_mean(word: str, possible: Iterable[str]) -> str:
-    """Return a hint ` (did you mean "x"?)` for an unknown word; "" if no word is similar."""
-    by_name = {name.lstrip("-"): name for name in possible}  # dashes would make all flags similar
-    near = difflib.get_close_matches(word.lstrip("-"), by_name, n=1, cutoff=_MIN_SIMILARITY)
+    """Return a hint ` (did you mean "x"?)` for an unknown word; "" if no word is similar.
+
+    Upper and lower case count as the same.
+    """
+    # With the dashes, all flags would be similar.
+    by_name = {name.lstrip("-").lower(): name for name in possible}
+    near = difflib.get_close_matches(word.lstrip("-").lower(), by_name, n=1, cutoff=_MIN_SIMILARITY)
     return f' (did you mean "{by_name[near[0]]}"?)' if near else ""
 
 

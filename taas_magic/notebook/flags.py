@@ -249,6 +249,13 @@ def parse_send(text: str) -> tuple[str, ...]:
     return listed
 
 
+def parse_session(text: str) -> str:
+    """Return a session's name; raise ValueError if it has other characters than names may have."""
+    if not re.fullmatch(r"[A-Za-z_][\w.-]{0,63}", text):
+        raise ValueError(text)
+    return text
+
+
 def parse_variable(text: str) -> tuple[str, str]:
     """Parse the value of `--env`, such as `KEY=VALUE`, into the variable's name and its value.
 
@@ -422,8 +429,8 @@ FLAGS = (
     Flag(
         "--session",
         "NAME",
-        str,
-        "a name such as exp",
+        parse_session,
+        "a name such as exp: a letter, then up to 63 letters, digits, _, . or -",
         "Run the cell on ranks that stay and keep their variables; with --gpus, start them.",
         ("exp",),
     ),
@@ -542,6 +549,12 @@ FLAGS = (
 )
 
 BY_NAME = {flag.name: flag for flag in FLAGS}
+
+_TEXTS = {flag.name for flag in FLAGS if flag.read is str and flag.name not in REPEATED}
+"""Flags whose value is any text."""
+
+_LIKE_GPUS = {"-n", "-np", "--np", "--nproc", "--nproc-per-node", "--num-gpus", "--num-processes"}
+"""Flags of other launchers for the number of processes, with `-` in place of `_`."""
 
 
 class FlagParser(MagicArgumentParser):
@@ -748,7 +761,7 @@ def _parse_words(words: list[str], spelling: Spelling) -> dict[str, Any]:
     """
     answer, rest = _parser(spelling).parse_known_args(words)
     if rest:
-        raise UsageError(_unknown(rest[0]))
+        raise UsageError(_unknown(rest[0], words))
     given = [word.partition("=")[0] for word in words]
     for name in BY_NAME:
         if given.count(name) > 1 and name not in REPEATED:
@@ -765,9 +778,29 @@ def _parse_words(words: list[str], spelling: Spelling) -> dict[str, Any]:
     return settings
 
 
-def _unknown(word: str) -> str:
+def _unknown(word: str, words: Sequence[str]) -> str:
+    """Return the error message for a word that is neither a flag nor a flag's value."""
     listed = " ".join(flag.name for flag in FLAGS)
+    if quoted := _in_quotes(word, words):
+        return f'"{word}" is not a flag. A value with spaces needs quotes: {quoted}'
     if not word.startswith("-"):
         return f'"{word}" is not a flag. The flags are: {listed}'
     word = word.partition("=")[0]
-    return f"No flag {word}{did_you_mean(word, BY_NAME)}. The flags are: {listed}"
+    hint = did_you_mean("--gpus" if word.replace("_", "-") in _LIKE_GPUS else word, BY_NAME)
+    return f"No flag {word}{hint}. The flags are: {listed}"
+
+
+def _in_quotes(word: str, words: Sequence[str]) -> str:
+    """Return the flag whose text probably contains `word`, with its text in quotes; "" if none.
+
+    Args:
+        word: A word that is neither a flag nor a flag's value, such as `run` in `--name my run`.
+        words: All words of the line.
+    """
+    for i, given in enumerate(words):
+        name, equals, value = given.partition("=")
+        values = [value] if equals else []
+        values += takewhile(lambda each: not each.startswith("-"), words[i + 1 :])
+        if name in _TEXTS and word in values[1:]:
+            return f"{name} {shlex.quote(' '.join(values))}"
+    return ""

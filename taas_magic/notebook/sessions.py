@@ -76,7 +76,6 @@ NOT_IN_SESSIONS = ("max_restarts", "profile", "units", "prefill")
 """Fields of `Flags` that cells of a session must not set."""
 
 _T = TypeVar("_T")
-_NAME = re.compile(r"[A-Za-z_][\w.-]{0,63}")
 _NO_NAME = re.compile(r"name '(\w+)' is not defined")
 _MAX_LISTED = 12
 _KEPT_OUTPUT = 1_000
@@ -725,9 +724,9 @@ def for_cell(flags: Flags, *, registers: bool = True) -> Session | None:
         registers: Whether to keep a new session under its name for later cells.
 
     Raises:
-        UsageError: A flag cannot be combined with `--session`, or needs `--session`. Or the
-            session's name is not valid. Or a new session has no `--gpus`. Or a new session has the
-            name of a running detached session of this project.
+        UsageError: A flag cannot be combined with `--session`, or needs `--session`. Or a new
+            session has no `--gpus`. Or a new session has the name of a running detached session of
+            this project.
     """
     if not flags.session:
         if given := [name for name in ("ranks", "send") if getattr(flags, name)]:
@@ -735,8 +734,6 @@ def for_cell(flags: Flags, *, registers: bool = True) -> Session | None:
                 f"{_flag(given[0])} works only with --session NAME, whose ranks stay between cells"
             )
         return None
-    if not _NAME.fullmatch(flags.session):
-        raise UsageError(f'--session needs a name (--session exp); got "{flags.session}"')
     for name in NOT_IN_SESSIONS:
         if getattr(flags, name):
             raise UsageError(f"{_flag(name)} cannot be combined with --session")

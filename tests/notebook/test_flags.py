@@ -114,6 +114,17 @@ def test_each_field_of_flags_has_a_flag() -> None:
         ("--gpu 2", 'No flag --gpu (did you mean "--gpus"?). The flags are: --gpus --cpus'),
         ("--gpus 2 -x", "No flag -x. The flags are: --gpus --cpus"),
         ("8", '"8" is not a flag. The flags are: --gpus'),
+        *(
+            (f"{flag} 2", f'No flag {flag} (did you mean "--gpus"?)')
+            for flag in ("--GPUS", "-n", "-np", "--np", "--nproc_per_node", "--num-processes")
+        ),
+        ("--name my run --gpus 2", "A value with spaces needs quotes: --name 'my run'"),
+        ("--gpus 2 --name=run run 8", "A value with spaces needs quotes: --name 'run run 8'"),
+        ("--gpus 2 --store my results", "A value with spaces needs quotes: --store 'my results'"),
+        ("--gpus 2 8", '"8" is not a flag. The flags are: --gpus'),
+        ("--gpus 2 --env A=1 B=2", '"B=2" is not a flag. The flags are: --gpus'),
+        ("--session 'my exp'", "--session needs a name such as exp: a letter, then up to 63"),
+        ("--session my/exp", 'letters, digits, _, . or -; got "my/exp"'),
         ("--gpus 2 --gpus 3", "--gpus was given twice"),
         ("--gpus 2 --foo 1", "No flag --foo. The flags are: --gpus"),
         ("--gpus 2 --out x,x", "--out needs names of variables, each once"),

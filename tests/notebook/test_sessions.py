@@ -675,6 +675,7 @@ def test_flags_that_do_not_fit_the_session_are_refused_before_anything_runs(
         "%%taas --session exp --detach\npass": "or detach the session: %taas detach exp",
         "%%taas --session other\npass": 'no session "other"',
         "%%taas --session ex\npass": 'did you mean "exp"',
+        "%%taas --session EXP\npass": 'did you mean "exp"',
         "%%taas --gpus 2 --ranks 1\npass": "--ranks works only with --session",
         "%%taas --session exp --ranks 2\npass": '--ranks 2: session "exp" has ranks 0 to 1',
         "%%taas --session exp --ranks 1 --out rank@0\npass": "--out rank@0: rank 0 does not run",
