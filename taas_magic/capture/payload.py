@@ -381,6 +381,8 @@ class LoadedPayload(PayloadDescription, frozen=True, kw_only=True):
 
         Raises:
             ImportError: A module that a value needs is not installed on this host.
+            Exception: The code of a variable's class failed while the variable was loaded. A note
+                of the exception names the variable.
         """
         install_modules(self.modules)
         values = load_each(self.archive.stream(), self.archive.buffers, namespace)
@@ -388,8 +390,13 @@ class LoadedPayload(PayloadDescription, frozen=True, kw_only=True):
         process_state.apply_filters(state)
         for name in self.submodules:
             importlib.import_module(name)
-        for captured, value in zip(self.captured, values, strict=False):
-            namespace[captured.name] = value
+        for captured in self.captured:
+            try:
+                namespace[captured.name] = next(values)
+            except Exception as error:
+                if hasattr(error, "add_note"):  # from Python 3.11 on
+                    error.add_note(f"while loading the notebook's variable `{captured.name}`")
+                raise
         shape = self.work
         work = shape if isinstance(shape, CellWork) else shape.with_values(next(values), values)
         process_state.apply(state)

@@ -1,6 +1,7 @@
 """Tests that ranks can use the captured variables of a real kernel."""
 
 import re
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -403,6 +404,21 @@ net = Net()
     message = frontend.fail("%%taas --gpus 1\nnet")["evalue"]
     assert message.startswith("`net.<Net>.forward` is a function and cannot be sent to the ranks")
     assert "apply torch.compile inside the cell" in message
+
+
+UNLOADABLE = """
+class Wrapper:
+    def __init__(self): self.inner = {"key": 5}
+    def __getattr__(self, name): return self.inner[name]
+wrapped = Wrapper()
+"""
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="exceptions have no notes")
+def test_a_variable_that_a_rank_cannot_load_is_named(frontend: Frontend) -> None:
+    frontend.run(UNLOADABLE)
+    reply = frontend.fail("%%taas --gpus 1\nprint(wrapped.key)")
+    assert "while loading the notebook's variable `wrapped`" in "".join(reply["traceback"])
 
 
 STATE, STATE_IN_RANKS, UNDO = cells_of("process_state")
