@@ -306,14 +306,16 @@ print(sorted(set(sys.modules) - before))
 
 SHARES = """
 import os, signal
+import torch.distributed as dist
 from multiprocessing import Process, set_start_method, shared_memory
 
 def share():
     kept.append(shared_memory.SharedMemory(create=True, size=1 << 16))
-    print(kept[-1].name)
+    print(kept[-1].name, flush=True)
 
 kept = []
 share()
+dist.init_process_group("gloo"); dist.barrier()  # each rank has printed its name
 """
 
 
@@ -324,7 +326,7 @@ share()
 )
 def test_shared_memory_that_a_rank_leaves_goes_with_its_run(notebook: Notebook, ends: str) -> None:
     """As under torchrun, the rank's own resource tracker removes the memory before the run ends."""
-    outcome = notebook.run(f"{SHARES}\nsys = __import__('sys'); sys.stdout.flush()\n{ends}")
+    outcome = notebook.run(f"{SHARES}{ends}")
     assert (outcome.error is None) is not bool(ends)
     names = [line for lines in outcome.lines.values() for line in lines if line.startswith("psm_")]
     assert len(names) == 2

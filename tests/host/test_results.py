@@ -210,7 +210,9 @@ if rank == 0:
     try:
         assert notebook.run(MEET + SHARD, session).error is None
         outcome = notebook.run(source, f"{session} --out best,model,alone")
-        failed = notebook.run("best = model.weight\nassert not rank", f"{session} --out best")
+        failed = notebook.run(
+            "best = model.weight\ndist.barrier()\nassert not rank", f"{session} --out best"
+        )
     finally:
         notebook.shell.run_line_magic("taas", "end unequal")
     assert isinstance(outcome.error, ResultError) and outcome.run is not None

@@ -762,7 +762,8 @@ def test_a_loader_with_a_sampler_of_its_own_serves_after_a_cut_collective(
     session.run(OWN_SAMPLER)
     epoch = "print(len(list(odd)))"
     assert printed(session, f"%%taas --session exp\n{epoch}") == ["4"]
-    cut = "%%taas --session exp\nif rank == 1:\n    1 / 0\ndist.all_reduce(torch.ones(1))"
+    cut = "%%taas --session exp\ndist.barrier()\nif rank == 1:\n    1 / 0\n"
+    cut += "dist.all_reduce(torch.ones(1))"
     request = session.send(cut)
     assert session.finish(request)["status"] == "error"
     assert "was interrupted in a collective (rank 0)" in notes(session, request)
@@ -894,7 +895,7 @@ def test_a_hang_report_says_which_ranks_have_finished_the_cell(session: Frontend
 
 
 def test_an_interrupted_await_ends_with_its_cleanup(session: Frontend) -> None:
-    cell = "import asyncio, signal\nended = []\n"
+    cell = "import asyncio, signal\nended = []\ndist.barrier()\n"
     cell += "asyncio.get_running_loop().call_soon(signal.raise_signal, signal.SIGINT)\n"
     cell += "try:\n    await asyncio.Event().wait()\nfinally:\n    ended.append('cleaned')"
     said = error(session, f"%%taas --session exp\n{cell}")
@@ -909,7 +910,7 @@ def test_an_interrupted_await_ends_with_its_cleanup(session: Frontend) -> None:
 
 def test_a_rank_that_does_not_return_from_a_cell_ends_the_session(session: Frontend) -> None:
     cell = "import signal\nsignal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])\n"
-    cell += "if rank == 1:\n    raise ValueError\nprint('ready', flush=True)\n"
+    cell += "dist.barrier()\nif rank == 1:\n    raise ValueError\n"
     said = error(session, f"%%taas --session exp\n{cell}import threading\nthreading.Event().wait()")
     assert "ValueError" in said
     assert 'session "exp" has ended' in said and "Lost with its ranks" in said
