@@ -275,14 +275,14 @@ def _description(obj: Any) -> Any:
     name = f"{kind.__module__}.{kind.__qualname__}"
     match obj:
         case torch.Tensor():
-            return name, str(obj.dtype), tuple(obj.shape), _sample_of_tensor(obj)
+            return name, *_parts_of_tensor(obj)
         case torch.nn.Module():
             return name, *_parts_of_module(obj)
         case torch.optim.Optimizer():
             groups = [{**group, "params": None} for group in obj.param_groups]
             params = [it for group in obj.param_groups for it in group["params"]]
-            samples = [_sample_of_tensor(param) for param in params]
-            return name, groups, samples, [obj.state.get(param) for param in params]
+            tensors = [_parts_of_tensor(param) for param in params]
+            return name, groups, tensors, [obj.state.get(param) for param in params]
         case types.FunctionType():
             return name, *_parts_of_function(obj)
         case types.MethodType():
@@ -312,19 +312,24 @@ def is_user_class(kind: type) -> bool:
     return kind.__module__ == "__main__" or is_shipped(kind.__module__)
 
 
-def _sample_of_tensor(tensor: Any) -> State:
-    """Return a tuple with the bytes of a tensor's elements, or of some elements of a large tensor.
+def _parts_of_tensor(tensor: Any) -> State:
+    """Return the parts of a tensor that are compared.
 
-    The tuple is empty for a sparse, quantized or meta tensor.
+    These are the tensor's dtype and shape, and the bytes of its elements, or of some elements of a
+    large tensor. A sparse, quantized or meta tensor has no bytes. The result is empty for a
+    parameter that a lazy module has not initialized yet.
     """
     import torch
 
-    if tensor.layout is not torch.strided or tensor.is_meta or tensor.is_quantized:
+    if torch.nn.parameter.is_lazy(tensor):
         return ()
+    kind = str(tensor.dtype), tuple(tensor.shape)
+    if tensor.layout is not torch.strided or tensor.is_meta or tensor.is_quantized:
+        return kind
     flat = tensor.detach().reshape(-1)
     if flat.numel() * flat.element_size() > _WHOLE_BYTES:
         flat = flat[:: flat.numel() // _SAMPLES]
-    return (flat.cpu().contiguous().view(torch.uint8).numpy().tobytes(),)
+    return *kind, flat.cpu().contiguous().view(torch.uint8).numpy().tobytes()
 
 
 def _sample_of_array(array: Any) -> Any:

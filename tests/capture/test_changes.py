@@ -44,8 +44,9 @@ def counter() -> Callable[[], None]:
 
 
 def train(model: torch.nn.Module) -> None:
+    loss = model(torch.ones(1, 100)).sum()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    model(torch.ones(1, 100)).sum().backward()
+    loss.backward()
     optimizer.step()
 
 
@@ -76,6 +77,8 @@ CHANGES: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
     "large tensor": (lambda: torch.zeros(10**6), lambda it: it.add_(1)),
     "array": (lambda: np.zeros((3, 3)).T, lambda it: it.__setitem__((1, 1), 1)),
     "model": (lambda: torch.nn.Linear(100, 100), train),
+    "lazy model": (lambda: torch.nn.Sequential(torch.nn.LazyLinear(2)), train),
+    "initialized": (lambda: torch.nn.LazyLinear(2), lambda it: it(torch.ones(1, 100))),
     "statistics": (lambda: torch.nn.BatchNorm1d(2), lambda it: it(torch.rand(4, 2))),
 }
 
@@ -93,6 +96,7 @@ def test_a_value_that_has_changed_is_reported(what: str) -> None:
 def test_a_value_that_was_only_used_is_not_reported() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(100, 2), torch.nn.Dropout())
     unchanged: dict[str, tuple[Any, Callable[[Any], object]]] = {
+        "lazy": (torch.nn.LazyLinear(2), lambda it: it.weight),
         "evaluated": (model, lambda it: it.eval()(torch.ones(1, 100))),
         "hooked": (model, lambda it: it.register_forward_hook(lambda *args: None)),
         "cached": (Meter(), lambda it: it.lazy),
