@@ -45,6 +45,7 @@ _ADVICE: Advice = {
     "pass the loader and call iter() inside the cell": ("DataLoaderIter",),
     "connect inside the cell": ("socket", "Connection", "Cursor", "Session", "Client"),
     "start it inside the cell": ("Thread", "Process", "Popen"),
+    "define the operator inside the cell": ("CustomOpDef",),
 }
 _IN_THE_CELL = "create it inside the cell (or delete the attribute)"
 _PROCESS_BOUND = (
@@ -375,10 +376,11 @@ _RUNNING_CLASSES = {
     "multiprocessing": {"BaseProcess"},
     "subprocess": {"Popen"},
     "queue": {"Queue"},
+    "torch": {"CustomOpDef"},
     "concurrent": {"Executor", "Future"},
     "asyncio": {"AbstractEventLoop", "Future"},
 }
-"""Classes such as threads, processes, semaphores, queues and widgets, by top-level package.
+"""Classes such as threads, processes, queues, widgets and torch's operators, by top-level package.
 
 The error message names an instance of these classes as a whole, not the part of the instance that
 cannot be pickled.

@@ -406,6 +406,18 @@ net = Net()
     assert "apply torch.compile inside the cell" in message
 
 
+def test_the_refusal_of_an_operator_advises_to_define_it_in_the_cell(frontend: Frontend) -> None:
+    frontend.run("""
+import torch
+@torch.library.custom_op("notebook::double", mutates_args=())
+def double(x: torch.Tensor) -> torch.Tensor: return x * 2
+def twice(x): return double(double(x))
+""")
+    message = frontend.fail("%%taas --gpus 1\ntwice(torch.ones(1))")["evalue"]
+    assert message.startswith("`double` is a torch._library.custom_ops.CustomOpDef and cannot be")
+    assert "define the operator inside the cell" in message
+
+
 UNLOADABLE = """
 class Wrapper:
     def __init__(self): self.inner = {"key": 5}
