@@ -611,9 +611,9 @@ def has_live_owner(folder: RunFolder) -> bool:
     return False
 
 
-def run_ids() -> Iterator[str]:
-    """Yield the ids of all runs that have a folder, newest first."""
-    return (plan.run_id for plan in read_each_run(RunFolder.plan))
+def plans() -> Iterator[PlanHead]:
+    """Yield the plans of all runs that have a readable folder, newest first."""
+    return read_each_run(RunFolder.plan)
 
 
 def read_each_run(read: Callable[[RunFolder], T]) -> Iterator[T]:

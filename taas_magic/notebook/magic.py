@@ -149,9 +149,23 @@ class TaasMagics(Magics):
 
         return [flags.session for _, flags in sessions.detached_sessions()]
 
-    def run_ids(self) -> list[str]:
-        """Return the ids of the newest runs, for Tab completion."""
-        return list(islice(journal.run_ids(), _LISTED_RUNS))
+    def names_in_session(self, head: str) -> list[str]:
+        """Return the variables of the session that a `%%taas` line names, for Tab completion.
+
+        The names come from the kernel's record, so that the ranks may be busy. If the line names no
+        running session of this kernel, return an empty list.
+        """
+        asked = re.findall(r"--session[ =]+(\S+)", head)
+        # If the module was not imported, there is no session.
+        found = sys.modules.get("taas_magic.notebook.sessions")
+        live = found.live() if found is not None else []
+        return sorted(name for one in live if one.name in asked for name in one.names.all)
+
+    def run_names(self) -> list[str]:
+        """Return the names and the ids of the newest runs, for Tab completion."""
+        plans = list(islice(journal.plans(), _LISTED_RUNS))
+        names = dict.fromkeys(shlex.quote(plan.name) for plan in plans if plan.name)
+        return [*names, *(plan.run_id for plan in plans)]
 
     @cell_magic("taas")
     def run_cell(self, line: str, body: str) -> None:
@@ -973,7 +987,9 @@ def _complete_head(text: str, magics: TaasMagics) -> tuple[str, list[str]]:
     if flag == "--session":
         return _completions(word, magics.session_names())
     if flag in ("--out", "--send"):
-        return _completions(word.rpartition(",")[2], magics.variable_names())
+        at_ranks = magics.names_in_session(text) if flag == "--out" else []
+        names = dict.fromkeys([*at_ranks, *magics.variable_names()])
+        return _completions(word.rpartition(",")[2], names)
     others = [f.name for f in FLAGS if f.name not in words or f.name in REPEATED]
     if flag in BY_NAME and BY_NAME[flag].metavar:
         may_be_alone = BY_NAME[flag].if_alone is not None and not equals
@@ -1001,14 +1017,14 @@ def _complete_line(text: str, magics: TaasMagics) -> tuple[str, list[str]]:
             word, [*names, "--rank", "--debugpy"] if before[0] == "debug" else names
         )
     if before[0] == "attach":
-        return _completions(word, [*magics.detached_session_names(), *magics.run_ids()])
+        return _completions(word, [*magics.detached_session_names(), *magics.run_names()])
     if before[0] == "detach":
-        return _completions(word, [*magics.session_names(), *magics.run_ids()])
+        return _completions(word, [*magics.session_names(), *magics.run_names()])
     if before[0] == "pools":
         return _completions(word, magics.pool_names() if before[-1] == "--check" else ["--check"])
     if before[0] == "logs":
-        return _completions(word, [*magics.run_ids(), *_LOGS_VALUES])
-    return _completions(word, magics.run_ids() if before[0] in _OF_A_RUN else ())
+        return _completions(word, [*magics.run_names(), *_LOGS_VALUES])
+    return _completions(word, magics.run_names() if before[0] in _OF_A_RUN else ())
 
 
 def _completions(word: str, possible: Iterable[str]) -> tuple[str, list[str]]:
@@ -1018,15 +1034,20 @@ def _completions(word: str, possible: Iterable[str]) -> tuple[str, list[str]]:
 def _matcher(magics: TaasMagics) -> Callable[[CompletionContext], SimpleMatcherResult]:
     """Return a matcher for `shell.Completer.custom_matchers` (version 2 of IPython's API).
 
-    In a taas magic or comment, the matcher's completions replace IPython's own completions. In any
-    other text, the matcher returns no completions.
+    In a taas magic or comment, the matcher's completions replace IPython's own completions. In a
+    cell of a session, the matcher adds the names that the ranks have. In any other text, the
+    matcher returns no completions.
     """
 
     @context_matcher(identifier="taas_magic")
     def taas(context: CompletionContext) -> SimpleMatcherResult:
         found = _candidates(context.text_until_cursor, magics)
         if found is None:
-            return {"completions": []}
+            head = transform_pragma(context.full_text.splitlines() or [""])[0]
+            in_cell = context.token and _HEAD.match(head)
+            names = magics.names_in_session(head) if in_cell else []
+            names = _completions(context.token, names)[1]
+            return {"completions": [SimpleCompletion(name, type="taas") for name in names]}
         word, names = found
         return {
             "completions": [SimpleCompletion(name, type="taas") for name in names],

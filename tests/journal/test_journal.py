@@ -100,7 +100,7 @@ def test_a_journal_is_read_only_when_its_run_is_requested(monkeypatch: pytest.Mo
     monkeypatch.setattr(journal, "summary", read)
     for run_id in ("r2", "run r2", "r3"):
         runs.find(run_id)
-    assert list(journal.run_ids()) == ["r5", "r4", "r3", "r2", "r1"]
+    assert [plan.run_id for plan in journal.plans()] == ["r5", "r4", "r3", "r2", "r1"]
     assert not opened
     monkeypatch.setattr(pools, "stop", lambda run, settings: None)
     assert run_command("stop", Config()) == "stopping run r5"

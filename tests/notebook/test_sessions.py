@@ -18,6 +18,7 @@ from tests.cellfiles import cells_of
 from tests.eventually import eventually
 from tests.frontend import Frontend
 from tests.harness import AGENT, below, left_of, listening_ports, words
+from tests.notebook.test_kernel import completions
 
 pytestmark = [pytest.mark.usefixtures("no_leftovers")]
 
@@ -685,6 +686,19 @@ def test_flags_that_do_not_fit_the_session_are_refused_before_anything_runs(
     for cell, text in said.items():
         assert text in error(session, cell)
     assert printed(session, "%%taas --session exp\nprint(rank)") == ["0", "1"]
+
+
+def test_tab_completes_the_names_that_the_ranks_have(session: Frontend) -> None:
+    session.run("shown_here = 1")
+    session.run("%%taas --session exp --name 'show it'\nshown_there = shown_here")
+    both, client = ["shown_here", "shown_there"], session.client
+    assert sorted(completions(client, "%%taas --session exp\nprint(shown_")) == both
+    assert sorted(completions(client, "#pragma taas --session exp\nif 1:\n    shown_")) == both
+    assert sorted(completions(client, "%%taas --session exp --out shown_")) == both
+    assert "dist" in completions(client, "%%taas --session=exp\ndis")
+    for cell in ("", "%%taas --gpus 2\n", "%%taas --session other\n", "%%taas --gpus 2 --out "):
+        assert completions(client, cell + "shown_") == both[:1]
+    assert completions(client, "%taas attach 'sh") == ["'show it'"]
 
 
 def test_a_name_that_only_a_function_of_an_earlier_cell_sets_is_returned(session: Frontend) -> None:
