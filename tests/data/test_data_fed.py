@@ -209,6 +209,15 @@ def test_a_run_whose_fetcher_does_not_answer_fails_and_names_the_fetcher(
     assert "fetcher 0 on this host is silent" in outcome.shown
 
 
+def test_a_fetcher_that_is_stopped_is_killed_and_the_message_says_so(notebook: Notebook) -> None:
+    notebook.define(LOADER)
+    notebook.define(SAYS_WHO)
+    notebook.define("loader = taas.register(DataLoader(SaysWho(100_000), 1, num_workers=1))")
+    outcome = notebook.run(STOPS, "--cpus 1", gpus=1)
+    assert isinstance(outcome.error, RankFailed)
+    assert "ended: it was stopped (SIGSTOP) for 5 s and killed (see logs/fetcher-0" in outcome.shown
+
+
 SAYS_PARENT = """
 import os, signal
 
