@@ -760,7 +760,7 @@ def _no_session_message(name: str, known: Session | None) -> str:
 
     - This kernel had the session, and the session has ended or another kernel has taken it over.
     - A detached session with this name is running, but not in this kernel.
-    - A detached session with this name has ended.
+    - A detached session with this name, or a session of this project, has ended.
     - There was no such session. The message proposes a similar name, if this kernel has one.
 
     Args:
@@ -905,21 +905,23 @@ def find_of_other_kernel(name: str) -> Run | None:
 
 
 def ended_text(name: str) -> str:
-    """Return a message that a detached session has ended, why, and how to start it again.
+    """Return a message that a session of another kernel has ended, why, and how to start it again.
 
-    The message is about the newest detached session with the name `name`.
+    The message is about the newest session named `name` that was detached or belongs to this
+    project.
 
     Return "" if there was no such session, or if the session is still running.
     """
     for run in runs.newest_first():
         flags = flags_of(run)
-        if flags is not None and flags.session == name and flags.detach:
+        if flags is None or flags.session != name:
+            continue
+        if flags.detach or run.context.project == str(working_folder()):
             if run.is_active:
                 return ""
+            kind = "detached session" if flags.detach else "session"
             why = run.error or ENDED_BY_COMMAND
-            return (
-                f'detached session "{name}" has ended: {why}. Start it again: {_start_line(flags)}'
-            )
+            return f'{kind} "{name}" has ended: {why}. Start it again: {_start_line(flags)}'
     return ""
 
 

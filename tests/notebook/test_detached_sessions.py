@@ -165,6 +165,21 @@ def test_the_cell_of_a_detached_session_survives_a_restart_and_a_shutdown_of_its
     other.run("%taas end exp")
 
 
+def test_a_session_that_ended_with_its_kernel_is_explained_after_it(
+    kernel_of_its_own: Frontend, tmp_path: Path
+) -> None:
+    project, other = tmp_path / "project", kernel_of_its_own
+    with kernel(project, TAAS_WARM="0") as first:
+        first.run("%%taas --gpus 1 --session exp --detach\nn = 0")
+        first.run("%taas end exp")
+        first.run("%%taas --gpus 1 --session exp\nn = 0")
+        kill(first)
+    why = 'UsageError: session "exp" has ended: the notebook\'s kernel has ended. Start it again: '
+    eventually(lambda: f"{why}%%taas --gpus 1" in error(other, "%%taas --session exp\nprint(n)"))
+    for command in ("%taas attach exp", "%taas end exp"):
+        assert f"{why}%%taas --gpus 1 --session exp" in error(other, command)
+
+
 @pytest.mark.nightly
 def test_a_detached_session_that_runs_no_cell_ends_without_a_kernel(
     kernel_of_its_own: Frontend, tmp_path: Path
