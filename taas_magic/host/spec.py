@@ -135,12 +135,18 @@ class Origin(Struct, frozen=True):
         """Return the environment of ranks on another machine than the notebook's.
 
         The result is `environ`, with the changes that the notebook has made to its own variables.
+        If PATH lacks the folder of this process's Python, the folder becomes the first entry, as in
+        an activated environment. So ranks find the programs that are installed beside this Python.
 
         Args:
             environ: Environment of the agent on that machine.
         """
         merged = {**environ, **self.changed}
-        return {name: value for name, value in merged.items() if value is not None}
+        result = {name: value for name, value in merged.items() if value is not None}
+        programs = os.path.dirname(sys.executable)
+        if (path := result.get("PATH")) and programs not in path.split(os.pathsep):
+            result["PATH"] = os.pathsep.join((programs, path))
+        return result
 
     def sys_path_on(self, sys_path: Sequence[str]) -> tuple[str, ...]:
         """Return the import path of ranks on another machine than the notebook's.

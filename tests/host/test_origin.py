@@ -23,6 +23,13 @@ def test_a_rank_gets_its_hosts_environment_with_the_notebooks_changes() -> None:
     }
 
 
+def test_programs_beside_python_come_first_if_path_lacks_their_folder() -> None:
+    origin, folder = Origin("/x", {}, ()), os.path.dirname(sys.executable)
+    assert origin.environ_on({"PATH": "/bin:/opt"}) == {"PATH": f"{folder}:/bin:/opt"}
+    assert origin.environ_on({"PATH": f"/bin:{folder}"}) == {"PATH": f"/bin:{folder}"}
+    assert origin.environ_on({}) == {}
+
+
 def test_a_process_can_list_the_environment_variables_that_it_changed() -> None:
     code = """
 import os

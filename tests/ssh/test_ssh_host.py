@@ -321,6 +321,16 @@ def test_a_host_that_is_down_is_replaced_by_another(remote: Remote, hosts: Hosts
         hosts.exec(3, "iptables", "-D", *rule.split())
 
 
+@pytest.mark.nightly
+def test_ranks_find_the_programs_beside_the_python_of_their_pool(remote: Remote) -> None:
+    cell = """
+import os, shutil, sys
+folder = os.path.dirname(sys.executable)
+print(folder == os.environ["PATH"].split(":")[0], shutil.which("torchrun") == f"{folder}/torchrun")
+"""
+    assert remote.run(cell, "both").lines == {0: ["True True"]}
+
+
 def test_a_host_is_asked_for_cores_and_gpus_only_once(remote: Remote, hosts: Hosts) -> None:
     remote.pool("asked", 1, 2, cores=None, gpus=None)
     config = remote.config.pools["asked"]
