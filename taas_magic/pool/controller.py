@@ -302,6 +302,7 @@ class Controller(SchedulerPlugin):
             pool.lease_s,
             self._on_lost_host,
             are_local=pool.engine == LOCAL,
+            names=pool.hosts,
         )
         self._kernels = Kernels(self.pool_hosts, linger_s)
         self._meter = PoolMeter(self.pool_hosts, pool.idle_timeout_s)

@@ -132,6 +132,7 @@ class PoolHosts(SchedulerPlugin):
         on_lost: Called with each host that is gone, and with the reason. It is not called for a
             host that ended by itself before it could start ranks.
         are_local: Whether all hosts run on the notebook's machine.
+        names: Names of the hosts in taas.toml; empty for engines whose hosts have no names there.
     """
 
     name = "taas-hosts"
@@ -145,10 +146,11 @@ class PoolHosts(SchedulerPlugin):
         on_lost: Callable[[PoolHost, str], None] = lambda host, why: None,
         *,
         are_local: bool = False,
+        names: Sequence[str] = (),
     ) -> None:
         self._scheduler, self._source, self.are_local = scheduler, source, are_local
         self.start_timeout_s, self._lease_s = start_timeout_s, lease_s
-        self._on_lost_host = on_lost
+        self._on_lost_host, self._names = on_lost, names
         self._hosts: dict[str, PoolHost] = {}
         self._changed = asyncio.Condition()
         self._tasks = BackgroundTasks()
@@ -287,6 +289,11 @@ class PoolHosts(SchedulerPlugin):
             return -1 if host.address in preferred else len(host.runs)
 
         return sorted(self.all(), key=order)[:count]
+
+    def in_configured_order(self, hosts: Iterable[PoolHost]) -> list[PoolHost]:
+        """Return `hosts` in the order of taas.toml; unchanged if taas.toml names no hosts."""
+        numbers = {name: number for number, name in enumerate(self._names)}
+        return sorted(hosts, key=lambda host: numbers.get(host.name, len(numbers)))
 
     async def release(
         self, stays: Callable[[PoolHost], bool] = lambda host: bool(host.runs)

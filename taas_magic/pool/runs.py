@@ -944,15 +944,17 @@ class PoolRun(Share):
     ) -> list[PoolHost]:
         """Return hosts for the run; for a cell in a session, the hosts of the session.
 
-        For any other run, wait until the pool has `count` hosts. In both cases, check that the
-        hosts have the modules and versions that the run needs.
+        For any other run, wait until the pool has `count` hosts, and return them in the order of
+        taas.toml. In both cases, check that the hosts have the modules and versions that the run
+        needs.
 
         Raises:
             PoolError: The hosts are not available, a host lacks something, `halt` was called, or
                 the session has ended.
         """
         if self._session is None:
-            return await super()._acquire_hosts(count, preferred, retry_s)
+            acquired = await super()._acquire_hosts(count, preferred, retry_s)
+            return self._pool_hosts.in_configured_order(acquired)
         hosts = self._session.session_hosts()
         await self._require_fit(hosts)
         return hosts

@@ -335,6 +335,7 @@ def run_on_two_hosts(
     plan = make_plan(Flags(gpus=2, max_restarts=1), capacity, "a-run", max_hosts=2)
     hosts = [PoolHost(f"tls://host:{number}", name=f"h{number}") for number in (1, 2)]
     pool_hosts = mock.Mock(PoolHosts, are_local=True, start_timeout_s=0, call=call)
+    pool_hosts.in_configured_order = list
     pool_hosts.acquire.return_value = pool_hosts.all.return_value = hosts
     spec = RunSpec(plan, str(folder), Origin("/", {}, ()), session=session)
     of_session = mock.Mock(PoolRun, session_hosts=lambda: hosts) if session else None

@@ -322,6 +322,22 @@ def test_a_host_that_is_down_is_replaced_by_another(remote: Remote, hosts: Hosts
 
 
 @pytest.mark.nightly
+def test_rank_0_is_on_the_host_that_the_pool_names_first(remote: Remote, hosts: Hosts) -> None:
+    """The other host joins first, because the first cell runs while the first host is down."""
+    remote.pool("ordered", 3, 2, gpus=2)
+    cell = "import socket\nprint(socket.gethostname())"
+    rule = "INPUT -p tcp --dport 22 -j REJECT --reject-with icmp-host-unreachable"
+    hosts.exec(3, "iptables", "-A", *rule.split())
+    try:
+        assert remote.run(cell, "ordered").lines == {0: [hosts.name(2)]}
+    finally:
+        hosts.exec(3, "iptables", "-D", *rule.split())
+    numbers = {0: 3, 1: 3, 2: 2, 3: 2}
+    lines = {rank: [hosts.name(number)] for rank, number in numbers.items()}
+    assert remote.run(cell, "ordered", gpus=4).lines == lines
+
+
+@pytest.mark.nightly
 def test_ranks_find_the_programs_beside_the_python_of_their_pool(remote: Remote) -> None:
     cell = """
 import os, shutil, sys
