@@ -191,8 +191,11 @@ class PoolHosts(SchedulerPlugin):
 
         Args:
             preferred: Addresses of hosts that are chosen first.
-            on_wait: Function called with a message for each host that has not responded within
-                `REPORT_HOST_AFTER_S`. If None, all kernels that wait for hosts receive the message.
+            on_wait: Function called with each line about requested hosts that cannot start ranks
+                yet, and with a message for each host that has not responded within
+                `REPORT_HOST_AFTER_S`. The function may receive a line several times. In any case,
+                all kernels that wait for hosts receive the lines. If None, they also receive the
+                message.
             has_run: Whether a run waits for the hosts. If not, new hosts begin to import modules
                 that runs need later.
 
@@ -203,7 +206,7 @@ class PoolHosts(SchedulerPlugin):
         while True:
             self._runs_waiting += has_run
             try:
-                taken = await self._acquire(count, preferred)
+                taken = await self._acquire(count, preferred, on_wait)
             finally:
                 self._runs_waiting -= has_run
             await asyncio.gather(*(self._await_response(host, on_wait) for host in taken))
@@ -248,7 +251,9 @@ class PoolHosts(SchedulerPlugin):
             if on_wait is None:
                 self._publish_lines([])
 
-    async def _acquire(self, count: int, preferred: Collection[str]) -> list[PoolHost]:
+    async def _acquire(
+        self, count: int, preferred: Collection[str], on_wait: Callable[[str], None] | None
+    ) -> list[PoolHost]:
         """Wait until `count` hosts can start ranks, and return the hosts that `choose` selects.
 
         If too few hosts join, give all hosts without a run back to the engine. At the end, send the
@@ -260,7 +265,7 @@ class PoolHosts(SchedulerPlugin):
         """
         self._acquiring += 1
         try:
-            await self._wait_until_ready(count)
+            await self._wait_until_ready(count, on_wait)
         except asyncio.TimeoutError:
             about = "\n".join(self.awaited) or "see the pool's log"
             joined = f"{len(self.all())} of {count} hosts joined"
@@ -444,11 +449,11 @@ class PoolHosts(SchedulerPlugin):
         async with self._changed:
             self._changed.notify_all()
 
-    async def _wait_until_ready(self, count: int) -> None:
+    async def _wait_until_ready(self, count: int, on_wait: Callable[[str], None] | None) -> None:
         """Request missing hosts until `count` hosts can start ranks; send lines about the progress.
 
         Call the engine every `ASK_AGAIN_S`, so that it replaces requested hosts that died. The
-        kernels receive the lines.
+        kernels receive the lines. `on_wait`, if given, is called with each line every time.
 
         Raises:
             asyncio.TimeoutError: No host was starting for `start_timeout_s`, or the engine did not
@@ -466,7 +471,11 @@ class PoolHosts(SchedulerPlugin):
         while len(self.all()) < count:
             left_s = max(ASK_AGAIN_S, until - time.monotonic())
             lines = await asyncio.wait_for(self._source.request_hosts(count), left_s)
-            self._publish_lines([*lines, *filter(None, map(slow_import, self.starting()))])
+            lines = [*lines, *filter(None, map(slow_import, self.starting()))]
+            self._publish_lines(lines)
+            if on_wait is not None:
+                for line in lines:
+                    on_wait(line)
             if len(self._lost_early) - lost_before >= FAILED_STARTS:
                 raise PoolError("\n".join(dict.fromkeys(self._lost_early[lost_before:])))
             if self._source.is_starting() or any(not m.name for m in self._hosts.values()):

@@ -454,7 +454,8 @@ class Share(ABC):
         """Wait until the pool has `count` hosts, check their modules and versions, and return them.
 
         If the pool returns a host to the engine during the check, wait and check again. The pool
-        does so if another run's wait for hosts fails.
+        does so if another run's wait for hosts fails. During the wait, publish a note with each new
+        line about the hosts, such as the state of a batch job.
 
         Args:
             preferred: Addresses of hosts that are chosen first.
@@ -465,17 +466,20 @@ class Share(ABC):
             PoolError: The hosts are not available, a host lacks a module or version that the run
                 needs, or `halt` was called.
         """
-        until, noted = time.monotonic() + retry_s, ""
+        until, noted = time.monotonic() + retry_s, set[str]()
+
+        def note(line: str) -> None:
+            if line not in noted:
+                noted.add(line)
+                self.publish(Note(text=line))
+
         while True:
             try:
-                hosts = await self._acquire_hosts_once(count, preferred)
+                hosts = await self._acquire_hosts_once(count, preferred, note)
             except PoolError as error:
                 if self.is_halted or time.monotonic() >= until:
                     raise
-                if str(error) != noted:
-                    noted = str(error)
-                    line = f"waiting up to {retry_s:g} s for another host: {noted}"
-                    self.publish(Note(text=line))
+                note(f"waiting up to {retry_s:g} s for another host: {error}")
                 with contextlib.suppress(asyncio.TimeoutError):
                     await asyncio.wait_for(self._halted.wait(), RETRY_HOSTS_S)
                 continue
@@ -486,18 +490,19 @@ class Share(ABC):
                 raise unfit
             return hosts
 
-    async def _acquire_hosts_once(self, count: int, preferred: Collection[str]) -> list[PoolHost]:
+    async def _acquire_hosts_once(
+        self, count: int, preferred: Collection[str], on_wait: Callable[[str], None]
+    ) -> list[PoolHost]:
         """Wait until the pool has `count` hosts, or until `halt` is called; return the hosts.
 
-        Publish a note about each host that does not respond soon.
+        Args:
+            preferred: Addresses of hosts that are chosen first.
+            on_wait: Called with each line for the user about the hosts, perhaps several times.
 
         Raises:
             PoolError: The hosts are not available, or `halt` was called.
         """
-        acquire = self._pool_hosts.acquire
-        acquiring = asyncio.ensure_future(
-            acquire(count, preferred, lambda line: self.publish(Note(text=line)))
-        )
+        acquiring = asyncio.ensure_future(self._pool_hosts.acquire(count, preferred, on_wait))
         halted = asyncio.ensure_future(self._halted.wait())
         await asyncio.wait({acquiring, halted}, return_when=asyncio.FIRST_COMPLETED)
         halted.cancel()

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from textwrap import indent
 
 import psutil
 import pytest
@@ -24,7 +25,7 @@ from taas_magic.notebook import pools
 from taas_magic.pool.client import Pool
 from tests.eventually import HUNG_S
 from tests.frontend import environment
-from tests.harness import Notebook, Outcome
+from tests.harness import Notebook, Outcome, on_event
 from tests.notebook.test_attach import beside
 from tests.notebook.test_detach import check_killed_kernels
 from tests.rig.slurm import CORES, PATH, Slurm, slurm_up
@@ -222,6 +223,35 @@ def an_interrupt_while_hosts_are_awaited_gives_them_back(hpc: Hpc) -> None:
         outcome = hpc.run(MEET, gpus=6)
     assert isinstance(outcome.error, KeyboardInterrupt)
     hpc.slurm.wait_until_empty()
+
+
+@pytest.mark.nightly
+def test_a_restart_that_waits_in_the_queue_shows_the_state_of_the_job(
+    hpc: Hpc, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slurm cancels a host's job. Another job takes its node until the run shows that it waits."""
+    other = ["sbatch", "--parsable", f"-c{CORES}", "--output=/dev/null", "--wrap=sleep 600"]
+    others = []
+
+    def replace_host() -> None:
+        lost = max(hpc.slurm.jobs())
+        others.append(hpc.slurm.run(*other))
+        hpc.slurm.run("scancel", lost)
+
+    cell = f"import os\nif os.environ['TORCHELASTIC_RESTART_COUNT'] == '0':{indent(ENDLESS, '  ')}"
+    waits = re.compile(r"hpc-\d: Slurm job \d+ PENDING \((Resources|Priority)\)")
+    with (
+        on_event(
+            monkeypatch,
+            lambda line: line["kind"] == "note" and waits.match(line["text"]),
+            lambda run: hpc.slurm.run("scancel", *others),
+        ) as shown,
+        hpc.once(hpc.has_begun, replace_host),
+    ):
+        outcome = hpc.notebook.run(cell, "--pool hpc --max-restarts 1", gpus=4)
+    assert outcome.error is None, outcome.shown
+    assert shown
+    assert len({note["text"] for note in shown}) == len(shown)
 
 
 def test_a_job_that_ends_early_shows_what_it_wrote(hpc: Hpc) -> None:
