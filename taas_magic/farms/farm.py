@@ -7,6 +7,7 @@ result remains even if the job's node is lost later.
 import asyncio
 import concurrent.futures
 import contextlib
+import functools
 import hashlib
 import itertools
 import logging
@@ -479,6 +480,8 @@ class Farm:
         jobs: list[Job] = []
         job_calls: list[JobCall] = []
         parts: list[list[Part]] = []
+        marks: dict[tuple[int, int], str] = {}
+        store = functools.partial(self._stored_parts.store_part, marks=marks)
         try:
             for call in packed:
                 work, (captured, settings_hash) = call.work, functions[call.needs, call.modules]
@@ -487,9 +490,9 @@ class Farm:
                 jobs.append(Job(self, name, work.args, dict(work.kwargs), folder))
                 job_calls.append(JobCall(name, work.shape, bool(fresh), settings_hash))
                 parts.append([])
-                parts[-1].append(self._stored_parts.store_part(captured, is_shared=len(packed) > 1))
+                parts[-1].append(store(captured, is_shared=len(packed) > 1))
                 for part in call.parts:
-                    parts[-1].append(self._stored_parts.store_part(part))
+                    parts[-1].append(store(part))
             for job in jobs:
                 self.state.add_job(job)
             self._send_jobs(jobs, job_calls, parts, retries or 0)
@@ -783,7 +786,9 @@ class _StoredParts:
         self._known: dict[str, str] = {}
         self._users: Counter[str] = Counter()
 
-    def store_part(self, part: Any, is_shared: bool = False) -> Part:
+    def store_part(
+        self, part: Any, marks: dict[tuple[int, int], str], is_shared: bool = False
+    ) -> Part:
         """Store a part in the farm's process if it is shared or larger than `INLINE_BYTES`.
 
         An equal part that is stored already is used again. Each call adds 1 to the part's number of
@@ -792,18 +797,25 @@ class _StoredParts:
 
         Args:
             part: Bytes, or memory of an array or tensor.
+            marks: Hash of each part that was passed before, by the address and the size of its
+                memory. This method adds the hash of `part`. While the dict is in use, the caller
+                must keep all these parts.
             is_shared: Whether several jobs use the part. A shared part is always stored.
 
         Returns:
             The value to send with the job: the name of the stored part, or the bytes of a part that
             was not stored.
         """
+        import numpy
         from distributed.protocol import to_serialize
 
         data = memoryview(part).cast("B")
         if data.nbytes <= INLINE_BYTES and not is_shared:
             return bytes(data)
-        mark = hashlib.blake2b(data, digest_size=16).hexdigest()
+        place = numpy.frombuffer(data, "u1").ctypes.data, data.nbytes
+        if place not in marks:
+            marks[place] = hashlib.blake2b(data, digest_size=16).hexdigest()
+        mark = marks[place]
         with self._lock:
             if mark not in self._known:
                 # Use a new name each time, because the request to remove an earlier copy of the

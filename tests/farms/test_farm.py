@@ -3,6 +3,7 @@
 import concurrent.futures
 import functools
 import gc
+import hashlib
 import os
 import queue
 import signal
@@ -14,6 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 import torch
@@ -182,6 +184,21 @@ def test_a_large_array_goes_to_a_host_once_and_each_job_may_write_to_its_own(
     planted.define("sums = [job.result() for job in farm.map(total, [data] * 3)]")
     assert names["sums"] == [1.0] * 3
     assert names["data"][0] == 0.0
+
+
+def test_an_array_that_several_jobs_share_is_hashed_once(
+    farm: Farm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, sizes = hashlib.blake2b, list[int]()
+
+    def recorded(data: Any = b"", **options: Any) -> Any:
+        sizes.append(memoryview(data).nbytes)
+        return real(data, **options)
+
+    monkeypatch.setattr(hashlib, "blake2b", recorded)
+    table = np.arange(1_000_000)
+    assert [job.result() for job in farm.map(len, [table] * 3)] == [1_000_000] * 3
+    assert sizes.count(table.nbytes) == 1
 
 
 def test_a_large_result_and_a_large_file_come_back_whole(
