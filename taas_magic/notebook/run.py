@@ -914,9 +914,10 @@ class RunDriver:
         """End the cell as INTERRUPTED, although the interrupted run has not ended in time.
 
         The cell's error names the run's hosts, and says when their ranks are killed at the latest:
-        `HALT_S` seconds from now. But if the pool's process sends no heartbeats, the ranks are
-        killed when the pool's lease has ended. The journal gets no end of the run from this call,
-        because the pool's process later writes the real end.
+        `HALT_S` seconds from now. The error also says that files may still arrive until the run has
+        ended. But if the pool's process sends no heartbeats, the ranks are killed when the pool's
+        lease has ended. The journal gets no end of the run from this call, because the pool's
+        process later writes the real end.
         """
         # After a restart, the run may have other hosts than in its first attempt.
         hosts = ", ".join(self.head.hosts or self.hosts)
@@ -925,7 +926,10 @@ class RunDriver:
             lease = f"{connection.config.lease_s:g} s after the pool's last message"
             why += f"they are killed at the latest {lease}: {connection.silence_message()}"
         else:
-            why += f"they are killed within {HALT_S:.0f} s"
+            why += (
+                f"they are killed within {HALT_S:.0f} s. Until the run has ended, files may still "
+            )
+            why += f"arrive; `%taas down {connection.config.name}` ends the run at once"
         self._ended = self._end_event("INTERRUPTED", why, in_journal=False)
         self.has_left = True
 

@@ -98,6 +98,7 @@ def test_the_hosts_that_are_still_stopping_are_those_of_the_newest_attempt(own_p
     assert (
         run.head.state == "INTERRUPTED" and "ranks on gpu3, gpu1 are still stopping" in run.head.why
     )
+    assert "Until the run has ended, files may still arrive" in run.head.why
 
 
 def carriers_of(token: str, command: str) -> list[psutil.Process]:
