@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from taas_magic.capture import pickling
 from taas_magic.capture.culprit import is_shard, make_capture_error
-from taas_magic.capture.pickling import ValuePickler
 from taas_magic.config import DataConfig
 from taas_magic.data import service
 from taas_magic.data.sharding import UNEVEN, Uneven, first_slots_to_keep
@@ -31,6 +30,7 @@ from taas_magic.plan import Plan
 if TYPE_CHECKING:
     from taas_magic.data.dataset import LoaderParts
     from taas_magic.data.loader import LoaderShape
+    from taas_magic.data.order import GeneratorStates
 
 _BUILT_IN = (list, tuple, dict, set, frozenset, str, bytes, bytearray)
 """Types whose objects cannot be registered.
@@ -60,8 +60,8 @@ class RegisteredLoader:
         uneven: Rule for a number of batches that is no multiple of the number of ranks: `pad`,
             `drop` or `keep`, as in `register`.
         is_named: Whether the user gave the name. Otherwise, the loader is named after its variable.
-        start: Pickled state that the loader's sampler and generator had at the registration; None
-            for their current state.
+        generators: Random generators of the loader and its samplers, each with its pickled state at
+            the registration. In each run, they start in this state.
     """
 
     name: str
@@ -69,7 +69,7 @@ class RegisteredLoader:
     seed: int | None = None
     uneven: Uneven = "pad"
     is_named: bool = True
-    start: bytes | None = field(default=None, repr=False)
+    generators: "GeneratorStates" = field(default=(), repr=False)
 
     @property
     def loader(self) -> Any:
@@ -86,8 +86,8 @@ class RegisteredLoader:
         from taas_magic.data.dataset import as_data_loader, parts_of
 
         _refuse_a_loaded_state(self.name, self.loader)
-        parts = parts_of(self.loader, self.start)
-        payload = _pickled(self.name, parts)
+        parts = parts_of(self.loader)
+        payload = _pickled(self.name, parts, self.generators)
         loader = as_data_loader(self.loader)
         return PackedLoader(_shape_of(self, loader, parts), payload, _mutable_parts(loader))
 
@@ -116,10 +116,10 @@ def register(
 ) -> _Loader:
     """Register a loader, so that fetchers run it whenever a `%%taas` cell uses it.
 
-    From now on, ranks get a description of the loader instead of its data. Every run starts with
-    the state that the loader's sampler and generator have now. This function pickles the loader
-    once, to check that the loader can be sent to fetchers. If the dataset has a random generator
-    that nothing seeds, this function warns.
+    From now on, ranks get a description of the loader instead of its data. In every run, the random
+    generators of the loader and its samplers start in the state that they have now. This function
+    pickles the loader once, to check that the loader can be sent to fetchers. If the dataset has a
+    random generator that nothing seeds, this function warns.
 
     An earlier registration of the same loader, or with the same `name`, is replaced. If a cell runs
     again and puts a new loader into the same variable, the new loader replaces the old loader.
@@ -164,7 +164,7 @@ def register(
             f"register: a loader's name has at most {_NAME_BYTES} bytes; {name[:20]!r}… has "
             f"{len(name.encode())}"
         )
-    start = _check_travels(name or _variable_of(loader) or "loader", loader)
+    generators = _check_travels(name or _variable_of(loader) or "loader", loader)
     _name_by_variables()
     _registered.pop(id(loader), None)
     is_named = name is not None
@@ -173,7 +173,7 @@ def register(
     get_loader = _reference(loader, is_named)
     number = None if seed is None else int(seed)
     _registered[id(loader)] = RegisteredLoader(
-        name or "", get_loader, number, uneven, is_named, start
+        name or "", get_loader, number, uneven, is_named, generators
     )
     _name_by_variables()
     pickling.LOADER_REDUCERS = dict.fromkeys(_registered, reduce_registered_loader)
@@ -364,11 +364,11 @@ def _iterated_by(kind: type) -> str | None:
     return module if issubclass(kind, DataLoader) and not is_known else None
 
 
-def _check_travels(name: str, loader: Any) -> bytes:
-    """Check that a loader can be sent to fetchers; pickle the state of its sampler and generator.
+def _check_travels(name: str, loader: Any) -> "GeneratorStates":
+    """Check that a loader can be sent to fetchers; pickle the states of its random generators.
 
     Returns:
-        The pickled state of the loader's sampler and generator.
+        The random generators of the loader and its samplers, in their current state.
 
     Raises:
         RegistrationError: An object in the loader cannot be sent; the message has the path to it.
@@ -381,14 +381,16 @@ def _check_travels(name: str, loader: Any) -> bytes:
             raise make_capture_error(name, loader, lambda value: None, TypeError(), to="fetchers")
         _refuse_a_loaded_state(name, loader)
         _pickled(name, dataset.parts_of(loader))
-        return dataset.pickle_order_state(loader)
+        return dataset.generators_of(loader)
     except CaptureError as error:
         # The message is complete; a chained traceback would only hide it.
         raise RegistrationError(f"register: {error}") from None
 
 
-def _pickled(name: str, parts: "LoaderParts") -> bytes:
-    pickler = ValuePickler(to="fetchers")
+def _pickled(name: str, parts: "LoaderParts", generators: "GeneratorStates" = ()) -> bytes:
+    from taas_magic.data.order import PartsPickler
+
+    pickler = PartsPickler(generators)
     pickler.pickle_variable(name, parts)
     pickler.add_definitions()
     return pickler.pickled().data
@@ -492,7 +494,7 @@ def _shape_of(entry: RegisteredLoader, loader: Any, parts: "LoaderParts") -> "Lo
         has_state=iterable
         and all(hasattr(dataset, it) for it in ("state_dict", "load_state_dict")),
         # Not in the pickle stream of the ranks, because a sampler may hold millions of indices.
-        shown=pickle.PickleBuffer(parts.pickle_visible()),
+        shown=pickle.PickleBuffer(parts.pickle_visible(entry.generators)),
     )
 
 

@@ -32,9 +32,10 @@ from taas_magic.data.generators import find_generators
 from taas_magic.data.order import (
     EpochOrder,
     EpochOrders,
+    GeneratorStates,
     call_set_epoch,
     dump_without_dataset,
-    load_with_dataset,
+    pickle_generators,
     seed_all,
 )
 from taas_magic.data.protocol import EpochDescription
@@ -111,13 +112,17 @@ class LoaderParts:
     num_workers: int
     persistent_workers: bool = False
 
-    def pickle_visible(self) -> bytes:
+    def pickle_visible(self, generators: GeneratorStates) -> bytes:
         """Pickle the samplers, the generator and the functions of the loader, without the dataset.
 
         Ranks unpickle the result, so that cells can read these attributes.
+
+        Args:
+            generators: States that these random generators get in the pickle.
         """
         order = self.sampler, self.batch_sampler, self.generator
-        return dump_without_dataset((*order, self.collate_fn, self.worker_init_fn), self.dataset)
+        visible = *order, self.collate_fn, self.worker_init_fn
+        return dump_without_dataset(visible, self.dataset, generators)
 
 
 class IterableAsDataset(IterableDataset[Any]):
@@ -153,13 +158,13 @@ def as_data_loader(loader: Any) -> DataLoader[Any]:
     return DataLoader(IterableAsDataset(loader), batch_size=None, collate_fn=unchanged_batch)
 
 
-def pickle_order_state(loader: Any) -> bytes:
-    """Pickle a loader's samplers and generator in their current state; called at registration.
+def generators_of(loader: Any) -> GeneratorStates:
+    """Return the random generators of a loader and its samplers, in their current state.
 
-    Each run computes its order of batches from this state.
+    Called at registration: in each run, these generators start in this state.
     """
     loader = as_data_loader(loader)
-    return dump_without_dataset(_order_of(loader), loader.dataset)
+    return pickle_generators(_order_of(loader), loader.dataset)
 
 
 def _order_of(loader: DataLoader[Any]) -> tuple[Any, Any, Any]:
@@ -168,18 +173,11 @@ def _order_of(loader: DataLoader[Any]) -> tuple[Any, Any, Any]:
     return loader.sampler, loader.batch_sampler, loader.generator
 
 
-def parts_of(loader: Any, start: bytes | None = None) -> LoaderParts:
-    """Return the attributes of a loader that a worker needs.
-
-    Args:
-        loader: A DataLoader or any other iterable of batches.
-        start: Samplers and generator to use, pickled by `pickle_order_state`; None to use the
-            samplers and generator of `loader` in their current state.
-    """
+def parts_of(loader: Any) -> LoaderParts:
+    """Return the attributes of a DataLoader, or other iterable of batches, that a worker needs."""
     loader = as_data_loader(loader)
-    order = _order_of(loader) if start is None else load_with_dataset(start, loader.dataset)
     rest = [getattr(loader, it.name) for it in fields(LoaderParts)[4:]]
-    return LoaderParts(loader.dataset, *order, *rest)
+    return LoaderParts(loader.dataset, *_order_of(loader), *rest)
 
 
 class LoadedLoader(NamedTuple):

@@ -1,4 +1,4 @@
-"""Search for random generators in a dataset's attributes.
+"""Search for random generators in a dataset's attributes, and the types of such generators.
 
 The data service seeds the global generators for each batch, but not generators in attributes. If a
 dataset has such a generator, `taas.register` warns the user.
@@ -20,15 +20,20 @@ _MAX_DEPTH = 3
 """Maximum depth of nested attributes to examine."""
 
 
+def generator_types() -> tuple[type, ...]:
+    """Return the types of random generators; numpy's only if this process has imported numpy."""
+    numpy: Any = sys.modules.get("numpy")
+    of_numpy = (numpy.random.Generator, numpy.random.RandomState) if numpy else ()
+    return torch.Generator, random.Random, *of_numpy
+
+
 def find_generators(value: object) -> Iterator[str]:
     """Yield the paths of the random generators in an object, such as `transform.noise.rng`.
 
     Search attributes, lists and tuples, up to `_MAX_OBJECTS` objects and `_MAX_DEPTH` nested
     attributes. Do not search the attributes of classes, modules and tensors.
     """
-    numpy: Any = sys.modules.get("numpy")
-    of_numpy = (numpy.random.Generator, numpy.random.RandomState) if numpy else ()
-    kinds = (torch.Generator, random.Random, *of_numpy)
+    kinds = generator_types()
     left = deque([("", value)])
     for _ in range(_MAX_OBJECTS):
         if not left:

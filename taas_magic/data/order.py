@@ -3,7 +3,7 @@
 For each epoch, all random generators get a seed that depends on the loader's seed and the epoch.
 Then the loader's own sampler runs. The result is the order of a local DataLoader after
 `torch.manual_seed(seed_of(seed, epoch))`. If the sampler or the loader's generator keeps state
-between epochs, all earlier epochs are replayed from the state at registration.
+between epochs, all earlier epochs are replayed from the state at the run's start.
 """
 
 import copy
@@ -22,6 +22,7 @@ import cloudpickle
 import torch
 
 from taas_magic.capture.pickling import ValuePickler
+from taas_magic.data.generators import generator_types
 from taas_magic.data.sharding import seed_of
 
 _numpy: Any = sys.modules.get("numpy")  # if numpy is installed, torch has imported it
@@ -64,7 +65,7 @@ class EpochOrders:
     orders.
 
     Args:
-        loader: A map-style loader (or its `LoaderParts`), in its state at registration.
+        loader: A map-style loader (or its `LoaderParts`), in its state at the run's start.
     """
 
     def __init__(self, loader: Any, seed: int) -> None:
@@ -126,13 +127,13 @@ class EpochOrders:
         """Run the sampler through an epoch; save the state of sampler and generator after it.
 
         If the epoch does not end within `_most_batches` batches, the sampler may be endless. In
-        this case, save no state; from then on, every epoch begins from the state at registration.
+        this case, save no state; from then on, every epoch begins from that state.
         """
         sampler, generator, indices = self._start_sampler(number)
         for _ in itertools.islice(indices, _most_batches(sampler)):
             pass
         if next(indices, None) is not None:
-            # The sampler may be endless: start each epoch from the state at registration.
+            # The sampler may be endless: start each epoch from the run's first state.
             self._starts[1] = self._starts[0]
             return
         self._save_state_after(number, sampler, generator)
@@ -356,9 +357,36 @@ def _hash(data: bytes) -> int:
     return int.from_bytes(hashlib.blake2b(data, digest_size=4).digest(), "little") or 1
 
 
-def dump_without_dataset(value: object, dataset: object) -> bytes:
-    """Pickle `value`, with a placeholder for each of its references to `dataset`."""
+GeneratorStates = tuple[tuple[Any, bytes], ...]
+"""Random generators, each with a pickle that has one of its states."""
+
+
+def pickle_generators(value: object, dataset: object) -> GeneratorStates:
+    """Return the random generators in `value`, but not those in `dataset`, in their current state.
+
+    Raises:
+        Exception: An object in `value` cannot be pickled.
+    """
     pickler = _PicklerWithoutDataset(dataset)
+    pickler.add(value)
+    kinds = generator_types()
+    found = [held for _, held in pickler.memo.copy().values() if isinstance(held, kinds)]
+    return tuple((generator, _pickle_alone(generator)) for generator in found)
+
+
+def _pickle_alone(value: object) -> bytes:
+    pickler = ValuePickler(to="fetchers")
+    pickler.add(value)
+    return pickler.pickled().data
+
+
+def dump_without_dataset(value: object, dataset: object, generators: GeneratorStates = ()) -> bytes:
+    """Pickle `value`, with a placeholder for each of its references to `dataset`.
+
+    Args:
+        generators: States that these generators get in the pickle, in place of their current state.
+    """
+    pickler = _PicklerWithoutDataset(dataset, generators)
     pickler.add(value)
     return pickler.pickled().data
 
@@ -368,9 +396,26 @@ def load_with_dataset(data: bytes, dataset: object) -> Any:
     return _UnpicklerWithDataset(data, dataset).load()
 
 
-class _PicklerWithoutDataset(ValuePickler):
-    def __init__(self, dataset: object) -> None:
+class PartsPickler(ValuePickler):
+    """Pickler of a loader's parts for fetchers.
+
+    Args:
+        generators: States that these generators get in the pickle, in place of their current state.
+    """
+
+    def __init__(self, generators: GeneratorStates = ()) -> None:
         super().__init__(to="fetchers")
+        self._states = {id(generator): state for generator, state in generators}
+
+    def reducer_override(self, obj: Any) -> Any:
+        """Reduce a generator of `generators` to its given state, and other objects as usual."""
+        state = self._states.get(id(obj))
+        return super().reducer_override(obj) if state is None else (pickle.loads, (state,))
+
+
+class _PicklerWithoutDataset(PartsPickler):
+    def __init__(self, dataset: object, generators: GeneratorStates = ()) -> None:
+        super().__init__(generators)
         self._dataset = dataset
 
     def persistent_id(self, value: object) -> str | None:

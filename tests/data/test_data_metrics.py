@@ -99,6 +99,7 @@ def test_the_last_report_of_a_rank_counts_all_its_batches(
     monkeypatch.setattr(heartbeat, "RANK_BEAT_S", 0.001)
     for name in ("MASTER_ADDR", "MASTER_PORT", "RANK"):
         monkeypatch.setenv(name, "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
     handed, busy = Handed(0, 1, lambda name: b""), Busy()
     with heartbeat.send_heartbeats(busy, handed):
         assert busy.began.wait(HUNG_S)

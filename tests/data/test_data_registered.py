@@ -63,6 +63,46 @@ def test_iterating_a_loader_in_the_notebook_does_not_change_a_saved_state(
         assert rest == whole[4:]
 
 
+SAMPLERS = [
+    ("SubsetRandomSampler(chosen, drawn())", "chosen.extend([4, 5, 6, 7])"),
+    ("WeightedRandomSampler([1.0] * 8, 6, generator=drawn())", "sampler.weights[2:] = 0"),
+    ("SequentialSampler(chosen)", "chosen.extend([4, 5, 6, 7])"),
+    ("OwnSampler()", "sampler.limit = 9"),
+]
+"""Samplers, each with a change that the notebook makes after the registration."""
+
+
+@pytest.mark.parametrize(("sampler", "change"), SAMPLERS)
+def test_a_run_uses_a_changed_sampler_with_generators_as_registered(
+    defined: Notebook, sampler: str, change: str
+) -> None:
+    defined.define(
+        "import random\n"
+        "from torch.utils.data import *\n"
+        "def drawn():\n"
+        "    return torch.Generator().manual_seed(3)\n"
+        "class OwnSampler(Sampler):\n"
+        "    def __init__(self):\n"
+        "        self.limit, self.own = 6, random.Random(2)\n"
+        "    def __len__(self):\n"
+        "        return self.limit\n"
+        "    def __iter__(self):\n"
+        "        return iter(self.own.sample(range(self.limit), self.limit))\n"
+        "def made():\n"
+        "    global chosen, sampler\n"
+        "    chosen = [0, 1, 2, 3]\n"
+        f"    sampler = {sampler}\n"
+        "    return DataLoader(Numbers(24), 2, sampler=sampler)\n"
+        "def changed():\n"
+        f"    loader = made(); {change}\n"
+        "    return loader\n"
+    )
+    whole = local(defined, "changed()")
+    defined.define(f"loader = taas.register(made(), seed={SEED})\nlist(loader)\n{change}")
+    for flags in CPUS[:2]:
+        assert result(defined.run(FIRST, flags, gpus=1)) == whole
+
+
 STATE = "for _ in zip(range(3), loader): pass\nloader.state_dict()"
 
 
