@@ -127,7 +127,8 @@ class EpochOrders:
         """Run the sampler through an epoch; save the state of sampler and generator after it.
 
         If the epoch does not end within `_most_batches` batches, the sampler may be endless. In
-        this case, save no state; from then on, every epoch begins from that state.
+        this case, save no state; from then on, every epoch begins from the run's first
+        state.
         """
         sampler, generator, indices = self._start_sampler(number)
         for _ in itertools.islice(indices, _most_batches(sampler)):

@@ -171,6 +171,10 @@ class SessionLoaders:
         self._own = RankServers(self._key, _load_in_session)
         self._settings: list[FetcherSettings] = []
         self._agreements = weakref.WeakSet[rendezvous.LoaderAgreement]()
+        self._epochs: rendezvous.LoaderAgreement | None = None
+        if spec.share.plan.world_size > 1:
+            run = f"{spec.share.plan.run_id}/epochs"
+            self._epochs = rendezvous.LoaderAgreement(self._environ, run)
         self._feed: RankFeed | None = None
         self._fetched: dict[int, RankFeed] = {}
         """The feeds that receive batches from fetchers, by the number of the cell with the feed's
@@ -180,6 +184,10 @@ class SessionLoaders:
 
     def begin_cell(self, number: int, run_dir: Path, settings: FetcherSettings) -> None:
         """Set the batch counts of all loaders to 0, and connect the loaders of the cell's payload.
+
+        First make each loader continue with the same epoch on all ranks. The ranks' next epochs may
+        differ, because the last cell has failed on some ranks or was interrupted, or because only
+        some ranks ran it (`--ranks`).
 
         Call this method before the cell's payload is unpickled. In every cell, this method stores
         `settings` for the data servers that start in this cell or later cells. It also makes each
@@ -198,6 +206,7 @@ class SessionLoaders:
             run_dir: Folder of the cell's run on this host.
             settings: The notebook's settings that have changed since the last cell.
         """
+        self._continue_with_latest_epoch(number - 1)
         for loader in self._loaders():
             loader.reset_counts()
         for earlier in self._agreements:
@@ -232,11 +241,15 @@ class SessionLoaders:
         if directory is not None:
             self._fetched[number] = self._feed
 
-    def end_cell(self) -> list[int]:
+    def end_cell(self, number: int) -> list[int]:
         """Forget the feeds that no loader uses, and return which cells' fetchers are still needed.
 
-        If two loaders have the same name, first runs the garbage collector, because one of them may
-        be an old loader that nothing uses any more.
+        Also tell the other ranks the next epoch of each loader. If two loaders have the same name,
+        first run the garbage collector, because one of them may be an old loader that nothing uses
+        any more.
+
+        Args:
+            number: Number of the cell in the session.
 
         Returns:
             Numbers of the cells whose fetchers this rank still needs. The rank needs a cell's
@@ -247,9 +260,32 @@ class SessionLoaders:
             # Two loaders have the same name: the notebook sent the loader again. Collect the old
             # loader now, so that its server or its fetchers end.
             gc.collect()
+        self._continue_with_latest_epoch(number)
         used = {id(loader.feed) for loader in self._loaders()}
         self._fetched = {at: feed for at, feed in self._fetched.items() if id(feed) in used}
         return list(self._fetched)
+
+    def _continue_with_latest_epoch(self, number: int) -> None:
+        """Set the next epoch of each loader to the largest next epoch of any rank after a cell.
+
+        Each rank calls this method at the end of the cell, and before the next cell. The second
+        call finds the epochs of all ranks, because a cell begins only after all ranks have ended
+        the cell before it.
+
+        Args:
+            number: Number of the cell in the session.
+        """
+        if self._epochs is None:
+            return
+        for loader in self._loaders():
+            key = f"{number}/{Path(loader.feed.folder).name}/{loader.name}"
+            try:
+                latest = self._epochs.store_largest(key, loader.next_epoch)
+            except RuntimeError:  # an interrupt has cut the connection
+                self._epochs.reconnect()
+                latest = self._epochs.store_largest(key, loader.next_epoch)
+            if latest > loader.next_epoch:
+                loader.set_epoch(latest)
 
     def counts(self) -> dict[str, RankCounts]:
         """Return the counts of received batches, by loader name.

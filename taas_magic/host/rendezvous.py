@@ -225,6 +225,20 @@ class LoaderAgreement:
         found: bytes = self._client().compare_set(self._prefix + key, "", value.decode())
         return found
 
+    def store_largest(self, key: str, value: int) -> int:
+        """Store `value` under `key`, unless `key` already has a larger number of another rank.
+
+        Return the number that is now stored under `key`.
+
+        Raises:
+            RuntimeError: The connection is broken, or the store's process has ended.
+        """
+        store, place = self._client(), self._prefix + key
+        found: bytes = store.compare_set(place, "", str(value))
+        while int(found) < value:
+            found = store.compare_set(place, found.decode(), str(value))
+        return int(found)
+
     def publish(self, key: str, value: bytes, replaced: str) -> None:
         """Store `value` under `key` for the other ranks, and remove the older key `replaced`.
 

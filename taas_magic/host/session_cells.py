@@ -122,7 +122,7 @@ class _SessionCells:
             succeeded = True
         if link.is_own:
             changes = self._changes(before, sets)
-            changes.fetched = self._feeds.end_cell()
+            changes.fetched = self._feeds.end_cell(order.number)
             self._kept -= set(changes.assigned)
             link.send(changes)
             flush_output()

@@ -1,5 +1,6 @@
 """Sessions in a real kernel: variables that stay or are sent again, loaders, and failing ranks."""
 
+import json
 import os
 import re
 import signal
@@ -782,6 +783,37 @@ def test_a_loader_with_a_sampler_of_its_own_serves_after_a_cut_collective(
     assert session.finish(request)["status"] == "error"
     assert "was interrupted in a collective (rank 0)" in notes(session, request)
     assert printed(session, f"%%taas --session exp\n{epoch}") == ["4"]
+
+
+SHUFFLED = """
+import taas
+from torch.utils.data import DataLoader
+shuffled = taas.register(DataLoader(list(range(16)), 2, shuffle=True), seed=3)
+"""
+
+FIRST_OF_RANK_1 = """if rank == 1:
+    next(iter(shuffled))
+dist.barrier()
+1 / rank
+"""
+"""Rank 1 begins an epoch. Then rank 0 fails, and so the cell ends."""
+
+
+def test_ranks_continue_with_the_same_epoch_after_only_some_have_begun_one(
+    session: Frontend,
+) -> None:
+    session.run(SHUFFLED)
+    epoch = "mine, both = sum((batch.tolist() for batch in shuffled), []), [[], []]\n"
+    epoch += "dist.all_gather_object(both, mine)\nprint(sum(both, []))"
+    (first,) = printed(session, f"%%taas --session exp\n{epoch}")
+    session.run("%%taas --session exp --ranks 0\n_ = next(iter(shuffled))")
+    (second,) = printed(session, f"%%taas --session exp\n{epoch}")
+    assert "ZeroDivisionError" in error(session, f"%%taas --session exp\n{FIRST_OF_RANK_1}")
+    (third,) = printed(session, f"%%taas --session exp\n{epoch}")
+    assert sorted(json.loads(second)) == sorted(json.loads(third)) == list(range(16))
+    assert len({first, second, third}) == 3
+    session.run("%%taas --session exp\nshuffled.sampler.set_epoch(0)")
+    assert printed(session, f"%%taas --session exp\n{epoch}") == [first]
 
 
 def fetchers_of(frontend: Frontend, count: int) -> list[psutil.Process]:
