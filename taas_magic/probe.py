@@ -17,6 +17,7 @@ import socket
 import struct
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import time
 import zipfile
@@ -85,8 +86,16 @@ def main(
         "interfaces": interfaces(),
         "python_path": [e for e in os.environ.get("PYTHONPATH", "").split(os.pathsep) if e],
         "reached_at": (os.environ.get("SSH_CONNECTION", "").split() + [""] * 3)[2],
+        "is_managed": is_externally_managed(),
         "sees_store": bool(mark) and os.path.exists(mark),
     }
+
+
+def is_externally_managed() -> bool:
+    """Return whether pip refuses to install packages for this Python (PEP 668)."""
+    is_venv = sys.prefix != getattr(sys, "base_prefix", sys.prefix)
+    marker = os.path.join(sysconfig.get_path("stdlib"), "EXTERNALLY-MANAGED")
+    return not is_venv and os.path.exists(marker)
 
 
 def cache_folder() -> str:

@@ -325,6 +325,8 @@ class HostFacts(Struct, frozen=True):
         interfaces: Addresses of each network interface, by the interface's name.
         python_path: The entries of the host's PYTHONPATH.
         reached_at: Address at which SSH reached the host; "" without SSH.
+        is_managed: Whether the operating system manages the host's Python, so that pip refuses to
+            install packages.
         sees_store: Whether the host shares the project store with the notebook.
     """
 
@@ -354,6 +356,7 @@ class HostFacts(Struct, frozen=True):
     interfaces: Mapping[str, tuple[str, ...]] = {}
     python_path: tuple[str, ...] = ()
     reached_at: str = ""
+    is_managed: bool = False
     sees_store: bool = False
 
     def with_host(self, host: str, began: float) -> "HostFacts":

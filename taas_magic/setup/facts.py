@@ -362,6 +362,12 @@ def _python_problems(facts: HostFacts, here: KernelVersions) -> Iterator[HostPro
         what = f"it runs {facts.implementation} on {facts.system}"
         yield HostProblem(ERROR, what, "Hosts need CPython on Linux")
     pip = f"There: {facts.executable} -m pip install"
+    if facts.is_managed:
+        pip = (
+            "The operating system manages this Python. Make a virtual environment there "
+            f'({facts.executable} -m venv ~/venv), and write python = "~/venv/bin/python" in the '
+            "pool's table. There: ~/venv/bin/python -m pip install"
+        )
     install = f"{pip} 'torch=={major_minor(here.torch)}.*'"
     if not facts.torch:
         yield HostProblem(ERROR, f"no torch for {facts.executable}", install)

@@ -5,11 +5,13 @@ import shutil
 import socket
 import subprocess
 import sys
+import sysconfig
 from functools import cache
 from pathlib import Path
 
 import pytest
 
+from taas_magic import probe
 from taas_magic.errors import PoolError
 from taas_magic.messages import HostFacts, from_json
 from taas_magic.setup.facts import (
@@ -46,6 +48,18 @@ def old_pythons() -> list[str]:
     places = [Path.home() / ".pyenv" / "versions", Path("/opt"), Path("/usr/local")]
     found = [str(path) for place in places for path in sorted(place.glob("*/bin/python"))]
     return [name for name in ["python2", "python3.6", "python3.7", *found] if works(name)]
+
+
+def test_a_python_of_the_operating_system_is_recognized(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
+    monkeypatch.setattr(sys, "prefix", sys.base_prefix)
+    assert not probe.is_externally_managed()
+    (tmp_path / "EXTERNALLY-MANAGED").touch()
+    assert probe.is_externally_managed()
+    monkeypatch.setattr(sys, "prefix", str(tmp_path))
+    assert not probe.is_externally_managed()
 
 
 def test_a_host_reports_what_its_python_finds(shell: SubShell, tmp_path: Path) -> None:

@@ -47,6 +47,7 @@ def test_a_host_that_fits_gives_no_finding() -> None:
     [
         ({"python": "3.10.4"}, ERROR, "Python 3.10.4 there, 3.11.7 in this kernel", "Python 3.11"),
         ({"torch": ""}, ERROR, "no torch for /venv/bin/python", "pip install 'torch==2.13.*'"),
+        ({"torch": "", "is_managed": True}, ERROR, "no torch", "-m venv ~/venv"),
         ({"torch": "2.4.1"}, ERROR, "torch 2.4.1 there, 2.13.0+cpu in this", "torch 2.4 here"),
         ({"missing": ("cv2",)}, ERROR, "module cv2 that the cell needs", "pip install cv2"),
         ({"missing": ("a", "b")}, ERROR, "modules a, b that", "pip install a b"),
