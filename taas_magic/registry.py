@@ -60,8 +60,8 @@ class RegisteredLoader:
         uneven: Rule for a number of batches that is no multiple of the number of ranks: `pad`,
             `drop` or `keep`, as in `register`.
         is_named: Whether the user gave the name. Otherwise, the loader is named after its variable.
-        generators: Random generators of the loader and its samplers, each with its pickled state at
-            the registration. In each run, they start in this state.
+        generators: Random generators of the loader and its samplers, with their states at the
+            registration. In each run, they start in these states. None for their current states.
     """
 
     name: str
@@ -69,7 +69,7 @@ class RegisteredLoader:
     seed: int | None = None
     uneven: Uneven = "pad"
     is_named: bool = True
-    generators: "GeneratorStates" = field(default=(), repr=False)
+    generators: "GeneratorStates | None" = field(default=None, repr=False)
 
     @property
     def loader(self) -> Any:
@@ -387,7 +387,7 @@ def _check_travels(name: str, loader: Any) -> "GeneratorStates":
         raise RegistrationError(f"register: {error}") from None
 
 
-def _pickled(name: str, parts: "LoaderParts", generators: "GeneratorStates" = ()) -> bytes:
+def _pickled(name: str, parts: "LoaderParts", generators: "GeneratorStates | None" = None) -> bytes:
     from taas_magic.data.order import PartsPickler
 
     pickler = PartsPickler(generators)

@@ -112,13 +112,14 @@ class LoaderParts:
     num_workers: int
     persistent_workers: bool = False
 
-    def pickle_visible(self, generators: GeneratorStates) -> bytes:
+    def pickle_visible(self, generators: GeneratorStates | None) -> bytes:
         """Pickle the samplers, the generator and the functions of the loader, without the dataset.
 
         Ranks unpickle the result, so that cells can read these attributes.
 
         Args:
-            generators: States that these random generators get in the pickle.
+            generators: Generators that the pickle contains with other states than their current
+                ones.
         """
         order = self.sampler, self.batch_sampler, self.generator
         visible = *order, self.collate_fn, self.worker_init_fn

@@ -1,4 +1,4 @@
-"""Search for random generators in a dataset's attributes, and the types of such generators.
+"""Find random generators in a dataset's attributes, and list the types of random generators.
 
 The data service seeds the global generators for each batch, but not generators in attributes. If a
 dataset has such a generator, `taas.register` warns the user.
@@ -23,8 +23,10 @@ _MAX_DEPTH = 3
 def generator_types() -> tuple[type, ...]:
     """Return the types of random generators; numpy's only if this process has imported numpy."""
     numpy: Any = sys.modules.get("numpy")
-    of_numpy = (numpy.random.Generator, numpy.random.RandomState) if numpy else ()
-    return torch.Generator, random.Random, *of_numpy
+    if numpy is None:
+        return torch.Generator, random.Random
+    made = numpy.random
+    return torch.Generator, random.Random, made.Generator, made.RandomState, made.BitGenerator
 
 
 def find_generators(value: object) -> Iterator[str]:

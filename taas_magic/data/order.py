@@ -3,7 +3,7 @@
 For each epoch, all random generators get a seed that depends on the loader's seed and the epoch.
 Then the loader's own sampler runs. The result is the order of a local DataLoader after
 `torch.manual_seed(seed_of(seed, epoch))`. If the sampler or the loader's generator keeps state
-between epochs, all earlier epochs are replayed from the state at the run's start.
+between epochs, all earlier epochs are replayed from the state that the loader was sent in.
 """
 
 import copy
@@ -16,6 +16,8 @@ import sys
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from operator import getitem
 from typing import Any, NamedTuple
 
 import cloudpickle
@@ -65,7 +67,7 @@ class EpochOrders:
     orders.
 
     Args:
-        loader: A map-style loader (or its `LoaderParts`), in its state at the run's start.
+        loader: A map-style loader (or its `LoaderParts`), in the state that it was sent in.
     """
 
     def __init__(self, loader: Any, seed: int) -> None:
@@ -127,14 +129,14 @@ class EpochOrders:
         """Run the sampler through an epoch; save the state of sampler and generator after it.
 
         If the epoch does not end within `_most_batches` batches, the sampler may be endless. In
-        this case, save no state; from then on, every epoch begins from the run's first
-        state.
+        this case, save no state; from then on, every epoch begins from the state that the loader
+        was sent in.
         """
         sampler, generator, indices = self._start_sampler(number)
         for _ in itertools.islice(indices, _most_batches(sampler)):
             pass
         if next(indices, None) is not None:
-            # The sampler may be endless: start each epoch from the run's first state.
+            # The sampler may be endless: start each epoch from the same state.
             self._starts[1] = self._starts[0]
             return
         self._save_state_after(number, sampler, generator)
@@ -358,8 +360,17 @@ def _hash(data: bytes) -> int:
     return int.from_bytes(hashlib.blake2b(data, digest_size=4).digest(), "little") or 1
 
 
-GeneratorStates = tuple[tuple[Any, bytes], ...]
-"""Random generators, each with a pickle that has one of its states."""
+@dataclass(frozen=True)
+class GeneratorStates:
+    """Random generators of a loader, with the states in which each run starts them.
+
+    Attributes:
+        generators: The generators themselves.
+        states: Pickle of the list of the generators, made when they had these states.
+    """
+
+    generators: tuple[Any, ...] = ()
+    states: bytes = b""
 
 
 def pickle_generators(value: object, dataset: object) -> GeneratorStates:
@@ -372,20 +383,18 @@ def pickle_generators(value: object, dataset: object) -> GeneratorStates:
     pickler.add(value)
     kinds = generator_types()
     found = [held for _, held in pickler.memo.copy().values() if isinstance(held, kinds)]
-    return tuple((generator, _pickle_alone(generator)) for generator in found)
+    together = PartsPickler()
+    together.add(found)
+    return GeneratorStates(tuple(found), together.pickled().data)
 
 
-def _pickle_alone(value: object) -> bytes:
-    pickler = ValuePickler(to="fetchers")
-    pickler.add(value)
-    return pickler.pickled().data
-
-
-def dump_without_dataset(value: object, dataset: object, generators: GeneratorStates = ()) -> bytes:
+def dump_without_dataset(
+    value: object, dataset: object, generators: GeneratorStates | None = None
+) -> bytes:
     """Pickle `value`, with a placeholder for each of its references to `dataset`.
 
     Args:
-        generators: States that these generators get in the pickle, in place of their current state.
+        generators: Generators that the pickle contains with other states than their current ones.
     """
     pickler = _PicklerWithoutDataset(dataset, generators)
     pickler.add(value)
@@ -401,21 +410,29 @@ class PartsPickler(ValuePickler):
     """Pickler of a loader's parts for fetchers.
 
     Args:
-        generators: States that these generators get in the pickle, in place of their current state.
+        generators: Generators that the pickle contains with other states than their current ones.
     """
 
-    def __init__(self, generators: GeneratorStates = ()) -> None:
+    def __init__(self, generators: GeneratorStates | None = None) -> None:
         super().__init__(to="fetchers")
-        self._states = {id(generator): state for generator, state in generators}
+        self._states = generators or GeneratorStates()
+        self._numbers = {id(it): number for number, it in enumerate(self._states.generators)}
 
     def reducer_override(self, obj: Any) -> Any:
-        """Reduce a generator of `generators` to its given state, and other objects as usual."""
-        state = self._states.get(id(obj))
-        return super().reducer_override(obj) if state is None else (pickle.loads, (state,))
+        """Reduce a generator to its element in the pickled list, and other objects as usual.
+
+        pickle reduces the list itself only once, so that generators keep the objects they share.
+        """
+        if obj is self._states:
+            return pickle.loads, (obj.states,)
+        number = self._numbers.get(id(obj))
+        return (
+            super().reducer_override(obj) if number is None else (getitem, (self._states, number))
+        )
 
 
 class _PicklerWithoutDataset(PartsPickler):
-    def __init__(self, dataset: object, generators: GeneratorStates = ()) -> None:
+    def __init__(self, dataset: object, generators: GeneratorStates | None = None) -> None:
         super().__init__(generators)
         self._dataset = dataset
 

@@ -86,7 +86,7 @@ _LIGHTNING = re.compile(
 
 EVENT_LOOP_ADVICE = (
     "a rank runs an event loop only in a cell with a top-level `await`. Await the task in the cell "
-    "(`await asyncio.create_task(…)`), or call `asyncio.run` in a function"
+    "(`await asyncio.create_task(…)`), or run the coroutine with `asyncio.run(…)`"
 )
 
 _FRAME = re.compile(r'\s*File "(?P<file>.*)", line (?P<line>\d+)')

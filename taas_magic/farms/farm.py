@@ -773,6 +773,18 @@ class Farm:
             self._lacks_output = True
 
 
+def _place_of(data: memoryview) -> tuple[int, int]:
+    """Return the address and the size of memory in bytes; a new pair if numpy is not installed."""
+    try:
+        import numpy
+    except ImportError:
+        return -next(_unknown_places), data.nbytes
+    return numpy.frombuffer(data, "u1").ctypes.data, data.nbytes
+
+
+_unknown_places = itertools.count(1)
+
+
 class _StoredParts:
     """Registry of the parts of arguments and payloads that the farm's process stores for jobs.
 
@@ -806,13 +818,12 @@ class _StoredParts:
             The value to send with the job: the name of the stored part, or the bytes of a part that
             was not stored.
         """
-        import numpy
         from distributed.protocol import to_serialize
 
         data = memoryview(part).cast("B")
         if data.nbytes <= INLINE_BYTES and not is_shared:
             return bytes(data)
-        place = numpy.frombuffer(data, "u1").ctypes.data, data.nbytes
+        place = _place_of(data)
         if place not in marks:
             marks[place] = hashlib.blake2b(data, digest_size=16).hexdigest()
         mark = marks[place]

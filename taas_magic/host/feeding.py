@@ -38,6 +38,13 @@ from taas_magic.shared_files import locked
 
 _SETTINGS = "settings"
 
+_FIRST_CELL = "first_cell"
+"""Key in the ranks' store for the number of the session's first cell with loaders.
+
+In later cells, all ranks find this key, because a cell begins only after all ranks have ended the
+cell before it.
+"""
+
 
 @contextmanager
 def run_feed(share: LocalShare, rank: int) -> Iterator[RankFeed | None]:
@@ -175,6 +182,8 @@ class SessionLoaders:
         if spec.share.plan.world_size > 1:
             run = f"{spec.share.plan.run_id}/epochs"
             self._epochs = rendezvous.LoaderAgreement(self._environ, run)
+            self._agreements.add(self._epochs)
+        self._number, self._has_had_loaders = 0, False
         self._feed: RankFeed | None = None
         self._fetched: dict[int, RankFeed] = {}
         """The feeds that receive batches from fetchers, by the number of the cell with the feed's
@@ -185,8 +194,8 @@ class SessionLoaders:
     def begin_cell(self, number: int, run_dir: Path, settings: FetcherSettings) -> None:
         """Set the batch counts of all loaders to 0, and connect the loaders of the cell's payload.
 
-        First make each loader continue with the same epoch on all ranks. The ranks' next epochs may
-        differ, because the last cell has failed on some ranks or was interrupted, or because only
+        Also make each loader continue with the same epoch on all ranks. The ranks' next epochs may
+        differ, because an earlier cell has failed on some ranks or was interrupted, or because only
         some ranks ran it (`--ranks`).
 
         Call this method before the cell's payload is unpickled. In every cell, this method stores
@@ -206,15 +215,23 @@ class SessionLoaders:
             run_dir: Folder of the cell's run on this host.
             settings: The notebook's settings that have changed since the last cell.
         """
-        self._continue_with_latest_epoch(number - 1)
-        for loader in self._loaders():
-            loader.reset_counts()
         for earlier in self._agreements:
             earlier.reconnect()
+        for loader in self._loaders():
+            loader.reset_counts()
+        # If this rank has missed a cell, because its payload was not readable here, only the store
+        # says whether the cell had loaders.
+        has_missed = number != self._number + 1
+        if self._epochs is not None and (self._has_had_loaders or has_missed):
+            self._continue_with_latest_epoch(self._epochs, number)
         self._settings.append(settings)
         served = service.read_settings(run_dir)
+        self._number = number
         if served is None:
             return
+        self._has_had_loaders = True
+        if self._epochs is not None:
+            self._epochs.store_first(_FIRST_CELL, b"%d" % number)
         names = [loader.name for loader in served.loaders]
         kept = self._copy_loaders(number, run_dir, names)
         share, agreement, directory = self._share, None, _directory(served, self._base)
@@ -241,15 +258,11 @@ class SessionLoaders:
         if directory is not None:
             self._fetched[number] = self._feed
 
-    def end_cell(self, number: int) -> list[int]:
+    def end_cell(self) -> list[int]:
         """Forget the feeds that no loader uses, and return which cells' fetchers are still needed.
 
-        Also tell the other ranks the next epoch of each loader. If two loaders have the same name,
-        first run the garbage collector, because one of them may be an old loader that nothing uses
-        any more.
-
-        Args:
-            number: Number of the cell in the session.
+        If two loaders have the same name, first run the garbage collector, because one of them may
+        be an old loader that nothing uses any more.
 
         Returns:
             Numbers of the cells whose fetchers this rank still needs. The rank needs a cell's
@@ -260,30 +273,34 @@ class SessionLoaders:
             # Two loaders have the same name: the notebook sent the loader again. Collect the old
             # loader now, so that its server or its fetchers end.
             gc.collect()
-        self._continue_with_latest_epoch(number)
         used = {id(loader.feed) for loader in self._loaders()}
         self._fetched = {at: feed for at, feed in self._fetched.items() if id(feed) in used}
         return list(self._fetched)
 
-    def _continue_with_latest_epoch(self, number: int) -> None:
-        """Set the next epoch of each loader to the largest next epoch of any rank after a cell.
+    def _continue_with_latest_epoch(
+        self, agreement: rendezvous.LoaderAgreement, number: int
+    ) -> None:
+        """Set the next epoch of each loader to the loader's latest next epoch on any rank.
 
-        Each rank calls this method at the end of the cell, and before the next cell. The second
-        call finds the epochs of all ranks, because a cell begins only after all ranks have ended
-        the cell before it.
+        Wait until all ranks have called this method for the cell. If no earlier cell had loaders,
+        do nothing.
 
         Args:
+            agreement: Access to the ranks' key-value store.
             number: Number of the cell in the session.
         """
-        if self._epochs is None:
+        first = agreement.find(_FIRST_CELL)
+        if first is None or int(first) >= number:
             return
-        for loader in self._loaders():
-            key = f"{number}/{Path(loader.feed.folder).name}/{loader.name}"
-            try:
-                latest = self._epochs.store_largest(key, loader.next_epoch)
-            except RuntimeError:  # an interrupt has cut the connection
-                self._epochs.reconnect()
-                latest = self._epochs.store_largest(key, loader.next_epoch)
+        keys = {
+            f"{number}/{Path(loader.feed.folder).name}/{loader.name}": loader
+            for loader in self._loaders()
+        }
+        for key, loader in keys.items():
+            agreement.store_largest(key, loader.next_epoch)
+        agreement.await_all_ranks(f"{number}")
+        for key, loader in keys.items():
+            latest = agreement.store_largest(key, loader.next_epoch)
             if latest > loader.next_epoch:
                 loader.set_epoch(latest)
 

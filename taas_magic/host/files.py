@@ -238,7 +238,9 @@ class StoreCopy:
             else session_copy._mirror.share()
         )
         try:
-            _report_skipped(update_mirror(self._mirror, send_request, fresh=spec.attempt > 0), note)
+            # Fetchers of a session may start again long after the store was listed.
+            fresh = spec.attempt > 0 or (spec.is_fetchers and bool(spec.run.session))
+            _report_skipped(update_mirror(self._mirror, send_request, fresh=fresh), note)
         except BaseException:
             self.close()
             raise
@@ -296,7 +298,7 @@ class StoreCopy:
         self._start_transfer(folders)
 
     def update(self) -> None:
-        """Copy to the mirror what has changed in the store, while fetchers read the mirror.
+        """Copy changed files of the store to the mirror. Fetchers may read the mirror meanwhile.
 
         Files that the fetchers wrote to folders of `--shared-writes` stay in the mirror.
 
@@ -464,7 +466,7 @@ class HostFiles:
         return self._local_share(spec)
 
     def update_store_copy(self) -> None:
-        """Copy to this host what has changed in the project store, while fetchers run.
+        """Copy changed files of the project store to this host. Fetchers may run meanwhile.
 
         If this host shares the store, or `copy_in` has not copied the store yet, do nothing.
 

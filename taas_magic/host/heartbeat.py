@@ -44,9 +44,9 @@ def send_heartbeats(
     attached.
 
     If the agent requests a stack report, the thread sends this report instead of the next
-    heartbeat. The report has the stacks of all threads and the pending collectives. If the cell has
-    set a rendezvous address at which all ranks wait, a note after the report says so
-    (`_why_ranks_wait`).
+    heartbeat. The report has the stacks of all threads and the pending collectives. If
+    `init_process_group` waits because of wrong arguments or a wrong address, a note after the
+    report says so (`_why_ranks_wait`).
 
     After each heartbeat or report, the thread sends the counts of received batches, and the metrics
     logged since the last time. The end of the block sends counts and metrics once more. Metrics
@@ -179,7 +179,7 @@ def _wrong_rank(passed: Mapping[str, Any], own_rank: int, n_ranks: int) -> str:
     if size not in (-1, n_ranks):
         wrong = f"passed world_size={size} to init_process_group, but there are {n_ranks} ranks"
     elif (rank := passed.get("rank", -1)) not in (-1, own_rank):
-        wrong = f"passed rank={rank} to init_process_group on another rank"
+        wrong = f"passed rank={rank} to init_process_group on a rank with another number"
     else:
         return ""
     return f"the program {wrong}, so that all ranks wait. Leave out rank and world_size"

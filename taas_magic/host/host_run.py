@@ -809,13 +809,13 @@ class HostFetchers(HostShare):
         """Copy changed files of the project store to this host before a cell of a session.
 
         Returns:
-            "", or the reason why the files could not be copied. If the fetchers have been asked to
-            end, always "".
+            "", or the reason why the files could not be copied. If the fetchers have ended, or have
+            been asked to end, always "".
         """
         try:
             self._files.update_store_copy()
-        except TaasError as error:
-            if self.stopped_at is None:
+        except (TaasError, OSError) as error:
+            if self.stopped_at is None and self._running:
                 return f"the fetchers on host {self.host} cannot read changed files: {error}"
         return ""
 

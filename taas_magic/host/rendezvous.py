@@ -239,6 +239,31 @@ class LoaderAgreement:
             found = store.compare_set(place, found.decode(), str(value))
         return int(found)
 
+    def find(self, key: str) -> bytes | None:
+        """Return the value that a rank has stored under `key`; None if there is none yet.
+
+        Raises:
+            RuntimeError: The connection is broken, or the store's process has ended.
+        """
+        store, place = self._client(), self._prefix + key
+        return store.get(place) if store.check([place]) else None
+
+    def await_all_ranks(self, key: str) -> None:
+        """Wait until all ranks have called this method with the same `key`.
+
+        An interrupt ends the wait. A rank may call this method only once for each key.
+
+        Raises:
+            RuntimeError: The connection is broken, or the store's process has ended.
+        """
+        store, place = self._client(), self._prefix + key
+        world_size, wait_s = int(self._environ["WORLD_SIZE"]), 0.0005
+        arrived = store.add(place, 1)
+        while arrived < world_size:
+            time.sleep(wait_s)
+            wait_s = min(2 * wait_s, _CHECK_S)
+            arrived = store.add(place, 0)
+
     def publish(self, key: str, value: bytes, replaced: str) -> None:
         """Store `value` under `key` for the other ranks, and remove the older key `replaced`.
 

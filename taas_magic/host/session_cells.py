@@ -122,7 +122,7 @@ class _SessionCells:
             succeeded = True
         if link.is_own:
             changes = self._changes(before, sets)
-            changes.fetched = self._feeds.end_cell(order.number)
+            changes.fetched = self._feeds.end_cell()
             self._kept -= set(changes.assigned)
             link.send(changes)
             flush_output()

@@ -279,8 +279,8 @@ class AnswerInput(Request[None]):
 class UpdateStoreCopy(Request[str]):
     """Request to a host: copy changed files of the project store for a session's fetchers.
 
-    If the host shares the store, or the fetchers have ended, it copies nothing. The response is "",
-    or the reason why the files could not be copied.
+    If the host shares the store, or the fetchers have ended, the host copies nothing. The response
+    is "", or the reason why the files could not be copied.
 
     Attributes:
         run_id: Id of the fetchers.

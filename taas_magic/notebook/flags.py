@@ -250,7 +250,12 @@ def parse_send(text: str) -> tuple[str, ...]:
 
 
 def parse_session(text: str) -> str:
-    """Return a session's name; raise ValueError if it has other characters than names may have."""
+    """Return a session's name.
+
+    Raises:
+        ValueError: It is not a letter or `_`, followed by at most 63 letters, digits, `_`, `.` and
+            `-`.
+    """
     if not re.fullmatch(r"[A-Za-z_][\w.-]{0,63}", text):
         raise ValueError(text)
     return text
@@ -550,8 +555,8 @@ FLAGS = (
 
 BY_NAME = {flag.name: flag for flag in FLAGS}
 
-_TEXTS = {flag.name for flag in FLAGS if flag.read is str and flag.name not in REPEATED}
-"""Flags whose value is any text."""
+_TEXTS = {"--name", "--store"}
+"""Flags whose values may have spaces."""
 
 _LIKE_GPUS = {"-n", "-np", "--np", "--nproc", "--nproc-per-node", "--num-gpus", "--num-processes"}
 """Flags of other launchers for the number of processes, with `-` in place of `_`."""

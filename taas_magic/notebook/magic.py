@@ -99,8 +99,8 @@ class TaasMagics(Magics):
         A cell lacks a variable of the ranks if the cell raises NameError for a name that an earlier
         `%%taas` cell assigned only on its ranks. If a detached run returns this variable, the hint
         says how to get it from the run. Otherwise, the hint advises `--out`. If no such cell
-        assigned the name, but the ranks of another session than the cell's have the variable, the
-        hint names this session.
+        assigned the name, the hint names a session whose cells assigned it. The session of the
+        failed cell does not count.
 
         IPython calls this method for its event `post_run_cell`.
         """
@@ -152,8 +152,8 @@ class TaasMagics(Magics):
     def names_in_session(self, head: str) -> list[str]:
         """Return the variables of the session that a `%%taas` line names, for Tab completion.
 
-        The names come from the kernel's record, so that the ranks may be busy. If the line names no
-        running session of this kernel, return an empty list.
+        The names come from the kernel's record. So completion works while the ranks are busy. If
+        the line names no running session of this kernel, return an empty list.
         """
         asked = re.findall(r"--session[ =]+(\S+)", head)
         # If the module was not imported, there is no session.
@@ -164,7 +164,8 @@ class TaasMagics(Magics):
     def run_names(self) -> list[str]:
         """Return the names and the ids of the newest runs, for Tab completion."""
         plans = list(islice(journal.plans(), _LISTED_RUNS))
-        names = dict.fromkeys(shlex.quote(plan.name) for plan in plans if plan.name)
+        # Tab completes a single word, so a name with spaces is not offered.
+        names = dict.fromkeys(it.name for it in plans if it.name == shlex.quote(it.name))
         return [*names, *(plan.run_id for plan in plans)]
 
     @cell_magic("taas")

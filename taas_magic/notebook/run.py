@@ -913,11 +913,11 @@ class RunDriver:
     def _give_up_waiting(self, connection: PoolConnection) -> None:
         """End the cell as INTERRUPTED, although the interrupted run has not ended in time.
 
-        The cell's error names the run's hosts, and says when their ranks are killed at the latest:
-        `HALT_S` seconds from now. The error also says that files may still arrive until the run has
-        ended. But if the pool's process sends no heartbeats, the ranks are killed when the pool's
-        lease has ended. The journal gets no end of the run from this call, because the pool's
-        process later writes the real end.
+        The cell's error names the run's hosts. It also says that their ranks are killed within
+        `HALT_S` seconds, that files may still arrive, and how to end the run at once. If the pool's
+        process sends no heartbeats, the error says instead that the ranks are killed when the
+        pool's lease has ended. The journal gets no end of the run from this call, because the
+        pool's process later writes the real end.
         """
         # After a restart, the run may have other hosts than in its first attempt.
         hosts = ", ".join(self.head.hosts or self.hosts)
@@ -929,7 +929,9 @@ class RunDriver:
             why += (
                 f"they are killed within {HALT_S:.0f} s. Until the run has ended, files may still "
             )
-            why += f"arrive; `%taas down {connection.config.name}` ends the run at once"
+            why += (
+                f"arrive; `%taas down {connection.config.name}` ends the pool and its runs at once"
+            )
         self._ended = self._end_event("INTERRUPTED", why, in_journal=False)
         self.has_left = True
 

@@ -593,8 +593,8 @@ def _matches(run: Run, asked: str) -> bool:
 def _find_preferring_active(asked: str, kinds: str = "run") -> Run:
     """Find the newest active run that matches `asked`; if none is active, do the same as `find`.
 
-    An active session's own run is not preferred to an ended run, so that no command ends or
-    detaches a session if the user means a cell.
+    Do not prefer an active session's own run to an ended cell. Otherwise, `stop` could end the
+    session although the user means the cell.
     """
     newest = find(asked, kinds)
     if newest.is_active or newest.id == asked:

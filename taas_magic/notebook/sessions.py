@@ -905,7 +905,7 @@ def find_of_other_kernel(name: str) -> Run | None:
 
 
 def ended_text(name: str) -> str:
-    """Return a message that a session of another kernel has ended, why, and how to start it again.
+    """Return a message for an ended session of another kernel: why it ended, how to start it again.
 
     The message is about the newest session named `name` that was detached or belongs to this
     project.

@@ -794,7 +794,7 @@ class Controller(SchedulerPlugin):
                 self._continue_without_kernel(run, session)
             elif run.owner == client:
                 run.publish(Note(text="the notebook's kernel is gone, so the run ends"))
-                if isinstance(run, PoolRun):
+                if isinstance(run, PoolRun) and not run.is_halted:
                     run.why_halted = run.why_halted or "the notebook's kernel has ended"
                 self._tasks.start(run.halt("interrupt"))
         self._kernels.remove(client)

@@ -193,9 +193,8 @@ class PoolHosts(SchedulerPlugin):
             preferred: Addresses of hosts that are chosen first.
             on_wait: Function called with each line about requested hosts that cannot start ranks
                 yet, and with a message for each host that has not responded within
-                `REPORT_HOST_AFTER_S`. The function may receive a line several times. In any case,
-                all kernels that wait for hosts receive the lines. If None, they also receive the
-                message.
+                `REPORT_HOST_AFTER_S`. The same line may come several times. Kernels that wait for
+                hosts always receive the lines. They receive the messages only if `on_wait` is None.
             has_run: Whether a run waits for the hosts. If not, new hosts begin to import modules
                 that runs need later.
 

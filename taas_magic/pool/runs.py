@@ -62,9 +62,9 @@ from taas_magic.store.requests import FileRequest
 FILES_S = 4000.0
 """Maximum seconds for a host to respond if it must first copy files.
 
-A host copies files before the next attempt of a run, and before the first cell of a session. A host
-with fetchers of a session also copies files before each later cell. The limit is longer than
-`CLEAN_UP_S` and `START_S`, the maximum times that the agent waits for these copies.
+A host copies files before the next attempt of a run, and before the first cell of a session. The
+limit is longer than `CLEAN_UP_S` and `START_S`, the maximum times that the agent waits for these
+copies. A host with fetchers of a session also copies files before each later cell.
 """
 
 FURTHER_REPORTS_S = 0.3
@@ -1001,7 +1001,7 @@ class PoolRun(Share):
             failures=failures,
             first=first_failure(failures),
             elapsed_s=time.monotonic() - self._started,
-            why=self.why_halted,
+            why="" if outcome.state == "SUCCEEDED" else self.why_halted,
             attempt=self.attempt,
         )
 

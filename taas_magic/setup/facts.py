@@ -366,7 +366,7 @@ def _python_problems(facts: HostFacts, here: KernelVersions) -> Iterator[HostPro
         pip = (
             "The operating system manages this Python. Make a virtual environment there "
             f'({facts.executable} -m venv ~/venv), and write python = "~/venv/bin/python" in the '
-            "pool's table. There: ~/venv/bin/python -m pip install"
+            "pool's table. Then run there: ~/venv/bin/python -m pip install"
         )
     install = f"{pip} 'torch=={major_minor(here.torch)}.*'"
     if not facts.torch:

@@ -282,9 +282,9 @@ def _scan_files(
     lists this path. Example for the second case: the store's file was renamed, and the mirror still
     has its content under the old name.
 
-    Files that cannot be read, and special files such as links, are always removed. All folders
-    stay. In the folders `kept`, files that are not wanted stay, too. The result lists neither these
-    files nor the folders that did not come from the store.
+    All folders stay. Outside the folders `kept`, files that cannot be read and special files such
+    as links are removed. In the folders `kept`, all files stay. The result does not list files that
+    stay only for this reason, and folders in `kept` that did not come from the store.
 
     Returns:
         The remaining files and folders by path, outer folders first.

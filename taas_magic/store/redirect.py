@@ -354,10 +354,9 @@ class DiscardingView(StoreView):
     def path_to_move(self, store_path: str, *, may_link: bool = False) -> str:
         """Return the path that a call must move instead of `store_path`, and report a write.
 
-        - If the rank has written the file to its scratch folder, return the path of this own
-          version.
-        - For any other regular file of the store, make a copy in the scratch folder, and return its
-          path. For a file larger than `COPY_LIMIT_BYTES`, make a symbolic link instead.
+        - If the rank has written the file to its scratch folder, return the path of this file.
+        - For any other regular file of the store, make a copy in the scratch folder, and return the
+          path of the copy. For a file larger than `COPY_LIMIT_BYTES`, make a symbolic link instead.
         - Otherwise, make an empty placeholder, and return its path.
 
         Args:

@@ -68,6 +68,7 @@ SAMPLERS = [
     ("WeightedRandomSampler([1.0] * 8, 6, generator=drawn())", "sampler.weights[2:] = 0"),
     ("SequentialSampler(chosen)", "chosen.extend([4, 5, 6, 7])"),
     ("OwnSampler()", "sampler.limit = 9"),
+    ("Numbered(numpy.random.default_rng(4))", "sampler.limit = 9"),
 ]
 """Samplers, each with a change that the notebook makes after the registration."""
 
@@ -77,7 +78,7 @@ def test_a_run_uses_a_changed_sampler_with_generators_as_registered(
     defined: Notebook, sampler: str, change: str
 ) -> None:
     defined.define(
-        "import random\n"
+        "import numpy, random\n"
         "from torch.utils.data import *\n"
         "def drawn():\n"
         "    return torch.Generator().manual_seed(3)\n"
@@ -88,6 +89,14 @@ def test_a_run_uses_a_changed_sampler_with_generators_as_registered(
         "        return self.limit\n"
         "    def __iter__(self):\n"
         "        return iter(self.own.sample(range(self.limit), self.limit))\n"
+        "class Numbered(Sampler):\n"
+        "    def __init__(self, rng):\n"
+        "        self.limit, self.rng, self.bits = 6, rng, rng.bit_generator\n"
+        "    def __len__(self):\n"
+        "        return self.limit\n"
+        "    def __iter__(self):\n"
+        "        self.bits.random_raw(3)\n"
+        "        return iter(self.rng.permutation(self.limit).tolist())\n"
         "def made():\n"
         "    global chosen, sampler\n"
         "    chosen = [0, 1, 2, 3]\n"
