@@ -164,8 +164,7 @@ class TaasMagics(Magics):
     def run_names(self) -> list[str]:
         """Return the names and the ids of the newest runs, for Tab completion."""
         plans = list(islice(journal.plans(), _LISTED_RUNS))
-        # Tab completes a single word, so a name with spaces is not offered.
-        names = dict.fromkeys(it.name for it in plans if it.name == shlex.quote(it.name))
+        names = dict.fromkeys(shlex.quote(plan.name) for plan in plans if plan.name)
         return [*names, *(plan.run_id for plan in plans)]
 
     @cell_magic("taas")

@@ -1001,7 +1001,7 @@ class PoolRun(Share):
             failures=failures,
             first=first_failure(failures),
             elapsed_s=time.monotonic() - self._started,
-            why="" if outcome.state == "SUCCEEDED" else self.why_halted,
+            why=self.why_halted,
             attempt=self.attempt,
         )
 
