@@ -38,13 +38,6 @@ from taas_magic.shared_files import locked
 
 _SETTINGS = "settings"
 
-_FIRST_CELL = "first_cell"
-"""Key in the ranks' store for the number of the session's first cell with loaders.
-
-In later cells, all ranks find this key, because a cell begins only after all ranks have ended the
-cell before it.
-"""
-
 
 @contextmanager
 def run_feed(share: LocalShare, rank: int) -> Iterator[RankFeed | None]:
@@ -183,13 +176,26 @@ class SessionLoaders:
             run = f"{spec.share.plan.run_id}/epochs"
             self._epochs = rendezvous.LoaderAgreement(self._environ, run)
             self._agreements.add(self._epochs)
-        self._number, self._has_had_loaders = 0, False
+        self._had_loaders = self._has_loaders = False
+        """Whether an earlier cell had loaders, and whether an earlier or the present cell has."""
+
         self._feed: RankFeed | None = None
         self._fetched: dict[int, RankFeed] = {}
         """The feeds that receive batches from fetchers, by the number of the cell with the feed's
         loaders."""
 
         when_imported("accelerate.accelerator", patch_accelerate)
+
+    def expect_cell(self, run_dir: Path) -> None:
+        """Record whether the cell's payload has loaders. Call this method before work on the cell.
+
+        So all ranks know in which cells there were loaders, even if a rank cannot load the payload.
+
+        Args:
+            run_dir: Folder of the cell's run on this host.
+        """
+        self._had_loaders = self._has_loaders
+        self._has_loaders = self._had_loaders or service.read_settings(run_dir) is not None
 
     def begin_cell(self, number: int, run_dir: Path, settings: FetcherSettings) -> None:
         """Set the batch counts of all loaders to 0, and connect the loaders of the cell's payload.
@@ -219,19 +225,12 @@ class SessionLoaders:
             earlier.reconnect()
         for loader in self._loaders():
             loader.reset_counts()
-        # If this rank has missed a cell, because its payload was not readable here, only the store
-        # says whether the cell had loaders.
-        has_missed = number != self._number + 1
-        if self._epochs is not None and (self._has_had_loaders or has_missed):
+        if self._epochs is not None and self._had_loaders:
             self._continue_with_latest_epoch(self._epochs, number)
         self._settings.append(settings)
         served = service.read_settings(run_dir)
-        self._number = number
         if served is None:
             return
-        self._has_had_loaders = True
-        if self._epochs is not None:
-            self._epochs.store_first(_FIRST_CELL, b"%d" % number)
         names = [loader.name for loader in served.loaders]
         kept = self._copy_loaders(number, run_dir, names)
         share, agreement, directory = self._share, None, _directory(served, self._base)
@@ -282,16 +281,12 @@ class SessionLoaders:
     ) -> None:
         """Set the next epoch of each loader to the loader's latest next epoch on any rank.
 
-        Wait until all ranks have called this method for the cell. If no earlier cell had loaders,
-        do nothing.
+        Wait until all ranks have called this method for the cell.
 
         Args:
             agreement: Access to the ranks' key-value store.
             number: Number of the cell in the session.
         """
-        first = agreement.find(_FIRST_CELL)
-        if first is None or int(first) >= number:
-            return
         keys = {
             f"{number}/{Path(loader.feed.folder).name}/{loader.name}": loader
             for loader in self._loaders()

@@ -239,15 +239,6 @@ class LoaderAgreement:
             found = store.compare_set(place, found.decode(), str(value))
         return int(found)
 
-    def find(self, key: str) -> bytes | None:
-        """Return the value that a rank has stored under `key`; None if there is none yet.
-
-        Raises:
-            RuntimeError: The connection is broken, or the store's process has ended.
-        """
-        store, place = self._client(), self._prefix + key
-        return store.get(place) if store.check([place]) else None
-
     def await_all_ranks(self, key: str) -> None:
         """Wait until all ranks have called this method with the same `key`.
 

@@ -96,6 +96,7 @@ class _SessionCells:
         self._groups.begin_cell(order.number)
         redirect.begin_run()
         try:
+            self._feeds.expect_cell(folder.path)
             loaded = payload.read(folder.payload)
             settings = loaded.load_settings()
             self._modules |= loaded.modules
