@@ -773,16 +773,20 @@ class Farm:
             self._lacks_output = True
 
 
+_unknown_places = itertools.count(1)
+
+
 def _place_of(data: memoryview) -> tuple[int, int]:
-    """Return the address and the size of memory in bytes; a new pair if numpy is not installed."""
+    """Return the address and the size of memory in bytes.
+
+    If numpy is not installed, the address is unknown. Then return a pair that no other call
+    returns.
+    """
     try:
         import numpy
     except ImportError:
         return -next(_unknown_places), data.nbytes
     return numpy.frombuffer(data, "u1").ctypes.data, data.nbytes
-
-
-_unknown_places = itertools.count(1)
 
 
 class _StoredParts:

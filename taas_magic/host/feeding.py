@@ -225,9 +225,9 @@ class SessionLoaders:
             earlier.reconnect()
         for loader in self._loaders():
             loader.reset_counts()
+        self._settings.append(settings)
         if self._epochs is not None and self._had_loaders:
             self._continue_with_latest_epoch(self._epochs, number)
-        self._settings.append(settings)
         served = service.read_settings(run_dir)
         if served is None:
             return

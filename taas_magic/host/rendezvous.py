@@ -35,7 +35,7 @@ _BACKLOG = 1024
 _HOROVOD_SERVER = "horovod.runner.http.http_server"
 _HOROVOD_KEY = "taas/horovod"
 _HOROVOD_ANSWER_S = 60.0
-_ANSWER_S, _CHECK_S, _EXCHANGE_S = 5.0, 0.01, 0.1
+_ANSWER_S, _FIRST_CHECK_S, _CHECK_S, _EXCHANGE_S = 5.0, 0.0005, 0.01, 0.1
 _AGREE_S = 60.0
 """Maximum seconds to wait for a value that another rank stores, such as the order of an epoch.
 
@@ -248,7 +248,7 @@ class LoaderAgreement:
             RuntimeError: The connection is broken, or the store's process has ended.
         """
         store, place = self._client(), self._prefix + key
-        world_size, wait_s = int(self._environ["WORLD_SIZE"]), 0.0005
+        world_size, wait_s = int(self._environ["WORLD_SIZE"]), _FIRST_CHECK_S
         arrived = store.add(place, 1)
         while arrived < world_size:
             time.sleep(wait_s)

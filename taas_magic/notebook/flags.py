@@ -435,7 +435,7 @@ FLAGS = (
         "--session",
         "NAME",
         parse_session,
-        "a name such as exp: a letter, then up to 63 letters, digits, _, . or -",
+        "a name such as exp: a letter or _, then up to 63 letters, digits, _, . or -",
         "Run the cell on ranks that stay and keep their variables; with --gpus, start them.",
         ("exp",),
     ),

@@ -123,7 +123,7 @@ def test_each_field_of_flags_has_a_flag() -> None:
         ("--gpus 2 --store my results", "A value with spaces needs quotes: --store 'my results'"),
         ("--gpus 2 8", '"8" is not a flag. The flags are: --gpus'),
         ("--gpus 2 --env A=1 B=2", '"B=2" is not a flag. The flags are: --gpus'),
-        ("--session 'my exp'", "--session needs a name such as exp: a letter, then up to 63"),
+        ("--session 'my exp'", "--session needs a name such as exp: a letter or _, then up to 63"),
         ("--session my/exp", 'letters, digits, _, . or -; got "my/exp"'),
         ("--gpus 2 --gpus 3", "--gpus was given twice"),
         ("--gpus 2 --foo 1", "No flag --foo. The flags are: --gpus"),
