@@ -24,6 +24,7 @@ prompt.py      the loop in which a session's rank waits for cells and runs them
 keyboard.py    lines that the user types for a rank: `input()` and debuggers
 debugger.py    debuggers of a rank: `breakpoint()`, `%taas debug` and debugpy
 process_groups.py  gives each process group of a session its own keys in the key-value store
+ddp_groups.py  keeps process groups of DDP models, so that freeing a model cannot hang
 variables.py   short descriptions of the variables of a session's rank
 link.py        the pipes between a rank and its agent
 rendezvous.py  the rendezvous of ranks: torch's store, and horovod's server

@@ -33,6 +33,7 @@ from taas_magic.capture.home import RankNamespace
 from taas_magic.capture.modules import claim_taas
 from taas_magic.data.loader import RankFeed
 from taas_magic.host import cell_main, rendezvous, tracebacks
+from taas_magic.host.ddp_groups import keep_ddp_groups
 from taas_magic.host.feeding import SessionLoaders, run_feed
 from taas_magic.host.heartbeat import send_heartbeats
 from taas_magic.host.keyboard import Keyboard
@@ -56,9 +57,6 @@ from taas_magic.messages import (
 from taas_magic.plan import variable_name
 from taas_magic.store import redirect
 from taas_magic.store.guard import PROTECTED_BY_PYTHON, StoreProtection, apply_rule
-
-_kept_groups: list[Any] = []
-
 
 attempt_folder = Path()
 """In a rank: the private folder of the attempt, with pipes and scratch folders.
@@ -93,7 +91,8 @@ def rank_main(spec: ProcessSpec, environ: Mapping[str, str]) -> None:
     """Run the work, or the cells of a session, and clean up as at the end of a Python program.
 
     First makes this process a rank, connects its registered loaders to the data service, and sets
-    torch's number of threads. Without a GPU, process groups use gloo instead of nccl.
+    torch's number of threads. Without a GPU, process groups use gloo instead of nccl. The process
+    groups of DDP models live longer than the models (`keep_ddp_groups`).
 
     Returns if the work succeeded; otherwise, ends the process with exit code 1. A session counts as
     successful, even if cells failed. SIGINT after the user's code counts as a failure.
@@ -115,6 +114,7 @@ def rank_main(spec: ProcessSpec, environ: Mapping[str, str]) -> None:
             # each nesting level; the first one applies to the rank.
             torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"].partition(",")[0]))
             _use_gloo_without_cuda(link)
+            keep_ddp_groups()
             succeeded = _work_and_wait(spec, environ, link, rank, fed)
     except KeyboardInterrupt:  # SIGINT after the user's code: as in plain Python, the rank ends
         succeeded = False
@@ -389,10 +389,9 @@ def _end_program() -> None:
 
     1. Run atexit handlers and `weakref.finalize` callbacks. From the end of this step until the
        function returns, SIGINT is ignored; afterwards, SIGINT ends the process.
-    2. Make the process groups of DDP models stay alive (`_keep_ddp_groups`).
-    3. Delete the program's objects, so that Python flushes their open files. Modules, functions and
+    2. Delete the program's objects, so that Python flushes their open files. Modules, functions and
        classes are deleted last.
-    4. Flush stdout and stderr.
+    3. Flush stdout and stderr.
 
     This function does not do these other parts of a normal exit:
 
@@ -403,7 +402,6 @@ def _end_program() -> None:
     """
     atexit._run_exitfuncs()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt must not leave files incomplete
-    _keep_ddp_groups()
     shell = RankShell.instance()
     shell.last_value = None
     _forget_last_exception()
@@ -421,19 +419,3 @@ def _forget_last_exception() -> None:
     """Delete `sys.last_value` and similar variables, in which IPython keeps an exception."""
     for name in ("last_type", "last_value", "last_traceback", "last_exc"):
         sys.__dict__.pop(name, None)
-
-
-def _keep_ddp_groups() -> None:
-    """Keep the process groups of remaining DDP models alive until the process ends.
-
-    If the cell has called `destroy_process_group`, a DDP model has the last reference to its
-    process group. If Python deleted the process group together with the model, a deadlock could
-    occur. The reason: torch joins gloo's threads while it holds the GIL, and one of these threads
-    may wait for the GIL (pytorch/pytorch#56297). While the process exits, this deadlock cannot
-    occur, because Python then ends each thread that requests the GIL.
-
-    A DDP model whose constructor failed may have no process group.
-    """
-    ddp = torch.nn.parallel.DistributedDataParallel
-    models = (it for it in gc.get_objects() if issubclass(type(it), ddp))
-    _kept_groups.extend(getattr(it, "process_group", None) for it in models)

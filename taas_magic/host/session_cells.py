@@ -15,6 +15,7 @@ from taas_magic.capture.modules import ModuleSource, find_outdated, install_modu
 from taas_magic.capture.names import assigned_names
 from taas_magic.capture.work import CellWork, Work
 from taas_magic.host import cell_main, tracebacks
+from taas_magic.host.ddp_groups import release_ddp_groups
 from taas_magic.host.feeding import SessionLoaders
 from taas_magic.host.heartbeat import collective_progress
 from taas_magic.host.keyboard import Keyboard
@@ -94,6 +95,7 @@ class _SessionCells:
         os.environ[cell_main.PAYLOAD] = str(folder.payload)
         # A new process group must not use keys of an earlier group in the key-value store.
         self._groups.begin_cell(order.number)
+        release_ddp_groups()
         redirect.begin_run()
         try:
             self._feeds.expect_cell(folder.path)

@@ -16,7 +16,7 @@ import pytest
 from taas_magic.errors import UsageError
 from taas_magic.notebook import sessions
 from tests.cellfiles import cells_of
-from tests.eventually import eventually
+from tests.eventually import HUNG_S, eventually
 from tests.frontend import Frontend
 from tests.harness import AGENT, below, left_of, listening_ports, words
 from tests.notebook.test_kernel import completions
@@ -901,6 +901,15 @@ def test_an_error_on_a_rank_ends_the_cell_and_not_the_session(session: Frontend)
     leaves = "if rank == 1:\n    dist.destroy_process_group()\nelse:\n    dist.all_reduce(x)"
     said = error(session, f"%%taas --session exp\n{leaves}")
     assert "advice: no rank failed before this one" in said
+
+
+def test_a_ddp_model_may_be_freed_after_its_process_group_was_destroyed(session: Frontend) -> None:
+    """torch waits for a process group's threads when it frees the group (pytorch/pytorch#56297)."""
+    definitions, train, look = cells_of("ddp_freed")
+    session.run(f"%%taas --session exp\n{definitions}")
+    for _ in range(2):
+        assert printed(session, f"%%taas --session exp --timeout {HUNG_S}s\n{train}") == ["freed"]
+    assert printed(session, f"%%taas --session exp\n{look}") == ["deleted"]
 
 
 def test_a_device_mesh_creates_the_process_group_again(session: Frontend) -> None:
