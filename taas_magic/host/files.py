@@ -11,6 +11,7 @@ import platform
 import re
 import shutil
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
 from pathlib import Path
@@ -388,6 +389,7 @@ class HostFiles:
         self._has_rank_0 = spec.has_rank_0
         self._folder: RunFolderCopy | None = None
         self._store_copy: StoreCopy | None = None
+        self._first_copy_lock = threading.Lock()  # held while `copy_in` copies the store
         self._receipt_builder: ReceiptBuilder | None = None
         self._session: HostFiles | None = None
 
@@ -435,7 +437,8 @@ class HostFiles:
         store = spec.run.origin.store if spec.plan.store is not None else None
         if store is not None and not store.is_here(lambda: self._send_request(MakeToken())):
             session_copy = self._session._store_copy if self._session is not None else None
-            self._store_copy = StoreCopy(spec, self._send_request, self._note, session_copy)
+            with self._first_copy_lock:
+                self._store_copy = StoreCopy(spec, self._send_request, self._note, session_copy)
         here = self._local_share(spec)
         builds_receipt = not (spec.run.reads_only or spec.is_fetchers or spec.run.is_session)
         if (rule := here.store) and builds_receipt:
@@ -468,14 +471,18 @@ class HostFiles:
     def update_store_copy(self) -> None:
         """Copy changed files of the project store to this host. Fetchers may run meanwhile.
 
-        If this host shares the store, or `copy_in` has not copied the store yet, do nothing.
+        If `copy_in` is copying the store, first wait for the end of this copy: the copy may have
+        read a file before the file was changed. If this host shares the store, or if `copy_in` has
+        not begun to copy the store, do nothing.
 
         Raises:
             StoreError: The store cannot be copied, or the fetchers have ended.
             PoolError: The pool's process does not respond.
         """
-        if self._store_copy is not None:
-            self._store_copy.update()
+        with self._first_copy_lock:
+            store_copy = self._store_copy
+        if store_copy is not None:
+            store_copy.update()
 
     def record(self, rank: int, message: StoreMessage) -> None:
         """Record a rank's message about a write to the project store, for the receipt.

@@ -697,13 +697,21 @@ class PoolFetchers(Share):
             "", or the reason why a host could not copy the files.
         """
         async with self._update_lock:
+            updates = map(self._update_store_copy, self._running_addresses())
+            problems = await asyncio.gather(*updates)
+        return next(filter(None, problems), "")
+
+    async def _update_store_copy(self, address: str) -> str:
+        """Let one host copy the changed files; return "", or the reason why it could not.
+
+        Returns "" for a host that is lost.
+        """
+        try:
             request = UpdateStoreCopy(self.run_id)
-            calls = (
-                self._pool_hosts.call(address, request, FILES_S)
-                for address in self._running_addresses()
-            )
-            answers = await asyncio.gather(*calls, return_exceptions=True)
-        return next((answer for answer in answers if isinstance(answer, str) and answer), "")
+            return await self._pool_hosts.call(address, request, FILES_S)
+        except PoolError as error:
+            is_lost = all(host.address != address for host in self._pool_hosts.all())
+            return "" if is_lost else str(error)
 
     async def _start_again(self) -> None:
         """Start all fetchers again, after their hosts have cleaned up after the ended fetchers.

@@ -3,6 +3,8 @@
 In these tests, a host calls the file server directly.
 """
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -27,8 +29,11 @@ from taas_magic.store.requests import (
     ReadFiles,
     WriteFiles,
 )
+from taas_magic.store.rule import FolderIdentity
+from tests.store.travel_rig import Travel, wired
 
 HERE = HostAddress("here", "127.0.0.1", is_foreign=False)
+FOREIGN = HostAddress("there", "127.0.0.2", is_foreign=True)
 
 
 @pytest.fixture
@@ -109,6 +114,41 @@ def test_another_folder_with_the_path_of_the_run_folder_is_not_used(
     files.send_back()
     assert not Path(here.run_dir).exists() and other.path.exists()
     assert spec.notebook_log_path(1) == f"{other.path}/logs/rank-1.log"  # failures name it
+
+
+def test_a_file_that_changes_during_the_first_copy_of_the_store_is_copied_again(
+    home: RunFolder, plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A session's fetchers must read the file as it was when the session's next cell began."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    travel = Travel(tmp_path)
+    scale = travel.store / "scale.txt"
+    scale.write_text("1")
+    plan = structs.replace(plan, store=travel.rule)
+    origin = Origin(str(travel.store), {}, (), store=FolderIdentity(str(travel.store), "", 0, 0))
+    run = RunSpec(plan, str(home.path), origin, session="a-session")
+    send, copying, may_end = wired(travel.store_server), threading.Event(), threading.Event()
+
+    def send_request(request: FileRequest[Any]) -> Any:
+        if isinstance(request, MakeToken):
+            return "a file that this host does not have"
+        answer = send(request)
+        if isinstance(request, ReadFiles):
+            copying.set()
+            may_end.wait()
+        return answer
+
+    files = HostFiles(ShareSpec(run, 0), FOREIGN, send_request, print)
+    with ThreadPoolExecutor() as threads:
+        here = threads.submit(files.copy_in, lambda: True)
+        copying.wait()
+        scale.write_text("22")
+        updated = threads.submit(files.update_store_copy)
+        may_end.set()
+        updated.result()
+        local = here.result()
+    assert local is not None and Path(local.cwd, "scale.txt").read_text() == "22"
+    files.send_back()
 
 
 def test_files_for_ranks_are_complete_and_private(far: Far, home: RunFolder) -> None:
