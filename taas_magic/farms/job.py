@@ -138,7 +138,7 @@ def _apply_settings(process_state: JobProcessState, note: Callable[[str], None])
         "a job",
         protection=StoreProtection(process_state.protection),
         scratch=Path(process_state.scratch),
-        run_folder=process_state.files,
+        run_folders=[process_state.files],
         on_write=lambda path, is_moved: None if is_moved else note(path),
     )
     with contextlib.suppress(OSError):  # this host may not have the notebook's folder

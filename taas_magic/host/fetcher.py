@@ -205,7 +205,7 @@ def _apply_settings(setting: ProcessSpec, number: int) -> None:
             f"fetcher {number}",
             protection=setting.protection,
             scratch=setting.folder / str(number),
-            run_folder=share.run_dir,
+            run_folders=[share.run_dir, str(setting.folder)],
             # Only the workers run code that may write, and `on_write` is not called in child
             # processes. So the agent checks the scratch folder instead, and sends the note.
             on_write=lambda path, is_moved: None,

@@ -268,7 +268,10 @@ def _apply_store_rule(spec: ProcessSpec, link: AgentLink, rank: int) -> None:
         protection=spec.protection,
         scratch=spec.folder / f"scratch-{rank}",
         # the folders of a session's cells are next to the session's own folder
-        run_folder=str(share.folder.path.parent) if share.run.is_session else share.run_dir,
+        run_folders=[
+            str(share.folder.path.parent) if share.run.is_session else share.run_dir,
+            str(spec.folder),
+        ],
         on_write=lambda path, is_moved: link.send(StoreWriteReported(path, is_moved)),
         rehearsal=spec.folder / "rehearsal" if rehearses else None,
     )

@@ -122,7 +122,7 @@ def apply_rule(
     *,
     protection: StoreProtection,
     scratch: Path,
-    run_folder: str,
+    run_folders: Sequence[str],
     on_write: Callable[[str, bool], None],
     writes: bool = False,
     rehearsal: Path | None = None,
@@ -141,7 +141,7 @@ def apply_rule(
        path in the store, a replaced function writes to another path, raises an error, or only
        reports the write (see `redirect.py`).
 
-    The writable folders are cache folders, the temporary folder, the run folder and the scratch
+    The writable folders are cache folders, the temporary folder, `run_folders` and the scratch
     folder; in a real run also the shared folders; in a rehearsal also the rehearsal folder.
 
     Args:
@@ -150,6 +150,8 @@ def apply_rule(
         protection: Strongest mechanism of this host, from `strongest_protection`.
         scratch: Path of the scratch folder to make, outside the store. The agent or supervisor
             removes the folder after this process has ended.
+        run_folders: Folders of the run with taas-magic's own files and pipes. They may be inside
+            the store, for example if the store is the temporary folder.
         on_write: Function to call with a path in the store and a flag. The flag is False if this
             process wrote or tried to write the path. The flag is True if this process wrote a file
             to its scratch folder instead, and has moved that file away.
@@ -162,7 +164,7 @@ def apply_rule(
     """
     scratch.mkdir(mode=0o700)
     usual = [*_cache_folders(), tempfile.gettempdir()]
-    open_to_all = [*usual, run_folder, str(scratch)]
+    open_to_all = [*usual, *run_folders, str(scratch)]
     if rehearsal is None:
         open_to_all += rule.shared
     else:
@@ -186,7 +188,7 @@ def apply_rule(
                 shared=rule.shared,
                 is_writer=writes,
                 refuses=rule.writes == "refuse",
-                ignored=[*_cache_folders(), run_folder, str(scratch), *_NO_FILES],
+                ignored=[*_cache_folders(), *run_folders, str(scratch), *_NO_FILES],
             )
         )
     elif rule.writes == "refuse":

@@ -861,9 +861,10 @@ def library_read_path(view: StoreView, path: Path) -> Path:
 def path_to_open(view: StoreView, store_path: str, *, needs_content: bool = False) -> str | None:
     """Return the path to open for writing instead of `store_path`; None for `store_path` itself.
 
-    The result is None for a folder, so that the caller's `open` fails as usual.
+    The result is None for a folder, so that the caller's `open` fails as usual. It is also None for
+    a named pipe and for a device, because a write to them changes no file of the store.
     """
-    if os.path.isdir(store_path):
+    if os.path.exists(store_path) and not os.path.isfile(store_path):
         return None
     view.replace_link(store_path, needs_content=needs_content)
     return view.path_to_write(store_path, needs_content=needs_content)

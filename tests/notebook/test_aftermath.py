@@ -518,6 +518,24 @@ print(before, cores())
     assert before == len(os.sched_getaffinity(0)) or before == 1
 
 
+LOADER = """
+import taas
+from torch.utils.data import DataLoader
+loader = taas.register(DataLoader(list(range(4)), 2))
+"""
+
+
+def test_the_project_may_be_the_temporary_folder(scene: Scene) -> None:
+    """A notebook in /tmp: the pool's folder, with the pipes of its ranks, is in the project."""
+    read = "print(sum(batch.sum().item() for batch in loader))"
+    with scene.kernel(TMPDIR=str(scene.project)) as frontend:
+        frontend.run(LOADER)
+        for flags in ("--gpus 2 --cpus 1", "--gpus 2 --session s", "--session s"):
+            text = frontend.text(frontend.run(f"%%taas {flags}\n{read}"))
+            assert re.search(r"\[0\] \d", text) and re.search(r"\[1\] \d", text)
+            assert "wrote" not in text
+
+
 OF_A_CONTAINER = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
 OF_NOBODY = {"HOME": "", "USER": "", "LOGNAME": ""}
 

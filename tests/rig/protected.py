@@ -139,7 +139,7 @@ def _enter(setting: Setting) -> StoreProtection:
         writes=setting.rank == 0,
         protection=setting.protection,
         scratch=Path(setting.scratch),
-        run_folder=setting.scratch,
+        run_folders=[],
         on_write=lambda path, is_moved: (KEPT_OUT.remove if is_moved else KEPT_OUT.append)(path),
     )
 

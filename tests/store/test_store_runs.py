@@ -409,3 +409,19 @@ def test_files_of_rank_0_on_this_machine_are_recorded_as_a_runs(notebook: Notebo
         status = tree.status(name)
         assert status is not None and made.has_file(tree, name, status) == is_of_a_run
     tree.close()
+
+
+def test_every_rank_may_write_to_a_named_pipe_in_the_store(notebook: Notebook) -> None:
+    os.mkfifo("pipe")
+    source = """
+import os
+pipe = os.open("pipe", os.O_RDWR)
+own = f"from rank {os.environ['RANK']}".encode()
+with open("pipe", "wb", buffering=0) as writer:
+    writer.write(own)
+print(os.read(pipe, len(own)).decode()[:9])
+"""
+    outcome = notebook.run(source)
+    assert outcome.error is None, outcome.shown
+    assert outcome.lines == {rank: ["from rank"] for rank in range(2)}
+    assert outcome.run is not None and not outcome.run.receipt.kept_out
