@@ -73,7 +73,7 @@ def _measure_in_child(writing: Connection, folder: str, protection: str, rank: i
         writes=rank == 0,
         protection=StoreProtection(protection),
         scratch=Path(folder, "scratch"),
-        run_folder=folder,
+        run_folders=[folder],
         on_write=lambda path, is_moved: None,
     )
     writing.send((used.value, 1000 * (time.perf_counter() - began)))
