@@ -60,8 +60,9 @@ class ChangeDetector:
 
     Args:
         values: The notebook's values by name, small values first.
-        out: Variables listed in `--out`. Their new values return to the notebook, so they are not
-            compared. But classes are compared, because the notebook keeps its own class.
+        out: Values of `--out`, such as "loss@all", by the variable's name. The new values of these
+            variables return to the notebook, so they are not compared. But classes are compared,
+            because the notebook keeps its own class.
         stores: Names that the cell, or a captured function, sets or deletes. After the cell, such a
             name may refer to a new object. The detector ignores the new object, and checks whether
             the cell changed the old object in place. If the old object allows no weak reference
@@ -72,24 +73,31 @@ class ChangeDetector:
             does not apply: the detector compares the old value with the new value of the name.
         parts: Name of the registered loader for each variable whose value is a part of the loader,
             such as the loader's dataset. For these variables, the note has another text.
+        is_call: Whether `taas.run` calls a function. The note then names the argument `out` instead
+            of the flag `--out`.
     """
 
     def __init__(
         self,
         values: Mapping[str, Any],
-        out: Collection[str],
+        out: Mapping[str, str],
         stores: Collection[str],
         updates: Collection[str],
         parts: Mapping[str, str] | None = None,
+        is_call: bool = False,
     ) -> None:
-        self._parts = parts or {}
-        out = [name for name in out if not isinstance(values.get(name), type)]
-        self._known = {id(part) for name in out for part in _value_and_parts(values.get(name))}
+        self._parts, self._out, self._is_call = parts or {}, out, is_call
+        returned = [name for name in out if not isinstance(values.get(name), type)]
+        self._known = {id(part) for name in returned for part in _value_and_parts(values.get(name))}
         self._before: dict[str, bytes] = {}
         self._held: dict[str, Callable[[], Any]] = {}
         budget = _Budget()
         for name, value in values.items():
-            if name in out or name.startswith("_") or issubclass(type(value), types.ModuleType):
+            if (
+                name in returned
+                or name.startswith("_")
+                or issubclass(type(value), types.ModuleType)
+            ):
                 continue
             is_data = type(value) in _PLAIN or _is_array(value)
             is_set_anew = name in stores and not (name in updates and is_data)
@@ -104,7 +112,8 @@ class ChangeDetector:
     def notes(self, namespace: Mapping[str, Any]) -> list[str]:
         """Return a list with one note that names the changed values; empty if none changed.
 
-        For ordinary values, the note suggests `--out`. For classes, the note tells the user to set
+        For ordinary values, the note suggests a value for `--out`: the present value, followed by
+        the changed names. For classes, the note tells the user to set
         the changed attributes in the notebook. For a part of a registered loader, the note says
         that the loader's batches do not change.
         """
@@ -112,7 +121,7 @@ class ChangeDetector:
         classes = [name for name in names if isinstance(namespace[name], type)]
         fed = [name for name in names if name in self._parts]
         values = [name for name in names if name not in classes and name not in fed]
-        parts = [_sentence(values)] if values else []
+        parts = [self._sentence(values)] if values else []
         parts += [_sentence_of_part(name, self._parts[name]) for name in fed[:_MAX_LISTED]]
         if classes:
             named = ", ".join(classes[:_MAX_LISTED])
@@ -121,6 +130,15 @@ class ChangeDetector:
                 "in the notebook"
             )
         return ["; ".join(parts)] if parts else []
+
+    def _sentence(self, names: list[str]) -> str:
+        was, them = ("was", "it") if len(names) == 1 else ("were", "them")
+        flag = ",".join([*self._out.values(), *names[:_MAX_LISTED]])
+        how = f'out="{flag}"' if self._is_call else f"--out {flag}"
+        return (
+            f"{listed(names, _MAX_LISTED)} {was} changed in the ranks, not in the notebook; "
+            f"{how} returns {them}"
+        )
 
     def _changed(self, namespace: Mapping[str, Any]) -> list[str]:
         """Return the names whose values have changed since the constructor was called.
@@ -152,14 +170,6 @@ class ChangeDetector:
 def _is_array(value: Any) -> bool:
     """Return whether a value is exactly a `torch.Tensor` or a `numpy.ndarray`, no subclass."""
     return f"{type(value).__module__}.{type(value).__name__}" in ("torch.Tensor", "numpy.ndarray")
-
-
-def _sentence(names: list[str]) -> str:
-    was, them = ("was", "it") if len(names) == 1 else ("were", "them")
-    return (
-        f"{listed(names, _MAX_LISTED)} {was} changed in the ranks, not in the notebook; "
-        f"--out {','.join(names[:_MAX_LISTED])} returns {them}"
-    )
 
 
 def _sentence_of_part(name: str, loader: str) -> str:

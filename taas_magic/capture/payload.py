@@ -402,19 +402,22 @@ class LoadedPayload(PayloadDescription, frozen=True, kw_only=True):
         process_state.apply(state)
         return work
 
-    def change_detector(self, namespace: Mapping[str, Any], out: Collection[str]) -> ChangeDetector:
+    def change_detector(
+        self, namespace: Mapping[str, Any], out: Mapping[str, str]
+    ) -> ChangeDetector:
         """Return an object that finds the captured values that the cell changes.
 
         Call this method after `load_into`, and before the cell runs.
 
         Args:
             namespace: The namespace into which `load_into` has loaded the values.
-            out: Names in `--out`. Of these variables, only classes are compared, because the other
-                values return to the notebook.
+            out: Values of `--out`, by the variable's name. Of these variables, only classes are
+                compared, because the other values return to the notebook.
         """
         by_size = sorted(self.captured, key=lambda captured: captured.size_bytes)
         values = {captured.name: namespace[captured.name] for captured in by_size}
-        return ChangeDetector(values, out, self.stores, self.updates, self.parts)
+        is_call = not isinstance(self.work, CellWork)
+        return ChangeDetector(values, out, self.stores, self.updates, self.parts, is_call)
 
 
 def cell_number(shell: "InteractiveShell", filename: str) -> int | None:

@@ -31,6 +31,7 @@ from traitlets.config import Config
 from taas_magic.capture import payload
 from taas_magic.capture.home import RankNamespace
 from taas_magic.capture.modules import claim_taas
+from taas_magic.capture.work import VALUE
 from taas_magic.data.loader import RankFeed
 from taas_magic.host import cell_main, rendezvous, tracebacks
 from taas_magic.host.ddp_groups import keep_ddp_groups
@@ -359,7 +360,8 @@ def _run(shell: RankShell, spec: ProcessSpec, link: AgentLink, rank: int) -> boo
     except Exception as error:
         tracebacks.send_failure(link, tracebacks.describe_exception(error))
         return False
-    out = {variable_name(text) for text in spec.share.plan.out}
+    texts = {variable_name(text): text for text in spec.share.plan.out}
+    out = {name: text for name, text in texts.items() if name != VALUE}
     changes = loaded.change_detector(namespace, out) if rank == 0 else None
     # created before the cell runs, because the cell may change the environment
     scope = RankNamespace(namespace, loaded.kept)

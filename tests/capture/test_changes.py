@@ -59,7 +59,7 @@ def said(value: Any, change: Callable[[Any], object], **names: Any) -> str:
         names: Arguments of `ChangeDetector`: variables that come back or are set by the cell.
     """
     namespace = {"value": value}
-    changes = ChangeDetector(namespace, **{"out": (), "stores": (), "updates": (), **names})
+    changes = ChangeDetector(namespace, **{"out": {}, "stores": (), "updates": (), **names})
     change(namespace["value"])
     return "".join(changes.notes(namespace))
 
@@ -90,7 +90,7 @@ def test_a_value_that_has_changed_is_reported(what: str) -> None:
         said(make(), change)
         == "value was changed in the ranks, not in the notebook; --out value returns it"
     )
-    assert said(make(), change, out=["value"]) == ""
+    assert said(make(), change, out={"value": "value"}) == ""
 
 
 def test_a_value_that_was_only_used_is_not_reported() -> None:
@@ -113,7 +113,7 @@ def test_a_variable_is_reported_if_its_new_value_depends_on_the_old_one() -> Non
     cases: list[tuple[list[str], list[str]]] = [(["value"], ["value was changed"]), ([], [])]
     for updates, expected in cases:
         namespace: dict[str, Any] = {"value": 1}
-        changes = ChangeDetector(namespace, (), {"value"}, updates)
+        changes = ChangeDetector(namespace, {}, {"value"}, updates)
         namespace["value"] += 1
         assert [note[:17] for note in changes.notes(namespace)] == expected
 
@@ -123,7 +123,7 @@ def test_a_tensor_computed_from_itself_is_reported_if_its_content_changed(value:
     said = []
     for update in (0, 1):
         namespace = {"value": value}
-        changes = ChangeDetector(namespace, (), {"value"}, {"value"})
+        changes = ChangeDetector(namespace, {}, {"value"}, {"value"})
         namespace["value"] = value + update
         said.append(len(changes.notes(namespace)))
     assert said == [0, 1]
@@ -132,7 +132,7 @@ def test_a_tensor_computed_from_itself_is_reported_if_its_content_changed(value:
 def test_changes_of_a_model_that_the_cell_wraps_are_reported() -> None:
     namespace: dict[str, Any] = {"model": torch.nn.Linear(100, 2)}
     for steps in (0, 1):
-        changes = ChangeDetector(namespace, (), {"model"}, {"model"})
+        changes = ChangeDetector(namespace, {}, {"model"}, {"model"})
         wrapped = namespace["model"] = torch.nn.Sequential(namespace["model"])
         for _ in range(steps):
             train(wrapped)
@@ -143,10 +143,12 @@ def test_the_optimizer_of_a_model_that_comes_back_is_reported() -> None:
     """The model comes back from the ranks, but the optimizer still has the old parameters."""
     model = torch.nn.Linear(100, 2)
     namespace = {"model": model, "kept": [model], "optimizer": torch.optim.SGD(model.parameters())}
-    changes = ChangeDetector(namespace, ["model"], (), ())
+    changes = ChangeDetector(namespace, {"model": "model@0"}, (), ())
     train(model)
     [note] = changes.notes(namespace)
     assert note.startswith("optimizer was changed")
+    # only a model and an optimizer that come back together belong together
+    assert note.endswith("; --out model@0,optimizer returns it")
 
 
 @pytest.mark.parametrize("out", [(), ["value"]])

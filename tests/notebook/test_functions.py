@@ -124,6 +124,15 @@ def test_a_failing_functions_traceback_is_the_functions_own(
     assert value(notebook, "run.state, run.result") == ("SUCCEEDED", None)
 
 
+def test_a_note_on_a_changed_value_names_the_argument_out(
+    notebook: Notebook, capsys: pytest.CaptureFixture[str]
+) -> None:
+    notebook.define("import taas\nlosses = []\ndef train(): losses.append(1)")
+    notebook.define("taas.run(train, gpus=1)")
+    said = 'losses was changed in the ranks, not in the notebook; out="losses" returns it'
+    assert said in capsys.readouterr().out
+
+
 WORLD = """
 import multiprocessing, sys, taas
 import matplotlib.pyplot as plt
