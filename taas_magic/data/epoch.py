@@ -116,11 +116,13 @@ class Step(NamedTuple):
     Attributes:
         row_units: Total units of all ranks' batches in this step.
         after: Position in the epoch after the step.
+        is_repeated: Whether the batch repeats one of the epoch's first batches (`uneven="pad"`).
     """
 
     received: SlotResponse
     row_units: int
     after: EpochPosition
+    is_repeated: bool
 
 
 def _with_sampled_times(source: Iterator[Step], counts: RankCounts) -> Iterator[Step]:
@@ -420,7 +422,7 @@ class EpochIterator(Iterator[Any]):
             StopIteration: With this step's batches, the ranks together would exceed `--units`.
             Exception: The exception of the user's code.
         """
-        loader, (received, row_units, after) = self._loader, step
+        loader, (received, row_units, after, is_repeated) = self._loader, step
         counts = loader.counts
         if self._would_exceed_units(row_units):
             self.close()
@@ -436,6 +438,7 @@ class EpochIterator(Iterator[Any]):
         self._yielded += 1
         counts.spent += row_units
         counts.batches += 1
+        counts.repeated += is_repeated
         counts.units += 1 if received.units == UNHINTED else received.units
         counts.bytes += received.size
         if counts.batches % _MEASURE_EVERY == 1 and self._client is not None:
@@ -506,7 +509,10 @@ class EpochRequests:
                 self.units_of_others = self._schedule.row_units(step)
                 return
             yield Step(
-                received, self._schedule.row_units(step), self._schedule.position_after(step + 1)
+                received,
+                self._schedule.row_units(step),
+                self._schedule.position_after(step + 1),
+                self._schedule.is_repeated(step),
             )
 
     def _receive_step(self, step: int) -> SlotResponse | None:

@@ -292,6 +292,10 @@ class StaticSchedule:
             return min(left, self._world_size)
         return {"pad": self._world_size, "drop": 0, "keep": left}[self._part.uneven]
 
+    def is_repeated(self, step: int) -> bool:
+        """Return whether this rank's batch in a step repeats one of the epoch's first batches."""
+        return step * self._world_size + self._rank >= self._batches
+
     def position_after(self, step: int) -> EpochPosition:
         """Return the position in the epoch after `step` steps."""
         position = step * self._world_size
@@ -420,6 +424,14 @@ class DynamicSchedule:
     def row_units(self, step: int) -> int:
         """Return the total units of all ranks' batches in a step; all of them must be known."""
         return sum(self._known[slot] for slot in self._row(step) or ())
+
+    def is_repeated(self, step: int) -> bool:
+        """Return whether this rank's batch in a step repeats one of the epoch's first batches.
+
+        The slots of the step must be known.
+        """
+        position = step * self._part.world_size + self._part.rank
+        return position >= self._base + len(self._order)
 
     def position_after(self, step: int) -> EpochPosition:
         """Return the position in the epoch after `step` steps."""

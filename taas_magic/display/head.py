@@ -784,7 +784,8 @@ def _loader_facts(loader: LoaderCounts, units: int | None, has_ended: bool) -> l
     The facts are, in this order:
 
     - The number of batches. If the number of units is different, also the number of units. The
-      limit of `--units` follows the last of these numbers.
+      limit of `--units` follows the last of these numbers. If ranks received batches a second time
+      because of `uneven="pad"`, the number of these batches comes last.
     - The batches and the MB per second.
     - For an active run: the facts of `_buffer_facts`.
     - The percentage of time that ranks waited for the loader.
@@ -793,6 +794,8 @@ def _loader_facts(loader: LoaderCounts, units: int | None, has_ended: bool) -> l
     facts = [("batches", f"{batches:,}{bound}")]
     if loader.units != batches:
         facts = [("batches", f"{batches:,} · {loader.units:,}{bound} units")]
+    if repeated := int(loader.rank_total("repeated")):
+        facts = [("batches", f'{facts[0][1]} ({repeated:,} repeated: uneven="pad")')]
     rate = loader.mean if has_ended else loader.recent
     if rate.time > 0:
         speed = f"{_number(rate.rate(rate.bytes) / 1e6)} MB/s"

@@ -173,6 +173,8 @@ class RankCounts(Struct, kw_only=True):
     Attributes:
         workers: `num_workers` of the loader.
         batches: Batches that the cell received.
+        repeated: Batches that the cell received again at the end of an epoch, because
+            `uneven="pad"` repeats the epoch's first batches; a part of `batches`.
         waited_s: Seconds that the cell waited for batches.
         retried: Requests that the rank sent again because a fetcher was lost.
         first_s: Seconds that the cell waited for the first batch; a part of `waited_s`.
@@ -188,6 +190,7 @@ class RankCounts(Struct, kw_only=True):
 
     workers: int = 0
     batches: int = 0
+    repeated: int = 0
     units: int = 0
     bytes: int = 0
     waited_s: float = 0.0

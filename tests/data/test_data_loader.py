@@ -100,6 +100,31 @@ def test_ranks_share_an_epoch(tmp_path: Path, fetchers: int, uneven: Uneven) -> 
             assert handed == dealt(local(loader), world_size, uneven)
 
 
+@pytest.mark.parametrize("uneven", sharding.UNEVEN)
+@pytest.mark.parametrize("rows", [Rows(20), Lines(20)], ids=["map-style", "iterable-style"])
+def test_repeated_batches_are_counted(tmp_path: Path, rows: Any, uneven: Uneven) -> None:
+    with service(tmp_path, DataLoader(rows, 4)) as running:
+        loaders = [
+            running.loader(rank=rank, world_size=3, shape={"uneven": uneven}) for rank in range(3)
+        ]
+        for expected in ([0, 0, 1], [0, 0, 2]):  # 5 batches in each epoch
+            with ThreadPoolExecutor(3) as pool:
+                list(pool.map(list, loaders))
+            counted = [loader.current_counts().repeated for loader in loaders]
+            assert counted == (expected if uneven == "pad" else [0, 0, 0])
+        next(iter(loaders[2]))
+        assert loaders[2].current_counts().repeated == (2 if uneven == "pad" else 0)
+
+
+def test_a_resumed_epoch_counts_its_repeated_batches(tmp_path: Path) -> None:
+    for rows in (Rows(20), Lines(20)):
+        with service(tmp_path / type(rows).__name__, DataLoader(rows, 4)) as running:
+            first, resumed = (running.loader(rank=2, world_size=3) for _ in range(2))
+            next(iter(first))
+            resumed.load_state_dict(first.state_dict())
+            assert len(list(resumed)) == resumed.current_counts().repeated == 1
+
+
 def test_each_rank_gets_the_batches_that_accelerate_would_give_it(tmp_path: Path) -> None:
     import accelerate.data_loader  # not at the top: each fetcher would import it to unpickle
 

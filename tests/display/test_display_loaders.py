@@ -60,6 +60,13 @@ def test_units_are_shown_next_to_batches_if_they_differ() -> None:
     )
 
 
+def test_repeated_batches_of_all_ranks_are_shown() -> None:
+    run_counts = run_counts_of(data(0), data(1, repeated=1), data(2, repeated=2))
+    said = '(3 repeated: uneven="pad")'
+    assert facts(run_counts)["batches"] == f"1,800 {said}"
+    assert facts(run_counts, 2000, has_ended=True)["batches"] == f"1,800 of 2,000 {said}"
+
+
 def test_the_memory_of_ranks_is_shown() -> None:
     assert facts(run_counts_of(fetched(), data(0, held_bytes=3e6)))["in ranks"] == "3.0 MB"
 

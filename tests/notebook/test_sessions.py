@@ -718,6 +718,15 @@ taas.register(loader);
 """
 
 
+def test_the_header_says_how_many_batches_were_repeated(session: Frontend) -> None:
+    session.run(LOADER + "odd = taas.register(DataLoader(torch.arange(6), batch_size=2))")
+    said = 'odd: batches 4 (1 repeated: uneven="pad") '
+    for flags in ("--session exp", "--session exp", "--gpus 2 --cpus 1"):
+        assert said in notes(session, session.run(f"%%taas {flags}\nfor _ in odd: pass"))
+    request = session.run("%%taas --session exp\nfor _ in loader: pass")
+    assert "loader: batches 16 · " in notes(session, request)
+
+
 def test_an_epoch_of_a_registered_loader_continues_in_the_next_cell(session: Frontend) -> None:
     session.run(LOADER)
     take = "%%taas --session exp --out got@all\n"
