@@ -278,10 +278,16 @@ class RemoteLoader(DataLoader[Any]):
         if name == "worker_init_fn" and _is_lightnings_seeding(value):
             return  # Lightning would seed each worker; the service already seeds each batch
         if name in _NOT_SET and self.is_made:
-            error = ValueError if name in _FIXED else AttributeError
+            is_fixed = name in _FIXED
+            error = ValueError if is_fixed else AttributeError
             raise error(
                 f'cannot set {name} of loader "{self.name}" in a rank: its fetchers run the loader '
-                "and would not see the change. Set it in the notebook, before the cell"
+                "and would not see the change. "
+                + (
+                    f"In the notebook, make a new DataLoader with another {name}, and register it"
+                    if is_fixed
+                    else "Set it in the notebook, before the cell"
+                )
             )
         super().__setattr__(name, value)
 

@@ -339,8 +339,10 @@ def test_an_assignment_to_the_dataset_is_refused(defined: Notebook, flags: str) 
     assert "(loader.dataset.dataset.train = …)" in outcome.shown
     outcome = defined.run("loader.collate_fn = list", flags)
     assert 'cannot set collate_fn of loader "loader" in a rank' in outcome.shown
+    assert "Set it in the notebook, before the cell" in outcome.shown
     outcome = defined.run("loader.batch_size = 3", flags)
     assert 'ValueError: cannot set batch_size of loader "loader" in a rank' in outcome.shown
+    assert "In the notebook, make a new DataLoader with another batch_size" in outcome.shown
 
 
 def test_a_method_that_changes_only_the_ranks_copy_of_the_dataset_is_reported(
