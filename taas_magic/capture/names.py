@@ -227,6 +227,9 @@ class UsedNames:
         attributes: Attribute names that the cell looks up on any object.
         stores: Global names that the cell, or a function defined in it, sets or deletes.
         updates: Names that one statement both reads and sets, as in `total += 1`.
+        assigned: Names that assignments outside of functions and classes set, and that the cell
+            does not delete afterwards. Each name has the assigned expressions, and None for an
+            assignment such as `total += 1`. Loop variables and imports do not count.
         definitions: Names that the functions and classes of the cell read when their code runs, by
             name of the function or class. In a session, a later cell may call the function.
         lambdas: Names that lambdas of the cell read. In a session, a later cell may call a lambda.
@@ -235,6 +238,7 @@ class UsedNames:
     def __init__(self, stores: frozenset[str]) -> None:
         self.stores = stores
         self.updates: set[str] = set()
+        self.assigned: dict[str, list[ast.expr | None]] = {}
         self.why: dict[str, str] = {}
         self.imports: set[str] = set()
         self.attributes: set[str] = set()
@@ -243,6 +247,16 @@ class UsedNames:
         self._awaited: set[str] = set()
         self.definitions: dict[str, frozenset[str]] = {}
         self.lambdas: set[str] = set()
+
+    def assigns_new_value(self, name: str, value: Any) -> bool:
+        """Return whether the cell may assign another value than `value` to a public variable.
+
+        The cell assigns the same value if it assigns only a constant that equals `value`.
+        """
+        return not name.startswith("_") and not all(
+            isinstance(it, ast.Constant) and type(it.value) is type(value) and it.value == value
+            for it in self.assigned.get(name, [])
+        )
 
     def walk(self, statements: Sequence[ast.stmt]) -> None:
         """Record the names that statements read and set; the statements run one after the other."""
@@ -320,8 +334,13 @@ class UsedNames:
             self._defined.add(name)
             self._later.pop(name, None)
             self.definitions.pop(name, None)
+            if isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign):
+                value = None if isinstance(node, ast.AugAssign) else node.value
+                self.assigned.setdefault(name, []).append(value)
         if isinstance(node, ast.Delete):
-            self._defined.difference_update(n for target in node.targets for n in _bound(target))
+            for name in {n for target in node.targets for n in _bound(target)}:
+                self._defined.discard(name)
+                self.assigned.pop(name, None)
 
     def _define(self, node: _Definition) -> None:
         """Record the names that a function or class definition reads and sets.

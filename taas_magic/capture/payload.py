@@ -309,6 +309,8 @@ class Payload(PayloadDescription, frozen=True, kw_only=True):
         choice: Variables that are sent to the ranks of a session; None outside of sessions.
         state: The notebook's process state. In a session, `data` has only the settings that the
             ranks do not have yet.
+        replaced: Variables of the notebook to which the cell assigns new values. Each name has the
+            id of the notebook's value.
     """
 
     requires: tuple[str, ...]
@@ -319,6 +321,7 @@ class Payload(PayloadDescription, frozen=True, kw_only=True):
     sets_any: bool = False
     choice: VariablesToSend | None = None
     state: process_state.State
+    replaced: dict[str, int] = {}
 
     @property
     def size_bytes(self) -> int:
@@ -513,6 +516,11 @@ def capture(
         sets_any=pickler.sets_any,
         choice=choice,
         state=state,
+        replaced={
+            name: id(namespace[name])
+            for name in used.assigned
+            if is_user_variable(name, namespace) and used.assigns_new_value(name, namespace[name])
+        },
     )
     if payload.size_bytes > limit_bytes:
         gathering.report_problem(_too_large(payload, limit_bytes))

@@ -16,5 +16,6 @@ pools.py      the pools of this kernel
 vscode.py     attaches VS Code to a rank (`%taas debug --debugpy`)
 logs.py       reads the log files of ranks
 report.py     writes the file of `%taas report`
+own_values.py tells the user that ranks have newer values of variables than the notebook
 between_cells.py  functions to call before each cell, and names for a hint after each cell
 """

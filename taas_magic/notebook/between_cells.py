@@ -6,8 +6,8 @@ import is complete. So the magics read only this small module, and need not wait
 
 from collections.abc import Callable
 
-before_cell: list[Callable[[], None]] = []
-"""Functions to call before each cell, in the thread that runs the cell."""
+before_cell: list[Callable[[str], None]] = []
+"""Functions to call before each cell with the cell's text, in the thread that runs the cell."""
 
 names_set_on_ranks: dict[str, str] = {}
 """Names that earlier `%%taas` cells without a session assigned on their ranks.

@@ -45,11 +45,14 @@ def forget_run(run: Run) -> None:
     _left.pop(run.id, None)
 
 
-def update_ended_headers() -> None:
+def update_ended_headers(raw_cell: str) -> None:
     """Update the status headers of runs that have ended since their views were closed.
 
     The magics call this function before each cell of the notebook. If the folder of a run has been
     removed, for example by another kernel, the run's status header stays as it is.
+
+    Args:
+        raw_cell: Text of the cell; not used.
     """
     for run in list(_left.values()):
         state = None

@@ -31,7 +31,7 @@ from taas_magic.host.spec import Origin, RunSpec, environ_changes
 from taas_magic.host.variables import list_names
 from taas_magic.journal import folder as journal
 from taas_magic.journal.folder import RunContext, RunFolder
-from taas_magic.notebook import attach, between_cells, pools, runs, sessions
+from taas_magic.notebook import attach, between_cells, own_values, pools, runs, sessions
 from taas_magic.notebook.flags import check_ranks
 from taas_magic.notebook.run import BackgroundCall, Interrupts, RunDriver, RunFetchers
 from taas_magic.notebook.runs import Run
@@ -103,6 +103,8 @@ def execute(flags: Flags, work: Work, shell: "InteractiveShell", config: Config)
     - Without a session: the names that the work assigned on the ranks. If a later cell fails
       because the notebook lacks such a name, the user gets a hint.
     - In a session: the variables of `--out` that were returned.
+    - Variables of the notebook that the cell assigned anew, but only on the ranks. If a later cell
+      reads such a variable, the user gets a note.
 
     Returns:
         The run, also after the kernel has detached it.
@@ -147,6 +149,7 @@ def execute(flags: Flags, work: Work, shell: "InteractiveShell", config: Config)
     try:
         driver.store_results(shell.user_ns)
     finally:
+        own_values.record(captured, driver.head)
         if session is not None:
             session.names.record_returned(driver.run.out)
         else:

@@ -89,7 +89,7 @@ class TaasMagics(Magics):
         """
         self._raw_cell = info.raw_cell
         for call in between_cells.before_cell:
-            call()
+            call(info.raw_cell)
         for line in misplaced_pragma_warnings(info.raw_cell):
             _print_line(line)
 

@@ -178,6 +178,62 @@ def test_a_name_that_only_ranks_have_is_explained(frontend: Frontend) -> None:
     frontend.run("import taas; assert taas.last_run.out['later'] == 1")
 
 
+def test_a_cell_that_reads_a_variable_which_only_ranks_got_anew_is_noted_once(
+    frontend: Frontend,
+) -> None:
+    frontend.run("import torch, math\nmodel, acc, size, step = torch.nn.Linear(4, 1), 0.1, 64, 0")
+    frontend.run("seen = []\ndef score(): return 1\n_hidden, total, got = 1, 0, 2")
+    ranks = """
+import math
+model = torch.nn.Linear(4, 1)
+if True:
+    acc, size = 0.9, 32
+for step in range(3):
+    total += 1
+    seen.append(step)
+with torch.no_grad() as given:
+    def score(): return 2
+_hidden = got = 3
+size = 32"""
+    cell = "%%taas --gpus 1 --out got" + ranks
+    request = frontend.run(cell)
+    assert "total, seen were changed in the ranks" in str(frontend.outputs[request])
+    quiet = "print(f'{step} {total} {score()} {_hidden} {got} {seen} {math}', end='')\nsize = 5"
+    assert "note" not in frontend.text(frontend.run(quiet))
+    reads = "if acc and size:\n    print(acc, model.in_features)\nacc = 0.2"
+    note = (
+        "note: acc, model have the notebook's own values. A %%taas cell assigned new values, but "
+        "only in its ranks. To get these values, run that cell with --out acc,model\n"
+    )
+    assert frontend.text(frontend.run(reads)) == note + "0.1 4\n"
+    assert frontend.text(frontend.run("print(acc, model.in_features)")) == "0.2 4\n"
+    frontend.run(cell)
+    frontend.run("model = None")
+    assert frontend.text(frontend.run("print(model)")) == "None\n"
+    assert frontend.text(frontend.run("!echo {acc}")).startswith("note: acc has the notebook's own")
+    frontend.run("%%taas --gpus 1\nseen = [1]")
+    assert not frontend.text(frontend.run("del seen"))
+    frontend.run("%%taas --gpus 1\nacc = 0.2\nsize = 5")  # the notebook has the same values
+    frontend.run("%%taas --gpus 1 --out size\nsize = 6")
+    assert frontend.text(frontend.run("print(acc, size)")) == "0.2 6\n"
+    request = frontend.send("%%taas --gpus 1\n1 / 0\nacc = 0.9")
+    assert frontend.finish(request)["status"] == "error"
+    assert frontend.text(frontend.run("print(acc)")) == "0.2\n"
+
+
+def test_the_note_on_a_variable_that_a_session_assigned_names_the_session(
+    frontend: Frontend,
+) -> None:
+    frontend.run("lr = 0.1")
+    frontend.run("%%taas --gpus 1 --session kept\nlr = 0.5")
+    assert frontend.text(frontend.run("print(lr)")) == (
+        "note: lr has the notebook's own value. A %%taas cell assigned a new value, but only in "
+        "its ranks. To get this value, run a cell of session kept with --out lr\n0.1\n"
+    )
+    frontend.run("%%taas --session kept --out lr\nlr")
+    assert frontend.text(frontend.run("print(lr)\nget_ipython().run_line_magic('taas', 'end')"))
+
+
 SLOTS = """
 import abc, dataclasses
 @dataclasses.dataclass(slots=True)

@@ -1,0 +1,85 @@
+"""Tell the user that a variable does not have the value that a `%%taas` cell assigned to it.
+
+If the notebook lacks the variable, NameError leads to a hint. If the notebook has an older value,
+no error occurs, so a note tells the user.
+"""
+
+import sys
+from contextlib import suppress
+
+from IPython.core.getipython import get_ipython
+
+from taas_magic.capture.names import used_names
+from taas_magic.capture.payload import Payload
+from taas_magic.display.head import RunState
+from taas_magic.errors import listed
+from taas_magic.notebook import between_cells
+from taas_magic.plan import variable_name
+
+_MAX_LISTED = 10
+
+_pending: dict[str, tuple[int, str]] = {}
+"""Variables that a `%%taas` cell assigned only in its ranks, if no note has told the user so.
+
+The value is the id of the notebook's object, and the name of the cell's session or "".
+"""
+
+
+def record(captured: Payload, ended: RunState) -> None:
+    """Record the variables for which the next cell that reads them prints a note.
+
+    Leave out the variables of `--out`, and those that a note of the run names as changed. If the
+    run failed, record no new variables, because the cell may not have reached its assignments.
+    """
+    for name in map(variable_name, ended.plan.out):
+        _pending.pop(name, None)
+    if ended.state in ("FAILED", "LOST"):
+        return
+    known = {variable_name(name) for name in ended.plan.out}
+    for note in ended.notes:
+        if "changed in the ranks" in note:
+            known.update(note.replace(",", " ").split())
+    for name, value_id in captured.replaced.items():
+        if name not in known:
+            _pending[name] = value_id, ended.plan.session
+
+
+def print_notes(raw_cell: str) -> None:
+    """Print a note if a plain cell reads a variable that a `%%taas` cell assigned in its ranks.
+
+    The magics call this function before each cell. Forget the variables that the note names, that
+    the cell assigns or deletes, or that have another value by now.
+    """
+    shell = get_ipython()
+    if not _pending or shell is None:
+        return
+    with suppress(Exception):  # for example, the cell is not valid Python
+        source = shell.transform_cell(raw_cell)
+        if "%%taas" in source or "run_cell_magic('taas'" in source:
+            return
+        for name, (value_id, _) in list(_pending.items()):
+            if name not in shell.user_ns or id(shell.user_ns[name]) != value_id:
+                del _pending[name]
+        used = used_names(source)
+        deleted = used.updates - used.assigned.keys()
+        names = sorted(_pending.keys() & used.why.keys() - deleted)
+        read = {name: _pending[name][1] for name in names}
+        for session in dict.fromkeys(read.values()):
+            sys.stdout.write(_note([name for name in read if read[name] == session], session))
+        for name in {*read, *used.stores}:
+            _pending.pop(name, None)
+
+
+def _note(names: list[str], session: str) -> str:
+    one = len(names) == 1
+    where = f"a cell of session {session}" if session else "that cell"
+    return (
+        f"note: {listed(names, _MAX_LISTED)} {'has' if one else 'have'} the notebook's own "
+        f"{'value' if one else 'values'}. A %%taas cell assigned "
+        f"{'a new value' if one else 'new values'}, but only in its ranks. To get "
+        f"{'this value' if one else 'these values'}, run {where} with "
+        f"--out {','.join(names[:_MAX_LISTED])}\n"
+    )
+
+
+between_cells.before_cell.append(print_notes)
