@@ -111,9 +111,7 @@ def rank_main(spec: ProcessSpec, environ: Mapping[str, str]) -> None:
     feeding = closing(SessionLoaders(spec, rank)) if is_session else run_feed(spec.share, rank)
     try:
         with feeding as fed:
-            # `set_num_threads` starts the OpenMP threads. `OMP_NUM_THREADS` may list one number for
-            # each nesting level; the first one applies to the rank.
-            torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"].partition(",")[0]))
+            torch.set_num_threads(_thread_count(spec))  # this starts the OpenMP threads
             _use_gloo_without_cuda(link)
             keep_ddp_groups()
             succeeded = _work_and_wait(spec, environ, link, rank, fed)
@@ -129,6 +127,18 @@ def rank_main(spec: ProcessSpec, environ: Mapping[str, str]) -> None:
             link.wait_for_other_ranks()
         else:
             rendezvous.await_all_ending(environ, OTHERS_END_S)
+
+
+def _thread_count(spec: ProcessSpec) -> int:
+    """Return the rank's number of threads: `OMP_NUM_THREADS`, or the number from the plan.
+
+    `OMP_NUM_THREADS` may list one number for each nesting level; the first one applies to the rank.
+    As for OpenMP, a text that is not a positive number counts as not set.
+    """
+    first = os.environ["OMP_NUM_THREADS"].partition(",")[0].strip()
+    host_plan = spec.share.spec.host_plan
+    assert host_plan is not None
+    return int(first) if first.isdecimal() and int(first) > 0 else host_plan.threads_per_rank
 
 
 def _set_up_rank(spec: ProcessSpec, environ: Mapping[str, str], rank: int) -> AgentLink:

@@ -16,6 +16,7 @@ from contextlib import suppress
 from importlib.machinery import ModuleSpec
 from typing import Any
 
+from IPython import version_info
 from IPython.core.async_helpers import get_asyncio_loop
 from IPython.core.compilerop import CachingCompiler
 from IPython.core.displayhook import DisplayHook
@@ -237,7 +238,7 @@ class RankShell(InteractiveShell):
         self.breakpoints.install()
         self.loop_runner = self._run_coroutine
         self.colors = colors
-        if hasattr(self.InteractiveTB, "set_colors"):  # IPython 8 needs this call for tracebacks
+        if version_info < (9,):  # IPython 8 needs this call for tracebacks
             self.InteractiveTB.set_colors(colors)
         # If ps1 is set, Lightning assumes an interactive session and refuses DDP
         for name in ("ps1", "ps2", "ps3"):

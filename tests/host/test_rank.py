@@ -44,6 +44,10 @@ def test_cores_are_divided_into_threads_per_rank_unless_the_user_sets_a_number(
     assert notebook.run(source, "--env OMP_NUM_THREADS=3").lines[1] == ["3 3"]
     monkeypatch.setenv("OMP_NUM_THREADS", "4")
     assert notebook.run(source).lines[1] == ["4 4"]
+    # OpenMP, too, ignores a value that is not a positive number
+    for wrong in ("", "0", "many"):
+        monkeypatch.setenv("OMP_NUM_THREADS", wrong)
+        assert notebook.run(source).lines[1][0].split()[-1] == str(share)
 
 
 def test_the_notebooks_environment_and_flags_reach_the_ranks(

@@ -536,6 +536,13 @@ def test_the_project_may_be_the_temporary_folder(scene: Scene) -> None:
             assert "wrote" not in text
 
 
+def test_warnings_may_be_errors_in_the_kernel_and_in_ranks(scene: Scene) -> None:
+    with scene.kernel(PYTHONWARNINGS="error::DeprecationWarning") as frontend:
+        for flags in ("--gpus 1", "--gpus 1 --session s"):
+            text = frontend.text(frontend.run(f"%%taas {flags}\nprint('ran')"))
+            assert "[0] ran" in text
+
+
 OF_A_CONTAINER = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
 OF_NOBODY = {"HOME": "", "USER": "", "LOGNAME": ""}
 
