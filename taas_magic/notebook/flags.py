@@ -344,13 +344,16 @@ class Flag:
         """Parse the flag's value for argparse; raise a UsageError that says what is allowed.
 
         IPython replaces `$name` and `{expression}` in the flags before this call, unless a name in
-        them is missing in the notebook. If the text still has one of them, the error says so.
+        them is missing in the notebook. If the text still has one of them, the error says so. If
+        the value of `--out` is an expression, the error says to assign it to a variable.
         """
         try:
             return self.read(text)
         except ValueError:
-            hint = ", a name that the notebook does not have" if _NOT_EXPANDED.search(text) else ""
             name = spelling.spell(self.name)
+            hint = ", a name that the notebook does not have" if _NOT_EXPANDED.search(text) else ""
+            if self.name == "--out" and not hint and re.search(r"[.(\[]", text):
+                hint = f". Assign the value to a variable, and give its name to {name}"
             raise UsageError(f'{name} needs {self.possible}; got "{text}"{hint}') from None
 
 
@@ -556,10 +559,20 @@ FLAGS = (
 BY_NAME = {flag.name: flag for flag in FLAGS}
 
 _TEXTS = {"--name", "--store"}
-"""Flags whose values may have spaces."""
+"""Flags whose values may have spaces, in quotes."""
 
-_LIKE_GPUS = {"-n", "-np", "--np", "--nproc", "--nproc-per-node", "--num-gpus", "--num-processes"}
-"""Flags of other launchers for the number of processes, with `-` in place of `_`."""
+_WITHOUT_SPACES = {"--out": ",", "--send": ",", "--logs": ",", "--ranks": ",", "--session": "_"}
+"""Flags whose values must not have spaces, each with the separator to write in place of a space."""
+
+_OF_OTHERS = {
+    **dict.fromkeys(("-n", "-np", "--np", "--nproc", "--nproc-per-node", "--num-gpus"), "--gpus"),
+    **dict.fromkeys(("--num-processes", "--world-size"), "--gpus"),
+    **dict.fromkeys(("-o", "--output", "--outputs", "--return", "--returns"), "--out"),
+}
+"""Flags of other programs, with `-` in place of `_`, each with the flag that does the same here."""
+
+_DASHES = "-\u2010\u2011\u2012\u2013\u2014\u2015\u2212"
+"""The hyphen, and the dashes of Unicode that an editor may put in its place."""
 
 
 class FlagParser(MagicArgumentParser):
@@ -761,12 +774,13 @@ def _parse_words(words: list[str], spelling: Spelling) -> dict[str, Any]:
     `env` and `shared_writes` are always in the dict, and are empty without their flags.
 
     Raises:
-        UsageError: A flag is unknown, has a wrong value, or was given twice although it is not in
-            `REPEATED`. Or `--env` sets a variable that taas-magic sets.
+        UsageError: A flag is unknown, has a wrong value or a value with spaces, or was given twice
+            although it is not in `REPEATED`. Or `--env` sets a variable that taas-magic sets.
     """
+    _raise_if_spaces(words)
     answer, rest = _parser(spelling).parse_known_args(words)
     if rest:
-        raise UsageError(_unknown(rest[0], words))
+        raise UsageError(_unknown(rest[0]))
     given = [word.partition("=")[0] for word in words]
     for name in BY_NAME:
         if given.count(name) > 1 and name not in REPEATED:
@@ -783,29 +797,55 @@ def _parse_words(words: list[str], spelling: Spelling) -> dict[str, Any]:
     return settings
 
 
-def _unknown(word: str, words: Sequence[str]) -> str:
-    """Return the error message for a word that is neither a flag nor a flag's value."""
-    listed = " ".join(flag.name for flag in FLAGS)
-    if quoted := _in_quotes(word, words):
-        return f'"{word}" is not a flag. A value with spaces needs quotes: {quoted}'
-    if not word.startswith("-"):
-        return f'"{word}" is not a flag. The flags are: {listed}'
-    word = word.partition("=")[0]
-    hint = did_you_mean("--gpus" if word.replace("_", "-") in _LIKE_GPUS else word, BY_NAME)
-    return f"No flag {word}{hint}. The flags are: {listed}"
+def _raise_if_spaces(words: Sequence[str]) -> None:
+    """Raise UsageError if several words follow a flag that takes one word, as in `--out a, b`.
 
-
-def _in_quotes(word: str, words: Sequence[str]) -> str:
-    """Return the flag whose text probably contains `word`, with its text in quotes; "" if none.
-
-    Args:
-        word: A word that is neither a flag nor a flag's value, such as `run` in `--name my run`.
-        words: All words of the line.
+    The message has the correct value: in quotes for `_TEXTS`, without spaces for `_WITHOUT_SPACES`.
+    If even the value without spaces is not valid, raise nothing.
     """
     for i, given in enumerate(words):
         name, equals, value = given.partition("=")
         values = [value] if equals else []
-        values += takewhile(lambda each: not each.startswith("-"), words[i + 1 :])
-        if name in _TEXTS and word in values[1:]:
-            return f"{name} {shlex.quote(' '.join(values))}"
-    return ""
+        values += takewhile(lambda word: not _begins_flag(word), words[i + 1 :])
+        if len(values) < 2:
+            continue
+        if name in _TEXTS:
+            quoted = shlex.quote(" ".join(values))
+            raise UsageError(f"A value with spaces needs quotes: {name} {quoted}")
+        if separator := _WITHOUT_SPACES.get(name):
+            joined = re.sub(r"[\s,]+", separator, " ".join(values))
+            try:
+                BY_NAME[name].read(joined)
+            except ValueError:
+                continue
+            raise UsageError(f"The value of {name} must have no spaces: write {name} {joined}")
+
+
+def _begins_flag(word: str) -> bool:
+    """Return whether a word looks like a flag: `--gpus`, `—gpus` or `gpus=2`, but not `gpus`."""
+    is_flag = word[:1] in _DASHES or "=" in word
+    return word.startswith("-") or (is_flag and _without_hyphens(word) != "")
+
+
+def _without_hyphens(word: str) -> str:
+    """Return the flag that the user wrote without its two hyphens; "" if there is none.
+
+    For `gpus=2` and `—gpus=2`, return `--gpus 2`. Editors replace two hyphens by a long dash.
+    """
+    name, equals, value = word.lstrip(_DASHES).partition("=")
+    flag = f"--{name.replace('_', '-')}"
+    if flag not in BY_NAME or word.startswith("--"):
+        return ""
+    return f"{flag} {shlex.quote(value)}" if equals else flag
+
+
+def _unknown(word: str) -> str:
+    """Return the error message for a word that is neither a flag nor a flag's value."""
+    listed = " ".join(flag.name for flag in FLAGS)
+    if flag := _without_hyphens(word):
+        return f'"{word}" is not a flag. Write it with two hyphens: {flag}. The flags are: {listed}'
+    if not word.startswith("-"):
+        return f'"{word}" is not a flag. The flags are: {listed}'
+    word = word.partition("=")[0]
+    hint = did_you_mean(_OF_OTHERS.get(word.replace("_", "-"), word), BY_NAME)
+    return f"No flag {word}{hint}. The flags are: {listed}"

@@ -116,13 +116,50 @@ def test_each_field_of_flags_has_a_flag() -> None:
         ("8", '"8" is not a flag. The flags are: --gpus'),
         *(
             (f"{flag} 2", f'No flag {flag} (did you mean "--gpus"?)')
-            for flag in ("--GPUS", "-n", "-np", "--np", "--nproc_per_node", "--num-processes")
+            for flag in (
+                "--GPUS",
+                "-n",
+                "-np",
+                "--np",
+                "--nproc_per_node",
+                "--num-processes",
+                "--world-size",
+            )
         ),
         ("--name my run --gpus 2", "A value with spaces needs quotes: --name 'my run'"),
         ("--gpus 2 --name=run run 8", "A value with spaces needs quotes: --name 'run run 8'"),
         ("--gpus 2 --store my results", "A value with spaces needs quotes: --store 'my results'"),
         ("--gpus 2 8", '"8" is not a flag. The flags are: --gpus'),
         ("--gpus 2 --env A=1 B=2", '"B=2" is not a flag. The flags are: --gpus'),
+        *(
+            (f"--gpus 2 {given}", f"The value of {given[:5]} must have no spaces: write {wanted}")
+            for given, wanted in (
+                ("--out model, history", "--out model,history"),
+                ("--out model history --cpus 1", "--out model,history"),
+                ("--out=model , history@last", "--out model,history@last"),
+                ("--out a b gpus=2", "--out a,b"),
+            )
+        ),
+        ("--session x --ranks 0, 1", "must have no spaces: write --ranks 0,1"),
+        ("--session x --send lr, data", "must have no spaces: write --send lr,data"),
+        ("--gpus 2 --logs 0 2-3", "must have no spaces: write --logs 0,2-3"),
+        ("--session my exp --gpus 2", "must have no spaces: write --session my_exp"),
+        *(
+            (f"--gpus 2 --out {text}", "Assign the value to a variable, and give its name to --out")
+            for text in ("model.state_dict()", "history[-1]", "f(x, y)", "'a, f(x)'")
+        ),
+        ("--gpus 2 --out model —cpus 1", '"—cpus" is not a flag. Write it with two'),
+        ("—gpus 2", '"—gpus" is not a flag. Write it with two hyphens: --gpus. The flags are'),
+        ("\u2013max_restarts=2", "Write it with two hyphens: --max-restarts 2. The flags are"),
+        ("gpus=2", '"gpus=2" is not a flag. Write it with two hyphens: --gpus 2. The flags are'),
+        ("--gpus 2 --name run cpus=2", '"cpus=2" is not a flag. Write it with two hyphens: --cpus'),
+        ("--gpus 2 name='first try'", "Write it with two hyphens: --name 'first try'. The flags"),
+        ("--gpus 2 --name run — later", "A value with spaces needs quotes: --name 'run — later'"),
+        ("--gpus 2 pool g2.8", '"pool" is not a flag. Write it with two hyphens: --pool. The'),
+        *(
+            (f"--gpus 2 {flag} x", f'No flag {flag} (did you mean "--out"?)')
+            for flag in ("--output", "--return", "-o")
+        ),
         ("--session 'my exp'", "--session needs a name such as exp: a letter or _, then up to 63"),
         ("--session my/exp", 'letters, digits, _, . or -; got "my/exp"'),
         ("--gpus 2 --gpus 3", "--gpus was given twice"),
