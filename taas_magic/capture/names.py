@@ -477,7 +477,7 @@ def _may_swallow(context: ast.expr) -> bool:
 
 
 @without_warnings()
-def assigned_names(source: str) -> set[str]:
+def assigned_names(source: str | ast.Module) -> set[str]:
     """Return the variable names that a cell, or a function that the cell defines, may set."""
     code = compile(source, "<cell>", "exec", _FLAGS, dont_inherit=True)
     stored = {step.argval for step in dis.get_instructions(code) if step.opname == "STORE_NAME"}

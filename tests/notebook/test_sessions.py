@@ -197,6 +197,51 @@ def test_a_name_has_the_notebooks_value_unless_a_cell_of_the_session_assigned_it
     assert printed(session, "%%taas --session exp\nprint(lr)") == ["7"]
 
 
+def test_a_failed_cell_assigns_only_the_names_that_got_a_new_value(session: Frontend) -> None:
+    values = "lr, w, steps, net = {0}, torch.ones(2) * {0}, [{0}], torch.nn.Linear({0}, 1)\n"
+    values += "p, seen = net.bias, {{{0}}}"
+    session.run("import torch\n" + values.format(1))
+    fails = "lr, w, steps, net, p = lr * 2, w + 1, steps + [2], net.cpu(), p + 1, 1 / 0"
+    assert "ZeroDivisionError" in error(session, f"%%taas --session exp\n{fails}")
+    session.run(values.format(3))
+    look = "%%taas --session exp\n"
+    look += "print(lr, w.tolist(), steps, net.in_features, p is net.bias, seen)"
+    assert printed(session, look) == ["3 [3.0, 3.0] [3] 3 True {3}"]
+    # assignments in the loop of the error count, even if the new value has the old address
+    fails = "for i in range(5):\n    1 / (4 - i)\n    w = w * 2\n    lr *= 2\n    steps += [i]\n"
+    fails += "    del seen\n    seen = {1, 2}"
+    assert "ZeroDivisionError" in error(session, f"%%taas --session exp\n{fails}")
+    session.run(values.format(4))
+    assert printed(session, look) == ["48 [48.0, 48.0] [3, 0, 1, 2, 3] 4 True {1, 2}"]
+    # a statement that ended without an error counts, even if the new value is the old object
+    session.run("%%taas --session exp\nnet = net.to('cpu')")
+    fails = "\n\np = p.to(\n    'cpu')\n# then\ndef fail(): 1 / 0\nwhile True:\n    fail()"
+    assert "ZeroDivisionError" in error(session, f"%%taas --session exp\n{fails}")
+    session.run(values.format(5))
+    look = "%%taas --session exp\nprint(net.in_features, p.tolist() == net.bias.tolist())"
+    assert printed(session, look) == ["4 True"]
+
+
+def test_a_cell_may_swap_a_parameter_that_it_assigns(session: Frontend) -> None:
+    """torch does not swap tensors that have weak references."""
+    loop = "for p in net.parameters(): pass\n"
+    session.run(f"import torch\nnet = torch.nn.Linear(1, 1)\n{loop}")
+    session.run("%%taas --session exp\nnet, p")
+    swaps = "torch.__future__.set_swap_module_params_on_conversion"
+    session.run(f"%%taas --session exp\n{swaps}(True)\nnet.double()\n{loop}{swaps}(False)")
+
+
+def test_a_loader_that_a_failed_cell_could_not_register_is_registered_in_the_notebook(
+    session: Frontend,
+) -> None:
+    session.run("import taas, torch\nfrom torch.utils.data import DataLoader")
+    session.run("loader = DataLoader(torch.arange(32), batch_size=2)")
+    registers = "%%taas --session exp\nimport taas\nloader = taas.register(loader)"
+    assert "Register the loader in the notebook" in error(session, registers)
+    session.run("loader = taas.register(loader)")
+    assert printed(session, "%%taas --session exp\nprint(len(list(loader)))") == ["8"]
+
+
 def test_another_changed_setting_does_not_restart_the_random_numbers(session: Frontend) -> None:
     session.run("import numpy, torch\ntorch.manual_seed(0)")
     cell = "%%taas --session exp\nprint(torch.rand(1).item())"
