@@ -72,13 +72,35 @@ class TaasMagics(Magics):
         super().__init__(shell)
         self._folder = folder
         self._raw_cell = ""
+        self._last_settings: Config | None = None
 
     def settings(self) -> Config:
         """Read taas.toml and return its settings.
 
         The magics call this for each cell. So an edit of the file takes effect with the next cell.
+
+        Raises:
+            UsageError: The file has a mistake.
         """
-        return load_config(self._folder)
+        self._last_settings = load_config(self._folder)
+        return self._last_settings
+
+    def _settings_of_command(self) -> Config:
+        """Return the settings for a command of `%taas`.
+
+        If taas.toml now has a mistake, print a note, and return the last settings without one. So
+        the user can still stop runs and end pools.
+
+        Raises:
+            UsageError: The file has had this mistake since the extension was loaded.
+        """
+        try:
+            return self.settings()
+        except UsageError as error:
+            if self._last_settings is None:
+                raise
+            _print_line(f"note: {error}. This command uses the earlier settings")
+            return self._last_settings
 
     def on_cell_start(self, info: Any) -> None:
         """Store the cell's text, call the registered functions, and warn of misplaced pragmas.
@@ -219,7 +241,7 @@ class TaasMagics(Magics):
         """
         with _show_interrupt_as("Stopped by you."):
             import_in_thread(*_MODULES)
-            shown = run_command(line, self.settings())
+            shown = run_command(line, self._settings_of_command())
         if type(shown) is not str:
             display(shown)
         elif shown:

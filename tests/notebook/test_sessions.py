@@ -966,6 +966,17 @@ def test_a_ddp_model_may_be_freed_after_its_process_group_was_destroyed(session:
     assert printed(session, f"%%taas --session exp\n{look}") == ["deleted"]
 
 
+def test_commands_work_while_taas_toml_has_a_mistake(session: Frontend) -> None:
+    session.run("open('taas.toml', 'w').write('[runs]\\nkepp = 1')")
+    try:
+        said = session.text(session.run("%taas vars exp"))
+        assert 'did you mean "keep"' in said and "uses the earlier settings" in said
+        assert "pid" in said
+        assert 'did you mean "keep"' in error(session, "%%taas --session exp\nprint(pid)")
+    finally:
+        session.run("import os\nos.remove('taas.toml')")
+
+
 def test_a_device_mesh_creates_the_process_group_again(session: Frontend) -> None:
     """Rank 0 is faster than rank 1, but must not use rank 1's old address."""
     imports = "import time\nfrom torch.distributed.device_mesh import init_device_mesh"
