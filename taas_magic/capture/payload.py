@@ -310,7 +310,8 @@ class Payload(PayloadDescription, frozen=True, kw_only=True):
         state: The notebook's process state. In a session, `data` has only the settings that the
             ranks do not have yet.
         replaced: Variables of the notebook to which the cell assigns new values. Each name has the
-            id of the notebook's value.
+            id of the notebook's value. Outside of sessions, values that the cell computes from the
+            old value are left out, because `ChangeDetector` reports them.
     """
 
     requires: tuple[str, ...]
@@ -499,6 +500,7 @@ def capture(
         choice.modules = modules
     definitions = _definitions(pickler.filenames, source_of)
     texts = [work.raw, *(source.text for source in definitions.values())]
+    reported = used.updates if choice is None else set()
     payload = Payload(
         work=shape,
         captured=tuple(gathering.captured),
@@ -518,7 +520,7 @@ def capture(
         state=state,
         replaced={
             name: id(namespace[name])
-            for name in used.assigned
+            for name in used.assigned.keys() - reported
             if is_user_variable(name, namespace) and used.assigns_new_value(name, namespace[name])
         },
     )

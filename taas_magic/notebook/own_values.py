@@ -28,20 +28,14 @@ The value is the id of the notebook's object, and the name of the cell's session
 def record(captured: Payload, ended: RunState) -> None:
     """Record the variables for which the next cell that reads them prints a note.
 
-    Leave out the variables of `--out`, and those that a note of the run names as changed. If the
-    run failed, record no new variables, because the cell may not have reached its assignments.
+    Leave out the variables of `--out`. If the run failed, record no new variables, because the cell
+    may not have reached its assignments.
     """
+    if ended.state not in ("FAILED", "LOST"):
+        for name, value_id in captured.replaced.items():
+            _pending[name] = value_id, ended.plan.session
     for name in map(variable_name, ended.plan.out):
         _pending.pop(name, None)
-    if ended.state in ("FAILED", "LOST"):
-        return
-    known = {variable_name(name) for name in ended.plan.out}
-    for note in ended.notes:
-        if "changed in the ranks" in note:
-            known.update(note.replace(",", " ").split())
-    for name, value_id in captured.replaced.items():
-        if name not in known:
-            _pending[name] = value_id, ended.plan.session
 
 
 def print_notes(raw_cell: str) -> None:
@@ -53,7 +47,7 @@ def print_notes(raw_cell: str) -> None:
     shell = get_ipython()
     if not _pending or shell is None:
         return
-    with suppress(Exception):  # for example, the cell is not valid Python
+    with suppress(SyntaxError):  # the cell itself then shows the error
         source = shell.transform_cell(raw_cell)
         if "%%taas" in source or "run_cell_magic('taas'" in source:
             return
