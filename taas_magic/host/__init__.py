@@ -25,6 +25,7 @@ keyboard.py    lines that the user types for a rank: `input()` and debuggers
 debugger.py    debuggers of a rank: `breakpoint()`, `%taas debug` and debugpy
 process_groups.py  gives each process group of a session its own keys in the key-value store
 ddp_groups.py  keeps process groups of DDP models, so that freeing a model cannot hang
+lone_training.py  reports that each rank trained a model of its own, without a process group
 variables.py   short descriptions of the variables of a session's rank
 link.py        the pipes between a rank and its agent
 rendezvous.py  the rendezvous of ranks: torch's store, and horovod's server

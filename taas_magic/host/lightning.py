@@ -10,6 +10,7 @@ import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from taas_magic.host.lone_training import settle_lone_training
 from taas_magic.host.metrics import is_recording, log_accepted
 from taas_magic.messages import Note
 
@@ -179,6 +180,7 @@ def _report_lone_trainer(world_size: int) -> None:
     # A process that the cell has spawned has no shell.
     if world_size >= n_ranks or not RankShell.initialized() or RankShell.instance().link is None:
         return
+    settle_lone_training()  # one note is enough
     nodes = f", num_nodes={n_hosts}" if n_hosts > 1 else ""
     RankShell.instance().link.send(
         Note(

@@ -39,6 +39,7 @@ from taas_magic.host.feeding import SessionLoaders, run_feed
 from taas_magic.host.heartbeat import send_heartbeats
 from taas_magic.host.keyboard import Keyboard
 from taas_magic.host.link import OTHERS_END_S, AgentLink, flush_output, rank_file
+from taas_magic.host.lone_training import report_lone_training, watch_optimizers
 from taas_magic.host.outcome import result_writer, send_outcome
 from taas_magic.host.profile import StepProfiler, use_profiler
 from taas_magic.host.session_cells import session_prompt
@@ -93,7 +94,8 @@ def rank_main(spec: ProcessSpec, environ: Mapping[str, str]) -> None:
 
     First makes this process a rank, connects its registered loaders to the data service, and sets
     torch's number of threads. Without a GPU, process groups use gloo instead of nccl. The process
-    groups of DDP models live longer than the models (`keep_ddp_groups`).
+    groups of DDP models live longer than the models (`keep_ddp_groups`). Except in a rehearsal,
+    records whether optimizers make steps without a process group (`watch_optimizers`).
 
     Returns if the work succeeded; otherwise, ends the process with exit code 1. A session counts as
     successful, even if cells failed. SIGINT after the user's code counts as a failure.
@@ -114,6 +116,8 @@ def rank_main(spec: ProcessSpec, environ: Mapping[str, str]) -> None:
             torch.set_num_threads(_thread_count(spec))  # this starts the OpenMP threads
             _use_gloo_without_cuda(link)
             keep_ddp_groups()
+            if not spec.share.plan.rehearse:
+                watch_optimizers()
             succeeded = _work_and_wait(spec, environ, link, rank, fed)
     except KeyboardInterrupt:  # SIGINT after the user's code: as in plain Python, the rank ends
         succeeded = False
@@ -353,7 +357,8 @@ def _run(shell: RankShell, spec: ProcessSpec, link: AgentLink, rank: int) -> boo
     First connects the shell to this rank's agent. If the work cannot be loaded, sends this failure
     and runs nothing. From the start of the work, SIGINT raises KeyboardInterrupt. On rank 0, also
     sends notes about notebook objects that the work changed. In a rehearsal, also sends the rank's
-    peak memory and the list of files that it wrote.
+    peak memory and the list of files that it wrote. After success, a note tells the user if each
+    rank has trained a model of its own.
 
     Returns:
         Whether the work succeeded.
@@ -380,7 +385,10 @@ def _run(shell: RankShell, spec: ProcessSpec, link: AgentLink, rank: int) -> boo
     result = shell.run(work, loaded.sources)
     if spec.share.plan.rehearse and link.is_own:
         link.send(_rehearsal_report())
-    return send_outcome(shell, result, link, writer, spec.share.plan.out, changes)
+    succeeded = send_outcome(shell, result, link, writer, spec.share.plan.out, changes)
+    if succeeded:
+        report_lone_training(link, rank, spec.share.plan.working_ranks)
+    return succeeded
 
 
 def _rehearsal_report() -> Rehearsed:

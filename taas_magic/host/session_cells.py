@@ -26,6 +26,7 @@ from taas_magic.host.feeding import SessionLoaders
 from taas_magic.host.heartbeat import collective_progress
 from taas_magic.host.keyboard import Keyboard
 from taas_magic.host.link import AgentLink, flush_output, rank_file
+from taas_magic.host.lone_training import report_lone_training
 from taas_magic.host.outcome import result_writer, send_outcome
 from taas_magic.host.process_groups import ProcessGroupPrefixes
 from taas_magic.host.prompt import Prompt, users_names
@@ -119,7 +120,8 @@ class _SessionCells:
         4. Load the payload's objects into the session's namespace.
 
         If this rank takes part in the cell, then runs the cell, and sends its results or failure.
-        Otherwise, only sends the results of `--out`.
+        Otherwise, only sends the results of `--out`. After success, a note tells the user if each
+        rank has trained a model of its own.
 
         At the end, sends `CellNames`, and flushes the output. `CellNames` has the names that the
         cell has assigned or deleted, and the cells whose fetchers this rank still needs. A child
@@ -163,6 +165,9 @@ class _SessionCells:
             result = shell.run(work, loaded.sources)
             raised = result.error_in_exec
             succeeded = send_outcome(shell, result, link, writer, order.out, is_session=True)
+            if succeeded:
+                everyone = range(self._spec.share.plan.world_size)
+                report_lone_training(link, int(self._environ["RANK"]), order.ranks or everyone)
         else:
             writer.write(shell.users_names(), order.out, value=None, failed=False)
             succeeded = True
