@@ -147,7 +147,7 @@ def execute(flags: Flags, work: Work, shell: "InteractiveShell", config: Config)
     else:
         run_to_end(driver, spec, pool, config, flags.detach)
     try:
-        driver.store_results(shell.user_ns)
+        driver.store_results(shell.user_ns, session_stays=session in sessions.live())
     finally:
         own_values.record(captured, driver.head)
         if session is not None:

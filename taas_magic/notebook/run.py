@@ -724,7 +724,7 @@ class RunDriver:
             self.listener(event)
             self.has_left = self.has_left and not isinstance(event, RunEnded)
 
-    def store_results(self, namespace: dict[str, Any]) -> None:
+    def store_results(self, namespace: dict[str, Any], session_stays: bool = False) -> None:
         """Store the results in the notebook and print notes; then raise the run's error, if any.
 
         The results are the variables of `--out`. If a failed run has returned some of them,
@@ -732,6 +732,7 @@ class RunDriver:
 
         Args:
             namespace: The notebook's variables, by name. The results are added here.
+            session_stays: Whether the run was a cell of a session that has not ended.
 
         Raises:
             KeyboardInterrupt: The run was interrupted or stopped, or this call was interrupted.
@@ -753,7 +754,7 @@ class RunDriver:
         sys.stdout.writelines(f"{note}\n" for note in self.run.result_notes)
         if out and self.run.state not in ("SUCCEEDED", "INTERRUPTED"):
             sys.stdout.write(f"returned although the run failed (--out): {', '.join(out)}\n")
-        self.run.raise_failure()
+        self.run.raise_failure(session_stays and not self.has_left)
 
     @property
     def has_lost_rank(self) -> bool:

@@ -348,12 +348,16 @@ class Run:
         self.raise_failure()
         return self.out
 
-    def raise_failure(self) -> None:
+    def raise_failure(self, session_stays: bool = False) -> None:
         """Raise the error of a run that has ended. If the run has no error, do nothing.
 
         If the kernel knows the exception type of the rank that failed first, the raised error has
         an exception of this type as its `__cause__`. If the run was interrupted, or if variables of
         `--out` are missing, the error's message names the variables that were returned.
+
+        Args:
+            session_stays: Whether the run was a cell of a session that has not ended. If so, the
+                message of an interrupted run says that the session keeps its variables.
 
         Raises:
             KeyboardInterrupt: The run was interrupted or stopped.
@@ -367,7 +371,8 @@ class Run:
         head, names = self.head, ", ".join(self.out)
         if head.state == "INTERRUPTED":
             came = f"returned: {names}" if names else "nothing was returned"
-            said = f"Stopped by you after {duration(self.duration_s)}; {came}. {head.why}"
+            stays = " The session keeps its variables." if session_stays else ""
+            said = f"Stopped by you after {duration(self.duration_s)}; {came}.{stays} {head.why}"
             raise interrupted(said.rstrip())
         if head.state != "SUCCEEDED":
             first = with_labels(head.first, self.context.labels)
