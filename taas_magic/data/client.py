@@ -530,7 +530,8 @@ class Client:
     def close(self) -> None:
         """End the pass: cancel pending requests, and store the connections for the next pass.
 
-        If cancelling fails on a connection, close this connection and do not store it.
+        If cancelling fails on a connection, close this connection and do not store it. Nor store a
+        connection that is closed already: the next pass would take the fetcher for a failed one.
 
         Raises:
             OSError: A signal handler in the user's cell raised an OSError during the call. Errors
@@ -545,7 +546,8 @@ class Client:
                     raise
         self._where.clear()
         self._responses.clear()
-        self._route.store_idle(self._links, self._blocks)
+        links = {number: link for number, link in self._links.items() if not link.is_closed}
+        self._route.store_idle(links, self._blocks)
         self._links = {}
 
     def _loader_request(self, slot_request: SlotRequest) -> LoaderRequest:

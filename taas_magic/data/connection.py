@@ -123,6 +123,14 @@ class FetcherLink:
             self.close()
             raise
 
+    @property
+    def is_closed(self) -> bool:
+        """Whether `close` was called, by this process or by the garbage collector.
+
+        The garbage collector calls `close` before `__del__` of the objects that refer to the link.
+        """
+        return not self.close.alive
+
     def send(self, messages: Sequence[tuple[protocol.FromRank, bytes]]) -> None:
         """Send messages with their bodies to the fetcher.
 
