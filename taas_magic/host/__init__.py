@@ -17,6 +17,7 @@ shell.py       the IPython shell of a rank
 heartbeat.py   heartbeats of a rank: its stack, collectives, counts and metrics
 outcome.py     sends the results or the failure of a rank's work to the agent
 session_cells.py  runs the cells of a session on a rank
+assignments.py  finds the names that a session's cell has assigned or deleted
 tracebacks.py  turns exceptions and stacks of a rank into text for the user
 results.py     sends the values of `--out` from ranks to the notebook
 cell_main.py   the main module of child processes that a cell spawns

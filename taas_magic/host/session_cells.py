@@ -1,26 +1,17 @@
 """Run the cells of a session on one rank."""
 
-import math
 import os
-import sys
-import traceback
-import weakref
-from collections.abc import Collection, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from msgspec import structs
 
 from taas_magic.capture import payload
-from taas_magic.capture.digest import simple_digest
 from taas_magic.capture.home import RankNamespace
 from taas_magic.capture.modules import ModuleSource, find_outdated, install_modules
-from taas_magic.capture.names import assigned_names
-from taas_magic.capture.syntax import parse, without_warnings
-from taas_magic.capture.work import CellWork, Work
 from taas_magic.host import cell_main, tracebacks
+from taas_magic.host.assignments import Assignments
 from taas_magic.host.ddp_groups import release_ddp_groups
 from taas_magic.host.feeding import SessionLoaders
 from taas_magic.host.heartbeat import collective_progress
@@ -33,7 +24,7 @@ from taas_magic.host.prompt import Prompt, users_names
 from taas_magic.host.shell import RankShell
 from taas_magic.host.spec import ProcessSpec
 from taas_magic.journal.folder import RunFolder
-from taas_magic.messages import CellNames, CellOrder, Note, RankCreatesGroup, RankErrorSent
+from taas_magic.messages import CellOrder, Note, RankCreatesGroup, RankErrorSent
 from taas_magic.store import redirect
 
 
@@ -55,35 +46,6 @@ def session_prompt(
         return any(begun > ended for begun, ended in collective_progress()[0])
 
     return Prompt(link, spec.folder, rank, cells.run, has_pending)
-
-
-@dataclass(frozen=True)
-class _ValueBefore:
-    """Record of a variable's value before a cell. The record does not keep the value alive.
-
-    Python may reuse the `id` of a freed value. So the record also has a weak reference, if the
-    value's type allows one, and the digest of a simple value.
-    """
-
-    id: int
-    reference: "weakref.ref[Any] | None"
-    digest: str
-
-    @classmethod
-    def of(cls, value: Any) -> "_ValueBefore":
-        reference = None
-        torch = sys.modules.get("torch.nn")
-        # torch refuses to swap a parameter that has a weak reference (`torch.utils.swap_tensors`).
-        if torch is None or not isinstance(value, torch.Parameter):
-            with suppress(TypeError):  # a type such as int does not allow weak references
-                reference = weakref.ref(value)
-        return cls(id(value), reference, simple_digest(value))
-
-    def is_value(self, value: Any) -> bool:
-        """Return whether `value` is the recorded object, and has its digest."""
-        if self.reference is not None:
-            return self.reference() is value
-        return self.id == id(value) and self.digest == simple_digest(value)
 
 
 class _SessionCells:
@@ -149,17 +111,11 @@ class _SessionCells:
             tracebacks.send_failure(link, tracebacks.describe_exception(error))
             link.send(RankErrorSent())
             return False
-        sets = self._assigned_by(work) if order.takes_part else set()
+        assignments = Assignments(work if order.takes_part else None, self._names())
         sent = {variable.name for variable in loaded.captured}
-        kept = self._kept | loaded.kept | (sent & sets)
-        scope = RankNamespace(self._namespace, kept - sets)
+        kept = self._kept | loaded.kept | (sent & assignments.in_text)
+        scope = RankNamespace(self._namespace, kept - assignments.in_text)
         writer = result_writer(folder, self._environ, link, self._spec, scope, order.ranks)
-        values = self._names()
-        before = {name: id(value) for name, value in values.items()}
-        may_be_assigned = {
-            name: _ValueBefore.of(value) for name, value in values.items() if name in sets
-        }
-        del values  # so that the cell can free the values
         raised = None
         if order.takes_part:
             result = shell.run(work, loaded.sources)
@@ -172,11 +128,7 @@ class _SessionCells:
             writer.write(shell.users_names(), order.out, value=None, failed=False)
             succeeded = True
         if link.is_own:
-            if raised is not None:
-                now, sure = self._names(), self._assigned_by(work, _failed_line(work, raised))
-                same = {n for n, it in may_be_assigned.items() if n in now and it.is_value(now[n])}
-                sets -= same - sure
-            changes = self._changes(before, sets)
+            changes = assignments.find(self._names(), raised)
             changes.fetched = self._feeds.end_cell()
             self._kept = kept - set(changes.assigned)
             link.send(changes)
@@ -195,57 +147,6 @@ class _SessionCells:
 
     def _names(self) -> dict[str, Any]:
         return users_names(self._shell.users_names())
-
-    def _assigned_by(self, work: Work, end: float = math.inf) -> set[str]:
-        """Return the names that the cell's text assigns.
-
-        The result is empty if the work is a function call, or if the text has a syntax error.
-
-        Args:
-            end: Use only the top-level statements of `work.python` that end above this line.
-        """
-        if isinstance(work, CellWork):
-            with suppress(SyntaxError), without_warnings():  # reported when the cell runs
-                module = parse(work.python)
-                module.body = [one for one in module.body if (one.end_lineno or 0) < end]
-                return assigned_names(module)
-        return set()
-
-    def _changes(self, before: Mapping[str, int], sets: Collection[str]) -> CellNames:
-        """Return the names that the cell has assigned or deleted, after the cell has run.
-
-        A name counts as assigned if the `id` of its value has changed, or if the name is in `sets`.
-        The second rule is needed because Python may reuse the `id` of a freed value. The result
-        also has a digest for each assigned name with a simple value.
-
-        Args:
-            before: The `id` of each value before the cell, by name.
-            sets: Names that the cell's text assigns. If the cell ended by an exception, the
-                statement with the exception and those below it count only if they changed a value.
-        """
-        now = self._names()
-        assigned = [
-            name for name, value in now.items() if name in sets or before.get(name) != id(value)
-        ]
-        digests = {name: simple_digest(now[name]) for name in assigned}
-        return CellNames(
-            assigned=assigned,
-            deleted=[name for name in before if name not in now],
-            plain={name: digest for name, digest in digests.items() if digest},
-        )
-
-
-def _failed_line(work: Work, error: BaseException) -> int:
-    """Return the line of `CellWork.python` where an exception ended the cell; 0 if none is known.
-
-    Args:
-        error: The exception.
-    """
-    if isinstance(work, CellWork):
-        for frame, line in traceback.walk_tb(error.__traceback__):
-            if frame.f_code.co_filename == work.filename:
-                return line - work.lines_above
-    return 0
 
 
 def _outdated_note(names: Sequence[str]) -> str:

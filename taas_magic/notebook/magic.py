@@ -99,7 +99,7 @@ class TaasMagics(Magics):
         except UsageError as error:
             if self._last_settings is None:
                 raise
-            _print_line(f"note: {error}. This command uses the earlier settings")
+            _print_line(f"note: {error}. This command uses the settings from before this mistake")
             return self._last_settings
 
     def on_cell_start(self, info: Any) -> None:

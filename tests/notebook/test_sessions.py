@@ -970,7 +970,7 @@ def test_commands_work_while_taas_toml_has_a_mistake(session: Frontend) -> None:
     session.run("open('taas.toml', 'w').write('[runs]\\nkepp = 1')")
     try:
         said = session.text(session.run("%taas vars exp"))
-        assert 'did you mean "keep"' in said and "uses the earlier settings" in said
+        assert 'did you mean "keep"' in said and "settings from before this mistake" in said
         assert "pid" in said
         assert 'did you mean "keep"' in error(session, "%%taas --session exp\nprint(pid)")
     finally:
