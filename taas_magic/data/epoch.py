@@ -366,9 +366,10 @@ class EpochIterator(Iterator[Any]):
         The comparisons are, in this order:
 
         - The first batch of each stream, and later batches that have this batch's hash: compare
-          `order` with the first hash that this pass received for the stream's first batch. A
-          difference means that a worker has read the stream again and got other data. For the later
-          batches, this is the only comparison.
+          `order` with the first hash that any rank received for the stream's first batch in this
+          pass. A difference means that a worker has read the stream again and got other data. For
+          the later batches, this is the only comparison. In a run without fetchers, compare
+          `order` only with hashes that this rank received.
         - Slot 0: compare `order` with the hash that a loaded state requires, if any. In any case,
           store `order` in this iterator's attribute `order`, for states that are saved later.
         - All slots, in a run without fetchers and with several ranks: each rank reads the whole
@@ -383,8 +384,8 @@ class EpochIterator(Iterator[Any]):
         loader, agreement = self._loader, self._loader.feed.agreement
         assert self.description is not None
         item, stream = divmod(slot, self.description.streams or 1)
-        if not item:
-            self._first_hashes.setdefault(stream, order)
+        if not item and stream not in self._first_hashes:
+            self._first_hashes[stream] = self._first_hash_of_ranks(stream, order)
         if not item or not is_compared(item):  # then `order` is the hash of item 0
             if self._first_hashes.get(stream, order) != order and not loader.has_warned:
                 loader.has_warned = True
@@ -402,6 +403,17 @@ class EpochIterator(Iterator[Any]):
             loader.has_warned = True
             about = loader.name, slot, self.epoch, loader.feed.rank
             warnings.warn(_STREAMS_DIFFER.format(*about), stacklevel=2)
+
+    def _first_hash_of_ranks(self, stream: int, order: int) -> int:
+        """Return the first hash that any rank received for a stream's first batch in this pass.
+
+        Without fetchers, each rank reads the stream itself. In this case, return `order`.
+        """
+        feed = self._loader.feed
+        if feed.agreement is None or feed.directory is None:
+            return order
+        key = f"{self._loader.name}/{self.epoch}/pass {self._pass_number}/{stream}"
+        return int(feed.agreement.store_first(key, str(order).encode()))
 
     def _count_batch(self, step: Step) -> Any:
         """Count a received batch in the loader's counts and the ledger, and return the batch.

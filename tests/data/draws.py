@@ -504,7 +504,7 @@ class Player:
                         shape={"uneven": one.uneven},
                         local=not cpus,
                         window_bytes=one.window_bytes,
-                        agreement=agreed if not cpus and one.world_size > 1 else None,
+                        agreement=agreed if one.world_size > 1 else None,
                     )
                     for rank in range(one.world_size)
                 ],

@@ -21,6 +21,7 @@ from torch.utils.data import SequentialSampler as Sequential
 from torch.utils.data.datapipes.iter import IterableWrapper
 
 from taas_magic.data import client, sharding
+from taas_magic.data.service import Directory
 from taas_magic.data.sharding import Uneven, seed_of
 from taas_magic.journal.analysis import LoaderCounts
 from taas_magic.messages import LoaderAddresses
@@ -590,6 +591,16 @@ def both_ranks(running: Service, *changes: FeedChanges) -> list[int]:
     return sorted(index for rank in ranks for batch in rank for index in plain(batch)[1])
 
 
+def only_fetcher(running: Service, number: int) -> Directory:
+    """Return a directory of fetchers that names only one of the running fetchers."""
+
+    def directory(name: str) -> LoaderAddresses:
+        found = running.directory(name)
+        return structs.replace(found, addresses={number: found.addresses[number]}, starting=0)
+
+    return directory
+
+
 def test_ranks_wait_for_the_fetcher_that_decides_the_order(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -608,17 +619,11 @@ def test_ranks_wait_for_the_fetcher_that_decides_the_order(
 
 def test_ranks_share_an_order_when_the_fetcher_that_decided_it_is_gone(tmp_path: Path) -> None:
     with service(tmp_path, DataLoader(Rows(20), 2, sampler=Unseeded()), fetchers=2) as running:
-
-        def only(number: int) -> FeedChanges:
-            def directory(name: str) -> LoaderAddresses:
-                found = running.directory(name)
-                left = {number: found.addresses[number]}
-                return structs.replace(found, addresses=left, starting=0)
-
-            return {"directory": directory, "agreement": agreed}
-
         agreed = Agreed()
-        assert both_ranks(running, only(0), only(1)) == list(range(20))
+        changes: list[FeedChanges] = [
+            {"directory": only_fetcher(running, number), "agreement": agreed} for number in range(2)
+        ]
+        assert both_ranks(running, *changes) == list(range(20))
 
 
 class UnseededStream(IterableDataset[int]):
@@ -677,10 +682,15 @@ def test_a_slow_stream_is_read_once_for_all_ranks(tmp_path: Path) -> None:
 
         def rows(rank: int) -> torch.Tensor:
             loader = running.loader(
-                rank=rank, world_size=3, window_bytes=1, shape={"uneven": "keep"}
+                rank=rank,
+                world_size=3,
+                window_bytes=1,
+                shape={"uneven": "keep"},
+                agreement=agreed,
             )
             return torch.cat(list(loader))
 
+        agreed = Agreed()
         found = torch.cat(list(ranks.map(rows, range(3))))
     assert sorted(found[:, 1].tolist()) == list(range(40))
     assert len({*found[:, 0].tolist()}) == 1
@@ -700,6 +710,21 @@ def test_a_stream_that_yields_other_data_after_a_restart_is_reported(
             workers_of(running)[0].kill()
         with pytest.warns(UserWarning, match="read the dataset again and got other data"):
             list(batches)
+
+
+def test_a_stream_that_two_fetchers_read_for_different_ranks_is_reported(tmp_path: Path) -> None:
+    """Each rank reaches only one fetcher, so no rank by itself sees that the data differ."""
+    with service(tmp_path, DataLoader(SlowStream(), 2), fetchers=2) as running:
+        agreed = Agreed()
+        ranks = [
+            running.loader(
+                rank=rank, world_size=2, directory=only_fetcher(running, rank), agreement=agreed
+            )
+            for rank in range(2)
+        ]
+        list(ranks[0])
+        with pytest.warns(UserWarning, match="read the dataset again and got other data"):
+            list(ranks[1])
 
 
 class Counted(IterableDataset[torch.Tensor]):
