@@ -40,6 +40,9 @@ _BY_PICKLE = {"collections", "datetime", "pathlib", "decimal", "fractions", "pan
 _BY_PICKLE |= {"types", "argparse", "numpy"}
 """Packages whose objects are compared by their ordinary pickles."""
 
+_BY_ATTRIBUTES = ("sklearn.", "torch.amp.", "torch.optim.")
+"""Beginnings of the names of library modules whose objects are compared by their attributes."""
+
 _MAX_LISTED = 10
 """Maximum number of names in the note about changed values.
 
@@ -113,9 +116,9 @@ class ChangeDetector:
         """Return a list with one note that names the changed values; empty if none changed.
 
         For ordinary values, the note suggests a value for `--out`: the present value, followed by
-        the changed names. For classes, the note tells the user to set
-        the changed attributes in the notebook. For a part of a registered loader, the note says
-        that the loader's batches do not change.
+        the changed names. For classes, the note tells the user to set the changed attributes in the
+        notebook. For a part of a registered loader, the note says that the loader's batches do not
+        change.
         """
         names = self._changed(namespace)
         classes = [name for name in names if isinstance(namespace[name], type)]
@@ -270,7 +273,8 @@ def _description(obj: Any) -> Any:
     """Return the parts of an object that are compared before and after the cell.
 
     The parts depend on the class. For a tensor, they are its dtype, its shape and a sample of its
-    elements. For an instance of a user's class, they are its attributes. Modules and optimizers of
+    elements. For an instance of a user's class or of a class in `_BY_ATTRIBUTES`, they are its
+    attributes. Of a learning-rate scheduler, the optimizer is left out. Modules and optimizers of
     torch, functions, classes, enum members and numpy arrays have rules of their own. Of a random
     generator of numpy, only the name of the class counts.
 
@@ -293,6 +297,8 @@ def _description(obj: Any) -> Any:
             params = [it for group in obj.param_groups for it in group["params"]]
             tensors = [_parts_of_tensor(param) for param in params]
             return name, groups, tensors, [obj.state.get(param) for param in params]
+        case torch.optim.lr_scheduler.LRScheduler():
+            return name, {at: value for at, value in vars(obj).items() if at != "optimizer"}
         case types.FunctionType():
             return name, *_parts_of_function(obj)
         case types.MethodType():
@@ -312,7 +318,7 @@ def _description(obj: Any) -> Any:
             return (name,)
         case _ if kind.__module__.partition(".")[0] in _BY_PICKLE:
             return NotImplemented
-        case _ if is_user_class(kind):
+        case _ if is_user_class(kind) or kind.__module__.startswith(_BY_ATTRIBUTES):
             return name, _attributes(obj), *_elements(obj)
     return (name,)
 

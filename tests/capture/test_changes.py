@@ -9,6 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.optim.lr_scheduler as lr
+from sklearn.cluster import KMeans
+from sklearn.linear_model import LinearRegression
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import StandardScaler
+from sklearn.tree import DecisionTreeRegressor
 
 from taas_magic.capture.changes import ChangeDetector
 
@@ -50,6 +56,20 @@ def train(model: torch.nn.Module) -> None:
     optimizer.step()
 
 
+def schedule(
+    make: Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler],
+) -> torch.optim.lr_scheduler.LRScheduler:
+    """Return a scheduler whose optimizer has made a step, so that `step` does not warn."""
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
+    scheduler = make(optimizer)
+    optimizer.step()
+    return scheduler
+
+
+def fit(estimator: Any) -> None:
+    estimator.fit(np.arange(8.0).reshape(4, 2), np.arange(4.0))
+
+
 def said(value: Any, change: Callable[[Any], object], **names: Any) -> str:
     """Apply `change` to the variable `value`, and return the notes that report the change.
 
@@ -79,6 +99,13 @@ CHANGES: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
     "model": (lambda: torch.nn.Linear(100, 100), train),
     "lazy model": (lambda: torch.nn.Sequential(torch.nn.LazyLinear(2)), train),
     "initialized": (lambda: torch.nn.LazyLinear(2), lambda it: it(torch.ones(1, 100))),
+    "scheduler": (lambda: schedule(lambda it: lr.StepLR(it, 1)), lambda it: it.step()),
+    "plateau": (lambda: schedule(lr.ReduceLROnPlateau), lambda it: it.step(1.0)),
+    "scaler": (lambda: torch.amp.GradScaler("cpu"), lambda it: it.set_growth_factor(3.0)),
+    "estimator": (LinearRegression, fit),
+    "estimator fitted again": (lambda: LinearRegression().fit([[0]], [0]), fit),
+    "tree": (DecisionTreeRegressor, fit),
+    "pipeline": (lambda: make_pipeline(StandardScaler(), KMeans(2)), fit),
     "statistics": (lambda: torch.nn.BatchNorm1d(2), lambda it: it(torch.rand(4, 2))),
 }
 
@@ -104,6 +131,11 @@ def test_a_value_that_was_only_used_is_not_reported() -> None:
         "iterated": ([1, 2], lambda it: list(it)),
         "numpy's": (np.random.default_rng(1), lambda it: it.random()),
         "generator": (torch.Generator(), lambda it: torch.rand(1, generator=it)),
+        "estimator": (LinearRegression().fit([[0]], [0]), lambda it: it.predict([[1]])),
+        "optimizer's step": (
+            schedule(lambda it: lr.LambdaLR(it, lambda epoch: 1 / (1 + epoch))),
+            lambda it: it.optimizer.step(),
+        ),
         "lock": ({"a": object()}, lambda it: it["a"].__hash__()),
     }
     assert {name: said(*case) for name, case in unchanged.items()} == dict.fromkeys(unchanged, "")
