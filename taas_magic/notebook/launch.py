@@ -31,7 +31,15 @@ from taas_magic.host.spec import Origin, RunSpec, environ_changes
 from taas_magic.host.variables import list_names
 from taas_magic.journal import folder as journal
 from taas_magic.journal.folder import RunContext, RunFolder
-from taas_magic.notebook import attach, between_cells, own_values, pools, runs, sessions
+from taas_magic.notebook import (
+    attach,
+    between_cells,
+    own_values,
+    pools,
+    replaced_values,
+    runs,
+    sessions,
+)
 from taas_magic.notebook.flags import check_ranks
 from taas_magic.notebook.run import BackgroundCall, Interrupts, RunDriver, RunFetchers
 from taas_magic.notebook.runs import Run
@@ -146,16 +154,20 @@ def execute(flags: Flags, work: Work, shell: "InteractiveShell", config: Config)
         _run_in_session(driver, spec, pool, config, session, captured)
     else:
         run_to_end(driver, spec, pool, config, flags.detach)
+    returned = {*map(variable_name, plan.out)}
+    old = {name: shell.user_ns[name] for name in returned if name in shell.user_ns}
     try:
         driver.store_results(shell.user_ns, session_stays=session in sessions.live())
     finally:
+        noted = _names_in_cell(captured) if driver.run.state == "SUCCEEDED" else frozenset()
+        sys.stdout.write(replaced_values.note_on_users(shell.user_ns, old, noted))
         own_values.record(captured, driver.head)
         if session is not None:
             session.names.record_returned(driver.run.out)
         else:
-            returned = {variable_name(name) for name in plan.out} if driver.is_detached else ()
+            later = returned if driver.is_detached else ()
             between_cells.names_set_on_ranks.update(
-                {name: plan.run_id if name in returned else "" for name in captured.stores}
+                {name: plan.run_id if name in later else "" for name in captured.stores}
             )
     return driver.run
 
@@ -798,10 +810,15 @@ def out_problem(
     if not flags.out or captured.sets_any or (known is not None and known.has_functions):
         return None
     asked = [name for name in map(variable_name, flags.out) if name != VALUE]
-    names = {value.name for value in captured.captured} | captured.stores
+    names = _names_in_cell(captured)
     functions = functions_of(shell.user_ns) if known else []
-    names |= known.all if known else set()
+    names |= known.all if known else frozenset()
     return unknown_result_message(asked, captured.work.python, names, shell.user_ns, functions)
+
+
+def _names_in_cell(captured: Payload) -> frozenset[str]:
+    """Return the notebook's names that a cell or function uses, and the names that it sets."""
+    return captured.stores.union(value.name for value in captured.captured)
 
 
 def capture_settings(shell: "InteractiveShell", config: Config) -> dict[str, Any]:

@@ -159,6 +159,38 @@ def test_changes_by_ranks_that_do_not_come_back_are_reported(
     frontend.run("assert losses == [1] and total == 1")
 
 
+def test_objects_that_still_use_a_value_which_out_has_replaced_are_named(
+    frontend: Frontend,
+) -> None:
+    frontend.run(
+        "import torch\nnet, other = torch.nn.Linear(2, 1), torch.nn.Linear(2, 1)\n"
+        "both, _hidden = torch.nn.Sequential(net, other), net\n"
+        "optimizer = torch.optim.SGD(net.parameters(), lr=0.1)\n"
+        "plan = torch.optim.lr_scheduler.StepLR(optimizer, 1)\n"
+        "others = torch.optim.SGD(other.parameters(), lr=0.1)"
+    )
+    body = "\ntorch.nn.init.ones_(net.weight)"
+    request = frontend.run(f"%%taas --gpus 1 --out net{body}")
+    assert (
+        "note: --out has replaced net, but both, optimizer, plan still use the old value. "
+        "Create them again\n"
+    ) in frontend.text(request)
+    frontend.run("both = plan = None")
+    cell = f"%%taas --gpus 1 --out net,optimizer{body}\noptimizer.step()"
+    assert "note: --out" not in frontend.text(frontend.run(cell))
+    # The note on changed values names the optimizer, since the cell uses it.
+    frontend.run("optimizer = torch.optim.SGD(net.parameters(), lr=0.1)")
+    cell = f"%%taas --gpus 1 --out net{body}\nnet.weight.sum().backward()\noptimizer.step()"
+    request = frontend.run(cell)
+    assert "note: --out" not in frontend.text(request)
+    assert "optimizer was changed in the ranks" in str(frontend.outputs[request])
+    body = "\nothers.step()\ntorch.nn.init.ones_(other.weight)\n1 / 0"
+    request = frontend.send(f"%%taas --gpus 1 --out other{body}")
+    assert frontend.finish(request)["status"] == "error"
+    assert "has replaced other, but others still uses the old value" in frontend.text(request)
+    assert "Create it again" in frontend.text(request)
+
+
 def test_a_name_that_only_ranks_have_is_explained(frontend: Frontend) -> None:
     frontend.run("%%taas --gpus 1\nonly_there = 1")
     for cell in ("print(only_there)", "%%taas --gpus 1\nprint(only_there)"):
