@@ -17,5 +17,6 @@ vscode.py     attaches VS Code to a rank (`%taas debug --debugpy`)
 logs.py       reads the log files of ranks
 report.py     writes the file of `%taas report`
 own_values.py tells the user that ranks have newer values of variables than the notebook
+replaced_values.py  names the objects that still use a value that `--out` has replaced
 between_cells.py  functions to call before each cell, and names for a hint after each cell
 """
