@@ -121,9 +121,10 @@ def register(
     pickles the loader once, to check that the loader can be sent to fetchers. If the dataset has a
     random generator that nothing seeds, this function warns.
 
-    An earlier registration of the same loader, or with the same `name`, is replaced. If a cell runs
-    again and puts a new loader into the same variable, the new loader replaces the old loader.
-    Without a `name`, a loader stays registered as long as the notebook refers to the loader.
+    An earlier registration of the same loader is replaced. If an earlier loader has the same `name`
+    or was in the same variable, the new loader takes the name. The earlier loader stays registered
+    as long as the notebook refers to it, for example in a list, and gets a name such as `loader0`.
+    A loader that has a `name` stays registered until `unregister`.
 
     Args:
         loader: A DataLoader, or any object that can be iterated several times.
@@ -168,8 +169,10 @@ def register(
     _name_by_variables()
     _registered.pop(id(loader), None)
     is_named = name is not None
-    for key in [key for key, entry in _registered.items() if is_named and entry.name == name]:
-        del _registered[key]
+    for key, entry in list(_registered.items()):
+        if is_named and entry.name == name:
+            getter = _reference(entry.loader, is_named=False)
+            _registered[key] = replace(entry, name="", is_named=False, get_loader=getter)
     get_loader = _reference(loader, is_named)
     number = None if seed is None else int(seed)
     _registered[id(loader)] = RegisteredLoader(
@@ -191,7 +194,7 @@ def _reference(loader: Any, is_named: bool) -> Callable[[], Any]:
     If the user gave the loader no name, the function has only a weak reference to the loader. So if
     a cell replaces the loader by a new one, the registration does not keep the old loader's data in
     memory. If the loader has a name, or its type allows no weak references, the function has a
-    normal reference, and never returns None.
+    normal reference, and never returns None: the loader stays registered until `unregister`.
     """
     if not is_named:
         with contextlib.suppress(TypeError):  # some types allow no weak references
@@ -410,29 +413,28 @@ def _refuse_a_loaded_state(name: str, loader: Any) -> None:
 
 
 def _name_by_variables() -> None:
-    """Update the registrations and the names of loaders from the notebook's variables.
+    """Remove the loaders that no longer exist, and name the others after the notebook's variables.
 
-    A loader that the user has named keeps its name and its registration.
-
-    First, remove the registrations of these loaders:
-
-    - a loader that no longer exists
-    - a loader whose variable now holds another registered loader, if no other variable holds the
-      old loader
-
-    Then name each loader after its variable. A loader that was named after another variable before
-    gets the new name. If another loader has the name already, the loader's name does not change.
+    A loader that the user has named keeps its name. Any other loader gets the name of its variable,
+    unless the user has given this name to another loader. If a loader has no variable, it keeps its
+    name until another loader gets the name. After that, the loader's name is "".
     """
-    variables = _variables()
-    for key, entry in list(_registered.items()):
-        loader, holder = entry.loader, variables.get(entry.name)
-        is_lost = not entry.is_named and _variable_of(loader, entry.name) is None
-        if loader is None or (is_lost and holder is not loader and is_registered(holder)):
+    loaders = {key: entry.loader for key, entry in _registered.items()}
+    for key, loader in loaders.items():
+        if loader is None:
             del _registered[key]
-    for key, entry in list(_registered.items()):
-        variable = None if entry.is_named else _variable_of(entry.loader, entry.name)
-        if variable and all(variable != other.name for other in _registered.values()):
-            _registered[key] = replace(entry, name=variable)
+    given = {entry.name for entry in _registered.values() if entry.is_named}
+    variables = {
+        key: _variable_of(loaders[key], entry.name)
+        for key, entry in _registered.items()
+        if not entry.is_named
+    }
+    taken = given.union(filter(None, variables.values()))
+    for key, variable in variables.items():
+        entry = _registered[key]
+        kept = "" if entry.name in taken else entry.name
+        name = variable if variable and variable not in given else kept
+        _registered[key] = replace(entry, name=name)
 
 
 def _variables() -> dict[str, Any]:

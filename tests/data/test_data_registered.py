@@ -8,6 +8,7 @@ import torch
 from taas_magic import registry
 from taas_magic.data.sharding import seed_of
 from tests.cellfiles import cells_of
+from tests.frontend import Frontend
 from tests.harness import ANSI, Notebook, Outcome
 
 SEED = 5
@@ -438,14 +439,53 @@ def test_the_same_cell_five_times_leaves_one_loader(defined: Notebook) -> None:
     for size in range(1, 6):
         defined.define(f"loader = taas.register(DataLoader(Numbers({size})))")
     assert {name: len(one.loader) for name, one in registry.registered().items()} == {"loader": 5}
-    for size in range(1, 6):
-        defined.define(f"loader = DataLoader(Numbers({size}))\ntaas.register(loader)")
-    assert {name: len(one.loader) for name, one in registry.registered().items()} == {"loader": 5}
     defined.define("other = taas.register(DataLoader(Numbers(7)), name='named')\nalias = loader")
     defined.define("loader = taas.register(DataLoader(Numbers(6)))")
     assert sorted(registry.registered()) == ["alias", "loader", "named"]
     defined.define("taas.unregister('loader'); taas.unregister(alias); taas.unregister('named')")
     assert registry.registered() == {}
+    for size in range(1, 6):
+        defined.define(f"loader = DataLoader(Numbers({size}))\ntaas.register(loader)")
+    sizes = {name: len(one.loader) for name, one in registry.registered().items()}
+    in_outputs = {f"loader{n}": n + 1 for n in range(4)}  # IPython's `Out` holds the old loaders
+    assert sizes == {**in_outputs, "loader": 5}
+    assert result(defined.run("[len(loader)]", gpus=1)) == [5]
+
+
+LOOPS = {
+    "dict": "loaders = {}\n"
+    "for split, size in (('train', 4), ('val', 8)):\n"
+    "    loader = DataLoader(torch.arange(size), batch_size=2)\n"
+    "    loaders[split] = taas.register(loader)\n"
+    "first, second = 'train', 'val'",
+    "list": "loaders = []\n"
+    "for size in (4, 8):\n"
+    "    loader = taas.register(DataLoader(torch.arange(size), batch_size=2))\n"
+    "    loaders.append(loader)\n"
+    "first, second = 0, 1",
+    "same name": "loaders = []\n"
+    "for size in (4, 8):\n"
+    "    train = DataLoader(torch.arange(size), batch_size=2)\n"
+    "    loaders.append(taas.register(train, name='train'))\n"
+    "first, second = 0, 1",
+}
+"""Cells that register two loaders in a loop, with 2 and 4 batches."""
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_loaders_that_a_loop_registers_are_all_shared_by_the_ranks(
+    frontend_of_module: Frontend, loop: str
+) -> None:
+    imports = "import taas, torch\nfrom torch.utils.data import DataLoader\n"
+    for _ in range(2):
+        frontend_of_module.run(imports + LOOPS[loop])
+    ran = frontend_of_module.run(
+        "%%taas --gpus 2\n"
+        "print([[batch.tolist() for batch in loaders[key]] for key in (first, second)])"
+    )
+    shown = frontend_of_module.text(ran)
+    assert "[[[0, 1]], [[0, 1], [4, 5]]]" in shown
+    assert "[[[2, 3]], [[2, 3], [6, 7]]]" in shown
 
 
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")

@@ -93,7 +93,9 @@ def test_a_name_has_at_most_100_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_registering_again_replaces() -> None:
     first = taas.register(DataLoader(Rows(4)), name="train")
     second = taas.register(DataLoader(Rows(4)), name="train")
-    assert not taas.is_registered(first)
+    named = {name: entry.loader for name, entry in taas.registered().items()}
+    assert named == {"loader0": first, "train": second}
+    taas.unregister(first)
     taas.register(second, name="other", seed=5)
     assert {name: entry.seed for name, entry in taas.registered().items()} == {"other": 5}
 
@@ -151,6 +153,23 @@ def test_a_loader_that_the_notebook_no_longer_has_is_unregistered() -> None:
         loaders = {"train": taas.register(DataLoader(Rows(4)))}
         gc.collect()
     assert [entry.loader for entry in taas.registered().values()] == [loaders["train"]]
+
+
+def test_a_variable_gives_its_name_to_its_present_loader(monkeypatch: pytest.MonkeyPatch) -> None:
+    variables = dict[str, Any]()
+    monkeypatch.setattr(registry, "_variables", lambda: variables)
+    folds = []
+    for _ in range(3):
+        variables["train"] = DataLoader(Rows(4))
+        folds.append(taas.register(variables["train"]))
+    named = {name: entry.loader for name, entry in taas.registered().items()}
+    assert named == {"loader0": folds[0], "loader1": folds[1], "train": folds[2]}
+    variables.update(train=folds[0], loader1=folds[2])
+    named = {name: entry.loader for name, entry in taas.registered().items()}
+    assert named == {"train": folds[0], "loader0": folds[1], "loader1": folds[2]}
+    variables.update(train=folds[2], loader1=folds[0])
+    named = {name: entry.loader for name, entry in taas.registered().items()}
+    assert named == {"train": folds[2], "loader0": folds[1], "loader1": folds[0]}
 
 
 class Feed:
