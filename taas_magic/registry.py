@@ -258,7 +258,8 @@ def reduce_registered_loader(loader: Any, used: dict[str, PackedLoader]) -> Any:
     """
     if not is_registered(loader):
         return NotImplemented
-    entry = next(entry for entry in registered().values() if entry.loader is loader)
+    registered()  # gives the loader a name
+    entry = _registered[id(loader)]
     from taas_magic.data import loader as remote
 
     remote.find_registered = _find_registered

@@ -488,6 +488,14 @@ def test_loaders_that_a_loop_registers_are_all_shared_by_the_ranks(
     assert "[[[2, 3]], [[2, 3], [6, 7]]]" in shown
 
 
+def test_a_cell_uses_a_loader_whose_variable_now_has_another_loader(defined: Notebook) -> None:
+    defined.define("train = taas.register(DataLoader(Numbers(4), 2))\nloaders = {'train': train}")
+    defined.define("train = taas.register(DataLoader(Numbers(2), 1))")
+    outcome = defined.run("print([batch.tolist() for batch in loaders['train']])")
+    assert outcome.error is None, outcome.shown
+    assert outcome.lines == {0: ["[[0, 1]]"], 1: ["[[2, 3]]"]}
+
+
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
 def test_a_loaded_state_of_a_local_loader_is_refused(defined: Notebook) -> None:
     defined.define(
