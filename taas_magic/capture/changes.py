@@ -40,7 +40,7 @@ _BY_PICKLE = {"collections", "datetime", "pathlib", "decimal", "fractions", "pan
 _BY_PICKLE |= {"types", "argparse", "numpy"}
 """Packages whose objects are compared by their ordinary pickles."""
 
-_BY_ATTRIBUTES = ("sklearn.", "torch.amp.", "torch.optim.")
+_BY_ATTRIBUTES = ("sklearn.", "torch.amp.", "torch.optim.", "torchvision.transforms.")
 """Beginnings of the names of library modules whose objects are compared by their attributes."""
 
 _MAX_LISTED = 10

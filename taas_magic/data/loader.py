@@ -21,6 +21,7 @@ from typing import Any, Protocol
 
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Sampler
 
+from taas_magic.capture.changes import ChangeDetector
 from taas_magic.data.client import Client, Route
 from taas_magic.data.epoch import EpochIterator
 from taas_magic.data.order import dump_without_dataset, load_with_dataset
@@ -34,7 +35,7 @@ from taas_magic.data.sharding import (
     first_slots_to_keep,
 )
 from taas_magic.data.worker import ServedLoader
-from taas_magic.errors import CaptureError
+from taas_magic.errors import CaptureError, listed
 from taas_magic.leases import FetchLease
 from taas_magic.messages import Address, LoaderAddresses, RankCounts
 
@@ -67,6 +68,19 @@ _CHANGED_PARTS = (
     'the cell has changed the sampler, generator or collate_fn of loader "{}" only in this rank; '
     "the loader's fetchers do not see the change. Change it in the notebook, before the cell"
 )
+
+_CHANGED_DATASET = (
+    "the cell has changed {} only in this rank; the loader's fetchers have their own copy of the "
+    "dataset, so the batches stay the same. Change the dataset in the notebook, before the cell. "
+    "For a change from epoch to epoch, give the dataset a method set_epoch(epoch), which the "
+    "fetchers call before each epoch"
+)
+
+_MAX_LISTED = 10
+"""Maximum number of changed attributes that a warning names."""
+
+_UNCHANGEABLE = (int, float, complex, bool, str, bytes, type(None))
+_CODE = (type, FunctionType, MethodType)
 
 _POSITION_DISCARDED = (
     'set_epoch({}) of loader "{}" discards the loaded position, batch {} of epoch {}. To resume '
@@ -251,6 +265,12 @@ class RemoteLoader(DataLoader[Any]):
         self._visible: tuple[Any, ...] | None = None
         self._visible_digest = b""
         self._original: Any = None
+        self._shown_values: dict[str, _WatchedValue] = {}
+        self._has_reported_dataset = False
+        self.readers: set[str] = set()
+        """Methods of the dataset that returned a value when the cell called them, such as
+        "loader.dataset.describe"."""
+
         self.has_warned = False
         settings, own, path = shape.settings, vars(self), f"{shape.name}.dataset"
         if shape.iterable:
@@ -325,6 +345,39 @@ class RemoteLoader(DataLoader[Any]):
         if self._visible_digest != before:
             warnings.warn(_CHANGED_PARTS.format(self.name), stacklevel=3)
 
+    def watch(self, name: str, value: Any) -> None:
+        """Watch a value of the dataset that the cell has read, and may change in place.
+
+        Do nothing if the value cannot change, or if a value with this name is watched already.
+
+        Args:
+            name: Name for the warning, such as "loader.dataset.transform".
+        """
+        if name not in self._shown_values and not self._has_reported_dataset and _can_change(value):
+            self._shown_values[name] = _WatchedValue(value)
+
+    def describe_changes(self) -> str:
+        """Return a warning if the cell has changed a watched value of the dataset; otherwise "".
+
+        The cell can change only this rank's copy, so the change has no effect on the batches. There
+        is at most one warning for each loader. Later calls return "".
+        """
+        changed = [name for name, value in self._shown_values.items() if value.has_changed()]
+        if not changed:
+            return ""
+        self._has_reported_dataset, self._shown_values = True, {}
+        return _CHANGED_DATASET.format(listed(changed, _MAX_LISTED))
+
+    def stop_watching(self) -> None:
+        """Stop watching the values that the cell has read so far; warn if the cell changed them.
+
+        This method is called before the rank runs code of the dataset. That code may change the
+        values, too: it may, for example, fill a cache.
+        """
+        if text := self.describe_changes():
+            warnings.warn(text, stacklevel=3)
+        self._shown_values = {}
+
     @property
     def name(self) -> str:
         """Name of the registered loader, unique in the run."""
@@ -360,12 +413,14 @@ class RemoteLoader(DataLoader[Any]):
         """Return an iterator over the next epoch.
 
         After `load_state_dict`, the iterator begins at the loaded position. Also warn if the cell
-        has changed this rank's copy of the sampler or of another part that only fetchers use.
+        has changed this rank's copy of the dataset, sampler or another part that only fetchers use.
         """
         epoch, start, order = self.next_epoch, self._resume, self._resume_order
         self.next_epoch, self._resume, self._resume_order = epoch + 1, EpochPosition(), 0
         self._passes += 1
         self._warn_of_changed_parts()
+        if text := self.describe_changes():
+            warnings.warn(text, stacklevel=2)
         self._current = EpochIterator(self, epoch, start, self._passes - 1, order)
         return self._current
 
@@ -653,6 +708,15 @@ def use_feed(feed: RankFeed | None) -> None:
     _feed = feed
 
 
+def changes_of_datasets() -> list[str]:
+    """Return a warning for each loader in this rank whose dataset the cell has changed in place.
+
+    The result has no warnings that the user already got (`RemoteLoader.describe_changes`).
+    """
+    loaders = _feed.loaders if _feed is not None else []
+    return [text for loader in loaders if (text := loader.describe_changes())]
+
+
 def make_remote_loader(shape: LoaderShape) -> DataLoader[Any]:
     """Return a new `RemoteLoader` in place of a registered loader.
 
@@ -829,6 +893,7 @@ class RemoteDataset(Dataset[Any]):
 
     def __getitem__(self, index: Any) -> Any:
         if self._taas_copy is not None:
+            self._taas_loader.stop_watching()
             return self._taas_copy[index]
         with closing(self._taas_loader.new_client()) as client:
             return client.sample(index)
@@ -839,7 +904,8 @@ class RemoteDataset(Dataset[Any]):
         Small attributes come from the loader's description. `set_epoch` is the method of the
         loader. Other attributes come from this rank's copy of the dataset, which is unpickled on
         first use. If the attribute is a dataset, return a `RemoteDataset` for it. A method is
-        wrapped, to warn if a call changes the copy (`_warning_of_changes`).
+        wrapped, to warn if a call changes the copy (`_warning_of_changes`). Any other attribute is
+        watched, to warn if the cell changes it in place (`RemoteLoader.watch`).
         """
         if name.startswith("__") or name in _OURS:
             raise AttributeError(name)
@@ -848,15 +914,19 @@ class RemoteDataset(Dataset[Any]):
             if name == "set_epoch" and loader.shape.has_set_epoch:
                 return loader.set_epoch
             if name in loader.shape.attributes:
-                return loader.shape.attributes[name]
+                value = loader.shape.attributes[name]
+                loader.watch(f"{path}.{name}", value)
+                return value
             dataset = loader.load_original()
         value = getattr(dataset, name)
         if name == "set_epoch":
             return loader.set_epoch
         if isinstance(value, Dataset):
             return RemoteDataset(loader, f"{path}.{name}", value)
-        is_method = isinstance(value, MethodType) and value.__self__ is dataset
-        return _warning_of_changes(path, dataset, value) if is_method else value
+        if isinstance(value, MethodType) and value.__self__ is dataset:
+            return _warning_of_changes(loader, path, dataset, value)
+        loader.watch(f"{path}.{name}", value)
+        return value
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name not in _OURS:
@@ -878,28 +948,64 @@ class RemoteStream(RemoteDataset, IterableDataset[Any]):
         )
 
 
-def _warning_of_changes(path: str, dataset: Any, method: Any) -> Any:
-    """Wrap a method of a dataset, to warn if a call changes attributes of the dataset.
+def _warning_of_changes(loader: RemoteLoader, path: str, dataset: Any, method: Any) -> Any:
+    """Wrap a method of a dataset, to warn if a call changes the dataset.
 
     `dataset` is this rank's copy, so the fetchers do not see the change. The warning comes after
-    the call, and names the first attribute that is new or refers to another object than before. A
-    change inside an object is not noticed, nor is the removal of an attribute.
+    the call, and names the first attribute that is new or refers to another object than before. If
+    there is no such attribute, the warning names the first attribute whose value was changed in
+    place. The removal of an attribute is not noticed. Changes in place are noticed only if the
+    method returns None or the dataset itself. A method with another result probably only reads, and
+    may change a cache.
 
     Args:
         path: Name of the dataset in the warning.
     """
+    name = f"{path}.{method.__name__}"
 
     @functools.wraps(method)
     def call(*arguments: Any, **named: Any) -> Any:
+        loader.stop_watching()
         before = dict(vars(dataset))
+        is_reader = name in loader.readers
+        watched = {} if is_reader else {key: _WatchedValue(it) for key, it in before.items()}
         result = method(*arguments, **named)
         changed = [key for key, value in vars(dataset).items() if before.get(key, ...) is not value]
+        if result is None or result is dataset:
+            changed += [key for key, value in watched.items() if value.has_changed()]
+        else:
+            loader.readers.add(name)
         if changed:
             warnings.warn(
-                f"{path}.{method.__name__}() changed {changed[0]!r} only in this rank's copy; the "
+                f"{name}() changed {changed[0]!r} only in this rank's copy; the "
                 "loader's fetchers do not see the change. Call it in the notebook, before the cell",
                 stacklevel=2,
             )
         return result
 
     return call
+
+
+class _WatchedValue:
+    """A value of a dataset, and a digest of the value's content when this object was made.
+
+    The digest is that of `ChangeDetector`, whose cost has a limit. If the value would exceed the
+    limit, or if it cannot change, it never counts as changed. If possible, this object has only a
+    weak reference to the value.
+    """
+
+    def __init__(self, value: Any) -> None:
+        self._value: Callable[[], Any] = lambda: value
+        with suppress(TypeError):  # a list or dict, for example, allows no weak reference
+            self._value = weakref.ref(value)
+        values = {"value": value} if _can_change(value) else {}
+        self._detector = ChangeDetector(values, {}, (), ())
+
+    def has_changed(self) -> bool:
+        value = self._value()
+        return value is not None and bool(self._detector.notes({"value": value}))
+
+
+def _can_change(value: Any) -> bool:
+    """Return whether a value is data that can change in place; code is no data."""
+    return not issubclass(type(value), (*_UNCHANGEABLE, *_CODE))

@@ -7,6 +7,7 @@ from IPython.core.interactiveshell import ExecutionResult
 
 from taas_magic.capture.changes import ChangeDetector
 from taas_magic.capture.home import RankNamespace
+from taas_magic.data.loader import changes_of_datasets
 from taas_magic.host import keyboard, tracebacks
 from taas_magic.host.link import AgentLink
 from taas_magic.host.results import ResultWriter
@@ -59,7 +60,8 @@ def send_outcome(
     A cell that ends by `sys.exit(0)` counts as successful. The order of the messages is:
 
     1. After a failure: the failure. After `sys.exit(0)` outside a session: `RankCalledExit`.
-    2. After success: notes about notebook objects that the cell has changed.
+    2. After success: notes about notebook objects that the cell has changed, and about datasets of
+       registered loaders (`changes_of_datasets`).
     3. The results, unless the cell could not be compiled.
     4. After a failure: `RankErrorSent`.
 
@@ -84,8 +86,10 @@ def send_outcome(
     elif link.is_own and result.error_in_exec is not None and not is_session:  # sys.exit(0)
         # If all ranks leave by sys.exit(0), the run succeeds; otherwise it fails.
         link.send(RankCalledExit(tracebacks.format_frames(result.error_in_exec)))
-    for text in changes.notes(shell.user_ns) if changes and link.is_own and failure is None else ():
-        link.send(Note(text=text))
+    if link.is_own and failure is None:
+        notes = changes.notes(shell.user_ns) if changes else []
+        for text in [*notes, *changes_of_datasets()]:
+            link.send(Note(text=text))
     if link.is_own and result.error_before_exec is None:
         failed = failure is not None
         try:

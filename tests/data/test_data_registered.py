@@ -365,6 +365,51 @@ def test_a_method_that_changes_only_the_ranks_copy_of_the_dataset_is_reported(
     assert outcome.lines[0][-1] == "4"
 
 
+@pytest.mark.parametrize("flags", CPUS[:2])
+def test_changes_in_place_that_have_no_effect_on_the_batches_are_reported(
+    defined: Notebook, flags: str
+) -> None:
+    defined.define(
+        "from torch.utils.data import Subset\n"
+        "class Flip:\n"
+        "    def __init__(self):\n"
+        "        self.p = 1\n"
+        "class Staged(Numbers):\n"
+        "    def __init__(self, size):\n"
+        "        super().__init__(size)\n"
+        "        self.cfg, self.tf, self.w = {'stage': 0}, Flip(), torch.ones(4)\n"
+        "    def __getitem__(self, index):\n"
+        "        return self.cfg['stage'], self.tf.p, self.w[0]\n"
+        "    def close_mosaic(self):\n"
+        "        self.tf.p = 0\n"
+        "loader = taas.register(DataLoader(Staged(2), 2))\n"
+        "inner = taas.register(DataLoader(Subset(Staged(2), [0, 1]), 2))\n"
+        "closed = taas.register(DataLoader(Staged(2), 2))\n"
+        "late = taas.register(DataLoader(Staged(2), 2))"
+    )
+    cell = (
+        "for stage in range(2):\n"
+        "    loader.dataset.cfg['stage'] = stage\n"
+        "    loader.dataset.w[:] = 1 - stage\n"
+        "    seen = [[part.tolist() for part in batch] for batch in loader]\n"
+        "inner.dataset.dataset.tf.p = 0\n"
+        "list(inner)\n"
+        "closed.dataset.close_mosaic()\n"
+        "list(closed)\n"
+        "for batch in late:\n"
+        "    late.dataset.tf.p = 0\n"
+        "print(seen)"
+    )
+    outcome = defined.run(cell, flags, gpus=1)
+    assert outcome.error is None, outcome.shown
+    assert outcome.lines[0][-1] == "[[[0, 0], [1, 1], [1.0, 1.0]]]"
+    shown = " ".join([*outcome.lines[0], *(note["text"] for note in outcome.of_kind("note"))])
+    for names in ("loader.dataset.cfg, loader.dataset.w", "inner.dataset.dataset.tf"):
+        assert f"the cell has changed {names} only in this rank" in shown
+    assert "closed.dataset.close_mosaic() changed 'tf' only in this rank's copy" in shown
+    assert "the cell has changed late.dataset.tf only in this rank" in shown
+
+
 def test_a_rank_shows_what_the_loader_has(defined: Notebook) -> None:
     defined.define(SURFACE)
     here = eval("looked_at(made())", defined.shell.user_ns)
