@@ -8,6 +8,7 @@ stream, or from a saved state if the dataset has a `state_dict`.
 
 import io
 import pickle
+import reprlib
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
@@ -71,6 +72,9 @@ _LAST_INTS_ITEM = 2
 A cursor records these attributes before items 0, 1 and 2. By comparing the records, the cursor
 finds an attribute in which the dataset counts its epochs.
 """
+
+_MAX_DICT_INTS = 100
+"""Maximum length of a dataset's dict in which a `Cursor` looks for a counter of epochs."""
 
 _MOST_HINTED = 1000
 """Maximum number of epochs of which a worker remembers whether the first batch has hints."""
@@ -655,9 +659,10 @@ class Cursor:
         item: Index of the next batch in the stream.
         info: Value of `get_worker_info()` for the dataset; None if the loader has no workers.
         snapshots: Saved states of the dataset; this cursor adds to them.
-        counter: Name of the attribute in which the dataset counts its epochs; "" if there is none,
-            or if the stream has not ended yet. An attribute counts epochs if its value is an int
-            that grows by one from the stream's beginning to its end, but not by reading item 1.
+        counter: Path of the attribute in which the dataset counts its epochs, such as `epoch` or
+            `state['epoch']`; "" if there is none, or if the stream has not ended yet. An attribute
+            counts epochs if its value is an int that grows by one from the stream's beginning to
+            its end, but not by reading item 1.
         first_hash: Hash of item 0, if the cursor skipped this item; else 0.
         hash_until: Index of the first item whose response does not have `first_hash`. A rank uses
             the hash in earlier responses to notice if a second reading gave different data.
@@ -708,7 +713,8 @@ class Cursor:
             return ""
         before, first, second = self._ints
         after = _int_attributes(self.loader.dataset)
-        counted = (n for n in before if after.get(n) == before[n] + 1 and first[n] == second[n])
+        is_same = {path: first.get(path) == second.get(path) for path in before}
+        counted = (n for n in before if is_same[n] and after.get(n) == before[n] + 1)
         return next(counted, "")
 
     def _next_samples(self, samples: Iterator[Any]) -> Any:
@@ -809,9 +815,13 @@ class Snapshots:
 
 
 def _int_attributes(dataset: Any) -> dict[str, int]:
+    """Return the dataset's int attributes, and the ints in its small dicts, by their paths."""
     counted = dataset.iterable if isinstance(dataset, IterableAsDataset) else dataset
-    attributes = getattr(counted, "__dict__", {})
-    return {name: value for name, value in attributes.items() if type(value) is int}
+    found = dict(getattr(counted, "__dict__", {}))
+    for name, value in list(found.items()):
+        if type(value) is dict and len(value) <= _MAX_DICT_INTS:
+            found |= {f"{name}[{reprlib.repr(key)}]": one for key, one in list(value.items())}
+    return {path: value for path, value in found.items() if type(value) is int}
 
 
 class UserCodeFailed(Exception):

@@ -5,6 +5,7 @@ dataset has such a generator, `taas.register` warns the user.
 """
 
 import random
+import reprlib
 import sys
 from collections import deque
 from collections.abc import Iterator
@@ -32,7 +33,7 @@ def generator_types() -> tuple[type, ...]:
 def find_generators(value: object) -> Iterator[str]:
     """Yield the paths of the random generators in an object, such as `transform.noise.rng`.
 
-    Search attributes, lists and tuples, up to `_MAX_OBJECTS` objects and `_MAX_DEPTH` nested
+    Search attributes, lists, tuples and dicts, up to `_MAX_OBJECTS` objects and `_MAX_DEPTH` nested
     attributes. Do not search the attributes of classes, modules and tensors.
     """
     kinds = generator_types()
@@ -50,6 +51,13 @@ def find_generators(value: object) -> Iterator[str]:
 def _parts(path: str, value: object) -> list[tuple[str, object]]:
     if isinstance(value, (list, tuple)):
         return [(f"{path}[{at}]", one) for at, one in enumerate(value[:_MAX_OBJECTS])]
+    if isinstance(value, dict):
+        # Skip numbers and strings, so that a large vocabulary does not use up `_MAX_OBJECTS`.
+        return [
+            (f"{path}[{reprlib.repr(key)}]", one)
+            for key, one in list(value.items())[:_MAX_OBJECTS]
+            if not isinstance(one, (str, int, float))
+        ]
     if isinstance(value, (type, ModuleType, torch.Tensor)):
         return []
     attributes = getattr(value, "__dict__", {})

@@ -270,26 +270,30 @@ def test_a_datasets_own_random_generator_or_epoch_causes_a_warning(
     with pytest.warns(UserWarning) as told:
         register(notebook, OWN_RANDOMNESS)
     said = [str(one.message) for one in told if "random generator of its own" in str(one.message)]
-    assert len(said) == 2
+    assert len(said) == 3
     assert '"noisy"' in said[0]
     assert "(transforms[0].rng)" in said[0]
     assert "--cpus" in said[0]
     assert '"shuffled"' in said[1]
     assert "set_epoch" in said[1]
+    assert '"shuffled by a dict"' in said[2]
+    assert "(held['r'])" in said[2]
     found, expected = dict[str, dict[int, list[object]]](), local(OWN_RANDOMNESS, epochs=3)
     notebook.define("EPOCHS = 3")
     cell = "import os" + WITH_ALL.replace("CPUS", str(cpus)) + CELL
     outcome = notebook.run(cell, f"--cpus {cpus}", gpus=1)
     assert outcome.error is None, outcome.shown
     lines = outcome.lines[0]
-    warned = [line for line in lines if "counts its epochs in its attribute 'epoch'" in line]
-    assert [line for line in warned if '"counting"' not in line] == []
-    assert len(warned) == 1
+    warned = [line for line in lines if "counts its epochs in its attribute" in line]
+    assert "\"counting\" counts its epochs in its attribute 'epoch'" in warned[0]
+    assert '"counting in a dict" counts' in warned[1] and "state['epoch']" in warned[1]
+    assert len(warned) == 2
     for name, epoch, batch in map(json.loads, (line for line in lines if line.startswith("["))):
         found.setdefault(name, {}).setdefault(epoch, []).append(batch)
     for name in ("told", "workers"):
         assert [found[name][epoch] for epoch in range(3)] == expected[name], name
-    assert found["counting"] == dict.fromkeys(range(3), expected["counting"][0])
+    for name in ("counting", "counting in a dict"):
+        assert found[name] == dict.fromkeys(range(3), expected[name][0]), name
 
 
 UNSEEDED, SEEN = cells_of("unseeded_orders")
