@@ -40,7 +40,7 @@ _BY_PICKLE = {"collections", "datetime", "pathlib", "decimal", "fractions", "pan
 _BY_PICKLE |= {"types", "argparse", "numpy"}
 """Packages whose objects are compared by their ordinary pickles."""
 
-_BY_ATTRIBUTES = ("sklearn.", "torch.amp.", "torch.optim.", "torchvision.transforms.")
+_BY_ATTRIBUTES = ("torch.amp.", "torch.optim.", "torchvision.transforms.")
 """Beginnings of the names of library modules whose objects are compared by their attributes."""
 
 _MAX_LISTED = 10
@@ -238,12 +238,14 @@ class _DescriptionPickler(pickle.Pickler):
     def __init__(self, digest: _Digest, known: Collection[int], budget: _Budget) -> None:
         super().__init__(digest, protocol=5)
         self._known, self._budget = known, budget
+        self._described: dict[int, Any] = {}
 
     def reducer_override(self, obj: Any) -> Any:
         """Reduce an object to the parts that `_description` returns. Called by pickle.
 
         First subtract the cost of the object from the budget. If `--out` returns the object to the
-        notebook, a constant replaces the parts.
+        notebook, a constant replaces the parts. Another constant replaces them if the object is a
+        part of its own parts: pickle calls this method again for an object only in this case.
 
         Returns:
             The function `_placeholder` and its arguments, which are the object's parts or the
@@ -258,8 +260,13 @@ class _DescriptionPickler(pickle.Pickler):
             return NotImplemented
         if id(obj) in self._known:
             return _placeholder, ("comes back",)
+        if id(obj) in self._described:
+            return _placeholder, ("described above",)
         described = _description(obj)
-        return described if described is NotImplemented else (_placeholder, described)
+        if described is NotImplemented:
+            return NotImplemented
+        self._described[id(obj)] = obj  # as long as the object exists, no other one has its id
+        return _placeholder, described
 
 
 def _placeholder(*described: Any) -> None:
@@ -274,9 +281,10 @@ def _description(obj: Any) -> Any:
 
     The parts depend on the class. For a tensor, they are its dtype, its shape and a sample of its
     elements. For an instance of a user's class or of a class in `_BY_ATTRIBUTES`, they are its
-    attributes. Of a learning-rate scheduler, the optimizer is left out. Modules and optimizers of
-    torch, functions, classes, enum members and numpy arrays have rules of their own. Of a random
-    generator of numpy, only the name of the class counts.
+    attributes. Of an estimator of scikit-learn, private numbers are left out. Of a learning-rate
+    scheduler, the optimizer is left out. Modules and optimizers of torch, functions, classes, enum
+    members and numpy arrays have rules of their own. Of a random generator of numpy, only the name
+    of the class counts.
 
     Returns:
         The name of the object's class, and the compared parts. For a class that this function does
@@ -318,6 +326,12 @@ def _description(obj: Any) -> Any:
             return (name,)
         case _ if kind.__module__.partition(".")[0] in _BY_PICKLE:
             return NotImplemented
+        case _ if kind.__module__.startswith("sklearn."):
+            if not hasattr(obj, "__dict__"):  # an object in C, such as a decision tree
+                return NotImplemented
+            # Private numbers may be ids of objects, which differ in each process.
+            own = vars(obj).items()
+            return name, {at: it for at, it in own if at[0] != "_" or not isinstance(it, int)}
         case _ if is_user_class(kind) or kind.__module__.startswith(_BY_ATTRIBUTES):
             return name, _attributes(obj), *_elements(obj)
     return (name,)
@@ -331,15 +345,17 @@ def is_user_class(kind: type) -> bool:
 def _parts_of_tensor(tensor: Any) -> State:
     """Return the parts of a tensor that are compared.
 
-    These are the tensor's dtype and shape, and the bytes of its elements, or of some elements of a
-    large tensor. A sparse, quantized or meta tensor has no bytes. The result is empty for a
-    parameter that a lazy module has not initialized yet.
+    These are the tensor's dtype and shape, whether it is a parameter that requires a gradient, and
+    the bytes of its elements, or of some elements of a large tensor. A sparse, quantized or meta
+    tensor has no bytes. The result is empty for a parameter that a lazy module has not initialized
+    yet.
     """
     import torch
 
     if torch.nn.parameter.is_lazy(tensor):
         return ()
-    kind = str(tensor.dtype), tuple(tensor.shape)
+    is_trained = isinstance(tensor, torch.nn.Parameter) and tensor.requires_grad
+    kind = str(tensor.dtype), tuple(tensor.shape), is_trained
     if tensor.layout is not torch.strided or tensor.is_meta or tensor.is_quantized:
         return kind
     flat = tensor.detach().reshape(-1)
@@ -398,7 +414,9 @@ def _attributes(obj: Any) -> dict[str, Any]:
     """Return an instance's attributes, including those in slots.
 
     Values that a `cached_property` has stored are left out: such a value appears when the cell
-    first reads it, and reading is no change.
+    first reads it, and reading is no change. For the same reason, attributes that are None, and
+    open files and similar objects of libraries, are left out: a dataset, for example, may open its
+    file when the cell first reads from it.
     """
     kind = type(obj)
     found = dict(getattr(obj, "__dict__", {}))
@@ -409,7 +427,11 @@ def _attributes(obj: Any) -> dict[str, Any]:
             elif isinstance(member, types.MemberDescriptorType):
                 with suppress(AttributeError):  # the slot is not set
                     found[name] = member.__get__(obj, kind)
-    return found
+    return {name: it for name, it in found.items() if it is not None and not _can_be_closed(it)}
+
+
+def _can_be_closed(value: Any) -> bool:
+    return hasattr(type(value), "close") and not is_user_class(type(value))
 
 
 def _elements(obj: Any) -> Iterator[Any]:

@@ -159,8 +159,7 @@ def execute(flags: Flags, work: Work, shell: "InteractiveShell", config: Config)
     try:
         driver.store_results(shell.user_ns, session_stays=session in sessions.live())
     finally:
-        noted = _names_in_cell(captured) if driver.run.state == "SUCCEEDED" else frozenset()
-        sys.stdout.write(replaced_values.note_on_users(shell.user_ns, old, noted))
+        sys.stdout.write(replaced_values.note_on_users(shell.user_ns, old))
         own_values.record(captured, driver.head)
         if session is not None:
             session.names.record_returned(driver.run.out)
@@ -810,15 +809,10 @@ def out_problem(
     if not flags.out or captured.sets_any or (known is not None and known.has_functions):
         return None
     asked = [name for name in map(variable_name, flags.out) if name != VALUE]
-    names = _names_in_cell(captured)
+    names = {value.name for value in captured.captured} | captured.stores
     functions = functions_of(shell.user_ns) if known else []
-    names |= known.all if known else frozenset()
+    names |= known.all if known else set()
     return unknown_result_message(asked, captured.work.python, names, shell.user_ns, functions)
-
-
-def _names_in_cell(captured: Payload) -> frozenset[str]:
-    """Return the notebook's names that a cell or function uses, and the names that it sets."""
-    return captured.stores.union(value.name for value in captured.captured)
 
 
 def capture_settings(shell: "InteractiveShell", config: Config) -> dict[str, Any]:

@@ -6,6 +6,7 @@ no error occurs, so a note tells the user.
 
 import sys
 from contextlib import suppress
+from typing import NamedTuple
 
 from IPython.core.getipython import get_ipython
 
@@ -18,11 +19,23 @@ from taas_magic.plan import variable_name
 
 _MAX_LISTED = 10
 
-_pending: dict[str, tuple[int, str]] = {}
+_pending: dict[str, tuple[int, "_Cell"]] = {}
 """Variables that a `%%taas` cell assigned only in its ranks, if no note has told the user so.
 
-The value is the id of the notebook's object, and the name of the cell's session or "".
+Each name has the id of the notebook's object.
 """
+
+
+class _Cell(NamedTuple):
+    """A `%%taas` cell.
+
+    Attributes:
+        session: Name of the cell's session; "" if it has none.
+        out: Values of the cell's `--out`, such as "loss@all".
+    """
+
+    session: str
+    out: tuple[str, ...]
 
 
 def record(captured: Payload, ended: RunState) -> None:
@@ -32,8 +45,10 @@ def record(captured: Payload, ended: RunState) -> None:
     may not have reached its assignments.
     """
     if ended.state not in ("FAILED", "LOST"):
+        # A later cell of a session returns the values of its own `--out` only.
+        cell = _Cell(ended.plan.session, () if ended.plan.session else tuple(ended.plan.out))
         for name, value_id in captured.replaced.items():
-            _pending[name] = value_id, ended.plan.session
+            _pending[name] = value_id, cell
     for name in map(variable_name, ended.plan.out):
         _pending.pop(name, None)
 
@@ -49,7 +64,8 @@ def print_notes(raw_cell: str) -> None:
         return
     with suppress(SyntaxError):  # the cell itself then shows the error
         source = shell.transform_cell(raw_cell)
-        if "%%taas" in source or "run_cell_magic('taas'" in source:
+        is_magic = source.lstrip().startswith("get_ipython().run_cell_magic(")
+        if is_magic and ("%%taas" in source or "run_cell_magic('taas'" in source):
             return
         for name, (value_id, _) in list(_pending.items()):
             if name not in shell.user_ns or id(shell.user_ns[name]) != value_id:
@@ -58,21 +74,22 @@ def print_notes(raw_cell: str) -> None:
         deleted = used.updates - used.assigned.keys()
         names = sorted(_pending.keys() & used.why.keys() - deleted)
         read = {name: _pending[name][1] for name in names}
-        for session in dict.fromkeys(read.values()):
-            sys.stdout.write(_note([name for name in read if read[name] == session], session))
+        for cell in dict.fromkeys(read.values()):
+            sys.stdout.write(_note([name for name in read if read[name] == cell], cell))
         for name in {*read, *used.stores}:
             _pending.pop(name, None)
 
 
-def _note(names: list[str], session: str) -> str:
+def _note(names: list[str], cell: _Cell) -> str:
     one = len(names) == 1
-    where = f"a cell of session {session}" if session else "that cell"
+    where = f"a cell of session {cell.session}" if cell.session else "that cell"
+    out = ",".join([*cell.out, *names[:_MAX_LISTED]])
     return (
         f"note: {listed(names, _MAX_LISTED)} {'has' if one else 'have'} the notebook's own "
         f"{'value' if one else 'values'}. A %%taas cell assigned "
         f"{'a new value' if one else 'new values'}, but only in its ranks. To get "
         f"{'this value' if one else 'these values'}, run {where} with "
-        f"--out {','.join(names[:_MAX_LISTED])}\n"
+        f"--out {out}\n"
     )
 
 

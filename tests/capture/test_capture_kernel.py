@@ -164,31 +164,33 @@ def test_objects_that_still_use_a_value_which_out_has_replaced_are_named(
 ) -> None:
     frontend.run(
         "import torch\nnet, other = torch.nn.Linear(2, 1), torch.nn.Linear(2, 1)\n"
-        "both, _hidden = torch.nn.Sequential(net, other), net\n"
-        "optimizer = torch.optim.SGD(net.parameters(), lr=0.1)\n"
+        "class Trainer:\n"
+        "    def __init__(self, model): self.parts, self.us = {'model': model}, [self]\n"
+        "both, trainer, _hidden = torch.nn.Sequential(net, other), Trainer(net), net\n"
+        "optimizer, params = torch.optim.SGD(net.parameters(), lr=0.1), list(net.parameters())\n"
         "plan = torch.optim.lr_scheduler.StepLR(optimizer, 1)\n"
-        "others = torch.optim.SGD(other.parameters(), lr=0.1)"
+        "others = torch.optim.SGD(other.parameters(), lr=0.1)\nnet"
     )
     body = "\ntorch.nn.init.ones_(net.weight)"
-    request = frontend.run(f"%%taas --gpus 1 --out net{body}")
+    request = frontend.run(f"%%taas --gpus 1 --out net{body}\noptimizer.param_groups[0]['lr']")
     assert (
-        "note: --out has replaced net, but both, optimizer, plan still use the old value. "
-        "Create them again\n"
+        "note: --out has replaced net, but both, optimizer, params, plan, trainer still use the "
+        "old value. If they should use the new value, create them again, or add them to --out if "
+        "the cell uses them\n"
     ) in frontend.text(request)
-    frontend.run("both = plan = None")
+    frontend.run("del both, trainer, params, plan\nkept, net = net, torch.nn.Linear(2, 1)")
     cell = f"%%taas --gpus 1 --out net,optimizer{body}\noptimizer.step()"
     assert "note: --out" not in frontend.text(frontend.run(cell))
-    # The note on changed values names the optimizer, since the cell uses it.
-    frontend.run("optimizer = torch.optim.SGD(net.parameters(), lr=0.1)")
-    cell = f"%%taas --gpus 1 --out net{body}\nnet.weight.sum().backward()\noptimizer.step()"
-    request = frontend.run(cell)
-    assert "note: --out" not in frontend.text(request)
-    assert "optimizer was changed in the ranks" in str(frontend.outputs[request])
-    body = "\nothers.step()\ntorch.nn.init.ones_(other.weight)\n1 / 0"
-    request = frontend.send(f"%%taas --gpus 1 --out other{body}")
+    frontend.run("kept = net\noptimizer = torch.optim.SGD(net.parameters(), lr=0.1)")
+    assert "note: --out" not in frontend.text(frontend.run(f"%%taas --gpus 1 --out net{body}"))
+    cell = "%%taas --gpus 1 --session kept --out other\ntorch.nn.init.ones_(other.weight)\n1 / 0"
+    request = frontend.send(cell)
     assert frontend.finish(request)["status"] == "error"
-    assert "has replaced other, but others still uses the old value" in frontend.text(request)
-    assert "Create it again" in frontend.text(request)
+    assert (
+        "has replaced other, but others still uses the old value. If it should use the new value, "
+        "create it again, or add it"
+    ) in frontend.text(request)
+    frontend.run("%taas end kept")
 
 
 def test_a_name_that_only_ranks_have_is_explained(frontend: Frontend) -> None:
@@ -232,10 +234,10 @@ size = 32"""
     assert "total, seen were changed in the ranks" in str(frontend.outputs[request])
     quiet = "print(f'{step} {total} {score()} {_hidden} {got} {seen} {math}', end='')\nsize = 5"
     assert "note" not in frontend.text(frontend.run(quiet))
-    reads = "if acc and size:\n    print(acc, model.in_features)\nacc = 0.2"
+    reads = "if acc and size:\n    print(acc, model.in_features)  # not %%taas\nacc = 0.2"
     note = (
         "note: acc, model have the notebook's own values. A %%taas cell assigned new values, but "
-        "only in its ranks. To get these values, run that cell with --out acc,model\n"
+        "only in its ranks. To get these values, run that cell with --out got,acc,model\n"
     )
     assert frontend.text(frontend.run(reads)) == note + "0.1 4\n"
     assert frontend.text(frontend.run("print(acc, model.in_features)")) == "0.2 4\n"

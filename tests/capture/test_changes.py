@@ -3,6 +3,8 @@
 import argparse
 import collections
 import functools
+import io
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +13,7 @@ import pytest
 import torch
 import torch.optim.lr_scheduler as lr
 from sklearn.cluster import KMeans
+from sklearn.feature_extraction.text import CountVectorizer
 from sklearn.linear_model import LinearRegression
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
@@ -36,6 +39,43 @@ class Meter:
 
     def add(self, value: float) -> None:
         self.values.append(value)
+
+
+class Linked:
+    """Object that refers to itself, as a trainer does whose logger refers to the trainer."""
+
+    __module__ = "__main__"
+
+    def __init__(self) -> None:
+        self.this, self.step = self, 0
+
+
+class Lazy:
+    """Dataset that opens its file when it is first read, and knows the length of its name."""
+
+    __module__ = "__main__"
+
+    def __init__(self) -> None:
+        self.file: Any = None
+        self.length: int | None = None
+
+    def read(self) -> None:
+        self.file = self.file or io.StringIO()
+
+    def measure(self) -> None:
+        self.length = 9
+
+
+def counting(function: Callable[[], None]) -> Callable[[], None]:
+    """Return a function that counts its calls in an attribute, as a decorator may do."""
+
+    def counted() -> None:
+        counted.calls += 1  # type: ignore[attr-defined]
+        function()
+
+    counted.__module__ = "__main__"
+    counted.calls = 0  # type: ignore[attr-defined]
+    return counted
 
 
 def counter() -> Callable[[], None]:
@@ -90,6 +130,9 @@ CHANGES: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
     "defaultdict": (lambda: collections.defaultdict(list), lambda it: it["a"].append(1)),
     "namespace": (argparse.Namespace, lambda it: setattr(it, "x", 1)),
     "instance": (Meter, lambda it: it.add(1)),
+    "cycle": (Linked, lambda it: setattr(it, "step", 1)),
+    "counting decorator": (lambda: counting(lambda: None), lambda it: it()),
+    "filled": (Lazy, lambda it: it.measure()),
     "slot": (Meter, lambda it: setattr(it, "slot", 2)),
     "method": (lambda: Meter().add, lambda it: it(1)),
     "closure": (counter, lambda it: it()),
@@ -97,6 +140,7 @@ CHANGES: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
     "large tensor": (lambda: torch.zeros(10**6), lambda it: it.add_(1)),
     "array": (lambda: np.zeros((3, 3)).T, lambda it: it.__setitem__((1, 1), 1)),
     "model": (lambda: torch.nn.Linear(100, 100), train),
+    "frozen model": (lambda: torch.nn.Linear(2, 2), lambda it: it.requires_grad_(False)),
     "lazy model": (lambda: torch.nn.Sequential(torch.nn.LazyLinear(2)), train),
     "initialized": (lambda: torch.nn.LazyLinear(2), lambda it: it(torch.ones(1, 100))),
     "scheduler": (lambda: schedule(lambda it: lr.StepLR(it, 1)), lambda it: it.step()),
@@ -105,6 +149,7 @@ CHANGES: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
     "estimator": (LinearRegression, fit),
     "estimator fitted again": (lambda: LinearRegression().fit([[0]], [0]), fit),
     "tree": (DecisionTreeRegressor, fit),
+    "tree fitted again": (lambda: DecisionTreeRegressor().fit([[0, 1]], [0]), fit),
     "pipeline": (lambda: make_pipeline(StandardScaler(), KMeans(2)), fit),
     "statistics": (lambda: torch.nn.BatchNorm1d(2), lambda it: it(torch.rand(4, 2))),
 }
@@ -132,6 +177,12 @@ def test_a_value_that_was_only_used_is_not_reported() -> None:
         "numpy's": (np.random.default_rng(1), lambda it: it.random()),
         "generator": (torch.Generator(), lambda it: torch.rand(1, generator=it)),
         "estimator": (LinearRegression().fit([[0]], [0]), lambda it: it.predict([[1]])),
+        "vectorizer": (
+            pickle.loads(pickle.dumps(CountVectorizer(stop_words="english").fit(["red car"]))),
+            lambda it: it.transform(["blue car"]),
+        ),
+        "file": (Lazy(), lambda it: it.read()),
+        "input": (torch.zeros(2), lambda it: it.requires_grad_()),
         "optimizer's step": (
             schedule(lambda it: lr.LambdaLR(it, lambda epoch: 1 / (1 + epoch))),
             lambda it: it.optimizer.step(),
