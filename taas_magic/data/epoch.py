@@ -99,15 +99,19 @@ _STREAMS_DIFFER = (
     "or seed the generator, for example in the dataset's set_epoch(epoch)"
 )
 
+_OTHER_EPOCH = (
+    'loader "{}": rank {} has read epoch {} to its end, but another rank has read epoch {} '
+    "instead, so samples may come twice or not at all. Each iterator begins the next epoch of its "
+    "rank, also next(iter(loader)). Create the same number of iterators on all ranks, or call "
+    "loader.{}.set_epoch(epoch) before each epoch"
+)
+
 _READ_AGAIN = (
     'loader "{}": in epoch {}, a worker read the dataset again and got other data than before, so '
     "samples may come twice or not at all. A worker or a fetcher has ended, or the prefetch buffer "
     "is too small for several streams. The dataset uses a random generator that is not seeded. "
     "Seed it, for example in the dataset's set_epoch(epoch)"
 )
-
-_KEPT_ORDERS = 3
-"""Number of latest epochs whose order stays in the ranks' key-value store (`KeyValueStore`)."""
 
 
 class Step(NamedTuple):
@@ -206,7 +210,8 @@ class EpochIterator(Iterator[Any]):
         instead of returning the batch, raise this exception here; the pass stays open.
 
         At the epoch's end, also count the units of a last step in which only other ranks have a
-        batch. So all ranks have counted the same units.
+        batch. So all ranks have counted the same units. Also warn if other ranks have read another
+        epoch.
         """
         self._waits_since = time.perf_counter()
         self._began = self._began or self._waits_since
@@ -220,6 +225,7 @@ class EpochIterator(Iterator[Any]):
             if isinstance(error, StopIteration) and self._requests is not None:
                 units = self._requests.units_of_others
                 self._loader.counts.spent += 0 if self._would_exceed_units(units) else units
+                self._compare_epoch()
             raise
         self._stop_waiting()
         return self._count_batch(step)
@@ -335,8 +341,8 @@ class EpochIterator(Iterator[Any]):
         torch. In all other cases, the ranks agree as follows:
 
         - The first rank that has the epoch's description stores the hash of its order for all
-          ranks. If the sampler has a length, this rank also publishes the order, and removes the
-          order that was published `_KEPT_ORDERS` epochs earlier.
+          ranks. If the sampler has a length, this rank also publishes the order, and removes an
+          older one (`RemoteLoader.keys_of_order`).
         - A rank with the same hash returns `description` unchanged.
         - A rank with another hash waits for the published order. Its client then requests batches
           in this order.
@@ -347,17 +353,18 @@ class EpochIterator(Iterator[Any]):
         loader, agreement = self._loader, self._loader.feed.agreement
         if agreement is None or description.streams is not None or not loader.shape.has_own_sampler:
             return description
-        key, order = f"{loader.name}/{self.epoch}/order", str(description.order).encode()
-        who = str(loader.feed.rank).encode()
-        first, _, whose = agreement.store_first(key, order + b" of " + who).partition(b" of ")
-        if whose == who and description.batches is not None:
-            old = f"{loader.name}/{self.epoch - _KEPT_ORDERS}/indices"
-            agreement.publish(f"{loader.name}/{self.epoch}/indices", client.request_order(), old)
+        key, replaced = loader.keys_of_order(self.epoch)
+        order, who = str(description.order).encode(), str(loader.feed.rank).encode()
+        stored = agreement.store_first(f"{key}/order", order + b" of " + who)
+        first, _, whose = stored.partition(b" of ")
+        if whose == who and first == order and description.batches is not None:
+            old = f"{replaced}/indices" if replaced else ""
+            agreement.publish(f"{key}/indices", client.request_order(), old)
         if first == order:
             return description
         if description.batches is None:
             raise RunLost(_OTHER_ORDER_HERE.format(loader.name, self.epoch))
-        batches = client.use_order(agreement.read(f"{loader.name}/{self.epoch}/indices"))
+        batches = client.use_order(agreement.read(f"{key}/indices"))
         return structs.replace(description, batches=batches, order=int(first))
 
     def _compare(self, slot: int, order: int) -> None:
@@ -403,6 +410,30 @@ class EpochIterator(Iterator[Any]):
             loader.has_warned = True
             about = loader.name, slot, self.epoch, loader.feed.rank
             warnings.warn(_STREAMS_DIFFER.format(*about), stacklevel=2)
+
+    def _compare_epoch(self) -> None:
+        """Warn if other ranks have read another epoch in their pass with the same number.
+
+        Only passes that ended at the end of an epoch have numbers: 0, 1, 2, … in each cell. Do not
+        warn if both epochs have the same order, for example in a loader without `shuffle`. Warn at
+        most once for each loader and cell.
+        """
+        loader, agreement = self._loader, self._loader.feed.agreement
+        number, loader.finished = loader.finished, loader.finished + 1
+        if agreement is None or loader.has_warned:
+            return
+        key = f"{loader.name}/finished/{loader.cell}/{number}"
+        mine = f"{self.epoch} of {self.order}".encode()
+        try:
+            first = agreement.store_first(key, mine)
+        except RuntimeError:
+            return  # the store has ended with its host, and the run is about to end
+        epoch, order = map(int, first.split(b" of "))
+        if epoch != self.epoch and order != self.order and order and self.order:
+            loader.has_warned = True
+            part = "dataset" if loader.shape.iterable else "sampler"
+            about = loader.name, loader.feed.rank, self.epoch, epoch, part
+            warnings.warn(_OTHER_EPOCH.format(*about), stacklevel=4)
 
     def _first_hash_of_ranks(self, stream: int, order: int) -> int:
         """Return the first hash that any rank received for a stream's first batch in this pass.

@@ -224,7 +224,7 @@ class SessionLoaders:
         for earlier in self._agreements:
             earlier.reconnect()
         for loader in self._loaders():
-            loader.reset_counts()
+            loader.begin_cell(number)
         self._settings.append(settings)
         if self._epochs is not None and self._had_loaders:
             self._continue_with_latest_epoch(self._epochs, number)

@@ -54,8 +54,9 @@ def note_on_users(namespace: Mapping[str, Any], old: Mapping[str, Any]) -> str:
     values = "value" if len(used) == 1 else "values"
     return (
         f"note: --out has replaced {listed(sorted(used), _MAX_LISTED)}, but "
-        f"{listed(sorted(users), _MAX_LISTED)} still use{plural} the old {values}. If {it} should use the "
-        f"new {values}, create {them} again, or add {them} to --out if the cell uses {them}\n"
+        f"{listed(sorted(users), _MAX_LISTED)} still use{plural} the old {values}. "
+        f"If {it} should use the new {values}, create {them} again, or add {them} to --out if the "
+        f"cell uses {them}\n"
     )
 
 

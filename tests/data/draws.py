@@ -37,6 +37,7 @@ from torch.utils.data import (
 from taas_magic.data.loader import RemoteLoader
 from taas_magic.data.sharding import Uneven, seed_of
 from tests.data.data_rig import SEED, Service, service, workers_of
+from tests.eventually import HUNG_S
 
 DATASETS = ("rows", "together", "subset", "concat")
 UNSEEDED = ("shuffled", "ragged")
@@ -454,7 +455,7 @@ class Agreed:
 
     def read(self, key: str) -> bytes:
         with self._news:
-            self._news.wait_for(lambda: key in self._values)
+            assert self._news.wait_for(lambda: key in self._values, HUNG_S), key
             return self._values[key]
 
 

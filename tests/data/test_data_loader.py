@@ -6,6 +6,7 @@ import itertools
 import os
 import random
 import time
+import warnings
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -624,6 +625,50 @@ def test_ranks_share_an_order_when_the_fetcher_that_decided_it_is_gone(tmp_path:
             {"directory": only_fetcher(running, number), "agreement": agreed} for number in range(2)
         ]
         assert both_ranks(running, *changes) == list(range(20))
+
+
+class Redrawn(Unseeded):
+    """Sampler with a different order each time."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(random.SystemRandom().sample(range(20), 20))
+
+
+@pytest.mark.parametrize("is_local", [True, False])
+def test_ranks_share_each_order_of_epochs_that_they_read_again(
+    tmp_path: Path, is_local: bool
+) -> None:
+    """The sampler draws a new order when an epoch is read again after several other epochs."""
+    with service(tmp_path, DataLoader(Rows(20), 2, sampler=Redrawn())) as running:
+        agreed, epochs = Agreed(), [*range(5), *range(5), 4]
+        ranks = [
+            running.loader(rank=rank, world_size=2, local=is_local, agreement=agreed)
+            for rank in range(2)
+        ]
+        for at, epoch in enumerate(epochs):
+            found = []
+            for rank in ranks if at < 5 else reversed(ranks):
+                rank.set_epoch(epoch)
+                found += [index for batch in rank for index in plain(batch)[1]]
+            assert sorted(found) == list(range(20)), epoch
+
+
+def test_ranks_that_read_different_epochs_are_reported(tmp_path: Path) -> None:
+    shuffled = DataLoader(Rows(20), 2, shuffle=True)
+    for loader, is_reported in (shuffled, True), (DataLoader(Rows(20), 2), False):
+        with service(tmp_path / f"{is_reported}", loader) as running:
+            agreed = Agreed()
+            ranks = [running.loader(rank=at, world_size=2, agreement=agreed) for at in range(2)]
+            next(iter(ranks[0]))
+            list(ranks[0])
+            with warnings.catch_warnings(record=True) as warned:
+                warnings.simplefilter("always")
+                list(ranks[1])
+            assert [str(it.message)[:69] for it in warned] == [
+                'loader "train": rank 1 has read epoch 0 to its end, but another rank '
+            ] * is_reported
+            list(ranks[0])
+            list(ranks[1])  # warns only once
 
 
 class UnseededStream(IterableDataset[int]):
