@@ -61,9 +61,10 @@ The pause is this factor times the seconds that the client waited for a response
 """
 
 _OTHER_ORDER = (
-    "epoch {epoch}: the fetcher that ran the loader's sampler for this epoch is gone, and the "
-    "sampler gives another order each time, so the rest of the epoch is unknown. Draw the order "
-    "from torch, numpy.random or random: these are seeded, so that any fetcher can repeat it"
+    "epoch {epoch}: the sampler gives another order each time, and the order of this epoch is no "
+    "longer known, so the rest of the epoch is unknown. Either the fetcher that ran the sampler is "
+    "gone, or another rank is several epochs ahead. Draw the order from torch, numpy.random or "
+    "random: these are seeded, so that any fetcher can repeat the order"
 )
 
 

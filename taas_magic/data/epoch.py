@@ -86,6 +86,12 @@ _OTHER_ORDER_HERE = (
     "numpy.random or random, which are seeded, or use --cpus 1: all ranks then share one order"
 )
 
+_NO_COMMON_ORDER = (
+    'loader "{}": in epoch {}, the sampler gives this rank a different order than other ranks, and '
+    "the common order is not known. Either another rank is more than 3 epochs ahead, or it has "
+    "ended. Draw the order from torch, numpy.random or random, which are seeded"
+)
+
 _ANOTHER_STREAM = (
     'loader "{}": epoch {} begins with a different batch than when the state was saved, so samples '
     "may come twice or not at all. The dataset uses a random generator that is not seeded, or its "
@@ -348,7 +354,8 @@ class EpochIterator(Iterator[Any]):
           in this order.
 
         Raises:
-            RunLost: This rank's order differs, and the sampler has no length.
+            RunLost: This rank's order differs, and the sampler has no length, or no rank publishes
+                the common order in time.
         """
         loader, agreement = self._loader, self._loader.feed.agreement
         if agreement is None or description.streams is not None or not loader.shape.has_own_sampler:
@@ -364,7 +371,11 @@ class EpochIterator(Iterator[Any]):
             return description
         if description.batches is None:
             raise RunLost(_OTHER_ORDER_HERE.format(loader.name, self.epoch))
-        batches = client.use_order(agreement.read(f"{key}/indices"))
+        try:
+            indices = agreement.read(f"{key}/indices")
+        except RuntimeError as error:
+            raise RunLost(_NO_COMMON_ORDER.format(loader.name, self.epoch)) from error
+        batches = client.use_order(indices)
         return structs.replace(description, batches=batches, order=int(first))
 
     def _compare(self, slot: int, order: int) -> None:
