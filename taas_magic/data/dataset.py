@@ -58,14 +58,6 @@ _MOST_SNAPSHOTS = 256
 Above this number, every second snapshot is dropped, and the interval between snapshots is doubled.
 """
 
-_HASHED_ITEMS = 64
-"""Number of batches for which a worker sends the hash of item 0 after it has skipped items.
-
-A worker skips items when it reads a stream a second time. The responses for the next batches have
-the hash of the stream's item 0. By this hash, a rank notices if the second reading gave different
-data.
-"""
-
 _LAST_INTS_ITEM = 2
 """Index of the last item before which a `Cursor` records the int attributes of its dataset.
 
@@ -303,23 +295,23 @@ class BatchSource:
         return 0 if self._order is None else self._order.epoch(epoch).digest
 
     def first_hash(self, epoch: int, slot: int) -> int:
-        """Return the hash of a stream's item 0 if this worker has just skipped items of the stream.
+        """Return the hash of item 0 of a stream, for the reading that gave the latest batch.
 
-        A worker skips items if the worker must read the stream again from the stream's beginning.
-        By this hash, a rank notices that the second reading gave different data than the first.
+        A worker must sometimes read a stream again from the beginning. By this hash, a rank notices
+        that the second reading gives different data than the first.
 
         Args:
             slot: Slot of the batch that was prepared last.
 
         Returns:
-            The hash, for the first `_HASHED_ITEMS` batches after the skipped items; 0 for later
-            batches. Also 0 if item 0 was not among the skipped items, for example because the
-            worker began at a saved state.
+            The hash; 0 if it is not known, for example because the worker began at a saved state.
         """
         assert self.streams is not None
-        item, stream = divmod(slot, self.streams)
-        cursor = self._cursors[epoch, stream]
-        return cursor.first_hash if item < cursor.hash_until else 0
+        return self._cursors[epoch, slot % self.streams].first_hash
+
+    def record_first_hash(self, epoch: int, stream: int, found: int) -> None:
+        """Record the hash of item 0 of a stream, which this worker has just prepared."""
+        self._cursors[epoch, stream].first_hash = found
 
     def indices(self, epoch: int, slot: int) -> Any:
         """Return the indices of a batch of a map-style loader.
@@ -508,8 +500,6 @@ class BatchSource:
                     del self._cursors[key]
                 cursor = self._new_cursor(epoch, stream, item)
         self._cursors[epoch, stream] = cursor  # last, because the dict is in order of use
-        if cursor.item < item:
-            cursor.hash_until = item + _HASHED_ITEMS
         while cursor.item < item:
             try:
                 batch = self._advance(cursor)
@@ -663,9 +653,7 @@ class Cursor:
             `state['epoch']`; "" if there is none, or if the stream has not ended yet. An attribute
             counts epochs if its value is an int that grows by one from the stream's beginning to
             its end, but not by reading item 1.
-        first_hash: Hash of item 0, if the cursor skipped this item; else 0.
-        hash_until: Index of the first item whose response does not have `first_hash`. A rank uses
-            the hash in earlier responses to notice if a second reading gave different data.
+        first_hash: Hash of item 0; 0 if it is not known.
     """
 
     loader: Any
@@ -677,7 +665,6 @@ class Cursor:
     snapshots: "Snapshots"
     counter: str = ""
     first_hash: int = 0
-    hash_until: int = 0
     _samples: Iterator[Any] | None = None
     _ended: bool = False
     _ints: list[dict[str, int]] = field(default_factory=list)

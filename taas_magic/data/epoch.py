@@ -10,6 +10,7 @@ import queue
 import threading
 import time
 import warnings
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -114,9 +115,10 @@ _OTHER_EPOCH = (
 
 _READ_AGAIN = (
     'loader "{}": in epoch {}, a worker read the dataset again and got other data than before, so '
-    "samples may come twice or not at all. A worker or a fetcher has ended, or the prefetch buffer "
-    "is too small for several streams. The dataset uses a random generator that is not seeded. "
-    "Seed it, for example in the dataset's set_epoch(epoch)"
+    "samples may come twice or not at all. The dataset uses a random generator that is not seeded. "
+    "Seed it, for example in the dataset's set_epoch(epoch). A worker reads the dataset again if "
+    "ranks begin an epoch again or restart, if a rank is more than one epoch behind, if a worker "
+    "or a fetcher has ended, or if the prefetch buffer is too small for several streams"
 )
 
 
@@ -331,7 +333,15 @@ class EpochIterator(Iterator[Any]):
         left = None if feed.units is None else max(0, feed.units - loader.counts.spent)
         part = RankPart(feed.rank, feed.world_size, loader.shape.uneven, left)
         bounds = self.after, feed.window_bytes
-        self._requests = EpochRequests(self._client, description, part, *bounds, self._compare)
+        # A weak reference: in a cycle of references, a pass that the cell has left would go on to
+        # request batches until the garbage collector runs.
+        compare = weakref.WeakMethod(self._compare)
+
+        def compare_hash(slot: int, order: int, is_own: bool) -> None:
+            if (method := compare()) is not None:
+                method(slot, order, is_own)
+
+        self._requests = EpochRequests(self._client, description, part, *bounds, compare_hash)
         return self._requests.steps()
 
     def _adopt_common_order(
@@ -378,16 +388,16 @@ class EpochIterator(Iterator[Any]):
         batches = client.use_order(indices)
         return structs.replace(description, batches=batches, order=int(first))
 
-    def _compare(self, slot: int, order: int) -> None:
+    def _compare(self, slot: int, order: int, is_own: bool) -> None:
         """Compare the hash of a stream's batch with other hashes; warn if the data differ.
 
         The comparisons are, in this order:
 
-        - The first batch of each stream, and later batches that have this batch's hash: compare
-          `order` with the first hash that any rank received for the stream's first batch in this
-          pass. A difference means that a worker has read the stream again and got other data. For
-          the later batches, this is the only comparison. In a run without fetchers, compare
-          `order` only with hashes that this rank received.
+        - The rank's own batches that have the hash of the stream's first batch: compare `order`
+          with the first hash that any rank received for the stream in this pass. A difference
+          means that a worker has read the stream again and got other data. For most batches, this
+          is the only comparison. In a run without fetchers, compare `order` only with hashes that
+          this rank received.
         - Slot 0: compare `order` with the hash that a loaded state requires, if any. In any case,
           store `order` in this iterator's attribute `order`, for states that are saved later.
         - All slots, in a run without fetchers and with several ranks: each rank reads the whole
@@ -396,20 +406,22 @@ class EpochIterator(Iterator[Any]):
         The first and third comparison together warn only once for each loader.
 
         Args:
-            order: Hash of the slot's batch or, for some later slots of a stream, of the stream's
-                first batch (`Response.order`).
+            order: Hash of the slot's batch or, for most slots of a stream, of the stream's first
+                batch (`Response.order`).
+            is_own: Whether the batch belongs to this rank.
         """
         loader, agreement = self._loader, self._loader.feed.agreement
         assert self.description is not None
         item, stream = divmod(slot, self.description.streams or 1)
-        if not item and stream not in self._first_hashes:
-            self._first_hashes[stream] = self._first_hash_of_ranks(stream, order)
-        if not item or not is_compared(item):  # then `order` is the hash of item 0
-            if self._first_hashes.get(stream, order) != order and not loader.has_warned:
+        is_of_first = not item or not is_compared(item)
+        if is_of_first and is_own:
+            if stream not in self._first_hashes:
+                self._first_hashes[stream] = self._first_hash_of_ranks(stream, order)
+            if self._first_hashes[stream] != order and not loader.has_warned:
                 loader.has_warned = True
                 warnings.warn(_READ_AGAIN.format(loader.name, self.epoch), stacklevel=2)
-            if item:
-                return
+        if item and is_of_first:
+            return
         if not slot:
             if self.order not in (0, order):
                 warnings.warn(_ANOTHER_STREAM.format(loader.name, self.epoch), stacklevel=2)
@@ -536,9 +548,9 @@ class EpochRequests:
         part: RankPart,
         start: EpochPosition,
         window_bytes: int,
-        compare: Callable[[int, int], None] = lambda slot, order: None,
+        compare: Callable[[int, int, bool], None] = lambda *_: None,
     ) -> None:
-        self._compare = compare if description.streams is not None else lambda slot, order: None
+        self._compare = compare if description.streams is not None else lambda *_: None
         self._client, self._window_bytes, self._largest_bytes = client, window_bytes, 0
         self._schedule: StaticSchedule | DynamicSchedule
         if description.batches is None or description.counted:
@@ -590,7 +602,7 @@ class EpochRequests:
             response = self._client.wait_for_response(request)
             self._schedule.record_units(request.slot, response.units)
             if response.order:
-                self._compare(request.slot, response.order)
+                self._compare(request.slot, response.order, request.is_own)
             if request.is_own and response.units != VOID:
                 self._kept[request.slot] = response
         if isinstance(slot, NoSlot):

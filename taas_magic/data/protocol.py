@@ -223,9 +223,8 @@ class Response(Struct, frozen=True, array_like=True, tag=10):
         order: Hash by which ranks notice that they get different data; 0 for none (BATCH, PEEKED,
             VOID, and VALUE in reply to ORDER). Map-style loader: the hash of the epoch's order that
             the worker computed. Iterable-style loader: the hash of the batch, for batches 0, 1, 2,
-            4, 8, … of a stream. For the remaining batches, `order` is usually 0. But if the worker
-            has just read the stream again from the beginning, `order` is the hash of batch 0
-            (`BatchSource.first_hash`).
+            4, 8, … of a stream. For the remaining batches, the hash of batch 0, as the same reading
+            of the stream gave it (`BatchSource.first_hash`); 0 if this hash is not known.
         head_bytes: Size of the table of contents at the body's start (BATCH).
         body_sum: Checksum of all bodies, for batches over TCP without TLS; else None.
         shared: The body in shared memory; None if the body follows.

@@ -11,6 +11,9 @@ When the memory of prepared batches reaches its limit, workers prepare only batc
 connection must send next. So a slow rank, whose batches fill the memory, cannot starve the
 remaining ranks.
 
+If the fetcher serves only one rank, and this rank begins an epoch of a stream again, the scheduler
+drops what is prepared of the stream, because the second reading may give other data.
+
 When a rank begins a new epoch, the scheduler keeps the unrequested batches of the previous epoch,
 and drops the batches of all earlier epochs. If a rank still requests a dropped batch, a worker
 prepares the batch again.
@@ -20,7 +23,8 @@ import itertools
 import multiprocessing
 import selectors
 import socket
-from collections import OrderedDict
+import sys
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Iterator, KeysView
 from typing import Any
 
@@ -163,6 +167,12 @@ class PrefetchOrder:
         """
         self._ahead.clear()
 
+    def begin_again(self, epoch: int) -> None:
+        """Restart preparing ahead at the beginning of an epoch, because a rank begins it again."""
+        self._epoch, self._slot = epoch, 0
+        self._ends.pop(epoch, None)
+        self.restart()
+
     def record_requested(self, epoch: int, slot: int) -> None:
         """Record that a worker starts to prepare a batch because a rank has requested it.
 
@@ -297,6 +307,7 @@ class PrefetchBuffer:
         ahead: Order of the batches to prepare when no connection waits.
         worker_for: Function that returns the number of the worker that must answer a request. It
             returns None if any worker can, and LATER if the loader's kind must be known first.
+        restart_streams: Called with an epoch whose streams workers must read again.
 
     Attributes:
         ready_batches: Number of prepared batches.
@@ -309,9 +320,13 @@ class PrefetchBuffer:
         ahead: PrefetchOrder,
         worker_for: Callable[[LoaderRequest], int | None] = lambda request: None,
         part: FetcherPart = FetcherPart(),  # noqa: B008
+        restart_streams: Callable[[int], None] = lambda epoch: None,
     ) -> None:
         self._budget_bytes, self.ahead = budget_bytes, ahead
         self._worker_for, self._part = worker_for, part
+        self._restart_streams = restart_streams
+        self._begun: set[int] = set()
+        self._outdated = Counter[LoaderRequest]()
         self._entries: dict[LoaderRequest, _RequestState] = {}
         self._unrequested: dict[LoaderRequest, None] = {}
         self._counts: OrderedDict[LoaderRequest, int] = OrderedDict()
@@ -354,7 +369,9 @@ class PrefetchBuffer:
         batch was sent before and is still kept (`_keep_sent`), this batch is the response, so the
         request is not queued.
 
-        The first request of a new epoch also drops the data of old epochs (`_drop_before`).
+        The first request of a new epoch also drops the data of old epochs (`_drop_before`). If the
+        fetcher serves only one rank, and this rank begins an epoch again, also drop what is
+        prepared of the epoch's streams (`_drop_streams`).
 
         Args:
             only_count: Whether `who` needs only the batch's units. If True, and if the units are
@@ -365,6 +382,10 @@ class PrefetchBuffer:
         if request.epoch > self._latest_epoch:
             self._latest_epoch = request.epoch
             self._drop_before(self.oldest_epoch)
+        if request.kind is RequestKind.GET:
+            self._begun.add(request.epoch)
+        elif request.kind is RequestKind.OPEN and request.epoch in self._begun:
+            self._drop_streams(request.epoch)
         entry = self._entries.get(request)
         if entry is None:
             entry = self._entries[request] = _RequestState()
@@ -376,6 +397,33 @@ class PrefetchBuffer:
         elif not entry.waiting:
             self._unrequested.pop(request, None)
         entry.waiting[who] = None
+
+    def _drop_streams(self, epoch: int) -> None:
+        """Drop the batches of streams that are prepared or in preparation in an epoch.
+
+        Do so only if the fetcher serves a single rank. This rank begins the epoch again, so the
+        workers read the streams again. The second reading may give other data than the first, so
+        the rank would get a mixture of both.
+        """
+        self._begun.discard(epoch)
+        if not self._streams or self._part.ranks > 1:
+            return
+        for request in [one for one in self._counts if one.epoch == epoch]:
+            del self._counts[request]
+        for request, entry in list(self._entries.items()):
+            if request.kind is not RequestKind.GET or request.epoch != epoch or entry.queued:
+                continue
+            if entry.prepared is None:
+                self._outdated[request] += 1
+                del self._entries[request]
+            else:
+                self._remove(request)
+            if entry.waiting:  # another pass of the rank
+                entry.prepared = None
+                self._entries[request] = entry
+                self._queue(next(iter(entry.waiting)), request, entry)
+        self.ahead.begin_again(epoch)
+        self._restart_streams(epoch)
 
     def _drop_before(self, oldest: int) -> None:
         """Drop the data of epochs before `oldest`, except batches that ranks have requested.
@@ -499,11 +547,16 @@ class PrefetchBuffer:
         """Store a prepared response; return the connections that wait for it.
 
         The request no longer counts as being prepared. If it is a GET without given indices, also
-        record the units of the batch. If memory is short, drop batches that were kept after sending
-        (`_limit_sent`). If no connection waits for the response, `make_room` may drop it later.
+        record the units of the batch. But if the rank has begun the epoch again since then, drop
+        the response instead (`_drop_streams`). If memory is short, drop batches that were kept
+        after sending (`_limit_sent`). If no connection waits for the response, `make_room` may drop
+        it later.
         """
-        entry = self._entries[request]
         self._doing -= 1
+        if self._is_outdated(request):
+            prepared.release()
+            return dict[Hashable, None]().keys()
+        entry = self._entries[request]
         if request.kind is RequestKind.GET:
             if not request.detail:
                 self._record_units(request, prepared.reply.units)
@@ -525,13 +578,28 @@ class PrefetchBuffer:
         If no connection waits, remove the request from the buffer. Then preparing ahead starts
         again at the current slot, so that a worker may prepare the batch again.
         """
-        entry = self._entries[request]
         self._doing -= 1
+        if self._is_outdated(request):
+            return
+        entry = self._entries[request]
         if entry.waiting:
             self._queue(next(iter(entry.waiting)), request, entry, at_once=True)
         else:
             del self._entries[request]
             self.ahead.restart()
+
+    def _is_outdated(self, request: LoaderRequest) -> bool:
+        """Return whether the request's next response belongs to an earlier reading of its stream.
+
+        If so, count this response as received. A worker answers its requests in order, so outdated
+        responses arrive first.
+        """
+        if request not in self._outdated:
+            return False
+        self._outdated[request] -= 1
+        if not self._outdated[request]:
+            del self._outdated[request]
+        return True
 
     def make_room(self, before: tuple[int, int] | None = None) -> None:
         """Drop responses for which no connection waits, until memory is below the limit.
@@ -809,6 +877,7 @@ class Scheduler:
             PrefetchOrder(served.part, self._is_filled),
             self._worker_for,
             served.part,
+            self._restart_streams,
         )
         self._streams: int | None = None
         self._knows_kind = False
@@ -933,6 +1002,12 @@ class Scheduler:
         epochs[epoch] = item
         if len(epochs) > OPEN_EPOCHS:
             del epochs[next(iter(epochs))]
+
+    def _restart_streams(self, epoch: int) -> None:
+        """Record that every batch of an epoch needs a restart of its stream."""
+        for epochs in self._positions.values():
+            if epoch in epochs:
+                epochs[epoch] = sys.maxsize
 
     def _is_filled(self) -> bool:
         """Return whether enough batches are prepared for ranks to start (`--prefill`)."""

@@ -393,8 +393,13 @@ class Worker:
             units = UNHINTED if units is None else units
             order = source.digest(epoch)
             if source.streams is not None:
-                is_hashed = is_compared(slot // source.streams)
-                order = encode.fingerprint(body) if is_hashed else source.first_hash(epoch, slot)
+                item, stream = divmod(slot, source.streams)
+                if is_compared(item):
+                    order = encode.fingerprint(body)
+                    if not item:
+                        source.record_first_hash(epoch, stream, order)
+                else:
+                    order = source.first_hash(epoch, slot)
             return ResponseKind.BATCH, body, units, order
         if kind is RequestKind.OPEN:
             description = source.describe_epoch(epoch)

@@ -757,6 +757,50 @@ def test_a_stream_that_yields_other_data_after_a_restart_is_reported(
             list(batches)
 
 
+@pytest.mark.parametrize("streams", [1, 2])
+@pytest.mark.parametrize("left_after", [1, 2, 5])
+def test_a_rank_that_begins_an_epoch_again_gets_one_reading_of_each_stream(
+    tmp_path: Path, streams: int, left_after: int
+) -> None:
+    """Many batches of the first reading are prepared when the second pass begins."""
+    dataset = Shuffled((200 // streams,) * streams, tmp_path / "log")
+    loader = DataLoader(dataset, 1, num_workers=streams)
+    with service(tmp_path, loader) as running:
+        rank = running.loader(local=True)  # a data server that serves only this rank
+        for number in range(3):
+            rank.set_epoch(0)
+            list(itertools.islice(rank, left_after + number))
+        rank.set_epoch(0)
+        found = sorted(batch.item() for batch in rank)
+    assert found == sorted(100 * at + n for at in range(streams) for n in range(200 // streams))
+
+
+def test_a_stream_of_which_an_epoch_begins_again_is_reported_if_other_ranks_may_read_it(
+    tmp_path: Path,
+) -> None:
+    """The fetcher keeps the batches of the first reading, because it serves several ranks."""
+    dataset = Shuffled((200,), tmp_path / "log")
+    with service(tmp_path, DataLoader(dataset, 1, num_workers=1)) as running:
+        rank = running.loader()
+        list(itertools.islice(rank, 5))
+        rank.set_epoch(0)
+        with pytest.warns(UserWarning, match="read the dataset again and got other data"):
+            list(rank)
+
+
+def test_a_stream_that_is_read_again_only_for_its_units_is_not_reported(tmp_path: Path) -> None:
+    """Each rank's batches are those of one stream, which is read once for it."""
+    loader = DataLoader(Shuffled((20, 20), tmp_path / "log"), 1, num_workers=2)
+    with service(tmp_path, loader, fetchers=1) as running:
+        agreed = Agreed()
+        ranks = [running.loader(rank=at, world_size=2, agreement=agreed) for at in range(2)]
+        found = [sorted(batch.item() for batch in rank) for rank in ranks]
+        for _ in range(3):
+            list(ranks[0])  # so that the fetcher drops the batches of epoch 1
+        found += [sorted(batch.item() for batch in ranks[1])]
+    assert found == [[*range(20)], [*range(100, 120)], [*range(100, 120)]]
+
+
 def test_a_stream_that_two_fetchers_read_for_different_ranks_is_reported(tmp_path: Path) -> None:
     """Each rank reaches only one fetcher, so no rank by itself sees that the data differ."""
     with service(tmp_path, DataLoader(SlowStream(), 2), fetchers=2) as running:
