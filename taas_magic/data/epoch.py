@@ -122,6 +122,10 @@ _READ_AGAIN = (
 )
 
 
+_ANSWER_S = 5.0
+"""Maximum seconds to wait for the ranks' key-value store, for a comparison."""
+
+
 class Step(NamedTuple):
     """One step of a rank: the rank's batch, and the position in the epoch after the step.
 
@@ -429,7 +433,7 @@ class EpochIterator(Iterator[Any]):
         if agreement is None or loader.feed.directory is not None or loader.has_warned:
             return
         mine = str(order).encode()
-        if agreement.store_first(f"{loader.name}/{self.epoch}/{slot}", mine) != mine:
+        if self._value_of_ranks(f"{loader.name}/{self.epoch}/{slot}", mine) != mine:
             loader.has_warned = True
             about = loader.name, slot, self.epoch, loader.feed.rank
             warnings.warn(_STREAMS_DIFFER.format(*about), stacklevel=2)
@@ -446,11 +450,7 @@ class EpochIterator(Iterator[Any]):
         if agreement is None or loader.has_warned:
             return
         key = f"{loader.name}/finished/{loader.cell}/{number}"
-        mine = f"{self.epoch} of {self.order}".encode()
-        try:
-            first = agreement.store_first(key, mine)
-        except RuntimeError:
-            return  # the store has ended with its host, and the run is about to end
+        first = self._value_of_ranks(key, f"{self.epoch} of {self.order}".encode())
         epoch, order = map(int, first.split(b" of "))
         if epoch != self.epoch and order != self.order and order and self.order:
             loader.has_warned = True
@@ -467,7 +467,29 @@ class EpochIterator(Iterator[Any]):
         if feed.agreement is None or feed.directory is None:
             return order
         key = f"{self._loader.name}/{self.epoch}/pass {self._pass_number}/{stream}"
-        return int(feed.agreement.store_first(key, str(order).encode()))
+        return int(self._value_of_ranks(key, str(order).encode()))
+
+    def _value_of_ranks(self, key: str, mine: bytes) -> bytes:
+        """Return the value that the first rank has stored under `key`, for a comparison.
+
+        The value is only needed for a warning. So if the key-value store does not answer within
+        `_ANSWER_S`, return `mine`, and use the store for no further comparison of this loader. The
+        store's process may have ended or be stopped, and torch may then wait without a limit.
+        """
+        loader, found = self._loader, [mine]
+        agreement = loader.feed.agreement
+        if agreement is None or loader.is_store_silent:
+            return mine
+
+        def ask() -> None:
+            with suppress(RuntimeError):  # the store's process has ended
+                found.append(agreement.store_first(key, mine))
+
+        thread = threading.Thread(target=ask, name="taas-compare", daemon=True)
+        thread.start()
+        thread.join(_ANSWER_S)
+        loader.is_store_silent = thread.is_alive()
+        return found[-1]
 
     def _count_batch(self, step: Step) -> Any:
         """Count a received batch in the loader's counts and the ledger, and return the batch.

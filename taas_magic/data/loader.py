@@ -276,6 +276,7 @@ class RemoteLoader(DataLoader[Any]):
         "loader.dataset.describe"."""
 
         self.has_warned, self.cell, self.finished = False, 0, 0
+        self.is_store_silent = False
         self._kept_orders: dict[int, str] = {}
         self._order_counts = Counter[int]()
         settings, own, path = shape.settings, vars(self), f"{shape.name}.dataset"

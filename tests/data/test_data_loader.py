@@ -5,6 +5,7 @@ import gc
 import itertools
 import os
 import random
+import threading
 import time
 import warnings
 from collections import deque
@@ -21,7 +22,7 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Itera
 from torch.utils.data import SequentialSampler as Sequential
 from torch.utils.data.datapipes.iter import IterableWrapper
 
-from taas_magic.data import client, sharding
+from taas_magic.data import client, epoch, sharding
 from taas_magic.data.service import Directory
 from taas_magic.data.sharding import Uneven, seed_of
 from taas_magic.journal.analysis import LoaderCounts
@@ -627,6 +628,24 @@ def test_ranks_share_an_order_when_the_fetcher_that_decided_it_is_gone(tmp_path:
         assert both_ranks(running, *changes) == list(range(20))
 
 
+class SilentStore(Agreed):
+    """Key-value store that does not answer, as if its process were stopped."""
+
+    def store_first(self, key: str, value: bytes) -> bytes:
+        threading.Event().wait(HUNG_S)
+        raise RuntimeError(key)
+
+
+def test_a_rank_ends_its_epochs_also_if_the_store_of_the_ranks_is_silent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(epoch, "_ANSWER_S", 0.1)
+    with service(tmp_path, DataLoader(Rows(20), 2, shuffle=True)) as running:
+        rank = running.loader(world_size=2, agreement=SilentStore())
+        assert [len(list(rank)) for _ in range(2)] == [5, 5]
+        assert rank.is_store_silent
+
+
 class Redrawn(Unseeded):
     """Sampler with a different order each time."""
 
@@ -645,12 +664,12 @@ def test_ranks_share_each_order_of_epochs_that_they_read_again(
             running.loader(rank=rank, world_size=2, local=is_local, agreement=agreed)
             for rank in range(2)
         ]
-        for at, epoch in enumerate(epochs):
+        for at, number in enumerate(epochs):
             found = []
             for rank in ranks if at < 5 else reversed(ranks):
-                rank.set_epoch(epoch)
+                rank.set_epoch(number)
                 found += [index for batch in rank for index in plain(batch)[1]]
-            assert sorted(found) == list(range(20)), epoch
+            assert sorted(found) == list(range(20)), number
 
 
 def test_ranks_that_read_different_epochs_are_reported(tmp_path: Path) -> None:
