@@ -33,11 +33,15 @@ trainer = lightning.Trainer(accelerator="cpu", devices=1, max_epochs=1, **quiet)
 trainer.fit(Model(), torch.utils.data.DataLoader(torch.ones(2, 2)))
 """
 
+DESTROY = """
+dist.barrier()  # without it, gloo fails in a rank that is still connecting to this one
+dist.destroy_process_group()
+"""
+
 NO_LONE_TRAINING = {
-    "a process group that the cell destroys": f"{GROUP}{STEP}\ndist.destroy_process_group()",
-    "a step before, in and after a process group": f"{STEP}{GROUP}{STEP}"
-    + f"dist.destroy_process_group(){STEP}",
-    "a process group after the first step": f"{STEP}{GROUP}",
+    "a process group that the cell destroys": f"{GROUP}{STEP}{DESTROY}",
+    "a step before, in and after a process group": f"{STEP}{GROUP}{STEP}{DESTROY}{STEP}",
+    "a process group after the first step": f"{STEP}{GROUP}dist.barrier()",
     "only rank 0 trains": "import os\nif os.environ['RANK'] == '0':" + STEP.replace("\n", "\n    "),
     "a Trainer of Lightning, which has a note of its own": TRAINER,
     "horovod": f"import sys\nsys.modules['horovod.torch'] = sys\n{STEP}",
