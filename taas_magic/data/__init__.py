@@ -2,7 +2,8 @@
 
 docs/data.md shows the flow in one picture. The modules (`a -> b` means that a uses b):
 
-* In a rank: loader.py -> epoch.py -> client.py -> connection.py.
+* In a rank: loader.py -> epoch.py -> client.py -> connection.py. other_ranks.py agrees with other
+  ranks on an order, and compares the data of the ranks.
 * In a fetcher: server.py -> scheduler.py -> worker.py -> dataset.py, order.py. The server has one
   thread and runs no user code; the workers run the dataset.
 * Used by the workers: generators.py finds random generators in a dataset. definitions.py adds the

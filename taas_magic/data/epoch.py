@@ -10,10 +10,10 @@ import queue
 import threading
 import time
 import warnings
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -21,6 +21,7 @@ from msgspec import structs
 from torch.utils.data._utils.pin_memory import pin_memory
 
 from taas_magic.data.client import Client, SlotResponse
+from taas_magic.data.other_ranks import PassComparison
 from taas_magic.data.protocol import EpochDescription
 from taas_magic.data.sharding import (
     UNHINTED,
@@ -31,9 +32,8 @@ from taas_magic.data.sharding import (
     RankPart,
     SlotRequest,
     StaticSchedule,
-    is_compared,
 )
-from taas_magic.errors import ProtocolError, RunLost
+from taas_magic.errors import ProtocolError
 from taas_magic.messages import RankCounts
 
 if TYPE_CHECKING:
@@ -80,50 +80,6 @@ _OWN_GENERATOR = (
     "seeded for each batch, so its numbers depend on --cpus and on where a resumed epoch begins. "
     "Draw from torch, numpy.random or random, which are seeded for each batch"
 )
-
-_OTHER_ORDER_HERE = (
-    'loader "{}": in epoch {}, the sampler gives this rank a different order than other ranks, and '
-    "it has no length, so the ranks cannot share one order. Draw the order from torch, "
-    "numpy.random or random, which are seeded, or use --cpus 1: all ranks then share one order"
-)
-
-_NO_COMMON_ORDER = (
-    'loader "{}": in epoch {}, the sampler gives this rank a different order than other ranks, and '
-    "the common order is not known. Either another rank is more than 3 epochs ahead, or it has "
-    "ended. Draw the order from torch, numpy.random or random, which are seeded"
-)
-
-_ANOTHER_STREAM = (
-    'loader "{}": epoch {} begins with a different batch than when the state was saved, so samples '
-    "may come twice or not at all. The dataset uses a random generator that is not seeded, or its "
-    "data have changed. Seed the generator, for example in the dataset's set_epoch(epoch)"
-)
-
-_STREAMS_DIFFER = (
-    'loader "{}": batch {} of epoch {} differs between rank {} and other ranks, so samples may '
-    "come twice or not at all. With --cpus 0 each rank reads the dataset itself, and the dataset "
-    "uses a random generator that is not seeded. Use --cpus 1, where all ranks share one stream, "
-    "or seed the generator, for example in the dataset's set_epoch(epoch)"
-)
-
-_OTHER_EPOCH = (
-    'loader "{}": rank {} has read epoch {} to its end, but another rank has read epoch {} '
-    "instead, so samples may come twice or not at all. Each iterator begins the next epoch of its "
-    "rank, also next(iter(loader)). Create the same number of iterators on all ranks, or call "
-    "loader.{}.set_epoch(epoch) before each epoch"
-)
-
-_READ_AGAIN = (
-    'loader "{}": in epoch {}, a worker read the dataset again and got other data than before, so '
-    "samples may come twice or not at all. The dataset uses a random generator that is not seeded. "
-    "Seed it, for example in the dataset's set_epoch(epoch). A worker reads the dataset again if "
-    "ranks begin an epoch again or restart, if a rank is more than one epoch behind, if a worker "
-    "or a fetcher has ended, or if the prefetch buffer is too small for several streams"
-)
-
-
-_ANSWER_S = 5.0
-"""Maximum seconds to wait for the ranks' key-value store, for a comparison."""
 
 
 class Step(NamedTuple):
@@ -183,7 +139,8 @@ class EpochIterator(Iterator[Any]):
         order: int = 0,
     ) -> None:
         self._loader, self.epoch, self.after = loader, epoch, start
-        self._pass_number, self.order = pass_number, order
+        self._pass_number = pass_number
+        self._comparison = PassComparison(loader.other_ranks, epoch, pass_number, order)
         self._client: Client | None = None
         self.description: EpochDescription | None = None
         self._requests: EpochRequests | None = None
@@ -193,8 +150,12 @@ class EpochIterator(Iterator[Any]):
         self._pins = loader.pin_memory and torch.cuda.is_available()
         self._began = self._waits_since = self._stopped = 0.0
         self._yielded = 0
-        self._first_hashes: dict[int, int] = {}
         self.ended = False
+
+    @property
+    def order(self) -> int:
+        """Hash of the epoch, for a state that is saved (`PassComparison.order`)."""
+        return self._comparison.order
 
     def __next__(self) -> Any:
         """Return the next batch, and record the wait for it in the profile, if there is a profiler.
@@ -237,7 +198,8 @@ class EpochIterator(Iterator[Any]):
             if isinstance(error, StopIteration) and self._requests is not None:
                 units = self._requests.units_of_others
                 self._loader.counts.spent += 0 if self._would_exceed_units(units) else units
-                self._compare_epoch()
+                part = "dataset" if self._loader.shape.iterable else "sampler"
+                self._loader.other_ranks.compare_epoch(self.epoch, self.order, part)
             raise
         self._stop_waiting()
         return self._count_batch(step)
@@ -319,11 +281,14 @@ class EpochIterator(Iterator[Any]):
         loader, feed = self._loader, self._loader.feed
         self._client = loader.new_client()
         description = self._client.request_description(self.epoch, loader.shape.has_own_sampler)
-        self.description = description = self._adopt_common_order(self._client, description)
         if description.streams is None:
+            if loader.shape.has_own_sampler:
+                others = loader.other_ranks
+                description = others.adopt_common_order(self._client, self.epoch, description)
             if self.order and self.order != description.order:
                 raise ValueError(_ANOTHER_ORDER.format(loader.name, self.epoch))
-            self.order = description.order
+            self._comparison.order = description.order
+        self.description = description
         loader.send_states(self._client, description.streams or 1)
         if description.counter and not feed.rank:
             warnings.warn(_EVERY_EPOCH_ALIKE.format(loader.name, description.counter), stacklevel=4)
@@ -337,159 +302,9 @@ class EpochIterator(Iterator[Any]):
         left = None if feed.units is None else max(0, feed.units - loader.counts.spent)
         part = RankPart(feed.rank, feed.world_size, loader.shape.uneven, left)
         bounds = self.after, feed.window_bytes
-        # A weak reference: in a cycle of references, a pass that the cell has left would go on to
-        # request batches until the garbage collector runs.
-        compare = weakref.WeakMethod(self._compare)
-
-        def compare_hash(slot: int, order: int, is_own: bool) -> None:
-            if (method := compare()) is not None:
-                method(slot, order, is_own)
-
-        self._requests = EpochRequests(self._client, description, part, *bounds, compare_hash)
+        compare = partial(self._comparison.compare, description.streams or 1)
+        self._requests = EpochRequests(self._client, description, part, *bounds, compare)
         return self._requests.steps()
-
-    def _adopt_common_order(
-        self, client: Client, description: EpochDescription
-    ) -> EpochDescription:
-        """Make all ranks use the same order of the epoch; return the description with this order.
-
-        In a run without fetchers, each rank runs the sampler itself. In a run with fetchers, ranks
-        may get the order from different fetchers, if a fetcher has ended. If the sampler draws from
-        an unseeded generator, these orders differ.
-
-        Return `description` unchanged for a single rank, an iterable-style loader or a sampler of
-        torch. In all other cases, the ranks agree as follows:
-
-        - The first rank that has the epoch's description stores the hash of its order for all
-          ranks. If the sampler has a length, this rank also publishes the order, and removes an
-          older one (`RemoteLoader.keys_of_order`).
-        - A rank with the same hash returns `description` unchanged.
-        - A rank with another hash waits for the published order. Its client then requests batches
-          in this order.
-
-        Raises:
-            RunLost: This rank's order differs, and the sampler has no length, or no rank publishes
-                the common order in time.
-        """
-        loader, agreement = self._loader, self._loader.feed.agreement
-        if agreement is None or description.streams is not None or not loader.shape.has_own_sampler:
-            return description
-        key, replaced = loader.keys_of_order(self.epoch)
-        order, who = str(description.order).encode(), str(loader.feed.rank).encode()
-        stored = agreement.store_first(f"{key}/order", order + b" of " + who)
-        first, _, whose = stored.partition(b" of ")
-        if whose == who and first == order and description.batches is not None:
-            old = f"{replaced}/indices" if replaced else ""
-            agreement.publish(f"{key}/indices", client.request_order(), old)
-        if first == order:
-            return description
-        if description.batches is None:
-            raise RunLost(_OTHER_ORDER_HERE.format(loader.name, self.epoch))
-        try:
-            indices = agreement.read(f"{key}/indices")
-        except RuntimeError as error:
-            raise RunLost(_NO_COMMON_ORDER.format(loader.name, self.epoch)) from error
-        batches = client.use_order(indices)
-        return structs.replace(description, batches=batches, order=int(first))
-
-    def _compare(self, slot: int, order: int, is_own: bool) -> None:
-        """Compare the hash of a stream's batch with other hashes; warn if the data differ.
-
-        The comparisons are, in this order:
-
-        - The rank's own batches that have the hash of the stream's first batch: compare `order`
-          with the first hash that any rank received for the stream in this pass. A difference
-          means that a worker has read the stream again and got other data. For most batches, this
-          is the only comparison. In a run without fetchers, compare `order` only with hashes that
-          this rank received.
-        - Slot 0: compare `order` with the hash that a loaded state requires, if any. In any case,
-          store `order` in this iterator's attribute `order`, for states that are saved later.
-        - All slots, in a run without fetchers and with several ranks: each rank reads the whole
-          stream. So compare `order` with the hash that the first rank has stored for this slot.
-
-        The first and third comparison together warn only once for each loader.
-
-        Args:
-            order: Hash of the slot's batch or, for most slots of a stream, of the stream's first
-                batch (`Response.order`).
-            is_own: Whether the batch belongs to this rank.
-        """
-        loader, agreement = self._loader, self._loader.feed.agreement
-        assert self.description is not None
-        item, stream = divmod(slot, self.description.streams or 1)
-        is_of_first = not item or not is_compared(item)
-        if is_of_first and is_own:
-            if stream not in self._first_hashes:
-                self._first_hashes[stream] = self._first_hash_of_ranks(stream, order)
-            if self._first_hashes[stream] != order and not loader.has_warned:
-                loader.has_warned = True
-                warnings.warn(_READ_AGAIN.format(loader.name, self.epoch), stacklevel=2)
-        if item and is_of_first:
-            return
-        if not slot:
-            if self.order not in (0, order):
-                warnings.warn(_ANOTHER_STREAM.format(loader.name, self.epoch), stacklevel=2)
-            self.order = order
-        if agreement is None or loader.feed.directory is not None or loader.has_warned:
-            return
-        mine = str(order).encode()
-        if self._value_of_ranks(f"{loader.name}/{self.epoch}/{slot}", mine) != mine:
-            loader.has_warned = True
-            about = loader.name, slot, self.epoch, loader.feed.rank
-            warnings.warn(_STREAMS_DIFFER.format(*about), stacklevel=2)
-
-    def _compare_epoch(self) -> None:
-        """Warn if other ranks have read another epoch in their pass with the same number.
-
-        Only passes that ended at the end of an epoch have numbers: 0, 1, 2, … in each cell. Do not
-        warn if both epochs have the same order, for example in a loader without `shuffle`. Warn at
-        most once for each loader and cell.
-        """
-        loader, agreement = self._loader, self._loader.feed.agreement
-        number, loader.finished = loader.finished, loader.finished + 1
-        if agreement is None or loader.has_warned:
-            return
-        key = f"{loader.name}/finished/{loader.cell}/{number}"
-        first = self._value_of_ranks(key, f"{self.epoch} of {self.order}".encode())
-        epoch, order = map(int, first.split(b" of "))
-        if epoch != self.epoch and order != self.order and order and self.order:
-            loader.has_warned = True
-            part = "dataset" if loader.shape.iterable else "sampler"
-            about = loader.name, loader.feed.rank, self.epoch, epoch, part
-            warnings.warn(_OTHER_EPOCH.format(*about), stacklevel=4)
-
-    def _first_hash_of_ranks(self, stream: int, order: int) -> int:
-        """Return the first hash that any rank received for a stream's first batch in this pass.
-
-        Without fetchers, each rank reads the stream itself. In this case, return `order`.
-        """
-        feed = self._loader.feed
-        if feed.agreement is None or feed.directory is None:
-            return order
-        key = f"{self._loader.name}/{self.epoch}/pass {self._pass_number}/{stream}"
-        return int(self._value_of_ranks(key, str(order).encode()))
-
-    def _value_of_ranks(self, key: str, mine: bytes) -> bytes:
-        """Return the value that the first rank has stored under `key`, for a comparison.
-
-        The value is only needed for a warning. So if the key-value store does not answer within
-        `_ANSWER_S`, return `mine`, and use the store for no further comparison of this loader. The
-        store's process may have ended or be stopped, and torch may then wait without a limit.
-        """
-        loader, found = self._loader, [mine]
-        agreement = loader.feed.agreement
-        if agreement is None or loader.is_store_silent:
-            return mine
-
-        def ask() -> None:
-            with suppress(RuntimeError):  # the store's process has ended
-                found.append(agreement.store_first(key, mine))
-
-        thread = threading.Thread(target=ask, name="taas-compare", daemon=True)
-        thread.start()
-        thread.join(_ANSWER_S)
-        loader.is_store_silent = thread.is_alive()
-        return found[-1]
 
     def _count_batch(self, step: Step) -> Any:
         """Count a received batch in the loader's counts and the ledger, and return the batch.

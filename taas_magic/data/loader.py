@@ -13,7 +13,6 @@ import socket
 import threading
 import warnings
 import weakref
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, closing, suppress
 from dataclasses import dataclass, field
@@ -26,6 +25,7 @@ from taas_magic.capture.changes import ChangeDetector
 from taas_magic.data.client import Client, Route
 from taas_magic.data.epoch import EpochIterator
 from taas_magic.data.order import dump_without_dataset, load_with_dataset
+from taas_magic.data.other_ranks import KeyValueStore, OtherRanks
 from taas_magic.data.server import RankServers
 from taas_magic.data.service import BatchLedger, Directory, machine_id
 from taas_magic.data.sharding import (
@@ -64,9 +64,6 @@ After the removal, a cell that reads such an attribute gets the value of the rea
 
 _OURS = ("_taas_loader", "_taas_path", "_taas_copy")
 """Names of `RemoteDataset`'s own attributes, which do not come from the real dataset."""
-
-_KEPT_ORDERS = 3
-"""Number of latest epochs whose order stays in the ranks' key-value store (`KeyValueStore`)."""
 
 _CHANGED_PARTS = (
     'the cell has changed the sampler, generator or collate_fn of loader "{}" only in this rank; '
@@ -146,22 +143,6 @@ class LoaderShape:
     def num_workers(self) -> int:
         """Number of workers of the registered loader."""
         return int(self.settings["num_workers"])
-
-
-class KeyValueStore(Protocol):
-    """Key-value store that all ranks of an attempt share, to agree on the order of batches."""
-
-    def store_first(self, key: str, value: bytes) -> bytes:
-        """Store `value`, unless a rank has already stored a value for `key`; return `key`'s value.
-
-        So all ranks get the value that the first rank has stored.
-        """
-
-    def publish(self, key: str, value: bytes, replaced: str) -> None:
-        """Store `value` under `key` for the other ranks; remove the value of key `replaced`."""
-
-    def read(self, key: str) -> bytes:
-        """Wait until another rank publishes a value for `key`, and return this value."""
 
 
 class BatchProfiler(Protocol):
@@ -275,10 +256,8 @@ class RemoteLoader(DataLoader[Any]):
         """Methods of the dataset that returned a value when the cell called them, such as
         "loader.dataset.describe"."""
 
-        self.has_warned, self.cell, self.finished = False, 0, 0
-        self.is_store_silent = False
-        self._kept_orders: dict[int, str] = {}
-        self._order_counts = Counter[int]()
+        has_fetchers = feed.directory is not None
+        self.other_ranks = OtherRanks(shape.name, feed.rank, feed.agreement, has_fetchers)
         settings, own, path = shape.settings, vars(self), f"{shape.name}.dataset"
         if shape.iterable:
             stream = RemoteStream(self, path)
@@ -456,36 +435,16 @@ class RemoteLoader(DataLoader[Any]):
         """Set the counts of batches and the times to 0, even in the middle of an epoch.
 
         `workers`, `spent` and `resumed` keep their values (docs/events.md describes the counts).
-        Warnings about data that differ between ranks may appear once more.
+        A warning about data that differ between ranks may appear once more (`OtherRanks`).
 
         Args:
             number: Number of the new cell in the session.
         """
-        self.has_warned, self.cell, self.finished = False, number, 0
+        self.other_ranks.begin_cell(number)
         spent, resumed = self.counts.spent, self.counts.resumed
         self.counts = RankCounts(workers=self.counts.workers, spent=spent, resumed=resumed)
         if self._current is not None:
             self._current.reset_times()
-
-    def keys_of_order(self, epoch: int) -> tuple[str, str]:
-        """Return the keys under which ranks publish the order of an epoch that begins now.
-
-        Of the epochs that this rank has begun, the ranks keep the orders of the latest
-        `_KEPT_ORDERS` epochs. If the rank begins one of these epochs again, the order stays the
-        same. If the rank begins any other epoch again, the ranks agree on a new order, because the
-        sampler may have drawn a new one.
-
-        Returns:
-            The key of the order, and the key of an older order that is no longer kept, or "".
-        """
-        if epoch in self._kept_orders:
-            return self._kept_orders[epoch], ""
-        key = f"{self.name}/{epoch}/{self._order_counts[epoch]}"
-        self._order_counts[epoch] += 1
-        self._kept_orders[epoch] = key
-        if len(self._kept_orders) <= _KEPT_ORDERS:
-            return key, ""
-        return key, self._kept_orders.pop(next(iter(self._kept_orders)))
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the next iterator.

@@ -22,8 +22,9 @@ from typing_extensions import Unpack
 from taas_magic.config import DataConfig
 from taas_magic.data import service as about
 from taas_magic.data.connection import FetcherLink, PeerSilent
-from taas_magic.data.loader import KeyValueStore, RankFeed, RemoteLoader
+from taas_magic.data.loader import RankFeed, RemoteLoader
 from taas_magic.data.memory import ReceiveBlocks
+from taas_magic.data.other_ranks import KeyValueStore
 from taas_magic.data.protocol import (
     Alive,
     Challenge,

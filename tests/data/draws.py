@@ -437,7 +437,7 @@ def dealt(batches: Sequence[Any], one: Draw) -> list[list[Any]]:
 
 
 class Agreed:
-    """Implementation of `taas_magic.data.loader.KeyValueStore` for ranks in one process."""
+    """Implementation of `taas_magic.data.other_ranks.KeyValueStore` for ranks in one process."""
 
     def __init__(self) -> None:
         self._values: dict[str, bytes] = {}

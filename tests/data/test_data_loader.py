@@ -22,7 +22,7 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Itera
 from torch.utils.data import SequentialSampler as Sequential
 from torch.utils.data.datapipes.iter import IterableWrapper
 
-from taas_magic.data import client, epoch, sharding
+from taas_magic.data import client, other_ranks, sharding
 from taas_magic.data.service import Directory
 from taas_magic.data.sharding import Uneven, seed_of
 from taas_magic.journal.analysis import LoaderCounts
@@ -639,11 +639,11 @@ class SilentStore(Agreed):
 def test_a_rank_ends_its_epochs_also_if_the_store_of_the_ranks_is_silent(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(epoch, "_ANSWER_S", 0.1)
+    monkeypatch.setattr(other_ranks, "_ANSWER_S", 0.1)
     with service(tmp_path, DataLoader(Rows(20), 2, shuffle=True)) as running:
         rank = running.loader(world_size=2, agreement=SilentStore())
         assert [len(list(rank)) for _ in range(2)] == [5, 5]
-        assert rank.is_store_silent
+        assert not rank.other_ranks.can_compare
 
 
 class Redrawn(Unseeded):
