@@ -370,8 +370,9 @@ class EpochRequests:
     Args:
         client: Client that has requested the epoch's description.
         window_bytes: Total bytes of the batches to request before the rank needs them.
-        compare: Called with the slot and the hash of a stream's batch, if the batch has a hash. The
-            function warns if ranks get different data. Not called for a map-style loader.
+        compare: Called with the slot of a stream's batch, its hash, and whether the batch belongs
+            to this rank, if the batch has a hash. The function warns if ranks get different data.
+            Not called for a map-style loader.
 
     Attributes:
         units_of_others: After the end of the epoch, the units of a last step in which only other
